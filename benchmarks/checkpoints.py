@@ -40,13 +40,13 @@ def model_of_size(directory: Path, quick: bool) -> Path:
     return tiny.save_model(directory, **(NARROW if quick else {}))
 
 
-def trained_worker(model: Path, **layout: Any) -> Any:
+def trained_worker(model: Path, micro_batch: int = 4, **layout: Any) -> Any:
     """A worker of this rank after one step, so that its optimizer has a state."""
     from benchmarks import tiny
     from benchmarks.steps import step_of
     from benchmarks.subject import Work, batch_of
 
-    worker = tiny.worker_of(tiny.policy_config(model, micro_batch=4, backend=BACKEND, **layout))
+    worker = tiny.worker_of(tiny.policy_config(model, micro_batch=micro_batch, backend=BACKEND, **layout))
     work = Work(tiny.ROWS, 8)
     step_of(worker, batch_of(model, work), work.rows)()
     return worker

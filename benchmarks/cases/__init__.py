@@ -131,6 +131,10 @@ CASES = {
         "benchmarks.cases.operations",
     ),
     "ckpt.save": Case("a save until the checkpoint has its name against a raw write of its bytes with fsync", "benchmarks.cases.ckpt_save"),
+    "ckpt.ranks": Case(
+        "bytes of the rank that writes most of a save, on 2 and 4 data-parallel ranks, against all; the save against a raw write",
+        "benchmarks.cases.ckpt_ranks",
+    ),
     "ckpt.load": Case("a checkpoint verified, and loaded, against a raw read of its bytes", "benchmarks.cases.ckpt_load"),
     "ckpt.async_stall": Case(
         "how long training stands still for a checkpoint that is written beside it, against one copy of its bytes",

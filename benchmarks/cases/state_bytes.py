@@ -1,7 +1,7 @@
 """Bytes of optimizer state, counted tensor by tensor: what a save and a load allocate, and what a GRPO step moves to the host and back.
 
-A save on the rank that writes and on the others, and a load on each rank, against the state gathered in full on every rank, which is what
-Megatron-Core's checkpoint does. Counts are the same on every machine.
+A save and a load on each rank, against the state gathered in full on every rank, which is what Megatron-Core's checkpoint does. Counts are
+the same on every machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.point import Metric, Point
 from benchmarks.ranks import Ranks
 
 SLICE = 2**18
-"""A slice as much smaller than the real one as this model is than a real one: the bounds of save and load do not depend on it otherwise."""
+"""A slice as much smaller than the real one as this model is than a real one: the bound of a load does not depend on it otherwise."""
 
 
 def measure(quick: bool) -> Iterator[Point]:
@@ -29,7 +29,7 @@ def measure(quick: bool) -> Iterator[Point]:
             for precision in ("float32", "bfloat16"):
                 config = tiny.policy_config(model, micro_batch=1, ranks=world, precision=precision)
                 saved = Path(directory) / f"{precision}-{world}"
-                counted = ranks.run(world, save_and_count, config, tiny.make_batch(0), saved, SLICE, True)
+                counted = ranks.run(world, save_and_count, config, tiny.make_batch(0), saved)
                 loaded = ranks.run(world, load_and_count, config, saved, SLICE)
                 yield _point(counted, loaded, world, precision, saved)
         for backend in tiny.BACKENDS:
@@ -45,16 +45,14 @@ def measure(quick: bool) -> Iterator[Point]:
 def _point(counted: list[dict[str, int]], loaded: list[dict[str, int]], world: int, precision: str, saved: Path) -> Point:
     from converters.torch_dist.reader import TorchDistCheckpoint
 
-    stored = TorchDistCheckpoint(saved / "slices")
+    stored = TorchDistCheckpoint(saved / "pieces")
     state = 4 * sum(math.prod(stored.shape(key)) for key in stored)
-    first, *others = counted
-    rest = max((rank["slices"] for rank in others), default=0)
+    most = max(counted, key=lambda rank: rank["pieces"])
     return Point(
         {"data_parallel": world, "precision": precision, "state_bytes": state},
         {
-            "writer": Metric.of("ratio to the state gathered in full", [first["slices"] / first["whole"]]),
-            "writer_bytes": Metric.of("bytes, a tensor and a slice", [first["slices"]]),
-            "others_bytes": Metric.of("bytes of the rank that needs most", [rest]),
+            "writer": Metric.of("ratio to the state gathered in full", [most["pieces"] / most["whole"]]),
+            "writer_bytes": Metric.of("bytes of the rank that needs most, what it writes of a tensor", [most["pieces"]]),
             "gathered_bytes": Metric.of("bytes on each rank, gathered in full", [max(rank["whole"] for rank in counted)]),
             "load_bytes": Metric.of("bytes of a load on the rank that needs most, a slice", [max(rank["slices"] for rank in loaded)]),
             "load_gathered_bytes": Metric.of("bytes of a load into all of it on each rank", [max(rank["whole"] for rank in loaded)]),

@@ -255,10 +255,21 @@ def _are_sizes(values: tuple[Any, ...]) -> bool:
 def _check_apart(key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
     """Chunks lie inside their tensor and do not overlap, so that as many elements as a box has are all of them."""
     outside = [box for box in boxes if intersection(box, whole(shape)) != box and 0 not in shape_of(box)]
-    overlapping = [(one, other) for one, other in itertools.combinations(boxes, 2) if intersection(one, other) is not None]
+    overlapping = next(_overlapping(boxes), None)
     if outside or overlapping:
         raise ConversionError(
-            f"the index gives {key} {list(shape)} pieces that "
-            + (f"overlap: {overlapping[0]}" if overlapping else f"leave it: {outside[0]}"),
+            f"the index gives {key} {list(shape)} pieces that " + (f"overlap: {overlapping}" if overlapping else f"leave it: {outside[0]}"),
             "the index is damaged; fetch or write the checkpoint again",
         )
+
+
+def _overlapping(boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
+    """Pairs of boxes that have elements in common. Those that begin behind a box on the first axis are not looked at: of a tensor that many
+    ranks wrote in pieces there are many."""
+    ordered = sorted(boxes)
+    for number, one in enumerate(ordered):
+        for other in itertools.islice(ordered, number + 1, None):
+            if one and other[0][0] >= one[0][1]:
+                break
+            if intersection(one, other) is not None:
+                yield one, other

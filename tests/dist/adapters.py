@@ -18,7 +18,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megarl.models.megatron import checkpoint
 from megarl.models.megatron.cuda_redirect import cuda_literals
-from megarl.models.megatron.state_stream import StreamedLoad
+from megarl.models.megatron.sharded_save import save_sharded
+from megarl.models.megatron.state_stream import StateStream, StreamedLoad
 from tests.dist import jobs
 
 PLACES = {"self_attention": ("linear_qkv", "linear_proj"), "mlp": ("linear_fc1", "linear_fc2")}
@@ -105,6 +106,6 @@ def load_compute_train_and_save(
         (Path(target) / "run_config.yaml").write_text(yaml.safe_dump({"model": sizes, "peft": peft}))
     torch.distributed.barrier()
     with cuda_literals():
-        checkpoint._save(wanted(model, said["layers"] == "apart"), Path(target))
+        save_sharded(wanted(model, said["layers"] == "apart"), Path(target), StateStream())
     worker.backend.close()
     return first, second

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.memory import Allocations, saved_for_backward
 from megarl.algorithms.loss_functions import NLLLoss
@@ -26,42 +25,16 @@ from megarl.parity.jobs import WORKERS
 from megarl.patched import patched
 from tests.dist import jobs
 from tests.dist.batches import make_batch
+from tests.dist.save_jobs import OLD_WAY
 
 
-def whole_state(stream: Any, optimizer: Any) -> dict[Any, Any]:
-    """Stands for ``StateStream.outlines``: every state of every buffer in full on every rank, by another way."""
-    state: dict[Any, Any] = {"buckets_coalesced": True}
-    for index, ranges in enumerate(optimizer.gbuf_ranges):
-        ((dtype, buckets),) = ranges.items()
-        whole = {name: torch.zeros(optimizer.buffers[index].grad_data.numel()) for name in state_stream.STATES}
-        for bucket in buckets:
-            for parameter, found in bucket["param_map"].items():
-                kept = optimizer._get_main_param_and_optimizer_states(parameter)
-                for name, values in whole.items():
-                    values[found["gbuf_world"].start : found["gbuf_world"].end] = kept[name]
-        for values in whole.values():
-            # a sum of bits, because 0 and -0 added are 0
-            dist.all_reduce(values.view(torch.int32), group=optimizer.data_parallel_group)
-        state[index] = {dtype: whole}
-    return state
-
-
-def received_on_a_device(source: Any, part: torch.Tensor) -> torch.Tensor:
-    """Stands for ``state_stream._Source._received_into`` on a device."""
-    return torch.empty(part.shape)
-
-
-def save_and_count(
-    config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path, slice_bytes: int, on_device: bool
-) -> dict[str, int]:
-    """Save the optimizer's state after a step, once gathered in full (``whole``) and once streamed (``slices``).
+def save_and_count(config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path) -> dict[str, int]:
+    """Save the optimizer's state after a step, once gathered in full (``whole``) and once in pieces (``pieces``).
 
     Args:
         config: of the policy.
         batch: what the step trains on.
         directory: holds both afterwards.
-        slice_bytes: of a slice.
-        on_device: what other ranks send goes by a device's memory.
 
     Returns:
         The most bytes that either allocates on this rank, by name.
@@ -71,12 +44,7 @@ def save_and_count(
     backend = worker.backend
     backend.sync_parameters()
     state = (backend.chunks, backend.optimizer, backend.scheduler, backend.runtime)
-    replaced: dict[str, list[Any]] = {
-        "whole": [(state_stream.StateStream, "outlines", whole_state)],
-        "slices": [(state_stream, "SLICE_BYTES", slice_bytes)],
-    }
-    if on_device:
-        replaced["slices"].append((state_stream._Source, "_received_into", received_on_a_device))
+    replaced: dict[str, list[Any]] = {"whole": OLD_WAY, "pieces": []}
     peaks = {}
     for name, replacements in replaced.items():
         with patched(*replacements), Allocations() as counted:
@@ -96,8 +64,8 @@ def empty_state(stream: Any, optimizer: Any) -> dict[Any, Any]:
 
 
 def load_and_count(config: Mapping[str, Any], directory: Path, slice_bytes: int) -> dict[str, int]:
-    """Load the optimizer's state that ``save_and_count`` streamed, once into all of it (``whole``) and once in slices (``slices``), and
-    save it as ``again``.
+    """Load the optimizer's state that ``save_and_count`` saved in pieces, once into all of it (``whole``) and once in slices
+    (``slices``), and save it as ``again``.
 
     Returns:
         The most bytes that either allocates on this rank beyond the state itself, by name.
@@ -113,7 +81,7 @@ def load_and_count(config: Mapping[str, Any], directory: Path, slice_bytes: int)
         ("slices", (state_stream, "SLICE_BYTES", slice_bytes)),
     ):
         with patched(replacement), Allocations() as counted:
-            checkpoint.load_optimizer(*state, directory / "slices")
+            checkpoint.load_optimizer(*state, directory / "pieces")
         peaks[name] = counted.peak
     checkpoint.save_optimizer(*state, directory / "again")
     backend.close()

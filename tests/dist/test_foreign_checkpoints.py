@@ -70,10 +70,10 @@ def save_as_megatron_lm(
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megarl.models.megatron import checkpoint
     from megarl.models.megatron.checkpoint import exact_offsets
     from megarl.models.megatron.cuda_redirect import cuda_literals
     from megarl.models.megatron.optimizer import fused_style_adam
+    from megarl.models.megatron.sharded_save import save_sharded
 
     worker = jobs.build(config, init_reference_model=False)
     worker.train(data=jobs.my_share(worker, make_batch(rows=8, length=12, seed=1), 8), loss_fn=NLLLoss())
@@ -89,7 +89,7 @@ def save_as_megatron_lm(
         if torch.distributed.get_rank() == 0:
             Path(target).mkdir(parents=True)
         torch.distributed.barrier()
-        checkpoint._save(state, Path(target), stream)
+        save_sharded(state, Path(target), stream)
     weights = jobs.full_weights(worker)
     worker.backend.close()
     return weights
@@ -115,8 +115,9 @@ def provider_of(model: Any) -> dict[str, Any]:
 
 def save_as_megatron_bridge(config: Mapping[str, Any], target: str) -> dict[str, torch.Tensor]:
     """Train for a step, save as Megatron-Bridge does, and give the weights that the worker has then."""
-    from megarl.models.megatron import checkpoint
     from megarl.models.megatron.cuda_redirect import cuda_literals
+    from megarl.models.megatron.sharded_save import save_sharded
+    from megarl.models.megatron.state_stream import StateStream
 
     worker = jobs.build(config, init_reference_model=False)
     worker.train(data=jobs.my_share(worker, make_batch(rows=8, length=12, seed=1), 8), loss_fn=NLLLoss())
@@ -126,7 +127,7 @@ def save_as_megatron_bridge(config: Mapping[str, Any], target: str) -> dict[str,
         (Path(target) / "run_config.yaml").write_text(yaml.safe_dump({"model": provider_of(model)}))
     torch.distributed.barrier()
     with cuda_literals():
-        checkpoint._save(model.sharded_state_dict(metadata={}), Path(target))
+        save_sharded(model.sharded_state_dict(metadata={}), Path(target), StateStream())
     weights = jobs.full_weights(worker)
     worker.backend.close()
     return weights

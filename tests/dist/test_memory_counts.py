@@ -16,6 +16,7 @@ from megarl.models.megatron.state_stream import boxes
 from tests.dist.batches import make_batch
 from tests.dist.memory_jobs import kept_for_backward, load_and_count, load_weights_and_count, save_and_count
 from tests.dist.pool import WorkerPool
+from tests.dist.save_jobs import differences, files_of, largest_piece
 from tests.models import LAYERS, policy_config, tiny_config
 from tests.tiers import newest_megatron
 
@@ -50,26 +51,19 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @newest_megatron
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_save_takes_a_tensor_and_a_slice(
-    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str, on_device: bool
-) -> None:
-    """On the first rank of a data-parallel group one tensor on the host and one slice on the device, on the others nothing; the bytes on
-    disk are those of the state gathered in full."""
+def test_a_save_takes_a_piece(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str) -> None:
+    """On every rank, what it writes of one tensor, and nothing of what the others write."""
     world, changes = LAYOUTS[layout]
     config = policy_config(tiny_models["qwen2-tied"], precision="bfloat16", **changes)
-    first, *others = pool.run(world, save_and_count, config, make_batch(8, 9, seed=0), tmp_path, SLICE, on_device)
-    stored = TorchDistCheckpoint(tmp_path / "slices")
-    # the tensors of all layers are stored under one key, each by itself
-    shapes = {key: torch.Size(stored.shape(key)) for key in stored}
-    sizes = [4 * (shape[1:] if ".layers." in key else shape).numel() for key, shape in shapes.items()]
-    assert max(sizes) > 2 * SLICE and sum(sizes) > 10 * max(sizes), "too small a model to see a difference"
-    assert first["slices"] <= max(sizes) + SLICE * on_device + SMALL
-    assert all(other["slices"] <= SMALL for other in others), others
-    assert min(rank["whole"] for rank in (first, *others)) > sum(sizes), "what is not streamed is seen"
-    files = [sorted((tmp_path / name).rglob("*.distcp")) for name in ("whole", "slices")]
-    assert files[0] and [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
+    counted = pool.run(world, save_and_count, config, make_batch(8, 9, seed=0), tmp_path)
+    stored = TorchDistCheckpoint(tmp_path / "pieces")
+    state = sum(4 * torch.Size(stored.shape(key)).numel() for key in stored)
+    largest = largest_piece(tmp_path / "pieces")
+    assert state > 10 * largest, "too small a model to see a difference"
+    assert all(rank["pieces"] <= largest + SMALL for rank in counted), counted
+    assert min(rank["whole"] for rank in counted) > state, "what is not streamed is seen"
+    assert differences(tmp_path / "pieces", tmp_path / "whole") == []
 
 
 @newest_megatron
@@ -78,14 +72,14 @@ def test_a_load_takes_a_slice(pool: WorkerPool, tiny_models: dict[str, Path], tm
     """On every rank one slice, whatever the size of a tensor; and the state is that which was saved."""
     world, changes = LAYOUTS[layout]
     config = policy_config(tiny_models["qwen2-tied"], precision="bfloat16", **changes)
-    pool.run(world, save_and_count, config, make_batch(8, 9, seed=0), tmp_path, SLICE, False)
+    pool.run(world, save_and_count, config, make_batch(8, 9, seed=0), tmp_path)
     counted = pool.run(world, load_and_count, config, tmp_path, SLICE)
-    stored = TorchDistCheckpoint(tmp_path / "slices")
+    stored = TorchDistCheckpoint(tmp_path / "pieces")
     state = sum(4 * torch.Size(stored.shape(key)).numel() for key in stored)
     assert all(rank["slices"] <= SLICE + SMALL for rank in counted), counted
     assert all(rank["whole"] > state > 100 * SLICE for rank in counted), "what is not streamed is seen"
-    files = [sorted((tmp_path / name).rglob("*.distcp")) for name in ("slices", "again")]
-    assert files[0] and [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
+    files, again = (files_of(tmp_path / name) for name in ("pieces", "again"))
+    assert len(files) == world and files == again
 
 
 @newest_megatron

@@ -29,6 +29,7 @@ RATIOS = {
     "scaling.batch": {"driver", "bytes_shipped"},
     "samples.cost": {"handed_over", "on_disk"},
     "ckpt.save": {"save", "save_cpu"},
+    "ckpt.ranks": {"weights_of_one", "optimizer_of_one", "save", "save_cpu"},
     "ckpt.load": {"load", "load_cpu", "verify", "verify_cpu"},
     "ckpt.async_stall": {"stall", "stall_cpu"},
     "ckpt.reshard": {"reshard", "load"},

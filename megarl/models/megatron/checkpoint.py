@@ -2,7 +2,7 @@
 
 A checkpoint directory appears whole or not at all: everything is written beside it, synced to disk, and moved to its name by rank 0 alone.
 
-The distributed optimizer's state is collected by ``state_stream``, at the right offsets. Megatron-Core up to 0.19 lays the gathered
+The distributed optimizer's state goes through ``state_stream``, at the right offsets. Megatron-Core up to 0.19 lays the gathered
 buckets of a buffer end to end without their padding, but then cuts parameters out by their offsets *with* padding: with two or more
 buckets (large models, or tied embeddings over pipeline stages) every parameter beyond the first bucket is saved from the wrong place.
 """
@@ -13,17 +13,14 @@ import contextlib
 import itertools
 import json
 import pickle
-import queue
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -43,14 +40,15 @@ from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError, MegarlError, UnusableCheckpointError
 from megarl.models.megatron.cuda_redirect import cuda_literals
 from megarl.models.megatron.optimizer import fused_style_adam
-from megarl.models.megatron.state_stream import StateStream, StreamedLoad, StreamedSave
+from megarl.models.megatron.sharded_save import save_sharded
+from megarl.models.megatron.state_stream import StateStream, StreamedLoad
 from megarl.patched import patched
 
 
 @contextlib.contextmanager
 def exact_offsets() -> Iterator[StateStream]:
     """Inside, the state of Megatron's distributed optimizer that is to be saved or loaded are outlines, whose values the stream has for
-    ``_save``, or takes from a checkpoint."""
+    ``save_sharded``, or takes from a checkpoint."""
     stream = StateStream()
 
     def parameter_state(
@@ -99,7 +97,7 @@ def save_weights(
     (``megarl convert export``); its config then says ``dtype``, and what else is ``said``.
     """
     with appears_whole(directory) as staging, cuda_literals():
-        _save(_sharded(chunks), staging)
+        save_sharded(_sharded(chunks), staging, StateStream())
         with failing_together(f"copying config and tokenizer from {model} to {directory}"):
             if dist.get_rank() == 0:
                 copy_artifacts(model, staging / HF_DIRECTORY)
@@ -141,7 +139,7 @@ def save_optimizer(
     with appears_whole(directory) as staging, cuda_literals(), fused_style_adam(), exact_offsets() as stream:
         _initialize_state(optimizer)
         weights = _sharded(chunks)
-        _save(optimizer.sharded_state_dict(weights, metadata=_metadata()), staging, stream)
+        save_sharded(optimizer.sharded_state_dict(weights, metadata=_metadata()), staging, stream)
         with failing_together(f"writing schedule and random-number states to {directory}"):
             if dist.get_rank() == 0 and scheduler is not None:
                 (staging / SCHEDULE_FILE).write_text(json.dumps(scheduler.state_dict()))
@@ -216,53 +214,6 @@ def require_output(directory: Path, *, scores: bool) -> None:
             f"{directory} holds {found}, and this model {'scores, with 1' if scores else 'is a language model'}. Fix: set "
             f"policy.reward_model_cfg.enabled to {str(not scores).lower()}, or give another checkpoint"
         )
-
-
-def _save(state: dict[str, Any], directory: Path, stream: StateStream | None = None) -> None:
-    # Megatron would start a process that only hands results over, takes seconds to start, and outlives a rank that is killed.
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
-    first = _FirstRank()
-    strategy = StreamedSave(stream, first.writes)
-    try:
-        with patched(*first.replacements()):
-            dist_checkpointing.save(state, str(directory), strategy)
-    except CheckpointException as error:  # raised on all ranks; not even an Exception
-        raise CheckpointError(f"{directory} cannot be written: {error}. See to free space and permissions there") from error
-    with failing_together(f"writing what all ranks share to {directory}"):
-        first.require_written()
-
-
-class _FirstRank:
-    """Keeps an error of what the first rank writes alone: what all ranks share, the index, the kind of checkpoint. Raised there, it would
-    leave the others waiting in the next collective of Megatron-Core's save; so the save goes on, and fails on all ranks at its end."""
-
-    def __init__(self) -> None:
-        self._failure: Exception | None = None
-
-    def writes(self, function: Callable[..., Any]) -> Callable[..., None]:
-        """``function``, whose error is kept."""
-
-        def kept(*arguments: Any, **options: Any) -> None:
-            try:
-                function(*arguments, **options)
-            except Exception as error:
-                self._failure = self._failure or error
-
-        return kept
-
-    def replacements(self) -> list[tuple[Any, str, Any]]:
-        """Those of Megatron-Core's functions that write so, for ``patched``."""
-        found: list[tuple[Any, str]] = [(serialization, "save_config")]
-        # later versions write what all ranks share with the tensors
-        if hasattr(common, "TorchCommonSaveStrategy"):
-            found.append((common.TorchCommonSaveStrategy, "save_common"))
-        return [(owner, name, self.writes(getattr(owner, name))) for owner, name in found]
-
-    def require_written(self) -> None:
-        """Raise the first error."""
-        if self._failure is not None:
-            raise self._failure
 
 
 def _load(wanted: dict[str, Any], directory: Path, what: str, strategy: StreamedLoad) -> dict[str, Any]:

@@ -1,0 +1,156 @@
+"""Writes a checkpoint through Megatron-Core's dist-checkpointing: every rank its share, and what fails on one rank fails on all.
+
+Megatron-Core has the main replicas write, which all are the first data-parallel rank's. Here the ranks that hold the same tensors share
+them out. Who writes what depends on the layout and the sizes of the tensors alone, so that the same layout writes the same files.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import queue
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.strategies import common, filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.fully_parallel import distribute_main_replicas_with_precomputed_distribution
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megarl.checkpoint.collective import failing_together
+from megarl.errors import CheckpointError
+from megarl.models.megatron.parallel import holders
+from megarl.models.megatron.state_stream import StateStream
+from megarl.patched import patched
+
+_PIECES = "pieces of optimizer state"
+
+
+def save_sharded(state: dict[str, Any], directory: Path, stream: StateStream) -> None:
+    """Write a sharded state dict of Megatron-Core to an empty directory. A collective over all ranks.
+
+    Args:
+        state: is changed.
+        directory: of the files.
+        stream: has the values of the outlines in ``state``.
+
+    Raises:
+        CheckpointError: on all ranks, with the reason, where one of them could not write.
+    """
+    # Megatron would start a process that only hands results over, takes seconds to start, and outlives a rank that is killed.
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+    first = _FirstRank()
+    strategy = StreamedSave(stream, first.writes)
+    failure: CheckpointException | None = None
+    try:
+        with patched(*first.replacements()):
+            dist_checkpointing.save(shared_out(state, stream), str(directory), strategy)
+    except CheckpointException as error:  # raised on all ranks, of which the first alone knows why; not even an Exception
+        failure = error
+    with failing_together(f"writing {directory}"):
+        if failure is not None:
+            raise CheckpointError(f"{failure}. See to free space and permissions there") from failure
+        first.require_written()
+
+
+def shared_out(state: dict[str, Any], stream: StateStream) -> dict[str, Any]:
+    """A sharded state dict in which each tensor has one rank that writes it. A collective over the ranks that hold the same tensors.
+
+    Outlines of ``stream`` are cut into what each rank keeps of them. Other tensors stay whole, and go to one of their holders each: the
+    largest first, to the one that has least to write so far. Objects stay with the main replica.
+
+    Args:
+        state: is changed.
+        stream: of the outlines in ``state``.
+    """
+    apply_factories(state)
+    outlined, rest = extract_matching_values(state, lambda each: isinstance(each, ShardedTensor) and each.data.is_meta)
+    for group in _groups_of_holders():
+        distribution = determine_main_replica_uniform_distribution(rest, group)
+        distribute_main_replicas_with_precomputed_distribution(rest, group, distribution)
+    pieces = dict(enumerate(itertools.chain.from_iterable(map(stream.pieces, nested_values(outlined)))))
+    # what is empty would be saved among what all ranks share
+    return {**rest, _PIECES: pieces} if pieces else rest
+
+
+def _groups_of_holders() -> list[dist.ProcessGroup]:
+    """The groups of this rank over which tensors are dealt, one after the other: those that share the experts lie within the others, but
+    where an expert is cut over fewer ranks than the other layers."""
+    most, experts = holders(of_experts=False), holders(of_experts=True)
+    within = set(dist.get_process_group_ranks(experts)) <= set(dist.get_process_group_ranks(most))
+    return [most] if within else [most, experts]
+
+
+class StreamedSave(TorchDistSaveShardedStrategy):
+    """Megatron-Core's way of saving, in which each rank writes its one file itself, from tensors that come when their turn has come.
+
+    Args:
+        stream: gives outlines their values.
+        finishing: is given what writes the index on the first rank, and returns what is called in its place.
+    """
+
+    def __init__(self, stream: StateStream, finishing: Callable[[Callable[..., Any]], Callable[..., None]]) -> None:
+        # one file a rank: more would only make more files
+        super().__init__("torch_dist", 1, thread_count=1)
+        self._stream, self._finishing = stream, finishing
+
+    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, *arguments: Any) -> Any:
+        writer.finish = self._finishing(writer.finish)
+        request = super()._get_save_and_finalize_callbacks(writer, *arguments)
+        return request._replace(async_fn=functools.partial(self._write, writer), async_fn_args=(), preload_fn=None)
+
+    def _write(self, writer: FileSystemWriterAsync) -> None:
+        """Write this rank's file. What fails here fails on all ranks, at the end of the save."""
+        results: dict[int, Any] | Exception = {}
+        for path, key, (plain, tensors) in writer.write_buckets:
+            answer: queue.Queue[Any] = queue.Queue()
+            counter: queue.Queue[int] = queue.Queue()
+            counter.put(0)
+            transforms = [writer.transforms] if hasattr(writer, "transforms") else []
+            bucket = (path, key, (plain, self._stream.values(tensors)))
+            FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, answer, counter, use_fsync=True)
+            index, written = answer.get()
+            results = written if isinstance(written, Exception) else {index: written}
+        if writer.results_queue is not None:
+            writer.results_queue.put(results)
+
+
+class _FirstRank:
+    """Keeps an error of what the first rank writes alone: what all ranks share, the index, the kind of checkpoint. Raised there, it would
+    leave the others waiting in the next collective of Megatron-Core's save; so the save goes on, and fails on all ranks at its end."""
+
+    def __init__(self) -> None:
+        self._failure: Exception | None = None
+
+    def writes(self, function: Callable[..., Any]) -> Callable[..., None]:
+        """``function``, whose error is kept."""
+
+        def kept(*arguments: Any, **options: Any) -> None:
+            try:
+                function(*arguments, **options)
+            except Exception as error:
+                self._failure = self._failure or error
+
+        return kept
+
+    def replacements(self) -> list[tuple[Any, str, Any]]:
+        """Those of Megatron-Core's functions that write so, for ``patched``."""
+        found: list[tuple[Any, str]] = [(serialization, "save_config")]
+        # later versions write what all ranks share with the tensors
+        if hasattr(common, "TorchCommonSaveStrategy"):
+            found.append((common.TorchCommonSaveStrategy, "save_common"))
+        return [(owner, name, self.writes(getattr(owner, name))) for owner, name in found]
+
+    def require_written(self) -> None:
+        """Raise the first error."""
+        if self._failure is not None:
+            raise self._failure
