@@ -71,7 +71,7 @@ class Sampled(Algorithm):
     """
 
     def __init__(self, parts: Parts, loss_fn: Any) -> None:
-        from megarl.algorithms.empty_batches import EmptySteps
+        from megarl.algorithms.skipped_batches import EmptySteps
         from megarl.rollout.collector import Collector
 
         super().__init__(parts)
@@ -158,7 +158,7 @@ class Sampled(Algorithm):
     ) -> tuple[BatchedDataDict[Any], list[dict[str, Any]], dict[str, float]]:
         """Train a model on the global batches of a step in which something counts, so often: their rows, the result of each time, and the
         metrics."""
-        from megarl.algorithms.empty_batches import filled
+        from megarl.algorithms.skipped_batches import filled
         from megarl.algorithms.train_results import metrics_of_epochs
 
         found = filled(batch, self.run_config[(role or ACTOR).section]["train_global_batch_size"])
