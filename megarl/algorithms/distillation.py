@@ -94,7 +94,6 @@ class Distillation(Sampled):
 
     def step(self, step: int) -> dict[str, float]:
         """Sample responses to the next prompts, ask the teachers, and train on them."""
-        from megarl.algorithms.train_results import step_metrics
         from megarl.rollout.collector import add_metrics, part_metrics
 
         rollouts = self._next_answers(step)
@@ -110,10 +109,11 @@ class Distillation(Sampled):
             means = apart.sum(dim=1) / batch["token_mask"].sum(dim=1).clamp(min=1)
             self.sample_log.train(step, rollouts, means, batch.get("prev_logprobs"), self.train_data.sources)
         self.turns.take(ACTOR)
-        (result,) = self._train_policy(batch, step, rollouts)
+        self.empty_steps.look(batch, samples, step)
+        trained = self._train_policy(batch, step, rollouts)
         self.done_steps = step
         own = {
-            **step_metrics(result, self.loss_fn),
+            **trained,
             **_divergences(-apart, batch, rows_of),
             **answer_metrics(samples),
             "num_tokens": int(samples["input_lengths"].sum()),

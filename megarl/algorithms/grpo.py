@@ -60,7 +60,8 @@ class RewardedConfig(SampledConfig):
         Annotated[
             bool,
             Key(
-                "answers that were cut off are left out of training; with GRPO they stay in their groups, by which others are judged.",
+                "answers that were cut off are left out of training; with GRPO they stay in their groups, by which others are judged. "
+                "A global batch of which nothing is left changes no weight (`empty_global_batches`).",
                 default=False,
             ),
         ]
@@ -201,6 +202,7 @@ class GRPO(Sampled):
             self.sample_log.train(step, rollouts, _means_of_rows(advantages, batch), previous, sources)
         if refusal is not None:
             raise refusal
+        self.empty_steps.look(batch, samples, step)
         batch["advantages"] = advantages.expand_as(batch["token_mask"])
         trained = self._trained(batch, step, rollouts)
         self.done_steps = step
@@ -210,9 +212,7 @@ class GRPO(Sampled):
 
     def _trained(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> dict[str, float]:
         """Train on a batch with its advantages, so often; the metrics of that."""
-        from megarl.algorithms.train_results import metrics_of_epochs
-
-        return metrics_of_epochs(self._train_policy(batch, step, rollouts, epochs), self.loss_fn)
+        return self._train_policy(batch, step, rollouts, epochs)
 
     def _sampled_at_once(self, step: int) -> tuple[Rollouts, BatchedDataDict[Any], dict[str, float]]:
         rollouts = self._next_answers(step)

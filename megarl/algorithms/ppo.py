@@ -173,23 +173,21 @@ class PPO(GRPO):
 
     def _trained(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> dict[str, float]:
         """Train the critic, and behind its first ``critic_warmup_steps`` the actor."""
-        from megarl.algorithms.train_results import metrics_of_epochs
         from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.samples import MODEL_INPUTS
 
         learned = {key: batch.pop(key) for key in ("prev_values", "returns")}
         of_critic: BatchedDataDict[Any] = BatchedDataDict({**{key: batch[key] for key in MODEL_INPUTS}, **learned})
-        records, results = [record.index for record in rollouts.records], []
+        epochs_of_critic = self.config["critic_ppo_epochs"]
         with self.timer.phase(TRAIN_CRITIC):
             self.turns.take(CRITIC)
             self.critic.prepare_for_training()
-            for _ in range(self.config["critic_ppo_epochs"]):
-                results.append(self.skipped.train(self.critic, of_critic, self.value_loss, step, records, role=CRITIC))
+            kept, results, metrics = self._trained_on(self.critic, of_critic, self.value_loss, step, rollouts, epochs_of_critic, CRITIC)
             self.critic.finish_training()
             for result in results:
                 # scored by a layer with one output, which is nothing beside the others
-                self.timer.passed(Sequences(of_critic["input_lengths"].numpy(), positions=result.get("positions"), scored=0))
-        metrics = {f"critic_{name}": value for name, value in metrics_of_epochs(results, self.value_loss).items()}
+                self.timer.passed(Sequences(kept["input_lengths"].numpy(), positions=result.get("positions"), scored=0))
+        metrics = {f"critic_{name}": value for name, value in metrics.items()}
         self.turns.take(ACTOR)
         if self.is_warming_up(step):
             return metrics

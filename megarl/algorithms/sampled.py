@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts
+from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts, Role
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
 from megarl.observe.timing import Sequences
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.distributed.batched_data_dict import BatchedDataDict
+    from megarl.models.policy.lm_policy import Policy
     from megarl.rollout.collector import Rollouts
 
 
@@ -70,6 +71,7 @@ class Sampled(Algorithm):
     """
 
     def __init__(self, parts: Parts, loss_fn: Any) -> None:
+        from megarl.algorithms.skipped_batches import EmptySteps
         from megarl.rollout.collector import Collector
 
         super().__init__(parts)
@@ -80,6 +82,7 @@ class Sampled(Algorithm):
         self.refit, self.timer, self.skipped = parts.refit, parts.timer, parts.skipped
         self.train_data, self.validation_data = parts.train_data, parts.validation_data
         self.sample_log, self.done_steps = parts.sample_log, 0
+        self.empty_steps = EmptySteps(parts.config["policy"]["max_consecutive_skips"], self.section())
         stop_token_ids = parts.config["policy"]["generation"]["stop_token_ids"]
         self.collector = Collector(self.policy, parts.tokenizer, parts.environment, parts.timer, stop_token_ids, parts.refit)
 
@@ -136,21 +139,34 @@ class Sampled(Algorithm):
                 self.timer.passed(passed)
         return batch
 
-    def _train_policy(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> list[dict[str, Any]]:
-        """Train on a batch, so often; the result of each time."""
+    def _train_policy(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> dict[str, float]:
+        """Train on a batch, so often; the metrics of that. Global batches in which nothing counts are left out."""
         from megarl.algorithms.train_results import trained_sequences
 
-        records, results = [record.index for record in rollouts.records], []
         with self.timer.phase("train"):
             self.policy.prepare_for_training()
-            for _ in range(epochs):
-                results.append(self.skipped.train(self.policy, batch, self.loss_fn, step, records))
+            kept, results, metrics = self._trained_on(self.policy, batch, self.loss_fn, step, rollouts, epochs)
             self.policy.finish_training()
             for result in results:
-                self.timer.passed(trained_sequences(batch, result, self.loss_fn))
-        if self.refit is not None:
+                self.timer.passed(trained_sequences(kept, result, self.loss_fn))
+        if self.refit is not None and results:
             self.refit.stale = True
-        return results
+        return metrics
+
+    def _trained_on(
+        self, model: Policy, batch: BatchedDataDict[Any], loss_fn: Any, step: int, rollouts: Rollouts, epochs: int, role: Role | None = None
+    ) -> tuple[BatchedDataDict[Any], list[dict[str, Any]], dict[str, float]]:
+        """Train a model on the global batches of a step in which something counts, so often: their rows, the result of each time, and the
+        metrics."""
+        from megarl.algorithms.skipped_batches import filled
+        from megarl.algorithms.train_results import metrics_of_epochs
+
+        found = filled(batch, self.run_config[(role or ACTOR).section]["train_global_batch_size"])
+        records = [rollouts.records[row].index for row in found.rows]
+        results = [
+            self.skipped.train(model, found.batch, loss_fn, step, records, role=role) for _ in range(epochs if len(found.rows) else 0)
+        ]
+        return found.batch, results, found.with_left_out(metrics_of_epochs(results, loss_fn))
 
 
 def mean(values: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Keeps the batches after which no optimizer step was taken, so that somebody can look at them."""
+"""Keeps the batches after which no optimizer step was taken, so that somebody can look at them, and leaves those out that have nothing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.errors import NonFiniteError
+from megarl.errors import BatchError, NonFiniteError
 
 if TYPE_CHECKING:
     from megarl.algorithms.algorithm import Role
@@ -24,6 +24,9 @@ DIRECTORY = "skipped"
 """Below the run's directory."""
 
 MOST_KEPT = 20
+
+EMPTY_GLOBAL_BATCHES = "empty_global_batches"
+"""Metric: global batches of a step that were left out, where there were any; they are among its ``skipped_steps`` too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +125,81 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """The global batches of a step in which something counts.
+
+    Attributes:
+        batch: their rows, in their order; without any there is nothing to train on.
+        rows: their numbers in the batch of the step.
+        left_out: how many others there were.
+    """
+
+    batch: BatchedDataDict[Any]
+    rows: Sequence[int]
+    left_out: int
+
+    def with_left_out(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The metrics of training with what was left out."""
+        if not self.left_out:
+            return metrics
+        skipped = metrics.get("skipped_steps", 0.0) + self.left_out
+        return {**metrics, "skipped_steps": skipped, EMPTY_GLOBAL_BATCHES: float(self.left_out)}
+
+
+def filled(batch: BatchedDataDict[Any], size: int) -> Filled:
+    """The global batches of ``size`` rows in which a token counts that has a log-probability. After others an optimizer step would move
+    weights by momentum and decay alone."""
+    import torch
+
+    from megarl.models.engine.microbatches import under_mask
+
+    counts = under_mask(batch)[:, 1:].any(dim=1).view(-1, size).any(dim=1)
+    rows = torch.arange(batch.size).view(-1, size)[counts].flatten().tolist()
+    left_out = int((~counts).sum())
+    return Filled(batch.select_indices(rows) if left_out else batch, rows, left_out)
+
+
+@dataclass(slots=True)
+class EmptySteps:
+    """Says which steps had nothing to train on, and ends a run that has had too many in a row.
+
+    Attributes:
+        most: that many in a row (``policy.max_consecutive_skips``).
+        section: of the algorithm, for the message.
+        in_a_row: so far.
+    """
+
+    most: int
+    section: str
+    in_a_row: int = field(default=0, init=False)
+
+    def look(self, batch: BatchedDataDict[Any], samples: BatchedDataDict[Any], step: int) -> None:
+        """Look at a batch before it is trained on.
+
+        Args:
+            batch: what a step would train on, with its masks.
+            samples: the same rows, with ``truncated`` and ``masked`` [B] bool.
+            step: its number.
+
+        Raises:
+            BatchError: nothing counts, as in the steps before.
+        """
+        from megarl.models.engine.microbatches import under_mask
+
+        if bool(under_mask(batch)[:, 1:].any()):
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        cut, unscored, total = int(samples["truncated"].sum()), int(samples["masked"].sum()), len(samples["truncated"])
+        found = f"step {step}: none of its {total} answers counts: {cut} were cut off, {unscored} could not be scored"
+        if self.in_a_row < self.most:
+            logger.warning("%s. No optimizer step was taken", found)
+            return
+        raise BatchError(
+            f"{found}. So it was in {self.in_a_row} steps in a row (policy.max_consecutive_skips = {self.most}), in which no weight was "
+            f"changed. Fix: raise policy.generation.max_new_tokens, write {self.section}.overlong_filtering: false, or see why the "
+            "environment does not score answers"
+        )

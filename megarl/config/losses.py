@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from typing_extensions import TypedDict
 
 from megarl.errors import Violation
-from megarl.key import ABOVE_0, AT_LEAST_0, SHARE, Key, Range
+from megarl.key import ABOVE_0, AT_LEAST_0, SHARE, Key, Range, defaults_of
 
 SECTION = "loss_fn"
 
@@ -147,6 +147,11 @@ class ClippedPGLossConfig(TypedDict):
     ]
 
 
+_DEFAULTS = defaults_of(ClippedPGLossConfig)
+_CLAMPS = {name: value for name, value in _DEFAULTS.items() if name.endswith("_clamp_value")}
+_CLAMPS_OF_DIVERGENCE = {name: value for name, value in _CLAMPS.items() if name.startswith("kl_")}
+
+
 class DPOLossConfig(TypedDict):
     """Direct preference optimisation: the loss."""
 
@@ -239,12 +244,17 @@ def _faults_of_ratios(loss: Mapping[str, Any]) -> Iterator[Violation]:
         for key in (ratios, "use_cispo"):
             if loss.get(key):
                 yield _fault(loss, key, "disable_ppo_ratio is true, and without a ratio it would do nothing", "switch one of the two off")
+        if loss.get("ratio_clip_c") is not None:
+            bound = "disable_ppo_ratio is true: the objective of a bad token has its log-probability for the ratio, and is never as large"
+            yield _fault(loss, "ratio_clip_c", bound, "write null")
+        yield from _faults_of_unread_clamp(loss, "disable_ppo_ratio is true, and there is no ratio to clamp")
     gradient = "sequence_level_ratio_gradient"
     if loss.get(gradient) == "token" and not loss.get(ratios):
         yield _fault(loss, gradient, f"it says whose gradient the ratio of a sequence has, and {ratios} is false", f"write {ratios}: true")
     if loss.get(ratios) and loss.get("token_level_loss"):
         bound = f"{ratios} is true: the objective of a sequence counts once, not once a token (GSPO, arXiv 2507.18071, equation 5)"
-        yield _fault(loss, "token_level_loss", bound, f"write token_level_loss: false, or {ratios}: false")
+        fix = f"write token_level_loss: false, with sequence_normalizer: 1 to count it once a token (LUSPO), or {ratios}: false"
+        yield _fault(loss, "token_level_loss", bound, fix)
 
 
 def _faults_of_forced_ratios(loss: Mapping[str, Any]) -> Iterator[Violation]:
@@ -255,6 +265,21 @@ def _faults_of_forced_ratios(loss: Mapping[str, Any]) -> Iterator[Violation]:
         yield _fault(loss, "use_cispo", bound, "switch one of the two off")
     if loss.get("ratio_clip_c") is not None:
         yield _fault(loss, "ratio_clip_c", "force_on_policy_ratio is true: the ratio is 1 and never as large as this", "write null")
+    if loss.get("disable_ppo_ratio"):
+        bound = "force_on_policy_ratio is true: the ratio is 1, and the gradient is that of the log-probability with and without it"
+        yield _fault(loss, "disable_ppo_ratio", bound, "switch one of the two off")
+        return
+    if loss.get("sequence_level_ratio_gradient") == "token" and loss.get("use_importance_sampling_correction") is False:
+        bound = "force_on_policy_ratio is true: the ratio of a sequence is 1, as that of a token is, and the gradient is that of the token"
+        yield _fault(loss, "sequence_level_ratio_gradient", bound, "write sequence_level_importance_ratios: false, and remove this")
+    yield from _faults_of_unread_clamp(loss, "force_on_policy_ratio is true: the ratio is 1, and its logarithm 0")
+
+
+def _faults_of_unread_clamp(loss: Mapping[str, Any], reason: str) -> Iterator[Violation]:
+    """Yield a clamp of ratios that somebody has chosen; one at its default says nothing."""
+    key = "log_ratio_clamp_value"
+    if loss.get(key, _CLAMPS[key]) != _CLAMPS[key]:
+        yield _fault(loss, key, f"{reason}, so that nothing reads it", "remove it")
 
 
 def _faults_of_cispo(loss: Mapping[str, Any]) -> Iterator[Violation]:
@@ -299,25 +324,34 @@ def _faults_of_means(loss: Mapping[str, Any]) -> Iterator[Violation]:
 
 def _faults_of_divergence(loss: Mapping[str, Any]) -> Iterator[Violation]:
     kind, gradient = "reference_policy_kl_type", "reference_policy_kl_gradient"
-    in_reward = "use_kl_in_reward"
-    if loss.get("reference_policy_kl_penalty") == 0 and not loss.get(in_reward):
-        for key, default in ((kind, "k3"), (gradient, "exact")):
+    approximation, in_reward = "use_on_policy_kl_approximation", "use_kl_in_reward"
+    if loss.get(in_reward):
+        yield from _faults_of_divergence_in_reward(loss)
+    elif loss.get("reference_policy_kl_penalty") == 0:
+        for key, default in {kind: "k3", gradient: "exact", approximation: False, **_CLAMPS_OF_DIVERGENCE}.items():
             if loss.get(key, default) != default:
                 bound = "reference_policy_kl_penalty is 0: there is no divergence, and nothing reads it"
-                yield _fault(loss, key, bound, "remove it, or write a penalty above 0")
+                yield _fault(loss, key, bound, "write false" if key == approximation else "remove it, or write a penalty above 0")
     elif loss.get(kind) == "k1" and loss.get(gradient) == "pathwise":
         bound = "its own gradient, that of the log-probability, has the expectation 0, so that nothing would hold the policy"
         yield _fault(loss, kind, bound, f"write {gradient}: exact, or another type")
-    if not loss.get(in_reward):
-        return
+    elif loss.get(kind) == "k2" and loss.get(gradient) == "pathwise":
+        bound = f"{kind} is k2, whose own gradient is that of the divergence already: pathwise would be what exact is"
+        yield _fault(loss, gradient, bound, "remove it, or write another type")
+
+
+def _faults_of_divergence_in_reward(loss: Mapping[str, Any]) -> Iterator[Violation]:
+    kind, gradient = "reference_policy_kl_type", "reference_policy_kl_gradient"
+    approximation, in_reward = "use_on_policy_kl_approximation", "use_kl_in_reward"
     if loss.get("reference_policy_kl_penalty") == 0:
         yield _fault(loss, in_reward, "reference_policy_kl_penalty is 0, so that it would do nothing", "write a penalty, or false here")
     if loss.get(kind) != "k1":
         bound = "use_kl_in_reward is true: only k1 has the gradient of the divergence in a reward, as that of its value is 0 on average"
         yield _fault(loss, kind, bound, f"write {kind}: k1")
-    if loss.get("use_on_policy_kl_approximation"):
-        fix = "write false"
-        yield _fault(loss, "use_on_policy_kl_approximation", "use_kl_in_reward is true: no divergence in the loss is weighed", fix)
+    if loss.get(approximation):
+        yield _fault(loss, approximation, "use_kl_in_reward is true: no divergence in the loss is weighed", "write false")
+    if loss.get(gradient) == "pathwise":
+        yield _fault(loss, gradient, "use_kl_in_reward is true: no divergence in the loss has a gradient", "remove it")
 
 
 def _fault(loss: Mapping[str, Any], key: str, bound: str, fix: str) -> Violation:

@@ -210,6 +210,9 @@ def _written(generator: random.Random, pipeline: int) -> dict[str, Any]:
 def _training(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
     kind = generator.choice(("pg", "pg", "nll", "dpo"))
     options = [option for option in LOSS_OPTIONS[kind] if generator.random() < (0.15 if option == "noratio" else 0.4)]
+    # each of these would be read by nobody
+    idle = ["approx"] * ("kl" not in options) + ["dual"] * ("noratio" in options)
+    options = [option for option in options if option not in idle]
     half = generator.random() < HALF_SHARE
     return {
         "loss": "+".join([kind, *options]),
@@ -306,8 +309,10 @@ def _variant(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, A
         options += [bounds] * (bool(bounds) and not (bounds == "seq-mask" and {"gspo", "gspo-token"} & set(options)))
     if "kl" in options and (estimator := generator.choice(("", "k1", "k2"))):
         options.append(estimator)
-    if "cispo" not in options and generator.random() < 0.2:
-        options = [*(option for option in options if option != "dual"), "forced"]
+    if "cispo" not in options and generator.random() < 0.2 and "noratio" not in options:
+        # with a ratio of 1 the gradient of tokens is that of their own ratios, unless sequences have weights
+        idle = ["dual", *["gspo-token"] * ("is" not in options)]
+        options = [*(option for option in options if option not in idle), "forced"]
     given = generator.random() < 0.5
     advantages = "given" if given else generator.choice(ADVANTAGES[1:])
     if generator.random() < 0.3:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,20 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 def comparable(run_dir: Path) -> list[dict[str, Any]]:
     """The rows without clock readings."""
     return [{key: value for key, value in row.items() if not key.startswith(("timing/", "performance/", "time"))} for row in rows(run_dir)]
+
+
+def cut_off(policy: ReferencePolicy, cut: Mapping[int, slice]) -> ReferencePolicy:
+    """A policy that says of some of its answers, slices by the number of its call from 1, and of no others that they were cut off."""
+    generate, calls = policy.generate, itertools.count(1)
+
+    def generate_and_say(*args: Any, **kwargs: Any) -> Any:
+        output = generate(*args, **kwargs)
+        output["truncated"] = torch.zeros(len(output["output_ids"]), dtype=torch.bool)
+        output["truncated"][cut.get(next(calls), slice(0))] = True
+        return output
+
+    policy.generate = generate_and_say  # type: ignore[method-assign]
+    return policy
 
 
 def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -28,9 +29,10 @@ def slow_baseline(groups: list[int], rewards: list[float], valid: list[bool], le
             for other in range(len(groups))
             if groups[other] == group and valid[other] and not (leave_one_out and other == row)
         ]
-        mean = sum(peers) / len(peers) if peers else rewards[row]
-        baselines.append(mean)
-        deviations.append(math.sqrt(sum((peer - mean) ** 2 for peer in peers) / len(peers)) if peers else 0.0)
+        exact = [Fraction(peer) for peer in peers]
+        mean = sum(exact) / len(exact) if peers else Fraction(rewards[row])
+        baselines.append(float(mean))
+        deviations.append(math.sqrt(sum((peer - mean) ** 2 for peer in exact) / len(exact)) if peers else 0.0)
     return baselines, deviations
 
 
@@ -46,8 +48,41 @@ def test_baseline_equals_the_loop(rows: list[tuple[int, float, bool]], leave_one
         prompts, torch.tensor(rewards, dtype=torch.float64), torch.tensor(valid).float(), leave_one_out
     )
     expected_baseline, expected_std = slow_baseline(groups, rewards, valid, leave_one_out)
-    assert baseline.tolist() == pytest.approx(expected_baseline, rel=1e-9, abs=1e-9)
-    assert std.tolist() == pytest.approx(expected_std, rel=1e-6, abs=1e-6)
+    assert baseline.tolist() == pytest.approx(expected_baseline, rel=1e-12, abs=1e-12)
+    if not leave_one_out:
+        assert std.tolist() == pytest.approx(expected_std, rel=1e-12, abs=1e-12)
+    # what is left of a group without its outlier is a difference of squares that are as large as the group's
+    for found, expected, group in zip(std.tolist(), expected_std, groups, strict=True):
+        members = [reward for reward, other, counts in zip(rewards, groups, valid, strict=True) if other == group and counts]
+        square = max(((max(members) - min(members)) ** 2), 1.0) if members else 1.0
+        assert found**2 == pytest.approx(expected**2, rel=1e-12, abs=1e-12 * square)
+
+
+@given(rows=rows_strategy, leave_one_out=st.booleans(), normalize=st.booleans(), std=st.sampled_from(["population", "sample"]))
+@settings(max_examples=200, deadline=None)
+def test_advantages_equal_exact_arithmetic(rows: list[tuple[int, float, bool]], leave_one_out: bool, normalize: bool, std: Any) -> None:
+    """GRPO's, in fractions up to the one root. A group whose rewards are the same but for rounding has none."""
+    groups, rewards, valid = (list(column) for column in zip(*rows, strict=True))
+    prompts = torch.tensor([[group, 3] for group in groups])
+    found = group_advantages(prompts, torch.tensor(rewards, dtype=torch.float64), torch.tensor(valid), leave_one_out, normalize, std)
+    for row, group in enumerate(groups):
+        members = [other for other, counts in enumerate(valid) if groups[other] == group and counts]
+        peers = [Fraction(rewards[other]) for other in members if not (leave_one_out and other == row)]
+        if not valid[row] or not peers:
+            assert float(found[row]) == 0
+            continue
+        expected = float(Fraction(rewards[row]) - sum(peers) / len(peers))
+        if normalize:
+            everyone = [Fraction(rewards[other]) for other in members]
+            mean = sum(everyone) / len(everyone)
+            squares = sum((reward - mean) ** 2 for reward in everyone)
+            if math.sqrt(squares / len(everyone)) <= 1e-6 * max(1.0, abs(mean)):
+                expected = 0.0
+            else:
+                expected /= math.sqrt(squares / (len(everyone) - (std == "sample")))
+        # a mean is known to a few units in the last place of the rewards, of up to 5, and so is what a small deviation divides
+        deviation = math.sqrt(squares / len(everyone)) if normalize and expected else 1.0
+        assert float(found[row]) == pytest.approx(expected, rel=1e-12, abs=1e-12 / min(1.0, deviation))
 
 
 @given(rows=rows_strategy)
@@ -229,7 +264,7 @@ def test_gdpo_equals_the_loop(seed: int) -> None:
             total[row] += weight * (values[row] - mean) / deviation if deviation else 0.0
     rows = [row for row, counts in enumerate(valid) if counts]
     for row, expected in zip(rows, slow_whitening([total[row] for row in rows]), strict=True):
-        assert found[row].tolist() == pytest.approx([expected], rel=1e-9, abs=1e-9)
+        assert found[row].tolist() == pytest.approx([expected], rel=1e-12, abs=1e-12)
     assert all(found[row].tolist() == [0.0] for row, counts in enumerate(valid) if not counts)
 
 

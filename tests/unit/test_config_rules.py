@@ -33,6 +33,10 @@ KEYS = {"prompt_key": "question", "answer_key": "answer"}
 A = {"path": "a.jsonl", **KEYS}
 B = {"path": "b.jsonl", **KEYS}
 MIXTURE = {"mixture": mixture()}
+SEQUENCES = {"loss_fn.sequence_level_importance_ratios": True, "loss_fn.token_level_loss": False}
+TOKENS = {"loss_fn.sequence_level_ratio_gradient": "token"}
+ONCE = {"loss_fn.force_on_policy_ratio": True, "policy.train_global_batch_size": 60}
+IN_REWARD = {"loss_fn.use_kl_in_reward": True, "loss_fn.reference_policy_kl_type": "k1"}
 ROUTER_OPTIONS = {
     "m.moe_token_dispatcher_type": "allgather",
     "m.freeze_moe_router": True,
@@ -246,6 +250,16 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {"grpo.advantage_clip_low": 0.0, "grpo.advantage_clip_high": 0.0},
         {},
         {"grpo.advantage_clip_low"},
+    ),
+    ("estimator_is_told_what_it_reads", {"grpo.std": "sample", "grpo.normalize_rewards": False}, {}, {"grpo.std"}),
+    *(
+        ("ratios_of_sequences_meet_advantages_of_tokens", {**SEQUENCES, **change}, {}, {f"loss_fn.{key}"})
+        for change, key in (
+            ({**TOKENS}, "sequence_level_ratio_gradient"),
+            ({**TOKENS, "grpo.adv_estimator.name": "rloo"}, "sequence_level_ratio_gradient"),
+            ({**TOKENS, "grpo.adv_estimator.name": "reinforce_plus_plus"}, "sequence_level_ratio_gradient"),
+            ({**ONCE, "loss_fn.use_importance_sampling_correction": False}, "sequence_level_importance_ratios"),
+        )
     ),
     ("scores_of_answers_count", {"grpo.env_reward_weight": 0.0}, {}, {"grpo.env_reward_weight"}),
     (
@@ -580,6 +594,11 @@ DPO_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
 PACKS = {"policy.sequence_packing": {"enabled": True, "train_mb_tokens": 1300, "logprob_mb_tokens": 700}}
 PPO_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("critic_warm_up_ends", {"ppo.critic_warmup_steps": 9}, {"ppo.critic_warmup_steps"}),
+    (
+        "what_is_bootstrapped_is_trained_on",
+        {"ppo.bootstrap_truncated": True, "ppo.overlong_filtering": True},
+        {"ppo.bootstrap_truncated"},
+    ),
     ("single_turn", {"ppo.max_rollout_turns": 2}, {"ppo.max_rollout_turns"}),
     (
         "on_policy_batch_is_trained_on_once",
@@ -596,6 +615,11 @@ DISTILLATION_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
         {"teacher.generation.temperature"},
     ),
     ("way_of_learning_is_told_what_it_reads", {"distillation.advantage_clip_high": 2.0}, {"distillation.advantage_clip_high"}),
+    (
+        "way_of_learning_is_told_what_it_reads",
+        {"distillation.topk_logits_k": 1, "distillation.outside_topk": "renormalize"},
+        {"distillation.topk_logits_k"},
+    ),
     ("teacher_has_so_many_tokens", {"distillation.topk_logits_k": 1004}, {"distillation.topk_logits_k"}),
 ]
 RM_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
@@ -700,6 +724,13 @@ def test_only_an_algorithm_that_reads_pairs_has_a_model_that_scores_and_pairs() 
 
 # what must not be refused although it is written down: it says what is so anyway
 SAID_ANYWAY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a clamp that is one anyway": ({"loss_fn.reference_policy_kl_penalty": 0.0, "loss_fn.kl_input_clamp_value": 20.0}, {}),
+    "a clamp of no ratio": ({"loss_fn.disable_ppo_ratio": True, "loss_fn.log_ratio_clamp_value": 20.0}, {}),
+    "ratios of sequences that have weights": ({**SEQUENCES, **ONCE}, {}),
+    "gradients of tokens with advantages of tokens": (
+        {**SEQUENCES, **TOKENS, **IN_REWARD, "grpo.adv_estimator.name": "reinforce_plus_plus"},
+        {},
+    ),
     "the class of the model": ({"m.converter_type": "Qwen2ForCausalLM"}, {}),
     "the type of the model": ({"m.converter_type": "qwen3_moe"}, {"model_type": "qwen3_moe"}),
     "the class of a mixture": ({"m.converter_type": "Qwen3MoeForCausalLM"}, {"model_type": "qwen3_moe"}),

@@ -21,11 +21,11 @@ from megarl.checkpoint.lock import RunLock
 from megarl.cli import report
 from megarl.data.tokenization import get_tokenizer
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.errors import CheckpointError, ConfigError, DataError, MismatchError, StateError, UnusableCheckpointError
+from megarl.errors import BatchError, CheckpointError, ConfigError, DataError, MismatchError, StateError, UnusableCheckpointError
 from megarl.observe.launches import read_launches
 from megarl.observe.sample_files import list_samples, read_samples
 from tests.tiers import sampled
-from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, final_weights, make_config, rows
+from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, cut_off, final_weights, make_config, rows
 from tests.unit.reference_policy import ReferencePolicy
 
 TAUGHT = 70
@@ -686,3 +686,53 @@ def test_answers_that_are_far_apart_are_left_out(tmp_path: Path, models: dict[st
     config = make_config("grpo", tmp_path / "all", models["grpo"], data, seq_logprob_error_threshold=1.05)
     with pytest.raises(MismatchError, match="step 1: all 12 sequences"):
         run(config, OtherGenerator())
+
+
+class CutOff(KeepingBatches):
+    """As ``cut_off`` says."""
+
+    def __init__(self, cut: dict[int, slice]) -> None:
+        super().__init__()
+        self.cut = cut
+
+    def __call__(self, *arguments: Any) -> ReferencePolicy:
+        return cut_off(super().__call__(*arguments), self.cut)
+
+
+def filtered(run_dir: Path, model: str, data: str, **section: Any) -> dict[str, Any]:
+    """A run of four steps of two global batches each, six rows, in which answers that were cut off are left out."""
+    config = make_config("grpo", run_dir, model, data, val_period=0, val_at_start=False, overlong_filtering=True, **section)
+    config["checkpointing"] |= {"export_hf": False, "save_period": 1, "metric_name": "train/loss"}
+    return config
+
+
+def test_a_step_whose_answers_were_all_cut_off_changes_nothing(
+    tmp_path: Path, models: dict[str, str], data: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And of another one the global batch that is empty does not."""
+    whole = slice(None)
+    maker = CutOff({2: whole, 3: slice(6), 4: slice(3, 9)})
+    assert run(filtered(tmp_path, models["grpo"], data), maker) == 0
+    first, second, third, last = rows(tmp_path)
+    [policy] = maker.policies
+    assert [len(batch["input_ids"]) for batch in maker.batches] == [12, 6, 12] and policy.trained_steps == 2 + 0 + 1 + 2
+    weights = [load_file(tmp_path / "checkpoints" / f"step_{step}" / "policy" / "weights" / "model.safetensors") for step in (1, 2, 3)]
+    assert all(torch.equal(values, weights[1][name]) for name, values in weights[0].items())
+    assert any(not torch.equal(values, weights[2][name]) for name, values in weights[0].items())
+    assert (second["train/skipped_steps"], second["train/empty_global_batches"], "train/loss" in second) == (2, 2, False)
+    assert (third["train/skipped_steps"], third["train/empty_global_batches"]) == (1, 1) and third["train/num_valid_samples"] == 6
+    for row in (first, last):
+        assert "train/empty_global_batches" not in row and math.isfinite(row["train/loss"])
+    assert second["train/truncated"] == 1.0 and third["train/truncated"] == 0.5
+    [said] = [record.getMessage() for record in caplog.records if "none of its" in record.getMessage()]
+    assert said.startswith("step 2: none of its 12 answers counts: 12 were cut off, 0 could not be scored")
+
+
+def test_a_run_whose_answers_are_always_cut_off_ends(tmp_path: Path, models: dict[str, str], data: str) -> None:
+    maker = CutOff(dict.fromkeys(range(1, 9), slice(None)))
+    config = filtered(tmp_path, models["grpo"], data)
+    config["policy"]["max_consecutive_skips"] = 2
+    with pytest.raises(BatchError, match=r"step 2: none of its 12 answers counts: 12 were cut off.*in 2 steps in a row.*Fix: raise policy"):
+        run(config, maker)
+    assert maker.batches == [] and maker.policies[0].trained_steps == 0
+    assert [row["step"] for row in rows(tmp_path)] == [1]

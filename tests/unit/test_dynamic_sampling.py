@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,19 @@ def test_prompts_without_a_signal_are_never_trained_on(tmp_path: Path, model: st
         assert row["train/num_valid_samples"] == batch["sample_mask"].sum() < 12, "what was cut off has no part"
         assert not batch["advantages"][batch["sample_mask"] == 0].any()
         assert 0 <= row["train/accuracy"] <= 1 and row["train/judged"] >= 12
+
+
+def test_filtered_rewards_are_those_that_are_trained_on(tmp_path: Path, model: str, data: str) -> None:
+    config = configured(tmp_path / "run", model, data, "length", **SAMPLING)
+    config["logger"] = {"samples": {"num_train_samples": None}}
+    assert run(config, PolicyMaker()) == 0
+    logged = rows(tmp_path / "run")
+    for row in logged:
+        lines = (tmp_path / "run" / "samples" / f"train_step_{row['step']}.jsonl").read_text().splitlines()
+        rewards = [each["reward"] for each in map(json.loads, lines)]
+        assert len(rewards) == 12
+        assert row["train/filtered_reward"] == pytest.approx(math.fsum(rewards) / 12, rel=1e-6)
+    assert any(row["train/filtered_reward"] != row["train/reward"] for row in logged), "that is the mean over all that were judged"
 
 
 def test_a_run_that_never_fills_a_step_ends_before_it_trains(

@@ -26,6 +26,7 @@ PG_CONFIG = {
     "use_importance_sampling_correction": True,
     "token_level_loss": True,
 }
+WITHOUT_DIVERGENCE = {"reference_policy_kl_penalty": 0.0, "use_on_policy_kl_approximation": False}
 DPO_CONFIG = {
     "reference_policy_kl_penalty": 0.4,
     "preference_loss_weight": 0.9,
@@ -109,8 +110,8 @@ VARIANTS = [
     {"token_level_loss": False},
     {"ratio_clip_c": None},
     {"use_importance_sampling_correction": False, "use_on_policy_kl_approximation": False},
-    {"reference_policy_kl_penalty": 0.0, "token_level_loss": False, "ratio_clip_c": None},
-    {"disable_ppo_ratio": True},
+    {"reference_policy_kl_penalty": 0.0, "use_on_policy_kl_approximation": False, "token_level_loss": False, "ratio_clip_c": None},
+    {"disable_ppo_ratio": True, "ratio_clip_c": None},
     {"ratio_clip_min": 0.0, "ratio_clip_max": 0.0},
 ]
 
@@ -133,7 +134,7 @@ def test_policy_gradient_equals_the_formulas(change: dict[str, Any], seed: int) 
 def test_policy_gradient_gradient_equals_finite_differences(change: dict[str, Any]) -> None:
     # With the on-policy weight the loss is the divergence as a function of the policy; without it that is so of its value alone.
     config = PG_CONFIG | change
-    if not config["use_on_policy_kl_approximation"]:
+    if config["reference_policy_kl_penalty"] and not config["use_on_policy_kl_approximation"]:
         config["reference_policy_kl_gradient"] = "pathwise"
     data = policy_gradient_batch(4, rows=4, length=5)
     rows, tokens = normalizers(data)
@@ -237,7 +238,7 @@ def test_a_far_log_ratio_leaves_no_infinity_in_a_gradient(log_ratio: float, adva
         "token_mask": torch.ones(1, 2),
         "sample_mask": torch.ones(1),
     }
-    config = PG_CONFIG | {"reference_policy_kl_penalty": 0.0, "ratio_clip_c": ceiling}
+    config = PG_CONFIG | WITHOUT_DIVERGENCE | {"ratio_clip_c": ceiling}
     loss, _ = ClippedPGLossFn(config)(data, torch.ones(()), torch.ones(()), next_token_logprobs=current)
     (gradient,) = torch.autograd.grad(loss, current)
     ratio = math.exp(min(max(log_ratio, -20.0), 20.0))
@@ -362,7 +363,7 @@ def test_ratio_extremes() -> None:
     assert 0.8 <= float(metrics["probs_ratio_clamped_min"]) <= float(metrics["probs_ratio_clamped_max"]) <= 1.28
 
 
-@pytest.mark.parametrize("change", VARIANTS, ids=str)
+@pytest.mark.parametrize("change", [change for change in VARIANTS if "disable_ppo_ratio" not in change], ids=str)
 def test_a_forced_on_policy_ratio_is_one_and_needs_no_previous_logprobs(change: dict[str, Any]) -> None:
     """Loss, gradient and metrics are those of a batch whose previous log-probabilities are the present ones."""
     config = PG_CONFIG | change | {"ratio_clip_c": None}
@@ -380,8 +381,7 @@ def test_a_forced_on_policy_ratio_is_one_and_needs_no_previous_logprobs(change: 
     (loss, gradient, metrics), (forced_loss, forced_gradient, forced_metrics) = found
     assert torch.equal(loss, forced_loss) and torch.equal(gradient, forced_gradient) and gradient.any()
     assert all(torch.equal(forced_metrics[name], value) for name, value in metrics.items())
-    if not config.get("disable_ppo_ratio"):
-        assert forced_metrics["probs_ratio_min"] == forced_metrics["probs_ratio_max"] == 1.0
+    assert forced_metrics["probs_ratio_min"] == forced_metrics["probs_ratio_max"] == 1.0
     mask = data["token_mask"] * data["sample_mask"][:, None]
     mask[:, 0] = 0.0
     for name, value in mismatch_metrics(data["generation_logprobs"], data["current"], mask).items():
@@ -410,7 +410,7 @@ def test_the_reference_is_needed_only_with_a_penalty() -> None:
     data = policy_gradient_batch(12)
     del data["reference_policy_logprobs"]
     rows, tokens = normalizers(data)
-    ClippedPGLossFn(PG_CONFIG | {"reference_policy_kl_penalty": 0})(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
+    ClippedPGLossFn(PG_CONFIG | WITHOUT_DIVERGENCE)(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
     with pytest.raises(BatchError, match="reference_policy_logprobs"):
         ClippedPGLossFn(PG_CONFIG)(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
 

@@ -41,6 +41,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[float, float]]] = {
         {"sequence_level_importance_ratios": True},
         (-0.09885719820345229, 0.05076916064514499),
     ),
+    # with one weight for all tokens of an answer, divided by 1 and not by their number
+    "luspo": (
+        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        {"sequence_level_importance_ratios": True, "sequence_normalizer": 1.0},
+        (-1.3513726515709577, 1.4155661970390012),
+    ),
     "two-sided": ({"loss_type": "grpo", "delta": 1.4}, {"ratio_clip_c": 1.4}, (-0.09185934912170876, 0.04410695945878574)),
     "tis": (
         {"loss_type": "dapo", "mode": "token_truncate"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from megarl.algorithms.loss_functions import ClippedPGLossFn
 from megarl.config.losses import ClippedPGLossConfig, faults_of_loss
 from megarl.errors import BatchError, ConfigError
 from megarl.key import defaults_of
-from tests.unit.test_losses import PG_CONFIG, normalizers, policy_gradient_batch
+from tests.unit.test_losses import PG_CONFIG, WITHOUT_DIVERGENCE, normalizers, policy_gradient_batch
 
 EPSILON = 1e-8
 """What ``masked_mean`` adds to a normaliser."""
@@ -34,9 +35,9 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "reference_policy_kl_penalty": (0.0, 0.3),
     "reference_policy_kl_type": ("k1", "k2", "k3"),
     "reference_policy_kl_gradient": ("exact", "pathwise"),
-    "log_ratio_clamp_value": (20.0, 0.4),
-    "kl_input_clamp_value": (20.0, 0.5),
-    "kl_output_clamp_value": (10.0, 0.2),
+    "log_ratio_clamp_value": (20.0, 0.4, None),
+    "kl_input_clamp_value": (20.0, 0.5, None),
+    "kl_output_clamp_value": (10.0, 0.2, None),
     "force_on_policy_ratio": (False, True),
     "use_kl_in_reward": (False, True, True, True),
     "disable_ppo_ratio": (False, False, False, True),
@@ -48,7 +49,9 @@ IN_REWARD = {"use_kl_in_reward": True, "reference_policy_kl_type": "k1", "use_on
 TIS = {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0}
 SEQUENCES = {"sequence_level_importance_ratios": True, "token_level_loss": False}
 CISPO = {"use_cispo": True, "ratio_clip_c": None}
-FORCED = {"force_on_policy_ratio": True}
+FORCED = {"force_on_policy_ratio": True, "ratio_clip_c": None}
+WITHOUT_RATIO = {"disable_ppo_ratio": True, "ratio_clip_c": None}
+UNWEIGHTED = {"use_importance_sampling_correction": False}
 
 
 def drawn_settings(seed: int, count: int) -> Iterator[dict[str, Any]]:
@@ -126,7 +129,7 @@ def share_of_token(length: int, settings: dict[str, Any], rows: float, tokens: f
 
 def policy_terms(sequence: Sequence, settings: dict[str, Any]) -> list[tuple[float, float]]:
     """Value of each token's term, and the derivative of the sum of all of them by the token's log-probability."""
-    count, bound = sequence.length, settings["log_ratio_clamp_value"]
+    count, bound = sequence.length, bound_of(settings, "log_ratio_clamp_value")
     logarithms = [now - before for now, before in zip(sequence.current, sequence.previous, strict=True)]
     corrections = [before - drawn for before, drawn in zip(sequence.previous, sequence.generation, strict=True)]
     of_sequence = settings["sequence_level_importance_ratios"]
@@ -159,6 +162,10 @@ def policy_terms(sequence: Sequence, settings: dict[str, Any]) -> list[tuple[flo
     return [(value, slope + own) for value, slope, own in zip(values, by_logarithm, direct, strict=True)]
 
 
+def bound_of(settings: dict[str, Any], key: str) -> float:
+    return math.inf if settings[key] is None else float(settings[key])
+
+
 def bounded_weights(weights: list[float], sequence: Sequence, settings: dict[str, Any]) -> list[float]:
     kind, high = settings["truncated_importance_sampling_type"], settings["truncated_importance_sampling_ratio"]
     low = settings["truncated_importance_sampling_ratio_min"] or 0.0
@@ -174,7 +181,7 @@ def bounded_weights(weights: list[float], sequence: Sequence, settings: dict[str
 
 def divergence_terms(sequence: Sequence, settings: dict[str, Any]) -> list[tuple[float, float]]:
     kind, found = settings["reference_policy_kl_type"], []
-    low, high = settings["kl_input_clamp_value"], settings["kl_output_clamp_value"]
+    low, high = bound_of(settings, "kl_input_clamp_value"), bound_of(settings, "kl_output_clamp_value")
     for current, reference, drawn in zip(sequence.current, sequence.reference, sequence.generation, strict=True):
         weight = math.exp(current - drawn) if settings["use_on_policy_kl_approximation"] else 1.0
         difference = max(-low, min(low, reference - current))
@@ -205,6 +212,10 @@ def test_values_and_gradients_are_those_of_the_equations(seed: int) -> None:
     used: set[tuple[str, Any]] = set()
     for number, settings in enumerate(drawn_settings(seed, 200)):
         data = policy_gradient_batch(1000 * seed + number)
+        if number % 2:
+            # past every clamp, where no clamp is another thing; k3 of +22 has a gradient that is a difference of numbers of 1e9
+            data["prev_logprobs"][0] -= 21
+            data["reference_policy_logprobs"][2] -= 22
         rows, tokens = normalizers(data)
         value, gradient, _ = value_and_gradient(data, settings)
         slow_value, slow_gradient = slow_value_and_gradient(data, settings, float(rows), float(tokens))
@@ -215,7 +226,7 @@ def test_values_and_gradients_are_those_of_the_equations(seed: int) -> None:
 
 
 def test_gradients_of_sequence_and_token_differ_only_where_advantages_do_within_a_sequence() -> None:
-    settings = PG_CONFIG | {"sequence_level_importance_ratios": True, "token_level_loss": False, "reference_policy_kl_penalty": 0.0}
+    settings = PG_CONFIG | SEQUENCES | WITHOUT_DIVERGENCE
     data = policy_gradient_batch(3)
     of_token = {**settings, "sequence_level_ratio_gradient": "token"}
     values, gradients = zip(*(value_and_gradient(data, each)[:2] for each in (settings, of_token)), strict=True)
@@ -293,7 +304,7 @@ def test_the_share_of_weights_out_of_bounds(kind: str, left_out: float) -> None:
     data["prev_logprobs"] = data["current"].clone()
     data["generation_logprobs"] = data["prev_logprobs"].clone()
     data["generation_logprobs"][0, 1] -= math.log(8)
-    settings = PG_CONFIG | {"reference_policy_kl_penalty": 0.0, "truncated_importance_sampling_type": kind}
+    settings = PG_CONFIG | WITHOUT_DIVERGENCE | {"truncated_importance_sampling_type": kind}
     loss, _, metrics = value_and_gradient(data, settings | {"truncated_importance_sampling_ratio": 2.0})
     changed = 1 / 4 if kind == "tis" else left_out
     assert float(metrics["is_oob_ratio"]) == pytest.approx(changed)
@@ -304,20 +315,30 @@ def test_the_share_of_weights_out_of_bounds(kind: str, left_out: float) -> None:
 @pytest.mark.parametrize(
     ("change", "key", "word"),
     [
-        ({"disable_ppo_ratio": True, **SEQUENCES}, "sequence_level_importance_ratios", "without a ratio"),
-        ({"disable_ppo_ratio": True, "use_cispo": True, "ratio_clip_c": None}, "use_cispo", "without a ratio"),
+        (WITHOUT_RATIO | SEQUENCES, "sequence_level_importance_ratios", "without a ratio"),
+        (WITHOUT_RATIO | CISPO, "use_cispo", "without a ratio"),
+        (WITHOUT_RATIO | {"ratio_clip_c": 3.0}, "ratio_clip_c", "never as large"),
+        (WITHOUT_RATIO | {"log_ratio_clamp_value": 5.0}, "log_ratio_clamp_value", "no ratio to clamp"),
+        (WITHOUT_RATIO | {"log_ratio_clamp_value": None}, "log_ratio_clamp_value", "no ratio to clamp"),
+        (WITHOUT_RATIO | FORCED, "disable_ppo_ratio", "with and without it"),
+        (FORCED | {"log_ratio_clamp_value": 5.0}, "log_ratio_clamp_value", "nothing reads it"),
+        (
+            FORCED | SEQUENCES | UNWEIGHTED | {"sequence_level_ratio_gradient": "token"},
+            "sequence_level_ratio_gradient",
+            "that of the token",
+        ),
         ({"sequence_level_ratio_gradient": "token"}, "sequence_level_ratio_gradient", "whose gradient"),
         ({"use_cispo": True}, "ratio_clip_c", "bounds no objective"),
         (CISPO | SEQUENCES, "sequence_level_importance_ratios", "none defines it for sequences"),
         (SEQUENCES | {"token_level_loss": True}, "token_level_loss", "counts once"),
-        (FORCED, "ratio_clip_c", "never as large"),
+        (FORCED | {"ratio_clip_c": 3.0}, "ratio_clip_c", "never as large"),
         (FORCED | CISPO, "use_cispo", "does nothing"),
-        ({"reference_policy_kl_penalty": 0.0, "reference_policy_kl_type": "k2"}, "reference_policy_kl_type", "nothing reads it"),
-        (
-            {"reference_policy_kl_penalty": 0.0, "reference_policy_kl_gradient": "pathwise"},
-            "reference_policy_kl_gradient",
-            "nothing reads it",
-        ),
+        (WITHOUT_DIVERGENCE | {"reference_policy_kl_type": "k2"}, "reference_policy_kl_type", "nothing reads it"),
+        (WITHOUT_DIVERGENCE | {"reference_policy_kl_gradient": "pathwise"}, "reference_policy_kl_gradient", "nothing reads it"),
+        (WITHOUT_DIVERGENCE | {"use_on_policy_kl_approximation": True}, "use_on_policy_kl_approximation", "nothing reads it"),
+        (WITHOUT_DIVERGENCE | {"kl_input_clamp_value": 3.0}, "kl_input_clamp_value", "nothing reads it"),
+        (WITHOUT_DIVERGENCE | {"kl_output_clamp_value": None}, "kl_output_clamp_value", "nothing reads it"),
+        ({"reference_policy_kl_type": "k2", "reference_policy_kl_gradient": "pathwise"}, "reference_policy_kl_gradient", "what exact is"),
         ({"truncated_importance_sampling_ratio": 2.0}, "truncated_importance_sampling_ratio", "nothing reads it"),
         ({**TIS, "use_importance_sampling_correction": False}, "truncated_importance_sampling_type", "no weights to bound"),
         ({**TIS, "truncated_importance_sampling_ratio": None}, "truncated_importance_sampling_type", "what the bound is"),
@@ -335,6 +356,7 @@ def test_the_share_of_weights_out_of_bounds(kind: str, left_out: float) -> None:
         ({**IN_REWARD, "reference_policy_kl_penalty": 0.0}, "use_kl_in_reward", "would do nothing"),
         ({**IN_REWARD, "reference_policy_kl_type": "k3"}, "reference_policy_kl_type", "only k1"),
         ({**IN_REWARD, "use_on_policy_kl_approximation": True}, "use_on_policy_kl_approximation", "no divergence in the loss"),
+        ({**IN_REWARD, "reference_policy_kl_gradient": "pathwise"}, "reference_policy_kl_gradient", "no divergence in the loss"),
         ({"sequence_normalizer": 100.0, "token_level_loss": True}, "sequence_normalizer", "token_level_loss is true"),
         ({"reference_policy_kl_type": "k1", "reference_policy_kl_gradient": "pathwise"}, "reference_policy_kl_type", "expectation 0"),
     ],
@@ -344,3 +366,77 @@ def test_what_does_not_go_together_is_refused_with_a_reason(change: dict[str, An
         ClippedPGLossFn(PG_CONFIG | change)  # type: ignore[arg-type]
     (violation,) = caught.value.violations
     assert violation.key == f"loss_fn.{key}" and word in violation.bound and violation.fix
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (WITHOUT_RATIO | {"ratio_clip_c": 1.01}, "ratio_clip_c"),
+        (WITHOUT_RATIO | {"log_ratio_clamp_value": 0.1}, "log_ratio_clamp_value"),
+        (FORCED | {"log_ratio_clamp_value": 0.1}, "log_ratio_clamp_value"),
+        (FORCED | WITHOUT_RATIO, "disable_ppo_ratio"),
+        (FORCED | SEQUENCES | UNWEIGHTED | {"sequence_level_ratio_gradient": "token"}, "sequence_level_importance_ratios"),
+        (WITHOUT_DIVERGENCE | {"use_on_policy_kl_approximation": True}, "use_on_policy_kl_approximation"),
+        (WITHOUT_DIVERGENCE | {"kl_input_clamp_value": 0.1}, "kl_input_clamp_value"),
+        (WITHOUT_DIVERGENCE | {"kl_output_clamp_value": 0.1}, "kl_output_clamp_value"),
+        ({"reference_policy_kl_type": "k2", "reference_policy_kl_gradient": "pathwise"}, "reference_policy_kl_gradient"),
+    ],
+)
+def test_what_is_refused_would_do_nothing(settings: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.algorithms.loss_functions.faults_of_loss", lambda loss: [])
+    off = {"ratio_clip_c": None, **dict.fromkeys(FLAGS, False)}
+    without = {**settings, key: {**defaults_of(ClippedPGLossConfig), **off}[key]}
+    for seed in range(5):
+        data = as_probabilities(policy_gradient_batch(seed))
+        gradients = [value_and_gradient(data, PG_CONFIG | each)[1] for each in (settings, without)]
+        torch.testing.assert_close(*gradients, rtol=1e-14, atol=1e-15)
+
+
+FLAGS = [name for name, values in SETTINGS.items() if values[0] is False]
+
+
+def as_probabilities(data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With log-probabilities that are some."""
+    return data | {name: data[name].clamp(max=-0.01) for name in data if "logprobs" in name or name == "current"}
+
+
+def test_every_setting_that_is_accepted_does_something() -> None:
+    """Without it value, gradient or the divergence of the rewards differ on some batch."""
+    off = {**{name: values[0] for name, values in SETTINGS.items()}, "reference_policy_kl_type": "k3", "token_level_loss": False}
+    checked: set[str] = set()
+    for settings in drawn_settings(21, 80):
+        for key in SETTINGS:
+            without = {**settings, key: off[key]}
+            if without == settings or list(faults_of_loss(without)) or _is_out_of_reach(settings, key):
+                continue
+            checked.add(key)
+            assert any(_outcome(settings, seed) != _outcome(without, seed) for seed in range(20)), (key, settings)
+    # these two are refused without each other
+    assert checked >= SETTINGS.keys() - {"truncated_importance_sampling_type", "truncated_importance_sampling_ratio"}
+
+
+def _is_out_of_reach(settings: dict[str, Any], key: str) -> bool:
+    """Whether the numbers, not the kinds of settings, leave nothing to do, or a key that has to be there."""
+    if key.endswith("_clamp_value") and settings[key] is None:
+        return True  # all are within the clamp that is the default
+    if key == "log_ratio_clamp_value":
+        return bool(settings["use_cispo"])  # its bounds are narrower
+    if {settings["kl_input_clamp_value"], settings["kl_output_clamp_value"]} == {0.5, 0.2}:
+        # k3 of 0.5 is 0.15
+        narrower = "kl_output_clamp_value" if settings["reference_policy_kl_type"] == "k1" else "kl_input_clamp_value"
+        if key in {"kl_input_clamp_value", "kl_output_clamp_value"} - {narrower}:
+            return True
+    return key == "ratio_clip_min" and (settings["disable_ppo_ratio"] or settings["force_on_policy_ratio"])
+
+
+@functools.cache
+def _batch(seed: int) -> dict[str, torch.Tensor]:
+    return as_probabilities(policy_gradient_batch(seed))
+
+
+def _outcome(settings: dict[str, Any], seed: int) -> list[Any]:
+    value, gradient, _ = value_and_gradient(_batch(seed), settings)
+    of_rewards = gradient
+    if settings["use_kl_in_reward"]:
+        of_rewards = settings["reference_policy_kl_penalty"] * ClippedPGLossFn(settings).kl_of_tokens(_batch(seed))
+    return [value, gradient.tolist(), of_rewards.tolist()]

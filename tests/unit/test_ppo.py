@@ -23,10 +23,10 @@ from megarl.algorithms.run import run
 from megarl.algorithms.train_results import metrics_of_epochs, step_metrics
 from megarl.config.rules import check
 from megarl.config.validate import validate_config
-from megarl.errors import ConfigError, NonFiniteError, StateError
+from megarl.errors import BatchError, ConfigError, NonFiniteError, StateError
 from megarl.observe.metrics import Reduction
 from tests.unit.config_samples import FACTS, complete, raw_ppo
-from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, final_weights, make_config, rows
+from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, cut_off, final_weights, make_config, rows
 from tests.unit.reference_policy import ReferencePolicy
 
 REWARD = f"{Path(__file__).parents[1] / 'toys' / 'digits.py'}:reward"
@@ -299,3 +299,37 @@ def test_a_model_is_not_used_out_of_its_turn(tmp_path: Path, model: str, data: s
         critic.offload_after_refit()
         with pytest.raises(StateError):
             critic.get_values(None)  # type: ignore[arg-type]
+
+
+class CutOff(Models):
+    """Whose actor's answers are cut off as ``cut_off`` says."""
+
+    def __init__(self, cut: dict[int, slice]) -> None:
+        super().__init__()
+        self.cut = cut
+
+    def __call__(self, config: Any, tokenizer: Any, start: ResumePoint, stack: ExitStack, role: Role = ACTOR, beside: Any = None) -> Any:
+        policy = super().__call__(config, tokenizer, start, stack, role, beside)
+        return cut_off(policy, self.cut) if role == ACTOR else policy
+
+
+def test_answers_that_were_all_cut_off_change_neither_model(tmp_path: Path, model: str, data: str) -> None:
+    """Nor does the half of a step that is one global batch of both."""
+    models = CutOff({1: slice(None), 2: slice(6), 3: slice(None), 4: slice(None)})
+    config = ppo(tmp_path, model, data, overlong_filtering=True, max_num_steps=9, val_period=0, val_at_start=False)
+    config["checkpointing"] |= {"export_hf": False, "save_period": 1}
+    config["policy"]["max_consecutive_skips"] = 2
+    with pytest.raises(BatchError, match=r"step 4: none of its 12 answers counts: 12 were cut off.*in 2 steps.*ppo\.overlong_filtering"):
+        run(config, models)
+    assert [(role, len(batch["input_ids"])) for role, batch, _ in models.trained] == [(CRITIC, 6), (ACTOR, 6)]
+    assert models.by_role[ACTOR].trained_steps == models.by_role[CRITIC].trained_steps == 1
+    first, second, third = rows(tmp_path)
+    for row in (first, third):
+        assert row["train/truncated"] == 1.0 and row["train/empty_global_batches"] == row["train/critic_empty_global_batches"] == 2
+        assert not {"train/loss", "train/critic_loss"} & row.keys()
+    assert {"train/loss", "train/critic_loss"} <= second.keys() and second["train/critic_skipped_steps"] == 1
+    for role in ("critic", "policy"):
+        one, two, three = (
+            load_file(tmp_path / "checkpoints" / f"step_{step}" / role / "weights" / "model.safetensors") for step in (1, 2, 3)
+        )
+        assert not same(one, two) and same(two, three)

@@ -27,7 +27,9 @@ LAYERS = [
     *[(CONFIGS / "quickstart" / f"{backend}.yaml", recipe) for backend in ("dtensor", "fsdp1") for recipe in QUICKSTART],
 ]
 # algorithms of the GRPO family, laid over a GRPO recipe
-FAMILY = sorted(CONFIGS / "base" / f"{name}.yaml" for name in ("gspo", "cispo", "dr-grpo", "rloo", "reinforce-plus-plus", "dapo"))
+FAMILY = sorted(
+    CONFIGS / "base" / f"{name}.yaml" for name in ("gspo", "gspo-token", "cispo", "dr-grpo", "rloo", "gdpo", "reinforce-plus-plus", "dapo")
+)
 # the same for what generates, with what a user writes beside them
 HALF_A_NODE = "policy.generation.colocated.resources.gpus_per_node=4"
 ENGINES = [
@@ -121,12 +123,18 @@ def test_a_dry_run_of_every_algorithm_of_the_family_passes(
     layer: Path, model_of_quickstart: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Over a recipe that says nothing of advantages, and over one that says how they are made."""
-    for recipe in (CONFIGS / "grpo-qwen2.5-1.5b-1gpu-megatron.yaml", CONFIGS / "quickstart" / "grpo.yaml"):
+    recipes, sections = [CONFIGS / "grpo-qwen2.5-1.5b-1gpu-megatron.yaml"], {"grpo", "loss_fn"}
+    if layer.stem == "gdpo":
+        # for several rewards, of long answers
+        sections.add("env")
+    else:
+        recipes.append(CONFIGS / "quickstart" / "grpo.yaml")
+    for recipe in recipes:
         overrides = models(recipe, model_of_quickstart)
         plain, changed = (
             yaml.safe_load(_configuration(dry_run(capsys, recipe, *words, *overrides))) for words in ([], ["--with", str(layer)])
         )
-        assert {name for name in changed if changed[name] != plain[name]} <= {"grpo", "loss_fn"} and changed != plain
+        assert {name for name in changed if changed[name] != plain[name]} <= sections and changed != plain
 
 
 @pytest.mark.parametrize(("layer", "recipe", "beside"), ENGINES, ids=[f"{layer.stem}-over-{recipe.stem}" for layer, recipe, _ in ENGINES])

@@ -391,6 +391,8 @@ class Answering:
         (EnvironmentReturn([1.0], [True, True], [False, False]), r"\{'rewards': 1\} for 2 responses"),
         (EnvironmentReturn([1.0, 1.0], [True, False], [False, False]), "goes on after a response"),
         (EnvironmentReturn([1.0, float("inf")], [True, True], [False, False]), "the reward inf"),
+        (EnvironmentReturn([1.0, float("nan")], [True, True], [False, False]), "the reward nan"),
+        (EnvironmentReturn([1, torch.tensor(float("nan"))], [True, True], [False, False]), r"the reward tensor\(nan\)"),  # type: ignore[list-item]
         (EnvironmentReturn([1.0, 1e300], [True, True], [False, False]), r"the reward 1e\+300"),
         (EnvironmentReturn([1.0, None], [True, True], [True, False]), "the reward None"),
         (EnvironmentReturn([1.0, "1"], [True, True], [False, False]), "the reward '1'"),  # type: ignore[list-item]

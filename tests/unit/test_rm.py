@@ -11,10 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from megarl.algorithms.algorithm import ACTOR, REWARD_MODEL, Role
 from megarl.algorithms.inputs import describe_inputs
 from megarl.algorithms.run import run
 from megarl.config import validate_config
-from megarl.errors import BatchError, ConfigError, DataError
+from megarl.errors import BatchError, ConfigError, DataError, NonFiniteError
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, final_weights, make_config, rows
 
 
@@ -91,6 +92,36 @@ def test_a_reward_model_scores_the_answers_of_grpo(tmp_path: Path, model: str, p
     assert all({"train/reward/reward_model", "timing/reward_model_s"} <= row.keys() for row in trained)
     assert "critic" not in {path.name for path in (tmp_path / "grpo" / "checkpoints" / "step_2").iterdir()}
     assert not (tmp_path / "grpo" / "checkpoints" / "step_2" / "reward_model").exists(), "it is not trained"
+
+
+class ScoresAsTold(PolicyMaker):
+    """Whose reward model gives one answer another score."""
+
+    def __init__(self, score: float) -> None:
+        super().__init__()
+        self.score = score
+
+    def __call__(self, config: Any, tokenizer: Any, start: Any, stack: Any, role: Role = ACTOR, beside: Any = None) -> Any:
+        policy = super().__call__(config, tokenizer, start, stack, role, beside)
+        found = policy.score
+
+        def score(*args: Any, **kwargs: Any) -> Any:
+            output = found(*args, **kwargs)
+            output["scores"][5] = self.score
+            return output
+
+        if role == REWARD_MODEL:
+            policy.score = score
+        return policy
+
+
+@pytest.mark.parametrize("score", [math.nan, -math.inf])
+def test_a_score_that_is_not_finite_ends_the_run_before_anything_is_trained(score: float, tmp_path: Path, model: str, data: str) -> None:
+    maker, config = ScoresAsTold(score), make_config("grpo", tmp_path, model, data, val_period=0, val_at_start=False)
+    config["reward_model"] = {"model_name": model}
+    with pytest.raises(NonFiniteError, match=r"the reward model gives 1 of 12 answers a score that is not finite\. Nothing was trained"):
+        run(config, maker)
+    assert all(policy.trained_steps == 0 for policy in maker.policies) and not (tmp_path / "checkpoints" / "step_1").exists()
 
 
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path, model: str, pairs: str) -> None:

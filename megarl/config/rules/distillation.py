@@ -104,6 +104,10 @@ def way_of_learning_is_told_what_it_reads(view: View) -> Iterator[Violation]:
         key, kind = f"{SECTION}.mixed_kl_weight", view[f"{SECTION}.kl_type"]
         if kind != "mixed" and view[key] != of_divergence["mixed_kl_weight"]:
             yield Violation(key, view[key], f"{SECTION}.kl_type is {kind}, which has no weights", "remove it, or write mixed")
+        outside = f"{SECTION}.outside_topk"
+        if view[_TOPK_LOGITS_K] == 1 and view[outside] == "renormalize":
+            bound = f"{outside} is renormalize: over one token both distributions are 1, and loss and gradient are 0 whatever they say"
+            yield Violation(_TOPK_LOGITS_K, 1, bound, "write 2 or more, or outside_topk: rest")
     else:
         unread = {**of_divergence, "topk_logits_k": 64}
         if not view.written(_LOSS):

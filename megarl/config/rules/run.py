@@ -178,8 +178,30 @@ def estimator_is_told_what_it_reads(view: View) -> Iterator[Violation]:
     for name, default in _READ_BY.get(kind, {}).items():
         if view.get(f"grpo.{name}", default) != default:
             yield Violation(f"grpo.{name}", view[f"grpo.{name}"], f"{ESTIMATOR}.name is {kind}, which does not read it", "remove it")
+    if kind in ("grpo", "gdpo") and view.get("grpo.std") == "sample" and view.get("grpo.normalize_rewards") is False:
+        bound = "grpo.normalize_rewards is false: no deviation divides an advantage, and nothing reads it"
+        yield Violation("grpo.std", "sample", bound, "remove it, or write normalize_rewards: true")
     if view.get("grpo.advantage_clip_low") == 0 and view.get("grpo.advantage_clip_high") == 0:
         yield Violation("grpo.advantage_clip_low", 0, "advantage_clip_high is 0 too, and no advantage is left", "widen one of the two")
+
+
+def ratios_of_sequences_meet_advantages_of_tokens(view: View) -> Iterator[Violation]:
+    """What differs only where advantages do within an answer meets such advantages; an algorithm of a user's own may make its own."""
+    ratios, gradient, forced = (f"{LOSS}.{key}" for key in ("sequence_level_importance_ratios", "sequence_level_ratio_gradient", _FORCED))
+    view.require(view["algorithm"] == "grpo" and view.get(ratios, False))
+    kind = view[f"{ESTIMATOR}.name"]
+    view.require(kind != "reinforce_plus_plus" or not view.get(f"{LOSS}.use_kl_in_reward", False))
+    without = f" without {LOSS}.use_kl_in_reward" if kind == "reinforce_plus_plus" else ""
+    reason = f"{ESTIMATOR}.name is {kind}{without}: all tokens of an answer have one advantage"
+    if view.get(gradient) == "token":
+        fix = f"remove it, or write reinforce_plus_plus with {LOSS}.use_kl_in_reward, which has advantages of tokens"
+        yield Violation(gradient, "token", f"{reason}, and it would be what sequence is", fix)
+    elif view.get(forced) and view.get(f"{LOSS}.use_importance_sampling_correction") is False:
+        bound = f"{forced} is true, and {reason}, so that ratios of tokens, which are 1 too, have the same gradient"
+        yield Violation(ratios, True, bound, f"write {ratios}: false")
+
+
+_FORCED = "force_on_policy_ratio"
 
 
 def dynamic_sampling_is_told_what_it_reads(view: View) -> Iterator[Violation]:
@@ -213,6 +235,14 @@ def critic_warm_up_ends(view: View) -> Iterator[Violation]:
     key, last = "ppo.critic_warmup_steps", view["ppo.max_num_steps"]
     if view[key] >= last:
         yield Violation(key, view[key], f"the run has {last} steps, and the actor would be trained in none", f"write at most {last - 1}")
+
+
+def what_is_bootstrapped_is_trained_on(view: View) -> Iterator[Violation]:
+    """What stands behind an answer that was cut off is asked for only where the answer is trained on."""
+    key, filtering = "ppo.bootstrap_truncated", "ppo.overlong_filtering"
+    if view[key] and view[filtering]:
+        bound = f"{filtering} is true: answers that were cut off are left out, and nothing reads what they are worth"
+        yield Violation(key, True, bound, "switch one of the two off")
 
 
 def scores_of_answers_count(view: View) -> Iterator[Violation]:
@@ -370,8 +400,10 @@ RUN_RULES: tuple[Rule, ...] = (
     entropy_can_be_raised,
     preference_loss_goes_together,
     estimator_is_told_what_it_reads,
+    ratios_of_sequences_meet_advantages_of_tokens,
     dynamic_sampling_is_told_what_it_reads,
     critic_warm_up_ends,
+    what_is_bootstrapped_is_trained_on,
     scores_of_answers_count,
     several_rewards_are_compared,
     reward_is_known,

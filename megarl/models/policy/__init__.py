@@ -478,7 +478,14 @@ class PolicyConfig(TypedDict):
         ]
     ]
     max_consecutive_skips: NotRequired[
-        Annotated[int, Key("the run ends when this many steps in a row were skipped so.", AT_LEAST_1, default=3)]
+        Annotated[
+            int,
+            Key(
+                "the run ends when this many steps in a row were skipped so, or had no answer to train on, as where all were cut off.",
+                AT_LEAST_1,
+                default=3,
+            ),
+        ]
     ]
     offload_optimizer_for_logprob: NotRequired[
         Annotated[
