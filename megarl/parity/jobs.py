@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 
-from megarl.algorithms import advantages
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.policy.batch_plan import shard_batch
-from megarl.parity.batches import REWARDS, calls_of, first_step, logprob_shards
+from megarl.parity.batches import calls_of, first_step, logprob_shards
 from megarl.parity.case import Case
+from megarl.parity.driver import with_signals_made
 from megarl.parity.faults.mutations import applied
 from megarl.parity.losses import make_loss, rows_together
 from megarl.parity.paths import taken
-from megarl.parity.reference_losses import PART_WEIGHTS, PENALTY
 
 WORKERS = {
     "megatron": "megarl.models.policy.megatron_policy_worker.MegatronPolicyWorker",
@@ -82,31 +81,9 @@ def _worker(case: Case, config: Mapping[str, Any]) -> Iterator[Any]:
             close()
 
 
-def with_advantages(case: Case, batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """The batch of a case with the advantages that a driver makes of its rewards, call by call, in the place of these."""
-    if case.advantages == "given" or case.loss_kind != "pg":
-        return batch
-    kind = "reinforce_plus_plus" if case.advantages.startswith("reinforce") else case.advantages
-    settings = {
-        "adv_estimator": {"name": kind, "minus_baseline": case.advantages == "reinforce-baseline"},
-        "use_leave_one_out_baseline": True,
-        "normalize_rewards": True,
-        "std": "population",
-    }
-    found = []
-    for data in calls_of(case, batch):
-        samples = {**data, "prompt_ids": data["prompt"][:, None]}
-        penalties = None
-        if kind == "reinforce_plus_plus":
-            penalties = PENALTY * data["apart"] * data["token_mask"]
-        made = advantages.estimated_advantages(settings, samples, data["sample_mask"], penalties, PART_WEIGHTS)
-        found.append(made.expand_as(data["token_mask"]))
-    return {**{name: values for name, values in batch.items() if name not in REWARDS}, "advantages": torch.cat(found)}
-
-
 def _measure(worker: Any, case: Case, config: Mapping[str, Any], batch: Mapping[str, torch.Tensor]) -> Share:
     data_rank, stage = worker.backend.groups.data_rank, worker.backend.groups.pipeline_rank
-    batch = with_advantages(case, batch)
+    batch = with_signals_made(case, batch)
     asked = logprob_shards(case, config, batch).shards[data_rank]
     loss_fn = make_loss(case)
 

@@ -51,11 +51,11 @@ FIXED = (
     "family=qwen2 layers=2 kv=2 group=2 ffn=22 vocab=23 pp=2 dp=2 batching=dynamic mbs=2 micro=2 room=12 round=4 length=13 "
     "loss=pg+seq+kl+gspo-token+k1 masked=some",
     "backend=dtensor family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 cp=2 dp=2 batching=packed mbs=2 micro=2 room=15 length=13 "
-    "loss=pg+is+cispo+seq-mask advantages=reinforce",
+    "loss=pg+kl+is+cispo+seq-mask+k1+in-reward advantages=reinforce",
     "backend=fsdp1 family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 dp=2 mbs=3 length=12 "
-    "loss=pg+seq+constant+kl+forced+k2 advantages=gdpo",
+    "loss=pg+seq+constant:2.5+kl+forced+k2+kl-input-clamp:0.3 advantages=gdpo+plain+clip",
     "family=qwen2 layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 dp=2 batching=packed mbs=2 micro=2 room=18 length=13 "
-    "loss=dpo+ipo+mean+sft masked=some",
+    "loss=dpo+ipo+mean+sft+sft-mean masked=some",
     "family=qwen2 tied=1 layers=3 kv=2 group=2 ffn=22 vocab=23 tp=2 sp=1 pp=2 first=2 last=1 batching=packed mbs=2 micro=2 room=15 "
     "length=13 loss=rm masked=some",
     "backend=dtensor family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 sp=1 cp=2 batching=dynamic mbs=2 room=12 round=4 length=11 "
