@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,8 @@ class Verdict:
 
 
 def prove(runner: CaseRunner, drawer: Drawer, seed: int, console: Console, faults: Collection[str], file: Path | None = None) -> int:
-    """Put the named faults into cases on which they must be seen: in float32 into each loss that they are to be seen in, in 16 bit into the
-    first of these.
+    """Put the named faults into cases on which they must be seen: in float32 into each loss that they are to be seen in, into the first on
+    every backend and into each further one on one of them in turn; in 16 bit into the first.
 
     Returns:
         0 when all are caught, otherwise 1.
@@ -64,8 +64,8 @@ def prove(runner: CaseRunner, drawer: Drawer, seed: int, console: Console, fault
         (name, needs, backend, half)
         for half in (False, True)
         for name in faults
-        for needs in MUTATIONS[name].each_need[: 1 if half else None]
-        for backend in MUTATIONS[name].backends
+        for needs, backends in _places(MUTATIONS[name], half)
+        for backend in backends
         if backend in drawer.backends and drawer.fixed.get("precision", PRECISIONS[half]) in _precisions(backend, half)
     ]
     verdicts = []
@@ -81,6 +81,12 @@ def prove(runner: CaseRunner, drawer: Drawer, seed: int, console: Console, fault
         rows = [{"mutation": verdict.name, **asdict(verdict)} for verdict in verdicts]
         file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0 if all(verdict.state in ACCEPTED for verdict in verdicts) else 1
+
+
+def _places(fault: Mutation, half: bool) -> Iterator[tuple[str, Sequence[str]]]:
+    """What the cases of a fault need, and the backends that they are run on."""
+    for number, needs in enumerate(fault.each_need[: 1 if half else None]):
+        yield needs, fault.backends if number == 0 else [fault.backends[number % len(fault.backends)]]
 
 
 def _precisions(backend: str, half: bool) -> tuple[str, ...]:
