@@ -46,7 +46,7 @@ _OPTION_NAMES = {
         "entropy": "entropy bonus",
     },
     "dpo": {
-        "ipo": "preferences: IPO (bounds are measured: its gradient is what a margin and a constant leave of each other)",
+        "ipo": "preferences: IPO (within measured bounds)",
         "mean": "preferences: mean over tokens",
         "sft": "preferences: likelihood of the chosen answers",
         "sft-mean": "preferences: mean likelihood of the chosen answers",
