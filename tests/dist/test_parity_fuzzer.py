@@ -21,6 +21,8 @@ from tests.tiers import newest_megatron, sampled, slow
 
 FRESH = 3
 FIXED = (
+    # a plan that was written for a policy, with its output layer
+    "backend=dtensor seed=213721 kv=2 ffn=6 tp=2 plan=written mbs=2 loss=rm",
     "family=llama rope=llama3 layers=3 kv=2 group=3 head=10 ffn=26 vocab=31 tp=2 sp=1 cp=2 batching=packed mbs=2 micro=2 room=20 "
     "length=13 loss=pg+kl+is+dual temperature=0.7 clip=0.05 distopt=1 reference=1",
     "family=qwen3 tied=1 layers=3 kv=2 group=2 head=12 ffn=26 vocab=29 tp=2 pp=2 first=2 last=1 batching=dynamic mbs=2 micro=2 room=18 "

@@ -4,6 +4,7 @@ differences between them do not depend on it. By it a fault says in which cases 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -135,6 +136,7 @@ class FirstStep:
         return inside if bound is None else inside & (self.estimates.abs() < bound)
 
 
+@lru_cache(maxsize=8)
 def first_step_of(case: Case) -> FirstStep:
     """The first step of a policy gradient."""
     current = torch.zeros(case.total_rows, case.length)
