@@ -135,9 +135,9 @@ def _generalized(case: Case, data: Columns) -> dict[str, Tensor]:
         return {"prev_values": before.float(), "returns": returns.float()}
     if "white" in case.advantages_options:
         places_of = [(row, place) for row, places in _answers(data).items() for place in places]
-        whole = _standardised([float(advantages[place]) for place in places_of])
-        for place, value in zip(places_of, whole, strict=True):
-            advantages[place] = value
+        whole = _standardised([float(advantages[row, place]) for row, place in places_of])
+        for (row, place), whitened in zip(places_of, whole, strict=True):
+            advantages[row, place] = whitened
     return {"advantages": advantages.float()}
 
 

@@ -78,7 +78,7 @@ def reference_loss(case: Case) -> ReferenceLoss:
         clip = case.loss_number("clip") if "clip" in options else None
         return ReferenceLoss(lambda *given: _value_error(*given, clip=clip), weight, rounded=_rounded_in_returns)
     if case.loss_kind == "distill":
-        share = 1.0 if "forward" in options else case.loss_number("mixed") if "mixed" in options else 0.0
+        share = 1.0 if "forward" in options else _number(case, "mixed") if "mixed" in options else 0.0
         return ReferenceLoss(
             lambda *given: _from_teacher(*given, share=share, renorm="renorm" in options), weight, scored_tokens="teacher_topk_indices"
         )
@@ -96,6 +96,12 @@ def _number(case: Case, option: str) -> float:
     """The number of an option; no bound is an infinite one."""
     number = case.loss_number(option)
     return float("inf") if number is None else number
+
+
+def _bounds(case: Case, option: str) -> tuple[float, float]:
+    """The lower and the upper bound of an option."""
+    low, high = case.loss_numbers(option)
+    return 0.0 if low is None else low, float("inf") if high is None else high
 
 
 def _counted(data: Mapping[str, Any]) -> Rows:
@@ -240,7 +246,7 @@ def _policy_gradient(
     (1912.09729, equation 4); ratios of sequences (2507.18071, equations 7 and 14); CISPO (2506.13585, equation 4); Dr.GRPO's constant
     (2503.20783); a divergence with the score function's part of its gradient (2506.09477)."""
     options, in_loss = case.loss_options, "kl" in case.loss_options and "in-reward" not in case.loss_options
-    low, high = case.loss_numbers("cliprange")
+    low, high = _bounds(case, "cliprange")
     total = penalty = bonus = logprobs.new_zeros(()) + 0.0 * logprobs.sum()
     sums = dict.fromkeys(
         ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "sampling_importance_ratio", "approx_entropy"), 0.0
@@ -321,11 +327,11 @@ def _within_bounds(weights: Tensor, logarithms: Tensor, case: Case) -> Tensor:
     if "tis" in options:
         return torch.minimum(weights, torch.full_like(weights, _number(case, "tis")))
     if "icepop" in options:
-        low, high = case.loss_numbers("icepop")
-        return torch.tensor([float(weight) if (low or 0.0) <= float(weight) <= high else 0.0 for weight in weights], dtype=weights.dtype)
+        low, high = _bounds(case, "icepop")
+        return torch.tensor([float(weight) if low <= float(weight) <= high else 0.0 for weight in weights], dtype=weights.dtype)
     if "seq-mask" in options:
-        low, high = case.loss_numbers("seq-mask")
-        return weights * float((low or 0.0) <= float(torch.exp(logarithms.mean())) <= high)
+        low, high = _bounds(case, "seq-mask")
+        return weights * float(low <= float(torch.exp(logarithms.mean())) <= high)
     return weights
 
 

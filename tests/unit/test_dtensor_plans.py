@@ -136,7 +136,7 @@ def test_a_custom_plan_keeps_how_activations_lie_next_to_the_vocabulary() -> Non
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_policys_plan_fits_a_model_that_scores(sequence_parallel: bool) -> None:
-    critic = build_on_meta(scoring_config(tiny_config("qwen2", tied=False)), scores=True)
+    critic = build_on_meta(scoring_config(tiny_config("qwen3", tied=False)), scores=True)
     whole = decoder_plan(sequence_parallel=sequence_parallel)
     plan = choose_plan(critic, sequence_parallel=sequence_parallel, custom=whole)
     ours = choose_plan(critic, sequence_parallel=sequence_parallel)

@@ -11,7 +11,7 @@ import torch
 from megarl.parity.batches import REWARDS, token_batch, with_signals
 from megarl.parity.case import MASKS, Case
 from megarl.parity.draw_loss import draw_loss
-from megarl.parity.driver import with_signals_made
+from megarl.parity.jobs import with_signals_made
 from megarl.parity.options import ADVANTAGES
 
 MADE = [("pg", kind) for kind in list(ADVANTAGES)[1:]] + [("value", "gae"), ("pg+in-reward", "gae"), ("pg+in-reward", "reinforce")]

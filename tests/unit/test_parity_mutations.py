@@ -19,9 +19,9 @@ from megarl.parity.batches import token_batch, with_signals
 from megarl.parity.case import BACKENDS, Case
 from megarl.parity.compare import Difference
 from megarl.parity.draw_loss import draw_loss
-from megarl.parity.driver import with_signals_made
 from megarl.parity.faults.mutations import GROUPS, MUTATIONS, applied, mutation, named
 from megarl.parity.faults.patching import found, replacing
+from megarl.parity.jobs import with_signals_made
 from megarl.parity.lines import parse, words_of
 from megarl.parity.losses import make_loss
 from megarl.parity.possible import _own_violations
