@@ -589,7 +589,8 @@ def covering(name: str) -> tuple[str, ...]:
         return BREAKS[name].tests
     fault = MUTATIONS[name]
     if "megatron" in fault.backends:
-        return PARITY["mixtures" if "family=mixtral" in fault.needs or "_moe" in fault.needs else "dense"]
+        needs = " ".join(fault.each_need)
+        return PARITY["mixtures" if "family=mixtral" in needs or "_moe" in needs else "dense"]
     return tuple(path for backend in fault.backends for path in PARITY[backend])
 
 

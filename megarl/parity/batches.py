@@ -10,7 +10,7 @@ import torch
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.policy.batch_plan import ShardedBatch, shard_batch
 from megarl.parity.case import Case
-from megarl.parity.reference_losses import PART_WEIGHTS, reference_advantages
+from megarl.parity.reference_advantages import PART_WEIGHTS, reference_signals
 
 Batch = dict[str, torch.Tensor]
 
@@ -58,6 +58,8 @@ def with_signals(case: Case, batch: Batch, logprobs: torch.Tensor) -> Batch:
         return (values + spread * torch.randn(values.shape, generator=generator)) * inside
 
     if case.loss_kind == "value":
+        if case.advantages_kind != "given":
+            return _with_rewards(case, {**batch, "values": near(logprobs, 0.3)})
         before = torch.nn.functional.pad(logprobs[:, :-1], (1, 0))
         return {**batch, "prev_values": near(before, 0.3), "returns": near(before, 1.0)}
     if case.loss_kind == "distill":
@@ -74,32 +76,43 @@ def with_signals(case: Case, batch: Batch, logprobs: torch.Tensor) -> Batch:
     signals = {
         **batch,
         "advantages": advantages.expand_as(logprobs) * inside,
-        **({} if "forced" in case.loss_options else {"prev_logprobs": previous}),
+        "prev_logprobs": previous,
         "generation_logprobs": near(previous, 0.2),
         "reference_policy_logprobs": near(logprobs, 0.3),
     }
-    return signals if case.advantages == "given" else _with_rewards(case, signals, previous)
+    if case.advantages_kind != "given":
+        signals = _with_rewards(case, signals)
+    if "forced" in case.loss_options and not (case.takes_divergence_from_rewards or case.advantages_kind == "teacher"):
+        # nobody asks for them
+        del signals["prev_logprobs"]
+    return signals
 
 
-REWARDS = ("reward", "reward/one", "reward/other", "prompt", "apart")
-"""Columns of which advantages are made: [B] the reward, its parts, and the number of the prompt; [B, S] how much likelier a token was
-before the update than by the reference policy."""
+REWARDS = ("reward", "reward/one", "reward/other", "prompt", "truncated", "values", "teacher_logprobs")
+"""Columns of which advantages are made: [B] the reward, its parts, the number of the prompt, and whether an answer was cut off; [B, S] what
+a critic says at each token, and the log-probabilities of a teacher."""
+ANSWERS_A_PROMPT = 3
 
 
-def _with_rewards(case: Case, signals: Batch, previous: torch.Tensor) -> Batch:
-    """Rewards of answers to prompts, three answers each, and the advantages that the reference makes of them."""
+def _with_rewards(case: Case, signals: Batch) -> Batch:
+    """Rewards of answers to prompts, and the advantages that the reference makes of them."""
     generator = torch.Generator().manual_seed(case.seed + 4)
-    rows = len(signals["input_ids"])
+    rows, columns = signals["input_ids"].shape
     parts = torch.randn(rows, 2, generator=generator) * torch.tensor([1.0, 30.0])
+    further = torch.randn(rows, columns, generator=generator)
     rewarded = {
+        "values": 0.5 * further,
         **signals,
         "reward": parts @ torch.tensor([PART_WEIGHTS["one"], PART_WEIGHTS["other"]]),
         "reward/one": parts[:, 0],
         "reward/other": parts[:, 1],
-        "prompt": torch.arange(rows) // 3,
-        "apart": previous - signals["reference_policy_logprobs"],
+        "prompt": torch.arange(rows) % _rows_of_a_call(case) // ANSWERS_A_PROMPT,
+        "truncated": torch.rand(rows, generator=generator) < 0.5,
     }
-    return {**rewarded, "advantages": torch.cat([reference_advantages(case.advantages, data) for data in calls_of(case, rewarded)])}
+    if case.advantages_kind == "teacher":
+        rewarded["teacher_logprobs"] = signals["prev_logprobs"] + 0.4 * further
+    made = [reference_signals(case, data) for data in calls_of(case, rewarded)]
+    return {**rewarded, **{name: torch.cat([of_call[name] for of_call in made]) for name in made[0]}}
 
 
 def logprob_shards(case: Case, config: Mapping[str, Any], batch: Mapping[str, torch.Tensor]) -> ShardedBatch:
@@ -111,8 +124,12 @@ def logprob_shards(case: Case, config: Mapping[str, Any], batch: Mapping[str, to
 
 def calls_of(case: Case, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """The batch of each ``train()`` call."""
-    rows = case.total_rows if case.together else case.global_batch
+    rows = _rows_of_a_call(case)
     return [{key: value[first : first + rows] for key, value in batch.items()} for first in range(0, case.total_rows, rows)]
+
+
+def _rows_of_a_call(case: Case) -> int:
+    return case.total_rows if case.together else case.global_batch
 
 
 def first_step(case: Case, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megarl.config.arithmetic import sequence_share
 from megarl.models.generation.sampling import SamplingSettings
+from megarl.parity.options import Numbers, numbers_of, split
 
 BACKENDS = ("megatron", "dtensor", "fsdp1")
 DENSE = ("llama", "qwen2", "qwen3", "mistral")
@@ -31,44 +32,16 @@ PLANS = ("built-in", "written", "names", "mlp")
 SCHEDULES = ("constant", "linear", "cosine", "inverse-square-root")
 DECAYS = ("constant", "linear", "cosine")
 PATHS = ("fast", "plain")
-ADVANTAGES = ("given", "grpo", "rloo", "gdpo", "reinforce", "reinforce-baseline")
 # Adam divides by the root of the second moment, so that an error of a gradient comes back in a weight times up to the learning rate by
 # epsilon. Gradients here are of order 1e-2 to 1, their rounding errors of 1e-8 to 1e-7; a larger factor shows in the next gradient.
 MILD_EPSILON = 1e-2
 RECIPE_EPSILON = 1e-8
 """With it, a number whose gradient is nothing but rounding errors moves by the learning rate, this way or that: what such a case may be
 apart is measured (``megarl.parity.noise``)."""
-LOSS_OPTIONS = {
-    "nll": (),
-    "pg": ("kl", "approx", "is", "dual", "seq", "noratio"),
-    "dpo": ("sft", "mean"),
-    "rm": (),
-    "value": ("clip",),
-    "distill": ("renorm",),
-}
-"""Options of a loss, each drawn by itself."""
 SCORING = ("rm", "value")
-"""Losses of models that score: Bradley-Terry, and the value loss, with ``clip`` of the change of a value."""
+"""Losses of models that score: Bradley-Terry, and the value loss."""
 PAIRED = ("dpo", "rm")
 """Losses of pairs of rows."""
-LOSS_VARIANTS = {
-    "nll": (),
-    "pg": ("gspo", "gspo-token", "cispo", "constant", "forced", "k1", "k2", "tis", "icepop", "seq-mask", "entropy"),
-    "dpo": ("ipo",),
-    "distill": ("forward", "mixed"),
-    **dict.fromkeys(SCORING, ()),
-}
-"""Further ones, drawn as far as the settings of the loss go together.
-
-``gspo`` and ``gspo-token`` are ratios of sequences, with the gradient of the sequence or of the token; ``constant`` divides the sum over
-each sequence by a constant (Dr.GRPO); ``forced`` takes the current log-probabilities for the previous ones, which it does not get; ``k1``
-and ``k2`` estimate the divergence; ``tis``, ``icepop`` and ``seq-mask`` bound the weights of ``is``; ``entropy`` adds an entropy bonus.
-``ipo`` has IPO's square in the place of DPO's logarithm.
-``distill`` is the reverse divergence from a teacher over its most likely tokens, ``forward`` the other one, ``mixed`` a sum of both; other
-tokens are one outcome, and with ``renorm`` none.
-"""
-LOSS_CHOICES = (("gspo", "gspo-token"), ("k1", "k2"), ("tis", "icepop", "seq-mask"), ("forward", "mixed"))
-"""Of each of these a loss has one at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +92,9 @@ class Case:
         together: all global batches in one ``train()`` call.
         evaluate: evaluate first; it must report the loss of the first step and change nothing.
         reference: keep a reference policy; afterwards its log-probabilities must be those from before training.
-        loss: ``nll``, ``pg``, ``dpo``, ``distill``, ``rm`` or ``value`` with options behind plus signs, as ``pg+kl``; with the last two
-            the model scores, and values are compared where otherwise log-probabilities are.
-        advantages: of a policy gradient: ``given``, or made of rewards by that estimator; ``reinforce`` is REINFORCE++.
+        loss: ``nll``, ``pg``, ``dpo``, ``distill``, ``rm`` or ``value`` with options (``megarl.parity.options``), as ``pg+kl:0.02``; with
+            the last two the model scores, and values are compared where otherwise log-probabilities are.
+        advantages: of a policy gradient: ``given``, or made by that estimator, with options likewise; returns of a value loss alike.
         temperature: the sampling temperature.
         keep: tokens that top-k keeps; 0 for all.
         nucleus: top-p; 1 for all.
@@ -297,12 +270,36 @@ class Case:
     @property
     def likeliest(self) -> int:
         """Most likely tokens that a policy is asked for, and that a teacher gives; 0 where there is no teacher."""
-        return min(3, self.vocab) if self.loss_kind == "distill" else 0
+        return min(int(self.loss_number("topk") or 0), self.vocab) if self.loss_kind == "distill" else 0
 
     @property
     def loss_options(self) -> frozenset[str]:
-        """Return what stands behind the kind of loss."""
-        return frozenset(self.loss.split("+")[1:])
+        """Return what stands behind the kind of loss, without numbers."""
+        return frozenset(split(self.loss)[1])
+
+    def loss_numbers(self, option: str) -> Numbers:
+        """The numbers of an option of the loss, also where the loss does not have the option: those that it then has."""
+        return numbers_of(self.loss, option)
+
+    def loss_number(self, option: str) -> float | None:
+        """The only one of these; None is no bound."""
+        (number,) = self.loss_numbers(option)
+        return number
+
+    @property
+    def advantages_kind(self) -> str:
+        """``given``, or the estimator that makes the advantages."""
+        return self.advantages.split("+")[0]
+
+    @property
+    def advantages_options(self) -> frozenset[str]:
+        """Return what stands behind the estimator, without numbers."""
+        return frozenset(split(self.advantages)[1])
+
+    @property
+    def takes_divergence_from_rewards(self) -> bool:
+        """Whether the rewards that advantages are made of have lost the divergence from the reference policy."""
+        return self.loss_kind == "pg" and "in-reward" in self.loss_options
 
     def __str__(self) -> str:
         """The line that ``parse`` reads: ``key=value`` of every field that is not at its default."""
@@ -330,11 +327,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "decay": DECAYS,
     "paths": PATHS,
-    "advantages": ADVANTAGES,
 }
 SPARSE_FIELDS = ("experts", "topk", "expert", "dispatcher", "balance", "zloss", "freeze", "router", "ep", "etp")
 """Fields of a mixture of experts."""
 _MEGATRON_ONLY = ("pp", "first", "last", "vpp", "layout", "ep", "etp", "decay", "wide", "distopt", "overlap", "bucket")
+_OF_LANGUAGE = ("temperature", "keep", "nucleus", "reference", "chunk")
 _FOREIGN: dict[str, tuple[str, ...]] = {
     "megatron": ("offload", "plan"),
     "dtensor": _MEGATRON_ONLY,
@@ -348,9 +345,15 @@ _FOREIGN: dict[str, tuple[str, ...]] = {
     "nll": ("advantages",),
     "dpo": ("advantages",),
     "distill": ("advantages", "keep", "nucleus"),
-    **dict.fromkeys(SCORING, ("advantages", "temperature", "keep", "nucleus", "reference", "chunk")),
+    "rm": ("advantages", *_OF_LANGUAGE),
+    "value": _OF_LANGUAGE,
 }
 """What a backend, a family, a way of batching or an optimizer has no use for."""
+
+
+def fields_without_use(owner: str) -> tuple[str, ...]:
+    """The fields that a backend, a family, a way of batching, an optimizer, paths or a kind of loss, given by its name, has no use for."""
+    return _FOREIGN.get(owner, ())
 
 
 def idle_fields(case: Case) -> dict[str, str]:
@@ -359,7 +362,10 @@ def idle_fields(case: Case) -> dict[str, str]:
     owners = {"backend": case.backend, "family": case.family, "batching": case.batching, "optimizer": case.optimizer, "paths": case.paths}
     owners["loss"] = case.loss_kind
     return {
-        name: f"{key}={owner}" for key, owner in owners.items() for name in _FOREIGN.get(owner, ()) if getattr(case, name) != defaults[name]
+        name: f"{key}={owner}"
+        for key, owner in owners.items()
+        for name in fields_without_use(owner)
+        if getattr(case, name) != defaults[name]
     }
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from megarl.parity.case import BACKENDS, Case
 from megarl.parity.coverage import Coverage
 from megarl.parity.draw import Drawer
-from megarl.parity.faults.mutations import MUTATIONS, mutation
+from megarl.parity.faults.mutations import MUTATIONS, mutation, named
 from megarl.parity.lines import parse, words_of
 from megarl.parity.models import ModelShelf
 from megarl.parity.pool import WorkerPool
@@ -37,8 +37,8 @@ class Options:
         backends: which workers; empty for all that the rules accept.
         max_world: most ranks.
         case: a line that stands for one case; it alone is run.
-        mutate: name of a known fault to put into the workers.
-        prove: put in every known fault, or the one that ``mutate`` names, and fail when one is not caught.
+        mutate: name of a known fault to put into the workers; with ``prove`` it may be that of a group of them.
+        prove: put in every known fault, or those that ``mutate`` names, and fail when one is not caught.
         json: file for the results.
         only: words that every random case has.
         job_seconds: how long the workers of a case may take.
@@ -100,7 +100,8 @@ def run(options: Options, console: Console | None = None) -> int:
     logging.getLogger("megarl").setLevel(logging.WARNING)
     given = parse(options.case) if options.case is not None else None
     fixed = words_of(options.only)
-    if options.mutate is not None:
+    faults = list(MUTATIONS) if options.mutate is None else named(options.mutate)
+    if options.mutate is not None and not options.prove:
         mutation(options.mutate)
     with tempfile.TemporaryDirectory(prefix="megarl-parity-") as directory, WorkerPool(options.job_seconds) as pool:
         shelf = ModelShelf(Path(directory))
@@ -109,7 +110,7 @@ def run(options: Options, console: Console | None = None) -> int:
             return _one(runner, given, options, console)
         drawer = Drawer(shelf, options.backends or BACKENDS, options.max_world, fixed)
         if options.prove:
-            return prove(runner, drawer, options.seed, console, [options.mutate] if options.mutate else list(MUTATIONS), options.json)
+            return prove(runner, drawer, options.seed, console, faults, options.json)
         return _many(runner, drawer, options, console)
 
 

@@ -9,7 +9,7 @@ from itertools import combinations
 from rich.console import Console
 from rich.table import Table
 
-from megarl.parity.case import ADVANTAGES, BACKENDS, DENSE, PATHS, RECIPE_EPSILON, SPARSE, Case
+from megarl.parity.case import BACKENDS, DENSE, PATHS, RECIPE_EPSILON, SPARSE, Case
 
 _LOSS_NAMES = {
     "nll": "loss: NLL",
@@ -19,23 +19,66 @@ _LOSS_NAMES = {
     "value": "loss: of a value model",
     "distill": "loss: divergence from a teacher",
 }
-_VARIANT_NAMES = {
-    "clip": "values clipped",
-    "gspo": "ratios of sequences (GSPO)",
-    "gspo-token": "ratios of sequences, gradients of tokens (GSPO-token)",
-    "cispo": "clipped ratios as weights (CISPO)",
-    "constant": "constant normaliser (Dr.GRPO)",
-    "forced": "previous log-probabilities that are the current ones",
-    "tis": "truncated importance sampling (TIS)",
-    "icepop": "weights out of bounds are 0 (IcePop)",
-    "seq-mask": "sequences out of bounds are left out",
-    "k1": "divergence: k1",
-    "k2": "divergence: k2",
-    "entropy": "entropy bonus",
-    "ipo": "preferences: IPO",
-    "renorm": "divergence from a teacher: its tokens alone",
-    "forward": "divergence from a teacher: forward",
-    "mixed": "divergence from a teacher: mixed",
+_OPTION_NAMES = {
+    "pg": {
+        "seq": "mean over sequences",
+        "constant": "constant normaliser (Dr.GRPO)",
+        "gspo": "ratios of sequences (GSPO)",
+        "gspo-token": "ratios of sequences, gradients of tokens (GSPO-token)",
+        "cispo": "clipped ratios as weights (CISPO)",
+        "noratio": "no ratios",
+        "forced": "previous log-probabilities that are the current ones",
+        "dual": "dual clip",
+        "cliprange": "other bounds of ratios",
+        "ratio-clamp": "other clamp of ratios",
+        "is": "importance weights",
+        "tis": "truncated importance sampling (TIS)",
+        "icepop": "weights out of bounds are 0 (IcePop)",
+        "seq-mask": "sequences out of bounds are left out",
+        "kl": "divergence from the reference policy",
+        "k1": "divergence: k1",
+        "k2": "divergence: k2",
+        "pathwise": "divergence: pathwise gradient",
+        "approx": "divergence: weighted",
+        "kl-input-clamp": "divergence: other clamp of differences",
+        "kl-output-clamp": "divergence: other clamp of estimates",
+        "in-reward": "divergence taken from the rewards",
+        "entropy": "entropy bonus",
+    },
+    "dpo": {
+        "ipo": "preferences: IPO (within measured bounds)",
+        "mean": "preferences: mean over tokens",
+        "sft": "preferences: likelihood of the chosen answers",
+        "sft-mean": "preferences: mean likelihood of the chosen answers",
+        "beta": "preferences: other beta",
+        "weight": "preferences: other weight",
+    },
+    "value": {"clip": "values clipped"},
+    "distill": {
+        "renorm": "divergence from a teacher: its tokens alone",
+        "forward": "divergence from a teacher: forward",
+        "mixed": "divergence from a teacher: mixed",
+        "topk": "divergence from a teacher: other numbers of tokens",
+    },
+}
+_ADVANTAGE_NAMES = {
+    "grpo": "advantages: GRPO",
+    "rloo": "advantages: RLOO",
+    "gdpo": "advantages: GDPO",
+    "reinforce": "advantages: REINFORCE++",
+    "reinforce-baseline": "advantages: REINFORCE++-baseline",
+    "gae": "advantages and returns: generalized (PPO)",
+    "teacher": "advantages: of a teacher (distillation)",
+}
+_ADVANTAGE_OPTION_NAMES = {
+    "raw": "advantages not divided by deviations",
+    "sample": "advantages: deviations of samples",
+    "plain": "advantages: an answer in its own baseline",
+    "clip": "advantages clipped",
+    "gamma": "generalized advantages: discount",
+    "lambda": "generalized advantages: other lambda",
+    "bootstrap": "generalized advantages: value behind what was cut off",
+    "white": "generalized advantages whitened",
 }
 _PARALLEL = ("tensor parallel", "sequence parallel", "pipeline parallel", "context parallel", "expert parallel", "data parallel")
 FEATURES = (
@@ -59,8 +102,9 @@ FEATURES = (
     "routers in float32 or float64",
     *(f"batching: {name}" for name in ("fixed", "dynamic", "packed")),
     *_LOSS_NAMES.values(),
-    *_VARIANT_NAMES.values(),
-    *(f"advantages: {name}" for name in ADVANTAGES[1:]),
+    *(name for of_loss in _OPTION_NAMES.values() for name in of_loss.values()),
+    *_ADVANTAGE_NAMES.values(),
+    *_ADVANTAGE_OPTION_NAMES.values(),
     *(f"precision: {name}" for name in ("float32", "bfloat16", "float16")),
     "temperature",
     "top-k",
@@ -97,9 +141,10 @@ def features(case: Case) -> list[str]:
         f"batching: {case.batching}",
         f"precision: {case.precision}",
         f"paths: {case.paths}",
-        f"advantages: {case.advantages}",
         _LOSS_NAMES[case.loss_kind],
-        *(_VARIANT_NAMES[option] for option in case.loss_options if option in _VARIANT_NAMES),
+        *(_OPTION_NAMES[case.loss_kind][option] for option in case.loss_options),
+        _ADVANTAGE_NAMES.get(case.advantages_kind, ""),
+        *(_ADVANTAGE_OPTION_NAMES[option] for option in case.advantages_options),
         f"optimizer: {'Adam' if case.optimizer == 'adam' else 'SGD'}",
     }
     switches = {

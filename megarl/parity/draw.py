@@ -9,14 +9,12 @@ from typing import Any
 
 from megarl.errors import ConfigError
 from megarl.parity.case import (
-    ADVANTAGES,
     BALANCES,
     DECAYS,
     DENSE,
     DISPATCHERS,
     EXCHANGES,
     HEAD_NORMS,
-    LOSS_OPTIONS,
     PAIRED,
     PATHS,
     PLANS,
@@ -24,10 +22,11 @@ from megarl.parity.case import (
     ROPES,
     ROUTER_TYPES,
     SCHEDULES,
-    SCORING,
     SPARSE,
     Case,
+    fields_without_use,
 )
+from megarl.parity.draw_loss import draw_loss
 from megarl.parity.models import ModelShelf
 from megarl.parity.possible import LEAST_HIDDEN, refusal
 
@@ -42,7 +41,7 @@ PACKERS = (
 ATTEMPTS = 2000
 PATIENCE = 100
 """Attempts at a case of one backend and kind of model; many layouts are refused for a mixture, and it should not be the rarer for that."""
-SPARSE_SHARE, HALF_SHARE, SCORING_SHARE, TEACHING_SHARE = 0.45, 0.3, 0.12, 0.12
+SPARSE_SHARE, HALF_SHARE = 0.45, 0.3
 # small worlds are faster and find most; large ones are needed for products of three kinds of parallelism
 WORLDS = (1, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 6, 8, 8)
 HALF_RATES = {"adam": 0.02, "sgd": 0.2}
@@ -57,7 +56,7 @@ class Drawer:
         shelf: where the configs of drawn models are written, for the rules to read.
         backends: which workers.
         max_world: most ranks.
-        fixed: fields that every case has.
+        fixed: fields that every case has; of ``loss`` and ``advantages`` the kind, and options that it has at least.
 
     Attributes:
         backends: as given.
@@ -103,10 +102,14 @@ class Drawer:
 
     def _candidate(self, generator: random.Random, backend: str, families: Sequence[str]) -> Case:
         fields: dict[str, Any] = {"backend": backend, "seed": generator.randrange(10**6), "family": generator.choice(families)}
-        fields |= _layout(generator, backend, self._max_world) | self.fixed
-        for drawn in (_model, _stages, _training, _optimizer, _batch, _paths, _variant, _scoring, _teaching):
-            fields |= drawn(generator, fields) | self.fixed
-        return Case(**fields)
+        fixed = {name: value for name, value in self.fixed.items() if name not in ("loss", "advantages")}
+        fields |= _layout(generator, backend, self._max_world) | fixed
+        # by a generator of its own, so that all else stays what a seed gave whatever losses there are
+        fields |= draw_loss(random.Random(f"{fields['seed']}/loss"), self.fixed.get("loss"), self.fixed.get("advantages"))
+        for drawn in (_model, _stages, _training, _optimizer, _batch, _paths):
+            fields |= drawn(generator, fields) | fixed
+        unused = fields_without_use(fields["loss"].split("+")[0])
+        return Case(**{name: value for name, value in fields.items() if name in fixed or name not in unused})
 
 
 def _layout(generator: random.Random, backend: str, max_world: int) -> dict[str, Any]:
@@ -208,14 +211,8 @@ def _written(generator: random.Random, pipeline: int) -> dict[str, Any]:
 
 
 def _training(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    kind = generator.choice(("pg", "pg", "nll", "dpo"))
-    options = [option for option in LOSS_OPTIONS[kind] if generator.random() < (0.15 if option == "noratio" else 0.4)]
-    # each of these would be read by nobody
-    idle = ["approx"] * ("kl" not in options) + ["dual"] * ("noratio" in options)
-    options = [option for option in options if option not in idle]
     half = generator.random() < HALF_SHARE
     return {
-        "loss": "+".join([kind, *options]),
         "temperature": generator.choice((1.0, 1.0, 0.7, 1.5)),
         "keep": 0 if half else generator.choice((0, 0, 0, generator.randint(2, 9))),
         "nucleus": 1.0 if half else generator.choice((1.0, 1.0, 1.0, 0.8, 0.4)),
@@ -281,69 +278,7 @@ def _batch(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
 
 
 def _paths(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Drawn behind the other fields, as ``_variant`` is, so that those are what a seed gave before there was a choice."""
+    """Drawn behind the other fields, so that those are what a seed gave before there was a choice."""
     paths = fields.get("paths") or generator.choice(("fast", "fast", *PATHS))
     chunked = paths == "fast" and generator.random() < 0.4
     return {"paths": paths, "chunk": generator.randint(1, 2 * fields["length"]) if chunked else 0}
-
-
-def _variant(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Drawn after all else, for the same reason: the further options of a loss."""
-    kind, *options = fields["loss"].split("+")
-    if kind == "dpo":
-        # by a generator of its own, so that what a seed gave when there was no choice stays, also after cases that are refused
-        is_ipo = random.Random(f"{fields['seed']}/ipo").random() < 0.4
-        return {"loss": "+".join([kind, *options, *["ipo"] * (is_ipo and "ipo" not in options)])}
-    if kind != "pg":
-        return {}
-    if "noratio" not in options:
-        level = generator.choice(("", "gspo", "gspo-token")) if "seq" in options else ""
-        with_cispo = not level and generator.random() < 0.3
-        options += [level] * bool(level) + ["cispo"] * with_cispo
-        if with_cispo and "dual" in options:
-            options.remove("dual")
-    if "seq" in options and generator.random() < 0.5:
-        options.append("constant")
-    if "is" in options:
-        bounds = generator.choice(("", "tis", "icepop", "seq-mask"))
-        options += [bounds] * (bool(bounds) and not (bounds == "seq-mask" and {"gspo", "gspo-token"} & set(options)))
-    if "kl" in options and (estimator := generator.choice(("", "k1", "k2"))):
-        options.append(estimator)
-    if "cispo" not in options and generator.random() < 0.2 and "noratio" not in options:
-        # with a ratio of 1 the gradient of tokens is that of their own ratios, unless sequences have weights
-        idle = ["dual", *["gspo-token"] * ("is" not in options)]
-        options = [*(option for option in options if option not in idle), "forced"]
-    given = generator.random() < 0.5
-    advantages = "given" if given else generator.choice(ADVANTAGES[1:])
-    if generator.random() < 0.3:
-        options.append("entropy")
-    return {"loss": "+".join([kind, *options]), "advantages": advantages}
-
-
-def _scoring(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Drawn last of all, for the same reason: a model that scores in the place of a language model. It has no use for some fields."""
-    kind, *options = fields["loss"].split("+")
-    if kind not in SCORING:
-        if generator.random() >= SCORING_SHARE:
-            return {}
-        kind = generator.choice(SCORING)
-        options = [option for option in LOSS_OPTIONS[kind] if generator.random() < 0.5]
-    idle = {"advantages": "given", "temperature": 1.0, "keep": 0, "nucleus": 1.0, "reference": False, "chunk": 0}
-    # a pair is in one micro-batch, which has to hold it
-    pairs = kind in PAIRED and fields["loss"].split("+")[0] not in PAIRED
-    rows = {"mbs": 2 * -(-fields["mbs"] // 2)} if pairs else {}
-    room = {"room": fields["room"] + fields["length"]} if pairs and fields["batching"] != "fixed" else {}
-    return {"loss": "+".join([kind, *options]), **idle, **rows, **room}
-
-
-def _teaching(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Drawn by a generator of its own, so that all else stays what a seed gave: a teacher in the place of another loss of a language model,
-    which sees all tokens."""
-    kind, *options = fields["loss"].split("+")
-    own = random.Random(f"{fields['seed']}/teacher")
-    if kind != "distill":
-        if kind in SCORING or own.random() >= TEACHING_SHARE:
-            return {}
-        kind, direction = "distill", own.choice(("", "forward", "mixed"))
-        options = [*(option for option in LOSS_OPTIONS[kind] if own.random() < 0.4), *[direction] * bool(direction)]
-    return {"loss": "+".join([kind, *options]), "advantages": "given", "keep": 0, "nucleus": 1.0}

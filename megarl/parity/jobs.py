@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from megarl.algorithms import advantages
+from megarl.algorithms.distillation import Distillation
+from megarl.algorithms.grpo import GRPO
+from megarl.algorithms.loss_functions import ClippedPGLossFn
+from megarl.algorithms.ppo import PPO
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.policy.batch_plan import shard_batch
-from megarl.parity.batches import REWARDS, calls_of, first_step, logprob_shards
+from megarl.parity.batches import ANSWERS_A_PROMPT, REWARDS, calls_of, first_step, logprob_shards
 from megarl.parity.case import Case
 from megarl.parity.faults.mutations import applied
-from megarl.parity.losses import make_loss, rows_together
+from megarl.parity.losses import make_loss, policy_gradient_settings, rows_together
+from megarl.parity.options import numbers_of
 from megarl.parity.paths import taken
-from megarl.parity.reference_losses import PART_WEIGHTS, PENALTY
+from megarl.parity.reference_advantages import PART_WEIGHTS
 
 WORKERS = {
     "megatron": "megarl.models.policy.megatron_policy_worker.MegatronPolicyWorker",
@@ -82,31 +86,57 @@ def _worker(case: Case, config: Mapping[str, Any]) -> Iterator[Any]:
             close()
 
 
-def with_advantages(case: Case, batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """The batch of a case with the advantages that a driver makes of its rewards, call by call, in the place of these."""
-    if case.advantages == "given" or case.loss_kind != "pg":
+def with_signals_made(case: Case, batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """The batch of a case with what a driver makes of its rewards, call by call, in the place of what the reference has made."""
+    if case.advantages_kind == "given":
         return batch
-    kind = "reinforce_plus_plus" if case.advantages.startswith("reinforce") else case.advantages
-    settings = {
-        "adv_estimator": {"name": kind, "minus_baseline": case.advantages == "reinforce-baseline"},
-        "use_leave_one_out_baseline": True,
-        "normalize_rewards": True,
-        "std": "population",
+    made = [_made(case, data) for data in calls_of(case, batch)]
+    columns = {name: torch.cat([of_call[name] for of_call in made]) for name in made[0]}
+    return {**{name: values for name, values in batch.items() if name not in REWARDS}, **columns}
+
+
+def _made(case: Case, data: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    batch, algorithm = dict(data), _algorithm(case)
+    if case.advantages_kind == "teacher":
+        return {"advantages": algorithm._advantages(batch, data["teacher_logprobs"])[0]}
+    advantages, _ = algorithm._advantages(data, batch)
+    if case.loss_kind == "value":
+        return {name: batch[name] for name in ("prev_values", "returns")}
+    return {"advantages": advantages.expand_as(data["token_mask"])}
+
+
+def _algorithm(case: Case) -> Any:
+    """The algorithm without its models: as far as it makes advantages."""
+    kind, options = case.advantages_kind, case.advantages_options
+    classes: dict[str, Any] = {"gae": PPO, "teacher": Distillation}
+    algorithm: Any = object.__new__(classes.get(kind, GRPO))
+    low, high = numbers_of(case.advantages, "clip") if "clip" in options else (None, None)
+    algorithm.config = {
+        "num_generations_per_prompt": ANSWERS_A_PROMPT,
+        "adv_estimator": {
+            "name": "reinforce_plus_plus" if kind.startswith("reinforce") else kind,
+            "minus_baseline": kind == "reinforce-baseline",
+        },
+        "use_leave_one_out_baseline": "plain" not in options,
+        "normalize_rewards": "raw" not in options,
+        "std": "sample" if "sample" in options else "population",
+        "advantage_clip_low": low,
+        "advantage_clip_high": high,
     }
-    found = []
-    for data in calls_of(case, batch):
-        samples = {**data, "prompt_ids": data["prompt"][:, None]}
-        penalties = None
-        if kind == "reinforce_plus_plus":
-            penalties = PENALTY * data["apart"] * data["token_mask"]
-        made = advantages.estimated_advantages(settings, samples, data["sample_mask"], penalties, PART_WEIGHTS)
-        found.append(made.expand_as(data["token_mask"]))
-    return {**{name: values for name, values in batch.items() if name not in REWARDS}, "advantages": torch.cat(found)}
+    if kind == "gae":
+        (gamma,), (trace,) = (numbers_of(case.advantages, name) for name in ("gamma", "lambda"))
+        own = {"gae_gamma": gamma, "gae_lambda": trace, "normalize_advantages": "white" in options}
+        algorithm.config |= {**own, "bootstrap_truncated": "bootstrap" in options}
+    algorithm.reward_weights = PART_WEIGHTS
+    # of a critic's loss there is an actor's beside it
+    actor = case if case.loss_kind == "pg" else replace(case, loss="pg")
+    algorithm.loss_fn = ClippedPGLossFn(policy_gradient_settings(actor))
+    return algorithm
 
 
 def _measure(worker: Any, case: Case, config: Mapping[str, Any], batch: Mapping[str, torch.Tensor]) -> Share:
     data_rank, stage = worker.backend.groups.data_rank, worker.backend.groups.pipeline_rank
-    batch = with_advantages(case, batch)
+    batch = with_signals_made(case, batch)
     asked = logprob_shards(case, config, batch).shards[data_rank]
     loss_fn = make_loss(case)
 

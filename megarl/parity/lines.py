@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.errors import ConfigError
-from megarl.parity.case import CHOICES, LOSS_CHOICES, LOSS_OPTIONS, LOSS_VARIANTS, Case, idle_fields
+from megarl.parity.case import CHOICES, Case, idle_fields
+from megarl.parity.options import ADVANTAGES, LOSSES, fault_of
 
 _POSITIVE = ("temperature", "nucleus", "lr")
 _LEAST = {
@@ -27,6 +28,7 @@ _LEAST = {
     "chunk": 0,
     "length": 2,
 }
+_WITH_OPTIONS = {"loss": LOSSES, "advantages": ADVANTAGES}
 
 
 class CaseError(ConfigError):
@@ -90,17 +92,10 @@ def _value(word: str, key: str, text: str, kind: type) -> Any:
 
 
 def _check_name(word: str, key: str, text: str) -> None:
-    if key == "loss":
-        kind, *options = text.split("+")
-        if kind not in LOSS_OPTIONS:
-            raise CaseError(f"case word {word!r}: expected one of the losses {', '.join(LOSS_OPTIONS)}")
-        known = (*LOSS_OPTIONS[kind], *LOSS_VARIANTS[kind])
-        wrong = [option for option in options if option not in known]
-        if wrong:
-            raise CaseError(f"case word {word!r}: the loss {kind} has no option {wrong[0]!r}; it has {', '.join(known) or 'none'}")
-        both = next((each for each in LOSS_CHOICES if len(set(each) & set(options)) > 1), None)
-        if both is not None:
-            raise CaseError(f"case word {word!r}: of {', '.join(both)} a loss has one at most")
+    if key in _WITH_OPTIONS:
+        fault = fault_of(text, _WITH_OPTIONS[key])
+        if fault:
+            raise CaseError(f"case word {word!r}: {fault}")
     elif key in CHOICES and text not in CHOICES[key]:
         near = difflib.get_close_matches(text, CHOICES[key], n=1)
         raise CaseError(f"case word {word!r}: expected one of {', '.join(CHOICES[key])}" + (f"; nearest is {near[0]}" if near else ""))

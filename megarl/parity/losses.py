@@ -10,8 +10,9 @@ import torch
 from megarl.algorithms.distillation_loss import DistillationLossFn
 from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
 from megarl.algorithms.value_losses import PreferenceLoss, ValueLoss
-from megarl.config.losses import ClippedPGLossConfig, DistillationLossConfig
+from megarl.config.losses import ClippedPGLossConfig, DistillationLossConfig, DPOLossConfig
 from megarl.parity.case import Case
+from megarl.parity.lines import CaseError
 
 # float16 ends at 65504, and loss scaling starts with a factor of 2**16: a gradient of 1 would overflow, and the step be skipped. In one of
 # seven cases some number of a gradient is that large, in none of sixty was one larger than 8. A power of two rounds nothing.
@@ -52,21 +53,26 @@ def _loss(case: Case) -> Any:
     if case.loss_kind == "rm":
         return PreferenceLoss()
     if case.loss_kind == "value":
-        return ValueLoss(VALUE_CLIP if "clip" in options else None)
+        return ValueLoss(case.loss_number("clip") if "clip" in options else None)
     if case.loss_kind == "distill":
         return DistillationLossFn(distillation_settings(case))
     if case.loss_kind == "dpo":
-        return DPOLossFn(
-            {
-                "reference_policy_kl_penalty": 0.3,
-                "preference_loss_type": "ipo" if "ipo" in options else "sigmoid",
-                "preference_loss_weight": 1.0,
-                "sft_loss_weight": 0.2 if "sft" in options else 0.0,
-                "preference_average_log_probs": "mean" in options,
-                "sft_average_log_probs": "mean" in options,
-            }
-        )
+        return DPOLossFn(preference_settings(case))
     return ClippedPGLossFn(policy_gradient_settings(case))
+
+
+def preference_settings(case: Case) -> DPOLossConfig:
+    """The settings of a loss of preferences that a case names."""
+    options = case.loss_options
+    config: DPOLossConfig = {
+        "reference_policy_kl_penalty": _number(case, "beta"),
+        "preference_loss_type": "ipo" if "ipo" in options else "sigmoid",
+        "preference_loss_weight": _number(case, "weight"),
+        "sft_loss_weight": _number(case, "sft") if "sft" in options else 0.0,
+        "preference_average_log_probs": "mean" in options,
+        "sft_average_log_probs": "sft-mean" in options,
+    }
+    return config
 
 
 def distillation_settings(case: Case) -> DistillationLossConfig:
@@ -74,28 +80,36 @@ def distillation_settings(case: Case) -> DistillationLossConfig:
     options = case.loss_options
     config: DistillationLossConfig = {
         "kl_type": "forward" if "forward" in options else "mixed" if "mixed" in options else "reverse",
-        "mixed_kl_weight": MIXED,
+        "mixed_kl_weight": _number(case, "mixed"),
         "outside_topk": "renormalize" if "renorm" in options else "rest",
     }
     return config
 
 
-MIXED = 0.3
-"""Weight of the forward divergence in a sum of both."""
-VALUE_CLIP = 0.2
-TRUNCATIONS = {"tis": ("tis", 1.1, None), "icepop": ("icepop", 1.15, 0.85), "seq-mask": ("seq-mask-tis", 1.05, 0.93)}
-"""Type, upper and lower bound by the option of a case."""
+TRUNCATIONS = {"tis": "tis", "icepop": "icepop", "seq-mask": "seq-mask-tis"}
+"""Type by the option of a case."""
+
+
+def bounds_of_weights(case: Case) -> tuple[float | None, float | None]:
+    """The lower and the upper bound of importance weights; None where there is none."""
+    for option in TRUNCATIONS.keys() & case.loss_options:
+        *low, high = case.loss_numbers(option)
+        return (low[0] if low else None), high
+    return None, None
 
 
 def policy_gradient_settings(case: Case) -> ClippedPGLossConfig:
     """The settings of a clipped policy gradient that a case names."""
     options = case.loss_options
-    kind, high, low = next((TRUNCATIONS[option] for option in TRUNCATIONS if option in options), (None, None, None))
+    kind = next((TRUNCATIONS[option] for option in TRUNCATIONS if option in options), None)
+    low, high = bounds_of_weights(case)
+    below, above = case.loss_numbers("cliprange")
+    assert below is not None and above is not None
     config: ClippedPGLossConfig = {
-        "reference_policy_kl_penalty": 0.1 if "kl" in options else 0.0,
-        "ratio_clip_min": 0.2,
-        "ratio_clip_max": 0.28,
-        "ratio_clip_c": 1.5 if "dual" in options else None,
+        "reference_policy_kl_penalty": _number(case, "kl") if "kl" in options else 0.0,
+        "ratio_clip_min": below,
+        "ratio_clip_max": above,
+        "ratio_clip_c": case.loss_number("dual") if "dual" in options else None,
         "use_on_policy_kl_approximation": "approx" in options,
         "use_importance_sampling_correction": "is" in options,
         "truncated_importance_sampling_type": kind,  # type: ignore[typeddict-item]
@@ -107,11 +121,23 @@ def policy_gradient_settings(case: Case) -> ClippedPGLossConfig:
         "sequence_level_importance_ratios": bool({"gspo", "gspo-token"} & options),
         "sequence_level_ratio_gradient": "token" if "gspo-token" in options else "sequence",
         "use_cispo": "cispo" in options,
-        "sequence_normalizer": 6.0 if "constant" in options else None,
+        "sequence_normalizer": case.loss_number("constant") if "constant" in options else None,
         "reference_policy_kl_type": "k1" if "k1" in options else "k2" if "k2" in options else "k3",
-        "entropy_coef": 0.3 if "entropy" in options else 0.0,
+        "reference_policy_kl_gradient": "pathwise" if "pathwise" in options else "exact",
+        "use_kl_in_reward": "in-reward" in options,
+        "log_ratio_clamp_value": case.loss_number("ratio-clamp"),
+        "kl_input_clamp_value": case.loss_number("kl-input-clamp"),
+        "kl_output_clamp_value": case.loss_number("kl-output-clamp"),
+        "entropy_coef": _number(case, "entropy") if "entropy" in options else 0.0,
     }
     return config
+
+
+def _number(case: Case, option: str) -> float:
+    number = case.loss_number(option)
+    if number is None:
+        raise CaseError(f"case word 'loss={case.loss}': {option} needs a number, and none is no bound of it")
+    return number
 
 
 def rows_together(loss_fn: Any) -> int:

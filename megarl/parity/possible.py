@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import validate_policy_config
-from megarl.config.losses import ClippedPGLossConfig, faults_of_loss
+from megarl.config.losses import ClippedPGLossConfig, DPOLossConfig, faults_of_loss, faults_of_preference_loss
 from megarl.config.sections import Config
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import BatchError, ConfigError, PackingError, Violation
@@ -14,7 +14,7 @@ from megarl.key import defaults_of
 from megarl.models.policy.batch_plan import shard_batch
 from megarl.parity.batches import calls_of, logprob_shards, token_batch
 from megarl.parity.case import HEAD_NORMS, SPARSE, Case, idle_fields
-from megarl.parity.losses import make_loss, policy_gradient_settings, rows_together
+from megarl.parity.losses import make_loss, policy_gradient_settings, preference_settings, rows_together
 from megarl.parity.models import ModelShelf
 from megarl.parity.settings import policy_config
 
@@ -66,11 +66,23 @@ def _own_violations(case: Case) -> list[Violation]:
     if case.loss_kind == "pg":
         settings = {**defaults_of(ClippedPGLossConfig), **policy_gradient_settings(case)}
         found += faults_of_loss(settings)
-        if {"k1", "k2"} & case.loss_options and "kl" not in case.loss_options:
-            found.append(Violation("case.loss", case.loss, "without kl there is no divergence to estimate", "add kl"))
+    if case.loss_kind == "dpo":
+        found += faults_of_preference_loss({**defaults_of(DPOLossConfig), **preference_settings(case)}, "loss_fn")
+    found += _faults_of_advantages(case)
     if case.filters and case.precision != "float32":
         bound = f"rounding in {case.precision} moves tokens over the edge of what top-k and top-p keep, and that is no small error"
         found.append(Violation("case.precision", case.precision, bound, "write float32"))
+    return found
+
+
+def _faults_of_advantages(case: Case) -> list[Violation]:
+    """What advantages are made of, and what they are made for, do not go together."""
+    kind, found = case.advantages_kind, []
+    if case.loss_kind == "value" and kind not in ("given", "gae"):
+        found.append(Violation("case.advantages", case.advantages, "returns of a value loss are given, or gae's", "write gae"))
+    if case.takes_divergence_from_rewards and kind in ("given", "gdpo", "teacher"):
+        bound = f"in-reward takes the divergence from the reward that advantages are made of, and {kind} has none"
+        found.append(Violation("case.advantages", case.advantages, bound, "write grpo, rloo, reinforce or gae, or leave in-reward out"))
     return found
 
 

@@ -1,6 +1,7 @@
 """The reference's own losses: one row after another in float64, written from the papers and from nothing of the engine's or the trainer's.
 
-Three steps of a drawn case may take a token past the trainer's default clamps, so that these losses have them too.
+Numbers are those of the case. Three steps of one may take a token past the trainer's default clamps, so that these losses have them too.
+Advantages are ``megarl.parity.reference_advantages``'s.
 """
 
 from __future__ import annotations
@@ -18,13 +19,7 @@ from megarl.parity.errors import BOUND, ROUNDING
 from megarl.parity.losses import loss_weight
 
 Rows = Iterator[tuple[int, Tensor]]
-_LOW, _HIGH, _CEILING, _KL, _BETA, _SFT = 0.2, 0.28, 1.5, 0.1, 0.3, 0.2
-_CONSTANT, _ENTROPY = 6.0, 0.3
-_VALUE_CLIP = 0.2
-_MIXED = 0.3
-_BOUNDS = {"tis": (0.0, 1.1), "icepop": (0.85, 1.15), "seq-mask": (0.93, 1.05)}
-# log_ratio_clamp_value, kl_output_clamp_value: an estimate of the divergence is past its own before its argument is past 20
-_LOG_RATIO_CLAMP, _KL_CLAMP = 20.0, 10.0
+_BOUNDED = frozenset({"tis", "icepop", "seq-mask"})
 
 
 @dataclass(frozen=True)
@@ -80,24 +75,33 @@ def reference_loss(case: Case) -> ReferenceLoss:
     if case.loss_kind == "rm":
         return ReferenceLoss(_bradley_terry, weight, rows_together=2, rounded=_rounded_in_margins)
     if case.loss_kind == "value":
-        clip = _VALUE_CLIP if "clip" in options else None
+        clip = case.loss_number("clip") if "clip" in options else None
         return ReferenceLoss(lambda *given: _value_error(*given, clip=clip), weight, rounded=_rounded_in_returns)
     if case.loss_kind == "distill":
-        share = 1.0 if "forward" in options else _MIXED if "mixed" in options else 0.0
+        share = 1.0 if "forward" in options else _number(case, "mixed") if "mixed" in options else 0.0
         return ReferenceLoss(
             lambda *given: _from_teacher(*given, share=share, renorm="renorm" in options), weight, scored_tokens="teacher_topk_indices"
         )
     if case.loss_kind == "dpo":
-        sft = _SFT if "sft" in options else 0.0
-        return ReferenceLoss(
-            lambda *given: _preference(*given, mean="mean" in options, sft=sft, ipo="ipo" in options), weight, rows_together=2
-        )
+        return ReferenceLoss(lambda *given: _preference(*given, case=case), weight, rows_together=2)
     return ReferenceLoss(
-        lambda *given: _policy_gradient(*given, options=options),
+        lambda *given: _policy_gradient(*given, case=case),
         weight,
         needs_entropies="entropy" in options,
-        rounded=lambda *given: _rounded_in_divergence(*given, options=options, weight_of_loss=weight),
+        rounded=lambda *given: _rounded_in_divergence(*given, case=case, weight_of_loss=weight),
     )
+
+
+def _number(case: Case, option: str) -> float:
+    """The number of an option; no bound is an infinite one."""
+    number = case.loss_number(option)
+    return float("inf") if number is None else number
+
+
+def _bounds(case: Case, option: str) -> tuple[float, float]:
+    """The lower and the upper bound of an option."""
+    low, high = case.loss_numbers(option)
+    return 0.0 if low is None else low, float("inf") if high is None else high
 
 
 def _counted(data: Mapping[str, Any]) -> Rows:
@@ -116,11 +120,9 @@ def _negative_log_likelihood(data: Mapping[str, Any], sequences: float, tokens: 
     return total / max(tokens, 1e-8), {"num_unmasked_tokens": float(count), "num_valid_samples": float(data["sample_mask"].sum())}
 
 
-def _preference(
-    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, *, mean: bool, sft: float, ipo: bool
-) -> tuple[Tensor, dict[str, Any]]:
+def _preference(data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, *, case: Case) -> tuple[Tensor, dict[str, Any]]:
     """Rafailov et al., arXiv 2305.18290, equation 7, or Azar et al., arXiv 2310.12036, equation 17; and the chosen answer's likelihood."""
-    counted = dict(_counted(data))
+    counted, options, beta = dict(_counted(data)), case.loss_options, _number(case, "beta")
     # column i of the reference is of the token that column i of the log-probabilities is of: it comes rolled by one
     reference = data["reference_policy_logprobs"].double()
     preference = likelihood = logprobs.new_zeros(()) + 0.0 * logprobs.sum()
@@ -133,25 +135,25 @@ def _preference(
         for row in (first, first + 1):
             places = counted[row]
             reward = (logprobs[row, places] - reference[row, places]).sum()
-            rewards.append(reward / max(len(places), 1) if mean else reward)
+            rewards.append(reward / max(len(places), 1) if "mean" in options else reward)
         chosen, rejected = rewards
-        if ipo:
-            preference = preference + (chosen - rejected - 0.5 / _BETA) ** 2
+        if "ipo" in options:
+            preference = preference + (chosen - rejected - 0.5 / beta) ** 2
         else:
-            preference = preference + torch.log1p(torch.exp(-_BETA * (chosen - rejected)))
+            preference = preference + torch.log1p(torch.exp(-beta * (chosen - rejected)))
         spoken = logprobs[first, counted[first]].sum()
-        likelihood = likelihood - (spoken / max(len(counted[first]), 1) if mean else spoken)
+        likelihood = likelihood - (spoken / max(len(counted[first]), 1) if "sft-mean" in options else spoken)
         better += float(chosen.detach() > rejected.detach())
         chosen_sum, rejected_sum = chosen_sum + float(chosen.detach()), rejected_sum + float(rejected.detach())
     metrics = {
-        "sft_loss": float(likelihood.detach()) / pairs if sft else 0.0,
+        "sft_loss": float(likelihood.detach()) / pairs if "sft" in options else 0.0,
         "preference_loss": float(preference.detach()) / pairs,
         "accuracy": better / pairs,
         "rewards_chosen_mean": chosen_sum / pairs,
         "rewards_rejected_mean": rejected_sum / pairs,
         "num_valid_samples": float(data["sample_mask"].sum()) / 2,
     }
-    return (preference + sft * likelihood) / pairs, metrics
+    return (_number(case, "weight") * preference + (_number(case, "sft") if "sft" in options else 0.0) * likelihood) / pairs, metrics
 
 
 def _scores_of_pairs(data: Mapping[str, Any], values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -238,11 +240,13 @@ def _from_teacher(
 
 
 def _policy_gradient(
-    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, entropies: Tensor | None = None, *, options: Any
+    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, entropies: Tensor | None = None, *, case: Case
 ) -> tuple[Tensor, dict[str, Any]]:
     """PPO (arXiv 1707.06347, equation 7) with its two bounds apart (2503.14476, equation 8) and a bound for negative advantages
     (1912.09729, equation 4); ratios of sequences (2507.18071, equations 7 and 14); CISPO (2506.13585, equation 4); Dr.GRPO's constant
     (2503.20783); a divergence with the score function's part of its gradient (2506.09477)."""
+    options, in_loss = case.loss_options, "kl" in case.loss_options and "in-reward" not in case.loss_options
+    low, high = _bounds(case, "cliprange")
     total = penalty = bonus = logprobs.new_zeros(()) + 0.0 * logprobs.sum()
     sums = dict.fromkeys(
         ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "sampling_importance_ratio", "approx_entropy"), 0.0
@@ -256,18 +260,18 @@ def _policy_gradient(
         current = logprobs[row, places]
         advantage, generation = (data[key][row, 1:][places].double() for key in ("advantages", "generation_logprobs"))
         previous = current.detach() if "forced" in options else data["prev_logprobs"][row, 1:][places].double()
-        ratio = _ratio(current, previous, options)
-        clipped = ratio if "noratio" in options else torch.clip(ratio, 1 - _LOW, 1 + _HIGH)
-        objective = _objective(advantage, ratio, clipped, current, options)
+        ratio = _ratio(current, previous, case)
+        clipped = ratio if "noratio" in options else torch.clip(ratio, 1 - low, 1 + high)
+        objective = _objective(advantage, ratio, clipped, current, case)
         correction = torch.exp(_of_level(previous - generation, options))
-        within = _within_bounds(correction, previous - generation, options)
+        within = _within_bounds(correction, previous - generation, case)
         if "is" in options:
             objective = objective * within
-        share = _share(len(places), sequences, tokens, options)
+        share = _share(len(places), sequences, tokens, case)
         total = total - share * objective.sum()
-        if "kl" in options:
+        if in_loss:
             reference = data["reference_policy_logprobs"][row, 1:][places].double()
-            penalty = penalty + share * _divergence(current, reference, generation, options)
+            penalty = penalty + share * _divergence(current, reference, generation, case)
         if entropies is not None:
             bonus = bonus + share * entropies[row, places].sum()
             sums["entropy"] += float(entropies[row, places].detach().sum()) / tokens
@@ -288,25 +292,26 @@ def _policy_gradient(
         "kl_penalty": float(penalty.detach()),
         "nonfinite_importance_weights": 0.0,
         "num_valid_samples": float(data["sample_mask"].sum()),
-        **({"is_oob_ratio": out_of_bounds} if _BOUNDS.keys() & options else {}),
+        **({"is_oob_ratio": out_of_bounds} if _BOUNDED & options else {}),
         **(_mismatch(apart, tokens) if "forced" in options else {}),
     }
-    return total + _KL * penalty - _ENTROPY * bonus, metrics
+    return total + _number(case, "kl") * penalty - _number(case, "entropy") * bonus, metrics
 
 
-def _ratio(current: Tensor, previous: Tensor, options: Any) -> Tensor:
+def _ratio(current: Tensor, previous: Tensor, case: Case) -> Tensor:
     """What a loss has in the place of the ratio, for each token of a sequence."""
+    options, clamp = case.loss_options, _number(case, "ratio-clamp")
     if "noratio" in options:
         return current
     if "gspo-token" in options:
         # equation 14: sg(s) pi / sg(pi) has the value s and the derivative s by the log of pi; where s is clamped it is a constant
         with torch.no_grad():
             logarithm = (current - previous).mean()
-            value = torch.exp(torch.clip(logarithm, -_LOG_RATIO_CLAMP, _LOG_RATIO_CLAMP))
-            slope = value * (logarithm.abs() <= _LOG_RATIO_CLAMP)
+            value = torch.exp(torch.clip(logarithm, -clamp, clamp))
+            slope = value * (logarithm.abs() <= clamp)
         return value + slope * (current - current.detach())
     exponent = _of_level(current - previous, options)
-    return torch.exp(torch.clip(exponent, -_LOG_RATIO_CLAMP, _LOG_RATIO_CLAMP))
+    return torch.exp(torch.clip(exponent, -clamp, clamp))
 
 
 def _of_level(logarithms: Tensor, options: Any) -> Tensor:
@@ -316,59 +321,65 @@ def _of_level(logarithms: Tensor, options: Any) -> Tensor:
     return (logarithms.sum() / len(logarithms)).repeat(len(logarithms))
 
 
-def _within_bounds(weights: Tensor, logarithms: Tensor, options: Any) -> Tensor:
+def _within_bounds(weights: Tensor, logarithms: Tensor, case: Case) -> Tensor:
     """Importance weights of a sequence, truncated, or 0 out of bounds; ``logarithms`` are those of its tokens."""
+    options = case.loss_options
     if "tis" in options:
-        return torch.minimum(weights, torch.full_like(weights, _BOUNDS["tis"][1]))
+        return torch.minimum(weights, torch.full_like(weights, _number(case, "tis")))
     if "icepop" in options:
-        low, high = _BOUNDS["icepop"]
+        low, high = _bounds(case, "icepop")
         return torch.tensor([float(weight) if low <= float(weight) <= high else 0.0 for weight in weights], dtype=weights.dtype)
     if "seq-mask" in options:
-        low, high = _BOUNDS["seq-mask"]
+        low, high = _bounds(case, "seq-mask")
         return weights * float(low <= float(torch.exp(logarithms.mean())) <= high)
     return weights
 
 
-def _objective(advantage: Tensor, ratio: Tensor, clipped: Tensor, current: Tensor, options: Any) -> Tensor:
+def _objective(advantage: Tensor, ratio: Tensor, clipped: Tensor, current: Tensor, case: Case) -> Tensor:
     """What is to be maximised, for each token of a sequence."""
-    if "cispo" in options:
+    if "cispo" in case.loss_options:
         return clipped.detach() * advantage * current
     objective = torch.minimum(ratio * advantage, clipped * advantage)
-    return torch.where(advantage < 0, torch.maximum(objective, _CEILING * advantage), objective) if "dual" in options else objective
+    if "dual" not in case.loss_options:
+        return objective
+    return torch.where(advantage < 0, torch.maximum(objective, _number(case, "dual") * advantage), objective)
 
 
-def _share(length: int, sequences: float, tokens: float, options: Any) -> float:
+def _share(length: int, sequences: float, tokens: float, case: Case) -> float:
     """How much a token of a sequence of that length counts."""
-    if "seq" not in options:
+    if "seq" not in case.loss_options:
         return 1 / max(tokens, 1e-8)
-    return 1 / ((_CONSTANT if "constant" in options else length) * max(sequences, 1e-8))
+    return 1 / ((_number(case, "constant") if "constant" in case.loss_options else length) * max(sequences, 1e-8))
 
 
-def _divergence(current: Tensor, reference: Tensor, generation: Tensor, options: Any) -> Tensor:
+def _divergence(current: Tensor, reference: Tensor, generation: Tensor, case: Case) -> Tensor:
     """Sum of the divergence over the tokens, weighted by how much likelier they are than where they were drawn; its gradient is worked out
     by hand: the derivative of weight times estimate is weight times the sum of the estimate (not for k2, of which the own gradient is
-    right) and of its derivative, and 0 where the estimate is clamped."""
+    right, nor with ``pathwise``) and of its derivative, and 0 where a clamp has changed something."""
+    options, most, bound = case.loss_options, _number(case, "kl-input-clamp"), _number(case, "kl-output-clamp")
     with torch.no_grad():
         weight = torch.exp(current - generation) if "approx" in options else torch.ones_like(current)
-        above = current - reference
+        above = torch.clip(current - reference, -most, most)
         if "k1" in options:
             estimate, derivative = above, above + 1
         elif "k2" in options:
             estimate, derivative = above**2 / 2, above
         else:
             estimate = torch.exp(-above) + above - 1
-            derivative = estimate + 1 - torch.exp(-above)
-        slope = torch.where(estimate.abs() > _KL_CLAMP, 0.0, weight * derivative)
-        value = (weight * torch.clip(estimate, -_KL_CLAMP, _KL_CLAMP)).sum()
+            derivative = 1 - torch.exp(-above) + (0.0 if "pathwise" in options else estimate)
+        changed = (estimate.abs() > bound) | ((current - reference).abs() > most)
+        slope = torch.where(changed, 0.0, weight * derivative)
+        value = (weight * torch.clip(estimate, -bound, bound)).sum()
     moving = (slope * current).sum()
     return value + moving - moving.detach()
 
 
 def _rounded_in_divergence(
-    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, *, options: Any, weight_of_loss: float
+    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, *, case: Case, weight_of_loss: float
 ) -> dict[str, float]:
     """Sizes of the terms of exp(d) - d - 1, each as it is weighed in the loss. Near d = 0 they cancel to d^2 / 2; k1 and k2 have nothing
     that cancels but d itself, and an error of that is one of the log-probabilities."""
+    options, most, bound = case.loss_options, _number(case, "kl-input-clamp"), _number(case, "kl-output-clamp")
     if "kl" not in options or {"k1", "k2"} & options:
         return {}
     size = 0.0
@@ -377,11 +388,11 @@ def _rounded_in_divergence(
             continue
         current = logprobs[row, places].double()
         reference, generation = (data[key][row, 1:][places].double() for key in ("reference_policy_logprobs", "generation_logprobs"))
-        difference = reference - current
+        difference = torch.clip(reference - current, -most, most)
         weight = torch.exp(current - generation) if "approx" in options else torch.ones_like(current)
         terms = weight * (torch.exp(difference) + difference.abs() + 1)
-        size += _share(len(places), sequences, tokens, options) * float(terms[difference.exp() - difference - 1 <= _KL_CLAMP].sum())
-    return {"kl_penalty": size, "loss": weight_of_loss * _KL * size}
+        size += _share(len(places), sequences, tokens, case) * float(terms[difference.exp() - difference - 1 <= bound].sum())
+    return {"kl_penalty": size, "loss": weight_of_loss * _number(case, "kl") * size}
 
 
 def _mismatch(apart: list[Tensor], tokens: float) -> dict[str, float]:
@@ -399,68 +410,3 @@ def _extremes(name: str, values: list[Tensor]) -> dict[str, float]:
     if not joined.numel():
         return {f"{name}_min": float("inf"), f"{name}_max": float("-inf")}
     return {f"{name}_min": float(joined.min()), f"{name}_max": float(joined.max())}
-
-
-PART_WEIGHTS = {"one": 0.6, "other": 0.02}
-PENALTY = 0.1
-"""Of the divergence that is taken from the rewards of tokens."""
-
-
-def reference_advantages(kind: str, data: Mapping[str, Any]) -> Tensor:
-    """[B, S] float32: the advantages of the rows of one call, a row or token at a time.
-
-    GRPO (arXiv 2402.03300), RLOO (2402.14740), GDPO (2601.05242), REINFORCE++ (2501.03262), the last less the divergence of each token
-    and of those after it.
-    """
-    rows = [row for row, _ in _counted(data)]
-    found = torch.zeros(data["token_mask"].shape, dtype=torch.float64)
-    if kind.startswith("reinforce"):
-        return _reinforce(kind, data, rows, found).float()
-    columns = {name: data[name].double() for name in ("reward", "reward/one", "reward/other")}
-    if kind == "gdpo":
-        parts = {name: _in_groups(columns[f"reward/{name}"], data, rows, deviations=True) for name in PART_WEIGHTS}
-        total = [sum(PART_WEIGHTS[name] * parts[name][row] for name in PART_WEIGHTS) for row in rows]
-        values = dict(zip(rows, _standardised(total), strict=True))
-    else:
-        values = _in_groups(columns["reward"], data, rows, deviations=kind == "grpo")
-    for row in rows:
-        found[row] = values[row]
-    return found.float()
-
-
-def _in_groups(rewards: Tensor, data: Mapping[str, Any], rows: list[int], *, deviations: bool) -> dict[int, float]:
-    """For each row that counts, its reward less the mean of the others of its prompt, perhaps by the deviation of all of them."""
-    values = {}
-    for row in rows:
-        peers = [float(rewards[other]) for other in rows if data["prompt"][other] == data["prompt"][row]]
-        others = (sum(peers) - float(rewards[row])) / max(len(peers) - 1, 1)
-        above = float(rewards[row]) - others if len(peers) > 1 else 0.0
-        mean = sum(peers) / len(peers)
-        deviation = (sum((peer - mean) ** 2 for peer in peers) / len(peers)) ** 0.5
-        values[row] = above if not deviations else above / deviation if deviation else 0.0
-    return values
-
-
-def _reinforce(kind: str, data: Mapping[str, Any], rows: list[int], found: Tensor) -> Tensor:
-    places, returns = [], []
-    answered = [row for row in rows if data["token_mask"][row].any()]
-    for row in answered:
-        reward = float(data["reward"][row])
-        if kind == "reinforce-baseline":
-            peers = [float(data["reward"][other]) for other in answered if data["prompt"][other] == data["prompt"][row]]
-            reward -= sum(peers) / len(peers)
-        tokens = data["token_mask"][row].nonzero().squeeze(1).tolist()
-        apart = data["apart"][row].double()
-        for place in tokens:
-            places.append((row, place))
-            returns.append(reward - PENALTY * sum(float(apart[later]) for later in tokens if later >= place))
-    for (row, place), value in zip(places, _standardised(returns), strict=True):
-        found[row, place] = value
-    return found
-
-
-def _standardised(values: list[float]) -> list[float]:
-    """Values less their mean, by their deviation; nothing where they are all alike."""
-    mean = sum(values) / max(len(values), 1)
-    deviation = (sum((value - mean) ** 2 for value in values) / max(len(values), 1)) ** 0.5
-    return [(value - mean) / deviation if deviation > 1e-6 * max(1.0, abs(mean)) else 0.0 for value in values]

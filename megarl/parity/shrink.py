@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.parity.case import DENSE, SPARSE, SPARSE_FIELDS, Case
+from megarl.parity.options import joined
 
 MOST_TRIALS = 300
 SMALL = 8
@@ -72,6 +73,9 @@ def _simpler_in(case: Case, name: str) -> Iterator[Case]:
         yield replace(case, **_TOGETHER[name](case))
     if name == "loss":
         yield from (replace(case, loss=loss, **_advantages_of(case, loss)) for loss in _simpler_losses(case))
+    elif name == "advantages":
+        yield replace(case, advantages=default)
+        yield from (replace(case, advantages=advantages) for advantages in _without_one_word(value))
     elif isinstance(value, int) and not isinstance(value, bool):
         # rotary embeddings turn pairs
         possible = (smaller for smaller in _smaller(value, default) if name != "head" or smaller % 2 == 0)
@@ -82,7 +86,8 @@ def _simpler_in(case: Case, name: str) -> Iterator[Case]:
 
 def _advantages_of(case: Case, loss: str) -> dict[str, Any]:
     """Other losses than a policy gradient have no advantages."""
-    return {} if loss.startswith("pg") else {"advantages": _DEFAULTS["advantages"]}
+    kept = loss.startswith("pg") or (loss.startswith("value") and case.advantages_kind in ("given", "gae"))
+    return {} if kept else {"advantages": _DEFAULTS["advantages"]}
 
 
 def _changed(case: Case, name: str, value: Any) -> Case:
@@ -100,11 +105,19 @@ def _smaller(value: int, default: int) -> Iterator[int]:
 
 
 def _simpler_losses(case: Case) -> Iterator[str]:
-    kind, *options = case.loss.split("+")
-    if kind != "nll":
+    if case.loss_kind != "nll":
         yield "nll"
+    yield from _without_one_word(case.loss)
+
+
+def _without_one_word(text: str) -> Iterator[str]:
+    """A loss or an estimator with one option less, or without the numbers of one."""
+    kind, *options = text.split("+")
     for option in options:
-        yield "+".join([kind, *(other for other in options if other != option)])
+        yield joined(kind, (other for other in options if other != option))
+    for option in options:
+        if ":" in option:
+            yield joined(kind, (other.partition(":")[0] if other == option else other for other in options))
 
 
 def shrink(case: Case, still_fails: Callable[[Case], bool], possible: Callable[[Case], bool]) -> Case:

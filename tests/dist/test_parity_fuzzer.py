@@ -21,6 +21,8 @@ from tests.tiers import newest_megatron, sampled, slow
 
 FRESH = 3
 FIXED = (
+    # a plan that was written for a policy, with its output layer
+    "backend=dtensor seed=213721 kv=2 ffn=6 tp=2 plan=written mbs=2 loss=rm",
     "family=llama rope=llama3 layers=3 kv=2 group=3 head=10 ffn=26 vocab=31 tp=2 sp=1 cp=2 batching=packed mbs=2 micro=2 room=20 "
     "length=13 loss=pg+kl+is+dual temperature=0.7 clip=0.05 distopt=1 reference=1",
     "family=qwen3 tied=1 layers=3 kv=2 group=2 head=12 ffn=26 vocab=29 tp=2 pp=2 first=2 last=1 batching=dynamic mbs=2 micro=2 room=18 "
@@ -51,11 +53,11 @@ FIXED = (
     "family=qwen2 layers=2 kv=2 group=2 ffn=22 vocab=23 pp=2 dp=2 batching=dynamic mbs=2 micro=2 room=12 round=4 length=13 "
     "loss=pg+seq+kl+gspo-token+k1 masked=some",
     "backend=dtensor family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 cp=2 dp=2 batching=packed mbs=2 micro=2 room=15 length=13 "
-    "loss=pg+is+cispo+seq-mask advantages=reinforce",
+    "loss=pg+kl+is+cispo+seq-mask+k1+in-reward advantages=reinforce",
     "backend=fsdp1 family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 dp=2 mbs=3 length=12 "
-    "loss=pg+seq+constant+kl+forced+k2 advantages=gdpo",
+    "loss=pg+seq+constant:2.5+kl+forced+k2+kl-input-clamp:0.3 advantages=gdpo+plain+clip",
     "family=qwen2 layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 dp=2 batching=packed mbs=2 micro=2 room=18 length=13 "
-    "loss=dpo+ipo+mean+sft masked=some",
+    "loss=dpo+ipo+mean+sft+sft-mean masked=some",
     "family=qwen2 tied=1 layers=3 kv=2 group=2 ffn=22 vocab=23 tp=2 sp=1 pp=2 first=2 last=1 batching=packed mbs=2 micro=2 room=15 "
     "length=13 loss=rm masked=some",
     "backend=dtensor family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 sp=1 cp=2 batching=dynamic mbs=2 room=12 round=4 length=11 "
@@ -66,6 +68,12 @@ FIXED = (
     "loss=distill+renorm clip=0.05",
     "backend=fsdp1 family=qwen3 tied=1 layers=2 kv=1 group=2 head=10 ffn=9 vocab=11 dp=2 batching=packed mbs=2 micro=2 room=18 length=9 "
     "loss=distill+forward together=1 evaluate=1",
+    "family=qwen2 layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 dp=2 batching=packed mbs=2 micro=2 room=18 length=13 "
+    "loss=pg+cispo+kl:0.5+pathwise+cliprange:1:0.28 advantages=gae+gamma:0.9+lambda:0.6+bootstrap+white masked=some",
+    "backend=dtensor family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 cp=2 mbs=2 micro=3 length=12 "
+    "loss=value+clip advantages=gae+bootstrap",
+    "family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 cp=2 batching=dynamic mbs=2 micro=2 room=12 round=4 length=13 "
+    "loss=pg+seq+gspo+cliprange:0.0003:0.0004+entropy:0.05 advantages=teacher+clip:-0.5:none",
 )
 FAULTS = {
     "loss-not-summed-over-data": "dp=2 mbs=2 length=6",
@@ -82,14 +90,22 @@ FAULTS = {
     "divergence-pathwise": "loss=pg+kl masked=none mbs=2 length=9",
     "ratio-to-generation": "loss=pg mbs=4 length=8",
     "ratio-of-tokens-for-sequences": "loss=pg+seq+gspo mbs=2 micro=2 length=12",
-    "whitened-by-rank": "loss=pg advantages=reinforce dp=2 mbs=3 length=10",
-    "pairs-dealt-apart": "loss=dpo dp=2 mbs=2 length=9",
+    "whitened-by-rank": "loss=pg advantages=gae+white dp=2 mbs=3 length=10",
+    "rewards-summed-before-they-are-compared": "loss=pg+is advantages=gdpo+plain dp=2 mbs=3 length=10",
+    "state-behind-the-token": "loss=value+clip advantages=gae+bootstrap dp=2 mbs=3 length=10",
+    "teacher-and-policy-exchanged": "loss=pg+seq advantages=teacher+clip:-0.5:none mbs=3 micro=2 length=10",
+    "ratio-not-clipped": "loss=pg+cispo+cliprange:1:0.28 dp=2 mbs=3 length=10",
+    "divergence-with-a-score-function": "loss=pg+kl:0.5+k2 dp=2 mbs=3 length=10",
+    "entropy-normalised-a-micro-batch": "loss=pg+entropy:1 mbs=2 micro=2 length=10",
+    "pairs-dealt-apart": "loss=rm dp=2 mbs=2 length=9",
+    "score-of-the-rejected-without-gradient": "loss=rm dp=2 mbs=2 length=9",
     "reference-with-gradient": "loss=dpo+ipo mbs=2 length=9",
     "preference-normalised-a-micro-batch": "loss=dpo mbs=2 micro=2 length=9",
     "score-gradient-of-one-run": "tp=2 sp=1 kv=2 ffn=6 length=8 mbs=4 loss=value",
     "value-loss-over-masked-tokens": "dp=2 mbs=2 length=8 loss=value",
     "likeliest-of-own-vocabulary": "tp=2 kv=2 ffn=6 vocab=11 length=8 mbs=2 loss=distill",
     "teachers-columns-shifted": "dp=2 mbs=2 length=8 loss=distill",
+    "rest-of-the-divergence-detached": "tp=2 kv=2 ffn=6 vocab=11 length=8 mbs=2 loss=distill+mixed:0.8+topk:5",
 }
 HALF_FAULTS = {
     "gradient-averaged-over-data": "dp=2 mbs=2 length=6 precision=bfloat16 lr=0.02",

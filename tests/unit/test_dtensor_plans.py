@@ -13,6 +13,7 @@ from megarl.config.rules.backends import HAND_WRITTEN_PLANS
 from megarl.errors import ConfigError
 from megarl.models.dtensor.plans import choose_plan, custom_plan, decoder_plan, model_plan, translate_parallel_style
 from megarl.models.dtensor.styles import ColumnLinear, NormOfParts, RowLinear, VocabularyEmbedding, WholeInput
+from megarl.models.engine.scoring import scoring_config
 from megarl.models.huggingface.loading import build_on_meta
 from tests.models import tiny_config
 
@@ -131,6 +132,18 @@ def test_a_custom_plan_keeps_how_activations_lie_next_to_the_vocabulary() -> Non
     plan = choose_plan(model_of("qwen2", tied=True), sequence_parallel=False, custom=given)
     assert plan["model.embed_tokens"].output_layouts == Shard(1)
     assert plan["lm_head"].input_layouts == (Shard(1),)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_policys_plan_fits_a_model_that_scores(sequence_parallel: bool) -> None:
+    critic = build_on_meta(scoring_config(tiny_config("qwen3", tied=False)), scores=True)
+    whole = decoder_plan(sequence_parallel=sequence_parallel)
+    plan = choose_plan(critic, sequence_parallel=sequence_parallel, custom=whole)
+    ours = choose_plan(critic, sequence_parallel=sequence_parallel)
+    assert "lm_head" in whole and "lm_head" not in plan and plan.keys() == ours.keys()
+    assert plan["score"].input_layouts == ours["score"].input_layouts
+    with pytest.raises(ConfigError, match="has no module lm_tail"):
+        choose_plan(critic, sequence_parallel=sequence_parallel, custom={**whole, "lm_tail": "colwise"})
 
 
 @pytest.mark.parametrize(

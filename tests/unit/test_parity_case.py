@@ -12,8 +12,8 @@ from megarl.parity.lines import CaseError, parse, words_of
 
 
 def test_a_line_says_only_what_is_not_default_and_reads_back() -> None:
-    case = Case(seed=7, tp=2, sp=True, loss="pg+kl+dual", temperature=0.7, clip=0.05, batching="packed", room=12)
-    assert str(case) == "backend=megatron seed=7 tp=2 sp=1 batching=packed room=12 loss=pg+kl+dual temperature=0.7 clip=0.05"
+    case = Case(seed=7, tp=2, sp=True, loss="pg+kl:0.02+dual", temperature=0.7, clip=0.05, batching="packed", room=12)
+    assert str(case) == "backend=megatron seed=7 tp=2 sp=1 batching=packed room=12 loss=pg+kl:0.02+dual temperature=0.7 clip=0.05"
     assert parse(str(case)) == case
 
 
@@ -55,6 +55,13 @@ def test_every_field_survives_its_line() -> None:
         ("loss=ppo", ["'loss=ppo'", "nll, pg, dpo"]),
         ("loss=pg+klx", ["'loss=pg+klx'", "no option 'klx'"]),
         ("loss=nll+kl", ["'loss=nll+kl'", "no option 'kl'"]),
+        ("loss=pg+kl:x", ["'kl:x'", "expected numbers"]),
+        ("loss=pg+kl:1:2", ["'kl:1:2'", "2 numbers, and the option 1"]),
+        ("loss=pg+is:1", ["'is:1'", "1 numbers, and the option 0"]),
+        ("loss=pg+kl+kl:2", ["'kl'", "given twice"]),
+        ("loss=pg+gspo+gspo-token", ["of gspo, gspo-token a loss has one at most"]),
+        ("loss=pg advantages=grpo+gamma", ["grpo has no option 'gamma'"]),
+        ("loss=nll advantages=grpo", ["'advantages=grpo'", "loss=nll"]),
         ("backend=fsdp1 tp=2", ["'tp=2'", "backend=fsdp1"]),
         ("family=llama experts=2", ["'experts=2'", "family=llama"]),
         ("batching=fixed room=2", ["'room=2'", "batching=fixed"]),
@@ -66,6 +73,13 @@ def test_a_wrong_word_is_named_with_what_would_do(line: str, words: list[str]) -
     assert isinstance(caught.value, ConfigError) and caught.value.exit_code == 2
     for word in words:
         assert word in str(caught.value)
+
+
+def test_numbers_of_options_are_those_of_the_line_or_the_first_ones() -> None:
+    case = parse("loss=pg+kl:0.5+is+icepop:none:1.2+dual advantages=grpo+clip:-1:none")
+    assert case.loss_options == {"kl", "is", "icepop", "dual"} and case.advantages_options == {"clip"}
+    assert (case.loss_number("kl"), case.loss_number("dual"), case.loss_numbers("icepop")) == (0.5, 1.5, (None, 1.2))
+    assert case.loss_numbers("cliprange") == (0.2, 0.28)
 
 
 def test_sizes_follow_from_factors() -> None:

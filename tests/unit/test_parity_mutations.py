@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,12 +16,12 @@ import torch
 from megarl.errors import ConfigError
 from megarl.models.engine import step
 from megarl.parity.batches import token_batch, with_signals
-from megarl.parity.case import BACKENDS, LOSS_CHOICES, LOSS_OPTIONS, LOSS_VARIANTS, Case
+from megarl.parity.case import BACKENDS, Case
 from megarl.parity.compare import Difference
-from megarl.parity.faults import losses
-from megarl.parity.faults.mutations import MUTATIONS, applied, mutation
+from megarl.parity.draw_loss import draw_loss
+from megarl.parity.faults.mutations import GROUPS, MUTATIONS, applied, mutation, named
 from megarl.parity.faults.patching import found, replacing
-from megarl.parity.jobs import with_advantages
+from megarl.parity.jobs import with_signals_made
 from megarl.parity.lines import parse, words_of
 from megarl.parity.losses import make_loss
 from megarl.parity.possible import _own_violations
@@ -40,7 +41,8 @@ def test_an_unknown_fault_is_refused_with_the_known_ones() -> None:
 def test_a_fault_says_what_it_is_and_where_it_belongs(name: str) -> None:
     fault = mutation(name)
     assert fault.what and set(fault.backends) <= set(BACKENDS)
-    parse(fault.needs)
+    for needs in fault.each_need:
+        parse(needs)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -104,36 +106,35 @@ def test_a_fault_is_below_noise_only_where_its_effect_is_not_twice_the_bound() -
     assert _above_noise(rounded, outcome(0.02 + 1.1 * 2**-7, 1e-5, "weights"))
 
 
-def cases_of(name: str, count: int) -> Iterator[Case]:
-    """Cases with further options of their loss where a fault must be seen."""
-    generator, fault = random.Random(name), mutation(name)
-    fixed: dict[str, Any] = {"mbs": 2, "micro": 3, "length": 12, **words_of(fault.needs)}
+def cases_of(name: str, needs: str, count: int) -> Iterator[Case]:
+    """Cases with further options of their loss and their advantages where a fault must be seen."""
+    generator, fault = random.Random(f"{name} {needs}"), mutation(name)
+    fixed: dict[str, Any] = {"mbs": 2, "micro": 3, "length": 12, **words_of(needs)}
     found = 0
     for _ in range(400):
-        kind, *options = str(fixed["loss"]).split("+")
-        others = [option for option in (*LOSS_OPTIONS[kind], *LOSS_VARIANTS[kind]) if option not in options]
-        drawn = generator.sample(others, min(len(others), generator.randint(0, 3)))
-        case = replace(Case(), **fixed, seed=generator.randrange(10**6))
-        case = replace(case, loss="+".join([kind, *options, *drawn]))
-        if any(len(set(drawn + options) & set(choice)) > 1 for choice in LOSS_CHOICES) or _own_violations(case) or not fault.applies(case):
-            continue
-        yield case
-        found += 1
-        if found == count:
-            return
-    raise AssertionError(f"{name} applies to {found} of 400 cases")
+        drawn = draw_loss(generator, fixed.get("loss"), fixed.get("advantages"))
+        case = replace(Case(), **{**fixed, **drawn}, seed=generator.randrange(10**6))
+        assert not _own_violations(case), str(case)
+        if fault.applies(case):
+            yield case
+            found += 1
+            if found == count:
+                return
+    raise AssertionError(f"{name} applies to {found} of 400 cases with {needs}")
 
 
-def loss_and_gradient(case: Case, name: str | None) -> tuple[float, torch.Tensor]:
-    """What the loss of a case makes of its batch, cut into micro-batches, with a fault in it; its gradient by log-probabilities, and by
-    entropies as far as it reads them."""
-    logprobs = -torch.rand(case.total_rows, case.length, generator=torch.Generator().manual_seed(case.seed)) - 0.5
+def results(case: Case, name: str | None) -> tuple[torch.Tensor, dict[str, float]]:
+    """What the loss of a case makes of its batch, cut into micro-batches, with a fault in it: its gradient by what it reads of the model,
+    and its metrics summed up."""
+    generator = torch.Generator().manual_seed(case.seed)
+    logprobs = -torch.rand(case.total_rows, case.length, generator=generator) - 0.5
     batch: Mapping[str, torch.Tensor] = with_signals(case, token_batch(case), logprobs)
+    further = (0.8 * torch.randn(case.total_rows, case.length, case.vocab, generator=generator)).log_softmax(-1)
     entropies = 0.3 - 0.7 * logprobs.flip(0)
-    scores = torch.stack([logprobs, entropies])[..., 1:].requires_grad_()
-    total = torch.zeros(())
+    scores = torch.cat([logprobs[None], entropies[None], *further.permute(2, 0, 1)[:, None]]).requires_grad_()
+    total, metrics = torch.zeros(()), Counter[str]()
     with applied(name, case):
-        batch = with_advantages(case, batch)
+        batch = with_signals_made(case, batch)
         loss_fn = make_loss(case)
         for first in range(0, case.total_rows, case.global_batch):
             step = slice(first, first + case.global_batch)
@@ -141,23 +142,41 @@ def loss_and_gradient(case: Case, name: str | None) -> tuple[float, torch.Tensor
             tokens = (batch["token_mask"][step, 1:] * batch["sample_mask"][step, None]).sum()
             for row in range(first, first + case.global_batch, case.mbs):
                 part = {key: value[row : row + case.mbs] for key, value in batch.items()}
-                given = given_to(loss_fn, scores[:, row : row + case.mbs])
-                total = total + loss_fn(part, sequences, tokens, **given)[0]
-    return float(total.detach()), torch.autograd.grad(total, scores)[0]
+                loss, found = loss_fn(part, sequences, tokens, **read_by(case, loss_fn, scores[:, row : row + case.mbs], part))
+                total = total + loss
+                metrics.update({metric: float(value) for metric, value in found.items()})
+    return torch.autograd.grad(total, scores)[0], dict(metrics)
 
 
-OF_A_TEACHER = (
-    "teachers-columns-shifted",
-    "divergence-the-other-way-round",
-    "other-tokens-left-out",
-    "divergence-normalised-a-micro-batch",
+def read_by(case: Case, loss_fn: Any, scores: torch.Tensor, part: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a loss reads of the model, of [2 + vocabulary, B, S]: values, or log-probabilities with entropies or those of further tokens."""
+    if case.scores:
+        return {"values": scores[0]}
+    if case.loss_kind != "distill":
+        return given_to(loss_fn, scores[:2, :, 1:])
+    further = scores[2:].permute(1, 2, 0)[:, :-1].gather(2, part["teacher_topk_indices"][:, :-1])
+    return {"next_token_logprobs": scores[0, :, 1:], "scored_logprobs": further}
+
+
+# those of how a worker deals, scores and computes are not seen by a loss alone
+IN_WORKERS = (
+    *("likeliest-of-own-vocabulary", "likeliest-at-another-temperature", "teachers-tokens-of-other-ranks-left-out"),
+    *("teachers-tokens-of-the-next-position", "teachers-gradient-off-the-sampled-token", "score-gradient-of-one-run"),
 )
+PLANTED = [(name, needs) for name, fault in GROUPS["losses"].items() if name not in IN_WORKERS for needs in fault.each_need]
 
 
-@pytest.mark.parametrize("name", [*losses.FAULTS, *OF_A_TEACHER])
-def test_a_fault_of_a_loss_is_seen_wherever_it_applies(name: str) -> None:
-    for case in cases_of(name, 6):
-        loss, gradient = loss_and_gradient(case, None)
-        faulty, faulty_gradient = loss_and_gradient(case, name)
+@pytest.mark.parametrize(("name", "needs"), PLANTED)
+def test_a_fault_of_a_loss_is_seen_wherever_it_applies(name: str, needs: str) -> None:
+    for case in cases_of(name, needs, 3):
+        gradient, metrics = results(case, None)
+        faulty_gradient, faulty = results(case, name)
         apart = float((faulty_gradient - gradient).norm() / gradient.norm())
-        assert apart > 1e-4 or abs(faulty - loss) > 1e-4 * abs(loss), str(case)
+        others = [metric for metric, value in metrics.items() if abs(faulty[metric] - value) > 1e-4 * max(abs(value), 1e-2)]
+        assert apart > 1e-4 or others, str(case)
+
+
+def test_a_group_of_faults_is_all_of_its_faults() -> None:
+    assert named("losses") == list(GROUPS["losses"]) and named("whitened-by-rank") == ["whitened-by-rank"]
+    with pytest.raises(ConfigError, match="there is none"):
+        named("loss")

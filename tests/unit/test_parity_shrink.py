@@ -34,6 +34,15 @@ def test_options_of_a_loss_go_one_by_one() -> None:
     assert shrink(BIG, lambda case: "dual" in case.loss_options, always) == Case(seed=5, loss="pg+dual")
 
 
+def test_numbers_and_options_of_advantages_go_where_they_are_not_needed() -> None:
+    case = parse("loss=pg+kl:0.5+dual:3+entropy advantages=grpo+raw+clip:-1:none")
+
+    def fails(smaller: Case) -> bool:
+        return "dual" in smaller.loss_options and "clip" in smaller.advantages_options
+
+    assert shrink(case, fails, always) == parse("loss=pg+dual advantages=grpo+clip")
+
+
 def test_the_same_failure_shrinks_to_the_same_case() -> None:
     def fails(case: Case) -> bool:
         return case.tp * case.pp >= 2 and case.temperature != 1.0

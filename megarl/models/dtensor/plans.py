@@ -74,15 +74,13 @@ def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -
     """
     name = model.config.get_text_config().model_type
     if custom is not None:
-        plan = custom_plan(custom)
+        plan = _of_scores(custom_plan(custom), model)
         strangers = [key for key in plan if not _matches(key, model)]
         if strangers:
             raise ConfigError(f"policy.dtensor_cfg.custom_parallel_plan: {type(model).__name__} has no module {', '.join(strangers)}")
         _check_shared_inputs(plan)
     elif is_plan_ours(model):
-        plan = decoder_plan(sequence_parallel=sequence_parallel)
-        if model.get_output_embeddings() is None:
-            plan["score"] = plan.pop("lm_head")
+        plan = _of_scores(decoder_plan(sequence_parallel=sequence_parallel), model)
     elif sequence_parallel:
         raise ConfigError(
             f"policy.dtensor_cfg.sequence_parallel = True: there is no plan with it for {name!r}; "
@@ -91,6 +89,13 @@ def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -
     else:
         plan = model_plan(model)
     return _divide_vocabulary({key: style for key, style in plan.items() if _matches(key, model)}, model)
+
+
+def _of_scores(plan: Plan, model: Any) -> Plan:
+    """``plan`` where a model has a score layer in the place of its output layer: critics and reward models have the plan of the policy."""
+    if model.get_output_embeddings() is not None or "lm_head" not in plan:
+        return plan
+    return {"score" if name == "lm_head" else name: style for name, style in plan.items()}
 
 
 def decoder_plan(*, sequence_parallel: bool) -> Plan:

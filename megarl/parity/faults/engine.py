@@ -15,6 +15,7 @@ from megarl.parity.batches import token_batch
 from megarl.parity.case import Case
 from megarl.parity.faults.losses import has_entropies
 from megarl.parity.faults.patching import Mutation, Patch, after_building, many_tokens, replacing, replacing_for, sees_tokens
+from megarl.parity.faults.scoring import compares_scores
 
 ENGINE = "megarl.models.engine"
 
@@ -278,9 +279,9 @@ FAULTS: dict[str, Mutation] = {
     ),
     "pairs-dealt-apart": Mutation(
         "the rows of a pair go to different data-parallel ranks and micro-batches, and others are compared",
-        lambda case: case.loss_kind == "dpo" and case.dp > 1 and many_tokens(case),
+        lambda case: case.dp > 1 and (many_tokens(case) if case.loss_kind == "dpo" else compares_scores(case)),
         replacing("megarl.distributed.batched_data_dict:BatchedDataDict", "deal", _chosen_rows_first),
-        "loss=dpo dp=2 masked=none",
+        ("loss=dpo dp=2 masked=none", "loss=rm dp=2 masked=none"),
     ),
     "pad-columns-in-softmax": Mutation(
         "the columns that pad the vocabulary take part in the softmax",

@@ -15,19 +15,24 @@ from types import MappingProxyType
 
 from megarl.errors import ConfigError
 from megarl.parity.case import Case
-from megarl.parity.faults import distillation, engine, losses, megatron, scoring, torch_backends
+from megarl.parity.faults import advantages, distillation, engine, losses, megatron, preferences, scoring, torch_backends
 from megarl.parity.faults.patching import Mutation
 
-MUTATIONS: Mapping[str, Mutation] = MappingProxyType(
+GROUPS: Mapping[str, Mapping[str, Mutation]] = MappingProxyType(
     {
-        **engine.FAULTS,
-        **losses.FAULTS,
-        **scoring.FAULTS,
-        **distillation.FAULTS,
-        **megatron.FAULTS,
-        **torch_backends.FAULTS,
+        "engine": engine.FAULTS,
+        "losses": {
+            **losses.FAULTS,
+            **advantages.FAULTS,
+            **preferences.FAULTS,
+            **scoring.FAULTS,
+            **distillation.FAULTS,
+        },
+        "backends": {**megatron.FAULTS, **torch_backends.FAULTS},
     }
 )
+"""The known faults by name, in groups: those that all backends share, those of losses and of what these read, those of one backend."""
+MUTATIONS: Mapping[str, Mutation] = MappingProxyType({name: fault for group in GROUPS.values() for name, fault in group.items()})
 """All known faults by name."""
 
 
@@ -42,6 +47,18 @@ def applied(name: str | None, case: Case) -> Iterator[None]:
         if name is not None:
             mutation(name).put_in(stack, case)
         yield
+
+
+def named(name: str) -> list[str]:
+    """The faults of a group, or the one of that name.
+
+    Raises:
+        ConfigError: there is no such group and no such fault.
+    """
+    if name in GROUPS:
+        return list(GROUPS[name])
+    mutation(name)
+    return [name]
 
 
 def mutation(name: str) -> Mutation:

@@ -8,8 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megarl.parity.batches import token_batch
 from megarl.parity.case import BACKENDS, Case
+from megarl.parity.faults.first_step import first_step_of
 from megarl.parity.losses import loss_weight
 from megarl.patched import patched
 
@@ -24,15 +27,21 @@ class Mutation:
         what: the fault in a few words.
         applies: whether the fault must be seen in a case.
         put_in: puts it in; what it enters on the stack takes it out.
-        needs: words of cases that have the feature, to draw fitting ones with.
+        needs: words of cases that have the feature, to draw fitting ones with; of a loss or an estimator what it has at least. Several
+            lines where there are several losses that it is to be seen in.
         backends: on which it can be put in.
     """
 
     what: str
     applies: Callable[[Case], bool]
     put_in: Patch
-    needs: str = ""
+    needs: str | tuple[str, ...] = ""
     backends: tuple[str, ...] = BACKENDS
+
+    @property
+    def each_need(self) -> tuple[str, ...]:
+        """The lines of ``needs``."""
+        return (self.needs,) if isinstance(self.needs, str) else self.needs
 
 
 def found(place: str) -> Any:
@@ -71,6 +80,56 @@ def after_building(change: Callable[[Any, Case], None]) -> Patch:
     return replacing_for("megarl.models.engine.worker:EngineWorker", "__init__", make)
 
 
+def built_otherwise(place: str, **attributes: Any) -> Patch:
+    """Objects of a class have other attributes than they were made with.
+
+    Raises:
+        AttributeError: when one is made: it has no such attribute.
+    """
+
+    def make(original: Any) -> Any:
+        def init(self: Any, *given: Any, **options: Any) -> None:
+            original(self, *given, **options)
+            for name, value in attributes.items():
+                getattr(self, name)
+                setattr(self, name, value)
+
+        return init
+
+    return replacing(place, "__init__", make)
+
+
+def with_data(place: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Patch:
+    """A loss reads other data than it is given."""
+    return replacing(
+        place,
+        "__call__",
+        lambda original: lambda self, data, *normalizers, **given: original(self, {**data, **change(dict(data))}, *normalizers, **given),
+    )
+
+
+def normalised_by_micro_batch(original: Any) -> Any:
+    """A loss divides a micro-batch by what counts in it."""
+
+    def call(
+        self: Any, data: Any, global_valid_seqs: torch.Tensor, global_valid_toks: torch.Tensor, *scores: torch.Tensor, **named: Any
+    ) -> Any:
+        rows = data["sample_mask"].sum().to(global_valid_seqs)
+        tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum().to(global_valid_toks)
+        return original(self, data, rows, tokens, *scores, **named)
+
+    return call
+
+
+def in_several_micro_batches(case: Case) -> bool:
+    """Whether in the first step more than one micro-batch has tokens that count, and all have as many rows."""
+    if case.batching != "fixed" or case.micro < 2:
+        return False
+    batch = token_batch(case)
+    tokens = (batch["token_mask"][:, 1:] * batch["sample_mask"][:, None])[: case.global_batch].view(-1, case.mbs, case.length - 1)
+    return int((tokens.sum((1, 2)) > 0).sum()) > 1
+
+
 LEAST_TOKENS = 3
 """Counted tokens of a step: of one or two of a policy gradient, clipping may leave none a gradient."""
 
@@ -81,6 +140,8 @@ def sees_tokens(case: Case) -> bool:
     left_out = bool({"icepop", "seq-mask"} & case.loss_options) and case.global_batch < 4
     # most faults concern what models that score have not: log-probabilities, a vocabulary, temperatures; they have faults of their own
     if case.masked not in ("none", "some") or case.length < 5 or case.advantages != "given" or left_out or case.scores:
+        return False
+    if case.loss_kind == "pg" and int(first_step_of(case).moving.sum()) < LEAST_TOKENS:
         return False
     batch = token_batch(case)
     counts = batch["sample_mask"]

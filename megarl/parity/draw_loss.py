@@ -1,0 +1,138 @@
+"""Random losses, and random estimators of the advantages that they read: every option in the company that it has a meaning in.
+
+What the rules of configurations refuse, and what would do nothing, is not drawn: cases that are refused would only be drawn again.
+"""
+
+from __future__ import annotations
+
+import random
+
+from megarl.parity.options import ADVANTAGES, LOSSES, ONE_OF, Numbers, Options, joined, split, word_of
+
+KINDS = {"pg": 0.5, "nll": 0.1, "dpo": 0.14, "rm": 0.06, "value": 0.09, "distill": 0.11}
+"""How often each kind of loss is drawn."""
+GIVEN_SHARE, WISHED_SHARE = 0.4, 0.75
+TRIES = 200
+_SHARES = {
+    **{"kl": 0.5, "noratio": 0.12, "seq": 0.45, "dual": 0.3, "cispo": 0.25, "forced": 0.2, "entropy": 0.25},
+    **dict.fromkeys(("approx", "gspo", "gspo-token", "constant", "k1", "k2", "pathwise", "tis", "icepop", "seq-mask"), 0.3),
+    **dict.fromkeys(("ratio-clamp", "kl-input-clamp", "kl-output-clamp"), 0.25),
+}
+_SHARE = 0.4
+TRIES = 200
+_SHARES = {
+    **{"kl": 0.5, "approx": 0.15, "is": 0.4, "dual": 0.3, "seq": 0.3, "noratio": 0.1, "gspo": 0.18, "gspo-token": 0.18, "cispo": 0.2},
+    **{"constant": 0.15, "forced": 0.15, "cliprange": 0.4, "k1": 0.2, "k2": 0.2, "pathwise": 0.15, "in-reward": 0.15},
+    **{"tis": 0.12, "icepop": 0.15, "seq-mask": 0.15, "entropy": 0.25},
+    **dict.fromkeys(("ratio-clamp", "kl-input-clamp", "kl-output-clamp"), 0.15),
+}
+_SHARE = 0.4
+"""Of an option that the table above does not have."""
+_NEEDS = {
+    **dict.fromkeys(("approx", "k1", "k2", "pathwise", "kl-input-clamp", "kl-output-clamp"), "kl"),
+    **dict.fromkeys(("tis", "icepop", "seq-mask"), "is"),
+    **dict.fromkeys(("gspo", "gspo-token", "constant"), "seq"),
+    **{"in-reward": "k1", "sft-mean": "sft"},
+}
+"""What an option says something about."""
+_IDLE_WITHOUT_NUMBERS = frozenset(
+    {"cliprange", "ratio-clamp", "kl-input-clamp", "kl-output-clamp", "beta", "weight", "topk", "gamma", "lambda"}
+)
+"""Options that say what goes without saying, if they have not other numbers than the first."""
+_APART = (
+    *ONE_OF,
+    ("gspo", "gspo-token", "cispo", "noratio"),
+    ("k1", "k2", "pathwise"),
+    *(("dual", other) for other in ("noratio", "cispo", "forced")),
+    *(("forced", other) for other in ("cispo", "cliprange", "ratio-clamp")),
+    *(("noratio", other) for other in ("cliprange", "ratio-clamp")),
+    *((level, other) for level in ("gspo", "gspo-token") for other in ("constant", "seq-mask")),
+    ("in-reward", "approx"),
+    ("raw", "sample"),
+)
+"""Of each of these a loss has one at most."""
+OF_TOKENS = ("given", "gae", "teacher")
+"""Where the tokens of an answer have advantages of their own; with ``in-reward`` those of REINFORCE++ have."""
+_WITH_REWARDS_OF_TOKENS = ("grpo", "rloo", "reinforce", "reinforce-baseline", "gae")
+
+
+def draw_loss(generator: random.Random, loss: str | None = None, advantages: str | None = None) -> dict[str, str]:
+    """The fields ``loss`` and ``advantages`` of a case.
+
+    Args:
+        generator: of the random choices.
+        loss: kind of loss and options that it has at least; None for any.
+        advantages: the same of the estimator.
+    """
+    needed = loss if loss is not None else generator.choices(list(KINDS), list(KINDS.values()))[0]
+    kind, given = split(needed)
+    for _ in range(TRIES):
+        wished = [word_of(option) for option in _wished(generator, LOSSES[kind]) if option not in given]
+        drawn = _with_options(generator, joined(needed, wished), LOSSES[kind])
+        estimator = advantages if advantages is not None else _estimator(generator, kind, drawn)
+        made = _with_options(generator, estimator, ADVANTAGES[split(estimator)[0]])
+        if _has_a_meaning(drawn, made):
+            return {"loss": drawn, "advantages": made}
+    # together they have none: the rules say why
+    return {"loss": loss or "nll", "advantages": advantages or "given"}
+
+
+def _wished(generator: random.Random, known: Options) -> list[str]:
+    """Mostly one option, so that those come too which others exclude or say nothing without."""
+    return [generator.choice(list(known))] if known and generator.random() < WISHED_SHARE else []
+
+
+def _estimator(generator: random.Random, kind: str, drawn: str) -> str:
+    if "in-reward" in split(drawn)[1]:
+        return generator.choice(_WITH_REWARDS_OF_TOKENS)
+    known = {"pg": list(ADVANTAGES)[1:], "value": ["gae"]}.get(kind, [])
+    return "given" if not known or generator.random() < GIVEN_SHARE else generator.choice(known)
+
+
+def _with_options(generator: random.Random, needed: str, known: Options) -> str:
+    """What is needed, with further options and with what these say something about; the options in the order that they are known in."""
+    kind, given = split(needed)
+    names = {*given, *(name for name in known if generator.random() < _SHARES.get(name, _SHARE))}
+    # an option of something that is not there is drawn in vain, unless it is needed
+    missing = [name for name in names if name not in given and not _is_complete(name, names)]
+    names -= {*missing}
+    for name in given:
+        while (name := _NEEDS.get(name, "")) in known:
+            names.add(name)
+    words = [word_of(name, given.get(name) or _numbers(generator, name, known[name])) for name in known if name in names]
+    return joined(kind, words)
+
+
+def _is_complete(name: str, names: set[str]) -> bool:
+    needed = _NEEDS.get(name)
+    return needed is None or (needed in names and _is_complete(needed, names))
+
+
+def _numbers(generator: random.Random, name: str, listed: tuple[Numbers, ...]) -> Numbers:
+    if not listed:
+        return ()
+    numbers = generator.choice(listed[1:] if name in _IDLE_WITHOUT_NUMBERS else listed)
+    return () if numbers == listed[0] else numbers
+
+
+def _has_a_meaning(loss: str, advantages: str) -> bool:
+    """Whether no two options exclude each other, and none does nothing."""
+    (kind, options), (estimator, of_estimator) = split(loss), split(advantages)
+    names = {*options, *of_estimator}
+    if any(len(names & set(apart)) > 1 for apart in _APART):
+        return False
+    if "in-reward" in names and estimator not in _WITH_REWARDS_OF_TOKENS:
+        return False
+    if "gspo-token" in names and not (estimator in OF_TOKENS or (estimator.startswith("reinforce") and "in-reward" in names)):
+        return False
+    # ratios of 1 are those of tokens and of sequences alike; what is left of sequences is their importance weights
+    if "forced" in names and {"gspo", "gspo-token"} & names and "is" not in names:
+        return False
+    # returns are never whitened
+    if kind == "value" and "white" in names:
+        return False
+    # bounds of 3e-4 are those of ratios of sequences
+    if options.get("cliprange") == (3e-4, 4e-4) and not {"gspo", "gspo-token"} & names:
+        return False
+    # of one token alone nothing is left to be learned
+    return not (kind == "distill" and "renorm" in names and options.get("topk") == (1.0,))

@@ -1,0 +1,171 @@
+"""Options of losses and of estimators of advantages: words behind plus signs, some with numbers behind colons.
+
+``pg+seq+constant:2.5`` is the clipped policy gradient with the options ``seq`` and ``constant``, the latter with the number 2.5. An option
+without its numbers has the first of those that are listed here; the others are drawn as well. ``none`` is no bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import cache
+from types import MappingProxyType
+
+Numbers = tuple[float | None, ...]
+Options = Mapping[str, tuple[Numbers, ...]]
+
+LOSSES: Mapping[str, Options] = MappingProxyType(
+    {
+        "nll": {},
+        "pg": {
+            "kl": ((0.1,), (0.02,), (0.5,)),
+            "approx": (),
+            "is": (),
+            "dual": ((1.5,), (1.2,), (3.0,)),
+            "seq": (),
+            "noratio": (),
+            "gspo": (),
+            "gspo-token": (),
+            "cispo": (),
+            "constant": ((6.0,), (2.5,), (16.0,)),
+            "forced": (),
+            "cliprange": ((0.2, 0.28), (0.1, 0.1), (0.3, 0.5), (1.0, 0.28), (3e-4, 4e-4)),
+            "k1": (),
+            "k2": (),
+            "pathwise": (),
+            "in-reward": (),
+            "tis": ((1.1,), (1.02,), (1.3,)),
+            "icepop": ((0.85, 1.15), (None, 1.15), (0.7, 1.2)),
+            "seq-mask": ((0.93, 1.05), (None, 1.05), (0.85, 1.2)),
+            "entropy": ((0.3,), (0.05,), (1.0,)),
+            "ratio-clamp": ((20.0,), (0.3,), (None,)),
+            "kl-input-clamp": ((20.0,), (0.3,), (None,)),
+            "kl-output-clamp": ((10.0,), (0.06,), (None,)),
+        },
+        "dpo": {
+            "sft": ((0.2,), (1.0,)),
+            "mean": (),
+            "sft-mean": (),
+            "ipo": (),
+            "beta": ((0.3,), (0.1,), (1.0,)),
+            "weight": ((1.0,), (0.5,), (2.0,)),
+        },
+        "rm": {},
+        "value": {"clip": ((0.2,), (0.1,), (0.5,))},
+        "distill": {
+            "renorm": (),
+            "forward": (),
+            "mixed": ((0.3,), (0.8,)),
+            "topk": ((3.0,), (1.0,), (2.0,), (5.0,)),
+        },
+    }
+)
+"""Options of each loss with their numbers.
+
+Of ``pg``, the clipped policy gradient: ``kl`` is the divergence from the reference policy, with its weight, ``approx`` weighs it by how
+much likelier a token is than where it was drawn, ``k1`` and ``k2`` estimate it otherwise, ``pathwise`` leaves the score function's part of
+its gradient out, ``in-reward`` takes it from the rewards that advantages are made of; ``is`` weighs tokens by how likely they were where
+they were drawn, and ``tis`` (upper bound), ``icepop`` and ``seq-mask`` (lower and upper bound) bound these weights; ``dual`` is the second
+clip; ``seq`` the mean over sequences, ``constant`` that by a constant (Dr.GRPO); ``noratio`` has the log-probability in the place of the
+ratio, ``forced`` takes the current log-probabilities for the previous ones, ``gspo`` and ``gspo-token`` are ratios of sequences, with the
+gradient of the sequence or of the token, ``cispo`` has the clipped ratio as a weight; ``cliprange`` is how far below and above 1 ratios are
+clipped; ``entropy`` is the weight of an entropy bonus; the clamps are bounds of logarithms of ratios, of the differences that the
+divergence is estimated from, and of the estimate.
+
+Of ``dpo``: ``ipo`` has IPO's square in the place of DPO's logarithm; ``mean`` rewards the mean over tokens; ``sft`` adds the likelihood of
+the chosen answers, ``sft-mean`` its mean over tokens; ``beta`` and ``weight`` are those of the preference loss.
+
+Of ``value``, a value model's: ``clip`` bounds the change of a value. ``rm`` is Bradley-Terry.
+
+Of ``distill``, the reverse divergence from a teacher over its most likely tokens: ``topk`` of them, ``forward`` the other divergence,
+``mixed`` the weight of the forward one in a sum of both; other tokens are one outcome, and with ``renorm`` none.
+"""
+
+_OF_GROUPS: Options = {
+    "sample": (),
+    "raw": (),
+    "plain": (),
+    "clip": ((-0.6, 0.8), (-1.0, None), (None, 0.5)),
+}
+ADVANTAGES: Mapping[str, Options] = MappingProxyType(
+    {
+        "given": {},
+        "grpo": _OF_GROUPS,
+        "rloo": {"clip": _OF_GROUPS["clip"]},
+        "gdpo": _OF_GROUPS,
+        "reinforce": {"clip": _OF_GROUPS["clip"]},
+        "reinforce-baseline": {"clip": _OF_GROUPS["clip"]},
+        "gae": {"gamma": ((1.0,), (0.9,)), "lambda": ((0.95,), (0.0,), (0.6,), (1.0,)), "bootstrap": (), "white": ()},
+        "teacher": {"clip": ((-0.3, 0.4), (-0.5, None), (None, 0.2))},
+    }
+)
+"""Where advantages come from: ``given``, or made as a driver makes them, of rewards, of values (``gae``, PPO's) or of a teacher's
+log-probabilities (``teacher``, distillation by a policy gradient). ``reinforce`` is REINFORCE++.
+
+``raw`` does not divide by the deviation of a group, ``sample`` divides by that of a sample, ``plain`` has an answer's own reward in its
+baseline, ``clip`` bounds advantages. Of generalized advantages: ``gamma``, ``lambda``, ``bootstrap`` behind answers that were cut off, and
+``white`` whitens them.
+"""
+ONE_OF = (("gspo", "gspo-token"), ("k1", "k2"), ("tis", "icepop", "seq-mask"), ("forward", "mixed"))
+"""Of each of these a loss has one at most: one key has them as its values."""
+
+
+@cache
+def split(text: str) -> tuple[str, Mapping[str, Numbers]]:
+    """The kind, and the options that stand behind it, each with the numbers that stand there; none where it has those that it begins with.
+
+    Raises:
+        ValueError: a number is none.
+    """
+    kind, *words = text.split("+")
+    options = {}
+    for word in words:
+        name, *numbers = word.split(":")
+        options[name] = tuple(None if number == "none" else float(number) for number in numbers)
+    return kind, MappingProxyType(options)
+
+
+def numbers_of(text: str, option: str) -> Numbers:
+    """The numbers of an option of a loss or an estimator, also where it does not have the option: those that it begins with."""
+    kind, options = split(text)
+    return options.get(option) or {**LOSSES, **ADVANTAGES}[kind][option][0]
+
+
+def word_of(option: str, numbers: Numbers = ()) -> str:
+    """An option as it stands in a line."""
+    return ":".join([option, *("none" if number is None else f"{number:g}" for number in numbers)])
+
+
+def joined(kind: str, words: Iterable[str]) -> str:
+    """A kind with its options, as ``split`` reads them."""
+    return "+".join([kind, *words])
+
+
+def fault_of(text: str, kinds: Mapping[str, Options]) -> str:
+    """What is wrong with a loss or an estimator of advantages, in words; empty when nothing is."""
+    kind, *words = text.split("+")
+    if kind not in kinds:
+        return f"expected one of {', '.join(kinds)}"
+    known, names = kinds[kind], [word.partition(":")[0] for word in words]
+    for word, name in zip(words, names, strict=True):
+        if name not in known:
+            return f"{kind} has no option {name!r}; it has {', '.join(known) or 'none'}"
+        if names.count(name) > 1:
+            return f"{name!r} is given twice; keep one of the two"
+        fault = _fault_of_numbers(word, known[name])
+        if fault:
+            return fault
+    both = next((each for each in ONE_OF if len(set(each) & set(names)) > 1), None)
+    return "" if both is None else f"of {', '.join(both)} a loss has one at most"
+
+
+def _fault_of_numbers(word: str, listed: tuple[Numbers, ...]) -> str:
+    _, *given = word.split(":")
+    count = len(listed[0]) if listed else 0
+    if given and len(given) != count:
+        return f"{word!r} has {len(given)} numbers, and the option {count}"
+    try:
+        numbers = [float(text) for text in given if text != "none"]
+    except ValueError:
+        return f"{word!r}: expected numbers, or none"
+    return "" if all(math.isfinite(number) for number in numbers) else f"{word!r}: expected finite numbers"

@@ -1,0 +1,148 @@
+"""The reference's own advantages: a row or a token at a time, written from the papers and from nothing of the driver's.
+
+GRPO (arXiv 2402.03300), RLOO (2402.14740), GDPO (2601.05242), REINFORCE++ (2501.03262), generalized advantages (1506.02438, equation 16)
+and, of a teacher, MOPD's (2601.02780, equation 8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.parity.case import Case
+from megarl.parity.options import numbers_of
+
+PART_WEIGHTS = {"one": 0.6, "other": 0.02}
+"""Of the parts of a reward."""
+Columns = Mapping[str, Any]
+
+
+def reference_signals(case: Case, data: Columns) -> dict[str, Tensor]:
+    """What is made of the rewards, values or teacher's log-probabilities of one call, each [B, S] float32: ``advantages``, or for a
+    value loss ``prev_values`` and ``returns``."""
+    found = torch.zeros(data["token_mask"].shape, dtype=torch.float64)
+    if case.advantages_kind == "gae":
+        return _generalized(case, data)
+    if case.advantages_kind == "teacher":
+        for row, places in _answers(data).items():
+            apart = data["teacher_logprobs"][row].double() - data["prev_logprobs"][row].double()
+            found[row, places] = apart[places]
+    elif case.advantages_kind.startswith("reinforce"):
+        _of_returns(case, data, found)
+    else:
+        for row, value in _of_groups(case, data).items():
+            found[row] = value
+    return {"advantages": _between(case, found).float()}
+
+
+def _answers(data: Columns) -> dict[int, list[int]]:
+    """Of the rows that count, the places of the tokens that do."""
+    rows = [row for row in range(len(data["sample_mask"])) if float(data["sample_mask"][row]) != 0]
+    return {row: data["token_mask"][row].nonzero().squeeze(1).tolist() for row in rows}
+
+
+def _penalties(case: Case, data: Columns, row: int, places: Sequence[int]) -> dict[int, float]:
+    """What the divergence takes from the reward of each token: its weight times k1, which has the clamps of the loss."""
+    if not case.takes_divergence_from_rewards:
+        return dict.fromkeys(places, 0.0)
+    bounds = [bound for bound in (case.loss_number("kl-input-clamp"), case.loss_number("kl-output-clamp")) if bound is not None]
+    weight, found = case.loss_number("kl"), {}
+    assert weight is not None
+    for place in places:
+        apart = float(data["prev_logprobs"][row, place]) - float(data["reference_policy_logprobs"][row, place])
+        for bound in bounds:
+            apart = max(-bound, min(bound, apart))
+        found[place] = weight * apart
+    return found
+
+
+def _between(case: Case, advantages: Tensor) -> Tensor:
+    if "clip" not in case.advantages_options:
+        return advantages
+    low, high = (float(sign) if number is None else number for number, sign in zip(_numbers(case, "clip"), ("-inf", "inf"), strict=True))
+    return torch.minimum(torch.maximum(advantages, torch.full_like(advantages, low)), torch.full_like(advantages, high))
+
+
+def _numbers(case: Case, option: str) -> tuple[float | None, ...]:
+    return numbers_of(case.advantages, option)
+
+
+def _of_groups(case: Case, data: Columns) -> dict[int, float]:
+    """One advantage a row that counts."""
+    answers, options = _answers(data), case.advantages_options
+    if case.advantages_kind == "gdpo":
+        parts = {name: _compared({row: float(data[f"reward/{name}"][row]) for row in answers}, data, options) for name in PART_WEIGHTS}
+        total = [sum(PART_WEIGHTS[name] * parts[name][row] for name in PART_WEIGHTS) for row in answers]
+        return dict(zip(answers, _standardised(total), strict=True))
+    rewards = {row: float(data["reward"][row]) - sum(_penalties(case, data, row, places).values()) for row, places in answers.items()}
+    return _compared(rewards, data, options if case.advantages_kind == "grpo" else {"raw"})
+
+
+def _compared(rewards: Mapping[int, float], data: Columns, options: Any) -> dict[int, float]:
+    """For each row its reward less the mean of the others of its prompt, or of all of them, by the deviation of all of them or as it is."""
+    values = {}
+    for row in rewards:
+        peers = [rewards[other] for other in rewards if data["prompt"][other] == data["prompt"][row]]
+        mean, count = sum(peers) / len(peers), len(peers)
+        baseline = mean if "plain" in options or count == 1 else (sum(peers) - rewards[row]) / (count - 1)
+        squares = sum((peer - mean) ** 2 for peer in peers)
+        deviation = (squares / max(count - ("sample" in options), 1)) ** 0.5
+        above = rewards[row] - baseline
+        values[row] = above if "raw" in options else above / deviation if deviation else 0.0
+    return values
+
+
+def _of_returns(case: Case, data: Columns, found: Tensor) -> None:
+    """Rewards less the penalties of a token and of those after it, less the mean of the prompt, whitened over tokens."""
+    answered = {row: places for row, places in _answers(data).items() if places}
+    places_of, returns = [], []
+    for row, places in answered.items():
+        reward, penalties = float(data["reward"][row]), _penalties(case, data, row, places)
+        if case.advantages_kind == "reinforce-baseline":
+            peers = [float(data["reward"][other]) for other in answered if data["prompt"][other] == data["prompt"][row]]
+            reward -= sum(peers) / len(peers)
+        for place in places:
+            places_of.append((row, place))
+            returns.append(reward - sum(penalties[later] for later in places if later >= place))
+    for (row, place), value in zip(places_of, _standardised(returns), strict=True):
+        found[row, place] = value
+
+
+def _generalized(case: Case, data: Columns) -> dict[str, Tensor]:
+    """Equation 16 as it stands: each advantage is the sum of all later errors of the values, each by its discount."""
+    advantages, before, returns = (torch.zeros(data["token_mask"].shape, dtype=torch.float64) for _ in range(3))
+    (gamma,), (trace,) = _numbers(case, "gamma"), _numbers(case, "lambda")
+    assert gamma is not None and trace is not None
+    for row, places in _answers(data).items():
+        if not places:
+            continue
+        said = data["values"][row].double()
+        values = [float(said[place - 1]) if place else 0.0 for place in places]
+        cut = "bootstrap" in case.advantages_options and bool(data["truncated"][row])
+        following = [*values[1:], float(said[int(data["input_lengths"][row]) - 1]) if cut else 0.0]
+        rewards = [-penalty for penalty in _penalties(case, data, row, places).values()]
+        rewards[-1] += float(data["reward"][row])
+        errors = [reward + gamma * after - value for reward, after, value in zip(rewards, following, values, strict=True)]
+        for number, place in enumerate(places):
+            later = enumerate(errors[number:])
+            advantages[row, place] = sum((gamma * trace) ** distance * error for distance, error in later)
+            before[row, place] = values[number]
+            returns[row, place] = advantages[row, place] + values[number]
+    if case.loss_kind == "value":
+        return {"prev_values": before.float(), "returns": returns.float()}
+    if "white" in case.advantages_options:
+        places_of = [(row, place) for row, places in _answers(data).items() for place in places]
+        whole = _standardised([float(advantages[row, place]) for row, place in places_of])
+        for (row, place), whitened in zip(places_of, whole, strict=True):
+            advantages[row, place] = whitened
+    return {"advantages": advantages.float()}
+
+
+def _standardised(values: list[float]) -> list[float]:
+    """Values less their mean, by their deviation; nothing where they are all alike."""
+    mean = sum(values) / max(len(values), 1)
+    deviation = (sum((value - mean) ** 2 for value in values) / max(len(values), 1)) ** 0.5
+    return [(value - mean) / deviation if deviation > 1e-6 * max(1.0, abs(mean)) else 0.0 for value in values]
