@@ -13,8 +13,10 @@ import functools
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from megarl.distributed.worker_activity import Activity, read_activity
 
 _READ_WAIT_S = 2.0
 _LONGEST_STACK = 6000
@@ -34,15 +36,28 @@ class ProcessLook:
     Attributes:
         state: that keeps it from going on, as the end of a sentence; "" where it runs, sleeps or cannot be seen.
         stack: its threads' stacks, at most 6000 characters; "" where there is none.
+        activity: what it has done so far; None where that cannot be seen.
     """
 
     state: str
     stack: str = ""
+    activity: Activity | None = field(default=None, compare=False)
+
+    @property
+    def place(self) -> str:
+        """Where the thread is that runs the worker's method, as lines of its stack; "" where that is not known."""
+        blocks = self._method
+        # the first line says which thread has written it, which is another one at times
+        return blocks[-1].partition("\n")[2] if blocks else ""
+
+    @property
+    def _method(self) -> list[str]:
+        return [block for block in self.stack.split("\n\n") if _METHOD in block]
 
     @property
     def waits_for_others(self) -> bool | None:
         """Whether the worker's method is in a collective; None where no stack says so."""
-        blocks = [block for block in self.stack.split("\n\n") if _METHOD in block] or ([self.stack] if self.stack else [])
+        blocks = self._method or ([self.stack] if self.stack else [])
         return any(sign in blocks[-1] for sign in _COLLECTIVES) if blocks else None
 
 
@@ -68,9 +83,11 @@ def worker_of(process_id: int) -> str | None:
 
 
 def look_at(process_id: int, with_stack: bool = True) -> ProcessLook:
-    """State and, where it may still answer, the stacks of one process of this host."""
+    """State and, where it may still answer, the stacks of one process of this host, and its activity."""
     state = read_state(process_id)
-    return ProcessLook(state, read_stack(process_id) if with_stack and state not in (STOPPED, GONE) else "")
+    if not with_stack or state in (STOPPED, GONE):
+        return ProcessLook(state)
+    return ProcessLook(state, read_stack(process_id), read_activity(process_id))
 
 
 def kill_worker(process_id: int) -> None:

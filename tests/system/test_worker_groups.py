@@ -32,6 +32,8 @@ SAMPLES = "tests.system.sample_workers"
 POLICY_AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
 # A bound that no healthy run comes near, so that a hang ends the test.
 PATIENCE_S = 120.0
+# after which ranks are looked at that do not answer
+STILL_S = 3.0
 
 
 @contextmanager
@@ -325,6 +327,35 @@ def test_a_rank_that_is_stopped_is_found_before_its_deadline(local_ray: int, mon
         monkeypatch.setattr(worker_groups, "_DEATH_WAIT_S", 1.0)
         group.shutdown()
         wait_until(lambda: all_gone(process_ids), "a stopped worker is left behind")
+
+
+@sampled(1)
+@pytest.mark.parametrize(
+    ("method", "arguments", "words"),
+    [
+        ("sum_or_loop", {"looping_rank": 1}, r" In no collective, while 1 others wait in one: \[rank1 "),
+        ("mismatched", {}, r"\. Fix: "),
+    ],
+)
+def test_ranks_that_stand_still_are_found_before_their_deadline(local_ray: int, method: str, arguments: dict[str, Any], words: str) -> None:
+    """In a phase of which nothing is measured yet, whose limit is far away: a loop that waits, and messages that nobody sends."""
+    deadlines = PhaseDeadlines(dict.fromkeys(PHASES, PATIENCE_S), STILL_S, 3.0)
+    with group_of([2], "CollectiveWorker", deadlines=deadlines) as group:
+        begun = time.monotonic()
+        expected = rf"^{method}, step 1, of sample: 2 of 2 workers do not answer and stand still, for at least 2.25 s: .*{words}"
+        with at_step(1), pytest.raises(DeadlineError, match=expected) as caught:
+            group.get_all_worker_results(group.run_all_workers_single_data(method, **arguments))
+        assert time.monotonic() - begun < PATIENCE_S / 2
+        assert f"in {method}" in str(caught.value)
+
+
+@sampled(1)
+@pytest.mark.parametrize("way", ["itself", "child"])
+def test_a_rank_that_computes_has_its_deadline(local_ray: int, way: str) -> None:
+    """However long it is in the same place, and however still the others are: it may come to an end."""
+    deadlines = PhaseDeadlines(dict.fromkeys(PHASES, 4 * STILL_S), STILL_S, 3.0)
+    with group_of([2], deadlines=deadlines) as group, pytest.raises(DeadlineError, match=r"within 12 s: .* or raise deadlines\.step_s"):
+        group.get_all_worker_results(group.run_all_workers_single_data("compute_for_ever", rank=1, way=way))
 
 
 def test_a_constructor_that_fails_leaves_nothing(local_ray: int, tmp_path: Path) -> None:
