@@ -340,7 +340,7 @@ def start_engines(config: Config, policy: Policy, stack: ExitStack) -> Refit | N
         return generation
 
     engines = started_on_empty_devices(policy if colocated else None, start)
-    return Refit(policy, engines, colocated, max_restarts=config["cluster"]["max_engine_restarts"])
+    return Refit(policy, engines, colocated, max_restarts=config["cluster"]["max_engine_restarts"], lost_nodes=cluster.lost_nodes)
 
 
 def _text(path: Path | None) -> str | None:

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from typing_extensions import TypedDict
 
 from megarl.distributed.node_choice import RayNode, ResourceInsufficientError, choose_nodes
-from megarl.distributed.ray_nodes import alive_nodes
+from megarl.distributed.ray_nodes import alive_nodes, lost_node_name
 from megarl.distributed.ray_runtime import init_ray, is_single_host
 from megarl.errors import ConfigError, DeadlineError, StateError
 
@@ -144,6 +144,7 @@ class RayVirtualCluster:
         self._max_retries = max_retries
         self._ready_timeout_s = ready_timeout_s
         self._is_shut_down = False
+        self._nodes: set[str] = set()
 
     def world_size(self) -> int:
         """Number of bundles, that is of worker ranks of one group."""
@@ -189,6 +190,11 @@ class RayVirtualCluster:
         places = [(count, node_id or nodes[0].node_id) for count, node_id in self._places(nodes)]
         return [node.without(self._bundle, sum(count for count, node_id in places if node_id == node.node_id)) for node in nodes]
 
+    def lost_nodes(self) -> list[str]:
+        """Names of the nodes that places were reserved on, and that are gone; none where all lie on the only node."""
+        names = map(lost_node_name, sorted(self._nodes))
+        return [name for name in names if name is not None]
+
     def _check_resources(self, total: Mapping[str, float]) -> None:
         needed = {"CPU": self.world_size() * self.max_colocated_worker_groups}
         if self.use_gpus:
@@ -213,6 +219,8 @@ class RayVirtualCluster:
         if unified:
             groups = [placement_group([dict(bundle) for _ in range(sum(counts))], strategy=strategy, name=f"{name}-unified")]
         else:
+            places = self._places(alive_nodes())
+            self._nodes = {node_id for _, node_id in places if node_id}
             groups = [
                 placement_group(
                     [dict(bundle) for _ in range(count)],
@@ -220,7 +228,7 @@ class RayVirtualCluster:
                     name=f"{name}-node{index}",
                     bundle_label_selector=[{_NODE_ID_LABEL: node_id}] * count if node_id else None,
                 )
-                for index, (count, node_id) in enumerate(self._places(alive_nodes()))
+                for index, (count, node_id) in enumerate(places)
             ]
         deadline = time.monotonic() + self._ready_timeout_s
         for group in groups:
