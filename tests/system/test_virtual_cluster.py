@@ -11,8 +11,8 @@ import pytest
 import ray
 
 import megarl
-from megarl.distributed.ray_runtime import forwarded_environment, init_ray, is_single_host
 from megarl.distributed.node_choice import RayNode
+from megarl.distributed.ray_runtime import forwarded_environment, init_ray, is_single_host
 from megarl.distributed.virtual_cluster import (
     PY_EXECUTABLES,
     RayVirtualCluster,
@@ -139,7 +139,7 @@ def test_places_are_counted_on_the_only_node(local_ray: int) -> None:
     """What lies there all the time is not counted twice, and no rank has a node of its own."""
     training, engines, more = (RayVirtualCluster(counts, use_gpus=False) for counts in ([8, 8], [8], [9]))
     check_places_together([training, engines])
-    with pytest.raises(ResourceInsufficientError, match="needs 9 CPUs .*the Ray cluster has 8"):
+    with pytest.raises(ResourceInsufficientError, match=r"needs 9 CPUs .*the Ray cluster has 8"):
         check_places_together([training, more])
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from megarl.distributed import worker_watch
-from megarl.distributed.worker_activity import Activity, read_activity
-from megarl.distributed.worker_stacks import RUNS, STOPPED, ProcessLook
+from megarl.distributed.worker_stacks import RUNS, STOPPED, Activity, ProcessLook, read_activity
 from megarl.distributed.worker_watch import LOOKS, WorkerWatch, stand_still
 
 AT_FIRST = Activity(at=100.0, cpu_s=7.0, bytes=5000, faults=3, processes=frozenset({11, 12}))
