@@ -114,7 +114,7 @@ def evaluate(config: Config, weights: ResumePoint, make_policy: PolicyFactory | 
     with ExitStack() as stack:
         check_engine(config)
         if make_policy is None:
-            start_ray(stack)
+            start_ray(stack, config["deadlines"]["init_s"])
         tokenizer, environment, dataset = read_validation(config, stack)
         assert environment is not None
         make = make_policy or functools.partial(start_policy, trains=False)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megarl.errors import MegarlError, RefitError
+from megarl.errors import MegarlError, RefitError, WorkerLostError
 
 if TYPE_CHECKING:
     from megarl.models.generation.interfaces import RolloutEngine
@@ -117,6 +117,7 @@ class Refit:
         max_restarts: how often lost engines are started anew.
         restarts: how often they were.
         on_restart: told why, each time.
+        lost_nodes: names of the nodes that had places of the engines and are lost.
     """
 
     policy: Policy
@@ -126,6 +127,7 @@ class Refit:
     max_restarts: int = 0
     restarts: int = 0
     on_restart: Callable[[MegarlError], None] = lambda error: None
+    lost_nodes: Callable[[], Sequence[str]] = tuple
     _informed: bool = field(default=False, init=False)
 
     def bring_up_to_date(self) -> None:
@@ -147,10 +149,16 @@ class Refit:
 
         Raises:
             MegarlError: ``error`` itself where all engines live, or were started anew ``max_restarts`` times; else that of the last start.
+            WorkerLostError: a node is lost, and with it their places, for which new engines would wait: the run looks for others.
         """
         if self.generation.is_alive():
             raise error
-        while self.restarts < self.max_restarts:
+        while True:
+            lost = self.lost_nodes()
+            if lost:
+                raise WorkerLostError(f"node {', '.join(lost)} is lost, with places of the engines: {error}") from error
+            if self.restarts >= self.max_restarts:
+                raise error
             self.restarts += 1
             logger.warning("engines were lost, start %d of at most %d of new ones: %s", self.restarts, self.max_restarts, error)
             self.on_restart(error)
@@ -161,4 +169,3 @@ class Refit:
                 continue
             self.stale = True
             return
-        raise error

@@ -71,7 +71,9 @@ class Restarts:
         Raises:
             MegarlError: ``error`` itself, where no worker was lost or hangs, somebody wants the run to stop, or there were ``most``.
         """
-        lost = isinstance(error, WorkerLostError) or (isinstance(error, DeadlineError) and self.built)
+        # places that the run has had, and that were there before it was built anew, are gone by the loss of a node
+        lost_places = isinstance(error, ResourceInsufficientError) and self.workers > 0
+        lost = isinstance(error, WorkerLostError) or (isinstance(error, DeadlineError) and self.built) or lost_places
         if not lost or self.stop.reason is not None or self.workers >= self.most:
             raise error
         self.workers, self.built = self.workers + 1, False

@@ -53,6 +53,7 @@ from megarl.config.rules.view import View
 from megarl.config.validate import validate_config
 from megarl.data.datasets import Dataset
 from megarl.data.sampler import MixtureSampler, ResumableSampler, Sampler
+from megarl.distributed.deadlines import keeping_durations
 from megarl.distributed.shared_memory import SharedMemoryWatch
 from megarl.errors import ConfigError, MegarlError, MicroBatchMemoryError, Violation
 from megarl.observe.console import TrainingConsole
@@ -112,10 +113,11 @@ def run(config: Config, make_policy: PolicyFactory | None = None, stop_at: float
     with ExitStack() as stack:
         lock = _lock(run_dir, "run_dir", stack)
         attempt = this_attempt()
+        stack.enter_context(keeping_durations())
         stop = stack.enter_context(listening_for_stop(run_dir, attempt, time_left(stop_at)))
         check_engine(config)
         if make_policy is None:
-            start_ray(stack)
+            start_ray(stack, config["deadlines"]["init_s"])
         inputs = read_inputs(config, stack)
         manager = _open_checkpoints(config["checkpointing"], lock, run_dir, stack)
         start = find_resume_point(manager, config["checkpointing"]["resume"]) if manager is not None else ResumePoint()

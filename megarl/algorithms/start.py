@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -66,15 +67,20 @@ _ray_start = {"seconds": 0.0}
 """What the start of Ray took of ``deadlines.init_s`` in this process."""
 
 
-def start_ray(stack: ExitStack) -> None:
+def start_ray(stack: ExitStack, timeout_s: float = math.inf) -> None:
     """Start Ray, unless it runs already; the stack ends it. Meanwhile, what the driver needs next is imported.
 
     Ray's start is waiting for processes, and importing is computing, so that both together take as long as the longer one.
     From then on, this process ends with an exit code, and its launch with a reason, when Ray's control process or the raylet of its node is
     lost.
 
+    Args:
+        stack: ends it.
+        timeout_s: ``deadlines.init_s``, of which the workers have what is left.
+
     Raises:
         ClusterError: Ray does not start.
+        DeadlineError: its start hangs.
     """
     import ray
 
@@ -88,7 +94,7 @@ def start_ray(stack: ExitStack) -> None:
     try:
         if not ray.is_initialized():
             stack.callback(shutdown_ray)
-            init_ray()
+            init_ray(timeout_s=timeout_s)
             _ray_start["seconds"] = time.monotonic() - begun
             if ray.is_initialized():
                 stack.callback(RayWatch(ray.get_runtime_context().gcs_address).close)
@@ -165,7 +171,7 @@ def start_policy(
         beside: a model that was started before, whose bundles this one shares; None reserves bundles for all models of the run.
         trains: False for a policy alone, which nobody trains.
     """
-    start_ray(stack)
+    start_ray(stack, config["deadlines"]["init_s"])
     import ray
 
     from megarl.distributed.deadlines import PhaseDeadlines
@@ -179,18 +185,19 @@ def start_policy(
     else:
         cluster = beside.worker_group.cluster
     trains = trains and role.is_trained
+    name = POLICY_WORKERS if role == ACTOR else role.name
     policy = Policy(
         cluster,
         at(config, role.section),
         tokenizer,
-        name_prefix=POLICY_WORKERS if role == ACTOR else role.name,
+        name_prefix=name,
         weights_path=_text(start.weights_path(role)),
         init_optimizer=trains,
         optimizer_path=_text(start.optimizer_path(role)) if trains else None,
         init_reference_model=trains and role == ACTOR and has_reference_policy(config),
         seed=config["seed"],
         init_timeout_s=_init_seconds(config["deadlines"], start),
-        deadlines=PhaseDeadlines.of(config["deadlines"]),
+        deadlines=PhaseDeadlines.of(config["deadlines"], name),
         check_collectives=config["debug"]["collectives"],
     )
     stack.callback(policy.shutdown)
@@ -247,6 +254,21 @@ def _training_cluster(config: Mapping[str, Any], models: int) -> RayVirtualClust
     )
 
 
+def _engine_cluster(config: Mapping[str, Any], use_gpus: bool) -> RayVirtualCluster | None:
+    """The bundles of engines apart from the policy, which nothing has reserved yet; None where there are none."""
+    from megarl.distributed.virtual_cluster import RayVirtualCluster
+
+    own = generation_shape(View(config)) if engine_of(config) is not None else None
+    if own is None:
+        return None
+    return RayVirtualCluster(
+        [own[1]] * own[0],
+        use_gpus=use_gpus,
+        num_gpus_per_node=config["cluster"]["gpus_per_node"],
+        name=f"{algorithm_class(config['algorithm']).section()}-generation",
+    )
+
+
 def watched_memory() -> SharedMemoryWatch:
     """A watch over the object store of the Ray that runs, if it does. One that is larger than the room went elsewhere, as Ray says."""
     import ray
@@ -277,15 +299,19 @@ def decided_device(config: Mapping[str, Any]) -> str:
 
 
 def check_places(config: Mapping[str, Any]) -> None:
-    """Look whether the living nodes have places for a run's models, after some were lost; all is well where no Ray runs.
+    """Look whether the living nodes have places for a run's models and engines, after some were lost; all is well where no Ray runs.
 
     Raises:
         ResourceInsufficientError: they have not.
     """
     import ray
 
+    from megarl.distributed.virtual_cluster import check_places_together
+
     if ray.is_initialized():
-        _training_cluster(config, len(model_roles(config))).check_places()
+        training = _training_cluster(config, len(model_roles(config)))
+        apart = _engine_cluster(config, training.use_gpus)
+        check_places_together([training] if apart is None else [training, apart])
 
 
 def start_engines(config: Config, policy: Policy, stack: ExitStack) -> Refit | None:
@@ -300,16 +326,11 @@ def start_engines(config: Config, policy: Policy, stack: ExitStack) -> Refit | N
     if kind is None:
         return None
     from megarl.algorithms.refit import Refit
-    from megarl.distributed.virtual_cluster import RayVirtualCluster
 
-    cluster, own = policy.worker_group.cluster, generation_shape(View(config))
+    cluster = policy.worker_group.cluster
+    own = _engine_cluster(config, cluster.use_gpus)
     if own is not None:
-        cluster = RayVirtualCluster(
-            [own[1]] * own[0],
-            use_gpus=cluster.use_gpus,
-            num_gpus_per_node=config["cluster"]["gpus_per_node"],
-            name=f"{algorithm_class(config['algorithm']).section()}-generation",
-        )
+        cluster = own
         stack.callback(cluster.shutdown)
     colocated = own is None
 
@@ -319,7 +340,7 @@ def start_engines(config: Config, policy: Policy, stack: ExitStack) -> Refit | N
         return generation
 
     engines = started_on_empty_devices(policy if colocated else None, start)
-    return Refit(policy, engines, colocated, max_restarts=config["cluster"]["max_engine_restarts"])
+    return Refit(policy, engines, colocated, max_restarts=config["cluster"]["max_engine_restarts"], lost_nodes=cluster.lost_nodes)
 
 
 def _text(path: Path | None) -> str | None:

@@ -307,7 +307,8 @@ class ClusterConfig(TypedDict):
 class DeadlinesConfig(TypedDict):
     """Deadlines config: how long a phase may take, in seconds; a phase that takes longer ends the run with exit code 4, and with the stacks
     of the workers. A phase has ``multiple`` times the slowest of its last ten, at least ``least_s`` and at most its own key; the first
-    time, of which nothing is measured, it has its own key."""
+    time, of which nothing is measured, it has ``first_s``. Workers that are stopped, or that all stand still, are not given so long, see
+    ``least_s``."""
 
     init_s: NotRequired[
         Annotated[
@@ -325,10 +326,24 @@ class DeadlinesConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "what a phase has at least once it was measured, unless its own key is less; and after so long without an answer somebody "
-                "looks whether a worker's process is stopped, which ends the run at once.",
+                "what a phase has at least once it was measured, unless its own key is less; and after so long without an answer a phase "
+                "is given up, whatever it has left, where the process of a worker is stopped, or where all that do not answer have stood "
+                "still for three quarters of it: at one place, without use of the processor, of files and of disks, their children too. "
+                "Only a refit, in which they wait for engines, is not given up for standing still.",
                 ABOVE_0,
                 default=300.0,
+            ),
+        ]
+    ]
+    first_s: NotRequired[
+        Annotated[
+            float,
+            Key(
+                "what the first time of a phase has, in which workers compile and allocate, unless its own key is less; where workers were "
+                "built anew, ``multiple`` times the slowest first time before them in the launch instead, as for other times. It is what "
+                "finds ranks in a first step that compute for ever, or wait for a GPU, which keeps a processor busy.",
+                ABOVE_0,
+                default=1800.0,
             ),
         ]
     ]

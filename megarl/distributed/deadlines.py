@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -116,26 +117,73 @@ class Call:
         return ", ".join(parts)
 
 
+@dataclass
+class _Durations:
+    """What a phase has taken, seconds.
+
+    Attributes:
+        last: the last ten times.
+        first: by method, the slowest of the times that were the first one of new workers, which compile, allocate and connect.
+    """
+
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    first: dict[str, float] = field(default_factory=dict)
+
+
+_Measured = dict[str, _Durations]
+_kept: dict[str, _Measured] | None = None
+
+
+@contextlib.contextmanager
+def keeping_durations() -> Iterator[None]:
+    """Inside, a group of workers that is built anew knows what the phases of the group of its name took before it: one launch."""
+    global _kept
+    before, _kept = _kept, {}
+    try:
+        yield
+    finally:
+        _kept = before
+
+
 class PhaseDeadlines:
     """How long a call may take: ``multiple`` times the slowest of the last ten of its phase, at least ``least_s``, at most the limit of the
     phase.
 
-    A phase that was not gone through yet has its limit: nothing is known of it. Other methods than those of phases have that of a step.
+    The first call of a method of new workers counts apart, because that is when they compile and allocate, which may take many times a
+    usual pass: it may take ``multiple`` times the slowest first call before, too. Where none was measured it has ``first_s``, at most the
+    limit of the phase. A bound of ``least_s`` would end healthy runs there; that workers stand still is seen after ``look_s`` all the
+    same. Other methods than those of phases have the limit of a step.
 
     Args:
         limits: seconds by phase; one that is absent has the limit of a step.
-        least_s, multiple: see above.
+        least_s, multiple, first_s: see above.
+        measured: of workers before these, which it takes over and goes on with; None where there were none.
     """
 
-    def __init__(self, limits: Mapping[str, float], least_s: float, multiple: float) -> None:
-        self._limits, self._least_s, self._multiple = dict(limits), least_s, multiple
-        self._last: dict[str, deque[float]] = {}
-        self._counted: dict[str, Call] = {}
+    def __init__(
+        self,
+        limits: Mapping[str, float],
+        least_s: float,
+        multiple: float,
+        first_s: float = math.inf,
+        measured: _Measured | None = None,
+    ) -> None:
+        self._limits, self._least_s, self._multiple, self._first_s = dict(limits), least_s, multiple, first_s
+        self._measured: _Measured = {} if measured is None else measured
+        self._seen: set[tuple[str, str]] = set()
+        self._counted: dict[str, tuple[Call, bool]] = {}
 
     @classmethod
-    def of(cls, section: Mapping[str, float]) -> PhaseDeadlines:
-        """As the section ``deadlines`` of a configuration says."""
-        return cls({phase: section[f"{phase}_s"] for phase in PHASES}, section["least_s"], section["multiple"])
+    def of(cls, section: Mapping[str, float], name: str = "") -> PhaseDeadlines:
+        """As the section ``deadlines`` of a configuration says.
+
+        Args:
+            section: of the configuration.
+            name: of the group of workers, by which ``keeping_durations`` keeps what is measured; "" keeps nothing.
+        """
+        measured = _kept.setdefault(name, {}) if _kept is not None and name else None
+        limits = {phase: section[f"{phase}_s"] for phase in PHASES}
+        return cls(limits, section["least_s"], section["multiple"], section["first_s"], measured)
 
     @property
     def longest_s(self) -> float:
@@ -144,20 +192,43 @@ class PhaseDeadlines:
 
     @property
     def look_s(self) -> float:
-        """After how many seconds without an answer somebody looks whether the processes still run."""
+        """After how many seconds without an answer workers are given up that are stopped, or that all stand still."""
         return self._least_s
+
+    def new_workers(self) -> None:
+        """The workers are new ones: each of their methods is called for the first time again."""
+        self._seen.clear()
+        self._counted.clear()
 
     def bound_s(self, call: Call) -> float:
         """What a call may take, seconds from its beginning on."""
-        limit = self._limits.get(call.phase, self._limits[STEP])
-        last = self._last.get(call.phase)
-        return min(max(self._least_s, self._multiple * max(last)), limit) if last else limit
+        return self._bound(call)[0]
+
+    def key(self, call: Call) -> str:
+        """The configuration key that ``bound_s`` comes from."""
+        return f"deadlines.{self._bound(call)[1]}"
+
+    def _bound(self, call: Call) -> tuple[float, str]:
+        phase = call.phase if call.phase in self._limits else STEP
+        limit = self._limits[phase], f"{phase}_s"
+        durations = self._measured.get(call.phase, _Durations())
+        known = list(durations.last)
+        if (call.phase, call.method) not in self._seen:
+            if call.method not in durations.first:
+                return min((self._first_s, "first_s"), limit)
+            known.append(durations.first[call.method])
+        return min(max((self._least_s, "least_s"), (self._multiple * max(known), "multiple")), limit)
 
     def took(self, call: Call, seconds: float) -> None:
         """Note what a call took that went well; one that is waited for in parts counts once."""
-        last = self._last.setdefault(call.phase, deque(maxlen=_REMEMBERED))
-        if self._counted.get(call.phase) is call:
-            last[-1] = max(last[-1], seconds)
+        durations = self._measured.setdefault(call.phase, _Durations())
+        counted, is_first = self._counted.get(call.phase, (None, False))
+        if counted is call:
+            durations.last[-1] = max(durations.last[-1], seconds)
         else:
-            last.append(seconds)
-        self._counted[call.phase] = call
+            durations.last.append(seconds)
+            is_first = (call.phase, call.method) not in self._seen
+        if is_first:
+            durations.first[call.method] = max(durations.first.get(call.method, 0.0), seconds)
+        self._seen.add((call.phase, call.method))
+        self._counted[call.phase] = call, is_first

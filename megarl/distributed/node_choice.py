@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megarl.errors import ClusterError
 
@@ -27,6 +27,13 @@ class RayNode:
     node_id: str
     total: Mapping[str, float] = field(default_factory=dict)
     free: Mapping[str, float] = field(default_factory=dict)
+
+    def without(self, bundle: Mapping[str, float], count: int) -> RayNode:
+        """The node, some bundles of which are somebody else's."""
+        total, free = (
+            {kind: amount - count * bundle.get(kind, 0.0) for kind, amount in amounts.items()} for amounts in (self.total, self.free)
+        )
+        return replace(self, total=total, free=free)
 
 
 def choose_nodes(counts: Sequence[int], bundle: Mapping[str, float], nodes: Sequence[RayNode]) -> list[RayNode]:

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import ipaddress
 import logging
+import math
 import os
 import secrets
 import signal
@@ -27,7 +28,7 @@ import ray
 
 from megarl import env
 from megarl.distributed.ray_processes import LocalRay
-from megarl.errors import ClusterError, DeadlineError
+from megarl.errors import ClusterError, DeadlineError, MegarlError
 from megarl.time_limit import OutOfTimeError, time_limit
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_LOCAL_CPUS = 64
 
 INIT_SECONDS = 120.0
-"""How long each of the two tries of ``ray.init`` may take; Ray itself gives up on most of what can go wrong after 30 to 60 s."""
+"""How long each of the two tries of ``ray.init`` may take at most; Ray itself gives up on most of what can go wrong after 30 to 60 s."""
+_SHORTEST_TRY_S = 0.05
 TOLD_AFTER_SECONDS = 20.0
 """After which a start that is not done is told of, again and again."""
 
@@ -74,6 +76,7 @@ def init_ray(
     num_cpus: int | None = None,
     log_to_driver: bool = True,
     object_store_bytes: int | None = None,
+    timeout_s: float = math.inf,
 ) -> None:
     """Make Ray ready in this process; does nothing when it is ready already.
 
@@ -85,20 +88,23 @@ def init_ray(
         num_cpus: worker slots of a local Ray, which may be more than it has cores; None gives 64 or the number of cores, whichever is more.
         log_to_driver: show what workers print in the driver's output.
         object_store_bytes: size of a local Ray's object store in bytes; None lets Ray choose.
+        timeout_s: for all tries together, of which each has at most ``INIT_SECONDS``.
 
     Raises:
         ClusterError: nothing answers at ``RAY_ADDRESS``, or the local Ray does not start.
+        DeadlineError: the start hangs, so that another one may well succeed.
     """
     if ray.is_initialized():
         return
+    end = time.monotonic() + timeout_s
     env.set_variables({"RAY_USAGE_STATS_ENABLED": "0"})
     runtime_env: dict[str, Any] = {"env_vars": forwarded_environment()}
     address = env.text("RAY_ADDRESS")
     with _termination_handler_kept():
         if address is not None and address != "local":
-            _attach(address, runtime_env, log_to_driver)
+            _attach(address, runtime_env, log_to_driver, end)
         else:
-            _start_local(log_dir, num_cpus, log_to_driver, object_store_bytes, runtime_env)
+            _start_local(log_dir, num_cpus, log_to_driver, object_store_bytes, runtime_env, end)
 
 
 class _Local:
@@ -137,32 +143,35 @@ def _termination_handler_kept() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _init_with_one_retry(options: Mapping[str, Any]) -> None:
+def _init_with_one_retry(options: Mapping[str, Any], end: float) -> None:
     """``ray.init``, and once more where it failed: on a busy machine one of Ray's processes may come too late for the others."""
     try:
-        _init_in_time(options)
+        _init_in_time(options, end)
     except Exception as error:
+        if time.monotonic() >= end:
+            raise
         logger.warning("Ray did not start (%s); trying once more, with new processes", error)
-        _init_in_time(options)
+        _init_in_time(options, end)
 
 
-def _init_in_time(options: Mapping[str, Any]) -> None:
-    """``ray.init`` under a deadline. Of a try that failed no process of Ray is left."""
+def _init_in_time(options: Mapping[str, Any], end: float) -> None:
+    """``ray.init`` under a deadline, which is before ``end`` in monotonic seconds. Of a try that failed no process of Ray is left."""
+    seconds = max(min(INIT_SECONDS, end - time.monotonic()), _SHORTEST_TRY_S)
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     logs = options.get("_temp_dir", "its temporary directory on the head node")
     try:
-        with _told_of_waiting(logs), time_limit(INIT_SECONDS):
+        with _told_of_waiting(logs, seconds), time_limit(seconds):
             ray.init(**options)
     except BaseException as error:
         ray.shutdown()
         _end_processes_of_ray(others)
         if isinstance(error, OutOfTimeError):
-            raise DeadlineError(f"ray.init did not come back within {INIT_SECONDS:g} s") from None
+            raise DeadlineError(f"ray.init did not come back within {seconds:g} s") from None
         raise
 
 
 @contextlib.contextmanager
-def _told_of_waiting(logs: str) -> Iterator[None]:
+def _told_of_waiting(logs: str, seconds: float) -> Iterator[None]:
     """Log from time to time that a start is still waited for, and where Ray's logs are."""
     done, begun = threading.Event(), time.monotonic()
 
@@ -172,7 +181,7 @@ def _told_of_waiting(logs: str) -> Iterator[None]:
                 "Ray has not started after %.0f s; waiting at most %g s for its processes (gcs_server, raylet and the raylet's agents). "
                 "Their logs: the newest session in %s",
                 time.monotonic() - begun,
-                INIT_SECONDS,
+                seconds,
                 logs,
             )
 
@@ -206,18 +215,29 @@ def _is_of_ray(process: psutil.Process) -> bool:
     return "ray::" in words or "/ray/" in words
 
 
-def _attach(address: str, runtime_env: dict[str, Any], log_to_driver: bool) -> None:
+def _failure(error: Exception) -> type[MegarlError]:
+    """Of a start: one that hangs, which Ray says by a plain Exception where it finds that itself, or one that something is wrong with."""
+    return DeadlineError if isinstance(error, TimeoutError) or "timed out" in str(error) else ClusterError
+
+
+def _attach(address: str, runtime_env: dict[str, Any], log_to_driver: bool, end: float) -> None:
+    options = {"address": address, "runtime_env": runtime_env, "log_to_driver": log_to_driver, "logging_level": logging.WARNING}
     try:
-        _init_in_time({"address": address, "runtime_env": runtime_env, "log_to_driver": log_to_driver, "logging_level": logging.WARNING})
+        _init_in_time(options, end)
     except Exception as error:
-        raise ClusterError(
+        raise _failure(error)(
             f"RAY_ADDRESS = {address!r}: no Ray cluster can be joined there ({error}). "
             "Fix: start it (ray start --head), correct RAY_ADDRESS, or unset RAY_ADDRESS to run a local Ray"
         ) from error
 
 
 def _start_local(
-    log_dir: str | None, num_cpus: int | None, log_to_driver: bool, object_store_bytes: int | None, runtime_env: dict[str, Any]
+    log_dir: str | None,
+    num_cpus: int | None,
+    log_to_driver: bool,
+    object_store_bytes: int | None,
+    runtime_env: dict[str, Any],
+    end: float,
 ) -> None:
     if num_cpus is not None and num_cpus < 1:
         raise ClusterError(f"num_cpus = {num_cpus}: a local Ray needs at least 1. Fix: pass the number of ranks")
@@ -242,11 +262,11 @@ def _start_local(
     }
     try:
         with _loopback_only(), local.own_sessions():
-            _init_with_one_retry(options)
+            _init_with_one_retry(options, end)
     except Exception as error:
         local.keep_files()
         # Ray raises plain Exceptions where a process of its own does not come up
-        raise ClusterError(
+        raise _failure(error)(
             f"a local Ray with {slots} slots did not start ({error}). Fix: see its logs in {local.directory}, which you may remove"
         ) from error
     address = ray.util.get_node_ip_address()

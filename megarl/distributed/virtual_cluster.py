@@ -9,7 +9,8 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import ray
@@ -17,8 +18,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from typing_extensions import TypedDict
 
-from megarl.distributed.node_choice import ResourceInsufficientError, choose_nodes
-from megarl.distributed.ray_nodes import alive_nodes
+from megarl.distributed.node_choice import RayNode, ResourceInsufficientError, choose_nodes
+from megarl.distributed.ray_nodes import alive_nodes, lost_node_name
 from megarl.distributed.ray_runtime import init_ray, is_single_host
 from megarl.errors import ConfigError, DeadlineError, StateError
 
@@ -143,6 +144,7 @@ class RayVirtualCluster:
         self._max_retries = max_retries
         self._ready_timeout_s = ready_timeout_s
         self._is_shut_down = False
+        self._nodes: set[str] = set()
 
     def world_size(self) -> int:
         """Number of bundles, that is of worker ranks of one group."""
@@ -173,21 +175,27 @@ class RayVirtualCluster:
             if not ray.is_initialized():
                 init_ray()
             attempts = 1 if is_single_host() else self._max_retries
-            _retry(self._check_resources, attempts, time.sleep)
+            _retry(lambda: self._check_resources(ray.cluster_resources()), attempts, time.sleep)
             self._placement_groups = self._reserve(strategy or self.placement_group_strategy, use_unified_pg)
         return self._placement_groups
 
-    def check_places(self) -> None:
-        """Look once whether the living nodes have the places, free or taken.
+    def check_places(self, nodes: Sequence[RayNode]) -> list[RayNode]:
+        """Look whether nodes have the places. Returns the nodes with what they have beside these.
 
         Raises:
             ResourceInsufficientError: they have not.
         """
-        self._check_resources()
-        self._places(self._bundle)
+        kinds = {kind for node in nodes for kind in node.total}
+        self._check_resources({kind: sum(node.total.get(kind, 0.0) for node in nodes) for kind in kinds})
+        places = [(count, node_id or nodes[0].node_id) for count, node_id in self._places(nodes)]
+        return [node.without(self._bundle, sum(count for count, node_id in places if node_id == node.node_id)) for node in nodes]
 
-    def _check_resources(self) -> None:
-        total = ray.cluster_resources()
+    def lost_nodes(self) -> list[str]:
+        """Names of the nodes that places were reserved on, and that are gone; none where all lie on the only node."""
+        names = map(lost_node_name, sorted(self._nodes))
+        return [name for name in names if name is not None]
+
+    def _check_resources(self, total: Mapping[str, float]) -> None:
         needed = {"CPU": self.world_size() * self.max_colocated_worker_groups}
         if self.use_gpus:
             needed["GPU"] = self.world_size()
@@ -211,6 +219,8 @@ class RayVirtualCluster:
         if unified:
             groups = [placement_group([dict(bundle) for _ in range(sum(counts))], strategy=strategy, name=f"{name}-unified")]
         else:
+            places = self._places(alive_nodes())
+            self._nodes = {node_id for _, node_id in places if node_id}
             groups = [
                 placement_group(
                     [dict(bundle) for _ in range(count)],
@@ -218,7 +228,7 @@ class RayVirtualCluster:
                     name=f"{name}-node{index}",
                     bundle_label_selector=[{_NODE_ID_LABEL: node_id}] * count if node_id else None,
                 )
-                for index, (count, node_id) in enumerate(self._places(bundle))
+                for index, (count, node_id) in enumerate(places)
             ]
         deadline = time.monotonic() + self._ready_timeout_s
         for group in groups:
@@ -237,13 +247,12 @@ class RayVirtualCluster:
         """What a bundle takes."""
         return {"CPU": self.max_colocated_worker_groups, **({"GPU": 1} if self.use_gpus else {})}
 
-    def _places(self, bundle: dict[str, int]) -> list[tuple[int, str | None]]:
+    def _places(self, nodes: Sequence[RayNode]) -> list[tuple[int, str | None]]:
         """Bundles of each node, and the node; None where there is but one, which then stands for all, as on a laptop."""
         counts = [count for count in self._bundle_ct_per_node_list if count > 0]
-        nodes = alive_nodes()
         if len(nodes) == 1:
             return [(count, None) for count in counts]
-        return [(count, node.node_id) for count, node in zip(counts, choose_nodes(counts, bundle, nodes), strict=True)]
+        return [(count, node.node_id) for count, node in zip(counts, choose_nodes(counts, self._bundle, nodes), strict=True)]
 
     def get_master_address_and_port(self) -> tuple[str, int]:
         """Address of the node of bundle 0 and a port that was free there a moment ago. Worker groups keep a bound port instead."""
@@ -273,6 +282,17 @@ class RayVirtualCluster:
         # The interpreter may be half gone by now, and then Ray has freed everything.
         if sys is not None and not sys.is_finalizing():
             self.shutdown()
+
+
+def check_places_together(clusters: Sequence[RayVirtualCluster]) -> None:
+    """Look once whether the living nodes have the places of all these, free or taken, each cluster beside those before it.
+
+    Raises:
+        ResourceInsufficientError: they have not.
+    """
+    nodes = [replace(node, free=node.total) for node in alive_nodes()]
+    for cluster in clusters:
+        nodes = cluster.check_places(nodes)
 
 
 def _check_arguments(bundle_counts: list[int], use_gpus: bool, max_colocated: int, gpus_per_node: int, max_retries: int) -> None:

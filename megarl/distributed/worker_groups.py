@@ -18,7 +18,7 @@ import ray
 from ray import ObjectRefGenerator
 
 from megarl.distributed import run_secret
-from megarl.distributed.deadlines import Call, PhaseDeadlines
+from megarl.distributed.deadlines import REFIT, Call, PhaseDeadlines
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.ray_runtime import forwarded_environment
 from megarl.distributed.rendezvous import Endpoint
@@ -38,8 +38,9 @@ from megarl.distributed.worker_group_utils import (
 )
 from megarl.distributed.worker_launch import DEFAULT_INIT_TIMEOUT_S, RayWorkerBuilder, WorkerSpec, kill_actor, start_workers
 from megarl.distributed.worker_places import WorkerPlace, place_workers
-from megarl.distributed.worker_results import Deadline, WorkerRegistry, await_results, kill_processes
+from megarl.distributed.worker_results import Deadline, WorkerRegistry, await_results
 from megarl.distributed.worker_shell import WorkerHandle
+from megarl.distributed.worker_watch import kill_processes
 from megarl.errors import BatchError, ConfigError, MegarlError, StateError
 
 __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup", "WorkerHandle"]
@@ -129,6 +130,8 @@ class RayWorkerGroup:
         self._dp_leaders = _dp_leaders(places, sharding_annotations)
         specs = self._specs(places, dict(env_vars or {}))
         pending = start_workers(remote_worker_builder, specs, self._registry)
+        if deadlines is not None:
+            deadlines.new_workers()
         self._workers = pending.wait(init_timeout_s, None if deadlines is None else deadlines.look_s)
         self._endpoint = pending.endpoint
 
@@ -330,7 +333,9 @@ class RayWorkerGroup:
     def _deadline(self, call: Call | None, timeout_s: float | None) -> Deadline:
         if timeout_s is None and self._deadlines is not None:
             call = call or Call("", "")
-            return Deadline(self._deadlines.bound_s(call), begun=call.begun, look_s=self._deadlines.look_s)
+            seconds, key = self._deadlines.bound_s(call), self._deadlines.key(call)
+            # in a refit the ranks wait for engines, that another group or nobody looks at
+            return Deadline(seconds, begun=call.begun, key=key, look_s=self._deadlines.look_s, wait_for_others=call.phase == REFIT)
         return Deadline(self._call_timeout_s if timeout_s is None else timeout_s)
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float = 30.0, force: bool = False) -> bool:

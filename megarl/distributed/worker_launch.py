@@ -131,7 +131,7 @@ class PendingWorkers:
             MegarlError, WorkerError: a worker could not be made; see ``await_results``.
             DeadlineError: they were not ready after ``timeout_s`` seconds.
         """
-        deadline = Deadline(timeout_s, look_s=look_s)
+        deadline = Deadline(timeout_s, key="" if look_s is None else "deadlines.init_s", look_s=look_s)
         try:
             processes, requirements = self._inspect(deadline)
             self.endpoint = endpoint = self._meet(deadline)

@@ -6,21 +6,21 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray._private.state import actors
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.distributed.deadlines import Call
 from megarl.distributed.ray_nodes import lost_node_name
 from megarl.distributed.shared_memory import note_of_full_memory
 from megarl.distributed.worker_group_utils import format_coordinates
 from megarl.distributed.worker_shell import WorkerProcess
-from megarl.distributed.worker_stacks import STOPPED, ProcessLook, kill_worker, look_at
+from megarl.distributed.worker_stacks import STOPPED, ProcessLook
+from megarl.distributed.worker_watch import WorkerWatch, looks_at
 from megarl.errors import DeadlineError, MegarlError, StateError, WorkerError, WorkerLostError
 
 logger = logging.getLogger(__name__)
@@ -30,9 +30,6 @@ _ECHO_WAIT_S = 1.0
 # Ray's health check gives a silent node up after 15 s to 50 s.
 _CAUSE_WAIT_S = 60.0
 _DEATH_POLL_S = 0.2
-_STACKS_WAIT_S = 20.0
-_SURE_AFTER_S = 1.0
-"""A debugger or a shell may stop a process for a moment."""
 _MOST_CALLS = 65_536
 _FETCH_S = 10.0
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -50,14 +47,24 @@ class Deadline:
 
     Attributes:
         seconds: the bound.
-        look_s: after so many seconds without any answer somebody looks whether the processes still run; None never looks.
+        key: of the configuration, that the bound comes from; "" where it comes from the caller.
+        look_s: after so many seconds without any answer workers are given up that are stopped or stand still; None never looks.
+        wait_for_others: the workers may wait for somebody outside of their group, so that standing still is no reason.
     """
 
-    def __init__(self, seconds: float | None, *, begun: float | None = None, look_s: float | None = None) -> None:
+    def __init__(
+        self,
+        seconds: float | None,
+        *,
+        begun: float | None = None,
+        key: str = "",
+        look_s: float | None = None,
+        wait_for_others: bool = False,
+    ) -> None:
         """Args:
         begun: monotonic seconds from which on it counts, where that leaves a moment to fetch what is done; None for now.
         """
-        self.seconds, self.look_s = seconds, look_s
+        self.seconds, self.key, self.look_s, self.wait_for_others = seconds, key, look_s, wait_for_others
         now = time.monotonic()
         since = now if begun is None else begun
         self._end = None if seconds is None else max(since + seconds, now + min(seconds, _FETCH_S))
@@ -65,11 +72,6 @@ class Deadline:
     def left(self) -> float | None:
         """Seconds that are left, never negative."""
         return None if self._end is None else max(self._end - time.monotonic(), 0.0)
-
-    def until_look(self) -> float | None:
-        """Seconds until the end or the next look, whichever is first."""
-        left = self.left()
-        return left if self.look_s is None else self.look_s if left is None else min(left, self.look_s)
 
 
 class WorkerRegistry:
@@ -152,17 +154,22 @@ def await_results(references: Sequence[ray.ObjectRef[Any]], registry: WorkerRegi
         MegarlError: a worker raised one; the same class again, its message preceded by the worker's coordinates.
         WorkerError: a worker raised another exception (its ``__cause__``).
         WorkerLostError: a worker's process or node is gone.
-        DeadlineError: not all answered in time, or the process of one is stopped; the message has the stacks of those that still run.
+        DeadlineError: not all answered in time, the process of one is stopped, or all that do not answer stand still; the message has the
+            stacks of those that still run.
     """
     values: dict[ray.ObjectRef[Any], Any] = {}
     pending = list(dict.fromkeys(references))
+    watch = WorkerWatch(deadline.look_s, deadline.wait_for_others)
     while pending:
-        ready, pending = ray.wait(pending, num_returns=1, timeout=deadline.until_look())
-        if not ready and deadline.left() != 0 and not _any_is_stopped(pending, registry):
-            continue
+        times = [seconds for seconds in (deadline.left(), watch.until_look()) if seconds is not None]
+        ready, pending = ray.wait(pending, num_returns=1, timeout=min(times, default=None))
         if not ready:
+            reason = "" if deadline.left() == 0 else watch.give_up([registry.process(reference) for reference in pending])
+            if deadline.left() != 0 and not reason:
+                continue
             registry.set_unfinished(pending)
-            raise _deadline_error(pending, len(set(references)), registry, what, deadline)
+            raise _deadline_error(pending, len(set(references)), registry, what, deadline, reason)
+        watch.answered()
         more, pending = _drain(pending, 0.0)
         failures = _take(ready + more, values)
         if failures:
@@ -251,31 +258,23 @@ def _translate(label: str, error: RayError, what: str, also: str) -> MegarlError
     return WorkerError(f"{label} {what}: {type(cause).__name__}: {cause}{also}{trace}")
 
 
-def _any_is_stopped(pending: Sequence[ray.ObjectRef[Any]], registry: WorkerRegistry) -> bool:
-    """Whether the process of a worker that is waited for is stopped, now and a moment later: it will never answer."""
-    for _ in range(2):
-        looks = _looks_at([registry.process(reference) for reference in pending], with_stack=False)
-        if not any(look is not None and look.state == STOPPED for look in looks):
-            return False
-        time.sleep(_SURE_AFTER_S)
-    return True
-
-
 def _deadline_error(
-    pending: Sequence[ray.ObjectRef[Any]], total: int, registry: WorkerRegistry, what: str, deadline: Deadline
+    pending: Sequence[ray.ObjectRef[Any]], total: int, registry: WorkerRegistry, what: str, deadline: Deadline, reason: str
 ) -> DeadlineError:
+    """Of workers that were late, or, with a reason, given up before."""
     labels = [registry.label(reference) for reference in pending]
     processes = [registry.process(reference) for reference in pending]
-    looks = _looks_at(processes)
+    looks = looks_at(processes)
     details = "".join(_described(label, look) for label, look in zip(labels, looks, strict=True))
-    late = deadline.left() == 0
-    never_started = any(process is None for process in processes)
-    advice = (
-        "check that the cluster has free places for all workers" if never_started else "see below where they hang, or raise the timeout"
-    )
-    if not late:
-        advice = "see who stopped it; a new start goes on from the last checkpoint"
-    bound = f"did not answer within {deadline.seconds:g} s" if late and deadline.seconds is not None else "do not answer"
+    if not reason:
+        bound = f"did not answer within {deadline.seconds:g} s" if deadline.seconds is not None else "do not answer"
+        advice = f"see below where they hang, or raise {deadline.key or 'the timeout'}"
+    elif reason == STOPPED:
+        bound, advice = "do not answer", "see who stopped it; a new start goes on from the last checkpoint"
+    else:
+        bound, advice = f"do not answer and {reason}", "see below where they wait; a new start goes on from the last checkpoint"
+    if any(process is None for process in processes):
+        advice = "check that the cluster has free places for all workers"
     return DeadlineError(
         f"{what}: {len(pending)} of {total} workers {bound}: {', '.join(labels)}.{blame(labels, looks)} Fix: {advice}{details}"
     )
@@ -300,37 +299,6 @@ def _described(label: str, look: ProcessLook | None) -> str:
         return ""
     state = f"its process {look.state}\n" if look.state else ""
     return f"\n--- {label} ---\n{state}{look.stack}"
-
-
-def _looks_at(processes: Sequence[WorkerProcess | None], with_stack: bool = True) -> list[ProcessLook | None]:
-    """What is seen of workers, each on its own node; None for every one that cannot be had in time. Never raises."""
-    return _beside(processes, look_at, with_stack)
-
-
-def kill_processes(processes: Sequence[WorkerProcess]) -> None:
-    """End workers that Ray does not reach, each on its own node. Never raises."""
-    _beside(processes, kill_worker)
-
-
-def _beside(processes: Sequence[WorkerProcess | None], function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What a function finds that is called on the node of each process, with its number; None where that is not had in time."""
-    task = ray.remote(function)
-    references = {}
-    for index, process in enumerate(processes):
-        if process is not None:
-            where = NodeAffinitySchedulingStrategy(node_id=process.node_id, soft=False)
-            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": where}
-            references[task.options(**options).remote(process.process_id, *arguments)] = index
-    found: list[Any] = [None] * len(processes)
-    if not references:
-        return found
-    done, _ = ray.wait(list(references), num_returns=len(references), timeout=_STACKS_WAIT_S)
-    for reference in done:
-        try:
-            found[references[reference]] = ray.get(reference)
-        except RayError as error:
-            logger.warning("nothing is known of worker %d: %s", references[reference], error)
-    return found
 
 
 def _actor_of(reference: ray.ObjectRef[Any]) -> str:

@@ -1,4 +1,4 @@
-"""Python stacks and states of processes that hang, taken from outside: what the operator needs when a call passed its deadline.
+"""Python stacks, states and activity of processes, taken from outside: whether one that does not answer is at work, and where it hangs.
 
 A process that registers opens an unnamed file and lets ``faulthandler`` write all its threads' stacks there on SIGUSR2, which works also
 while it waits in C++ code or for the interpreter's lock. Another process of the same user finds the file in ``/proc``, sends the signal and
@@ -13,8 +13,11 @@ import functools
 import os
 import signal
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 _READ_WAIT_S = 2.0
 _LONGEST_STACK = 6000
@@ -25,6 +28,45 @@ _STATES = {"T": STOPPED, "Z": GONE, "X": GONE, "D": "waits for a disk or a netwo
 # what a thread's stack has that waits for other ranks, and what the one has that runs the worker's method
 _COLLECTIVES = ("torch/distributed/", "torch/nn/parallel/", "megatron/core/pipeline_parallel/p2p_communication.py")
 _METHOD = 'worker_shell.py", line'
+_MOST_CPU_SHARE = 0.05
+"""Of a processor, by a process at rest: Ray, gloo and NCCL have threads that wake now and then, and a loop may ask whether it may go on."""
+_MOST_BYTES = 1 << 20
+_MOST_FAULTS = 100
+_FAULTS, _CPU = slice(9, 11), slice(11, 15)
+"""Places in ``/proc/PID/stat`` behind the name: page faults that read a disk, and ticks of CPU, each with those of ended children."""
+_GOING_ON = ("R", "D")
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a process of this host and its descendants have done until now.
+
+    Attributes:
+        at: when that was, monotonic seconds of its host.
+        cpu_s: seconds of CPU, with those of descendants that have ended.
+        bytes: that they have read and written, by calls and on disks.
+        faults: pages that had to be read from a disk.
+        processes: their numbers.
+        goes_on: one of their threads runs, or would if it had a processor, or waits for a disk or a network file system.
+    """
+
+    at: float
+    cpu_s: float
+    bytes: int
+    faults: int
+    processes: frozenset[int]
+    goes_on: bool = False
+
+    def rested_since(self, before: Activity) -> bool:
+        """Whether nothing was done since ``before`` but what processes do that wait."""
+        return (
+            not (self.goes_on or before.goes_on)
+            and self.processes == before.processes
+            # less than before: somebody has ended
+            and 0 <= self.cpu_s - before.cpu_s <= _MOST_CPU_SHARE * (self.at - before.at)
+            and 0 <= self.bytes - before.bytes <= _MOST_BYTES
+            and 0 <= self.faults - before.faults <= _MOST_FAULTS
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +76,28 @@ class ProcessLook:
     Attributes:
         state: that keeps it from going on, as the end of a sentence; "" where it runs, sleeps or cannot be seen.
         stack: its threads' stacks, at most 6000 characters; "" where there is none.
+        activity: what it has done so far; None where that cannot be seen.
     """
 
     state: str
     stack: str = ""
+    activity: Activity | None = field(default=None, compare=False)
+
+    @property
+    def place(self) -> str:
+        """Where the thread is that runs the worker's method, as lines of its stack; "" where that is not known."""
+        blocks = self._method
+        # the first line says which thread has written it, which is another one at times
+        return blocks[-1].partition("\n")[2] if blocks else ""
+
+    @property
+    def _method(self) -> list[str]:
+        return [block for block in self.stack.split("\n\n") if _METHOD in block]
 
     @property
     def waits_for_others(self) -> bool | None:
         """Whether the worker's method is in a collective; None where no stack says so."""
-        blocks = [block for block in self.stack.split("\n\n") if _METHOD in block] or ([self.stack] if self.stack else [])
+        blocks = self._method or ([self.stack] if self.stack else [])
         return any(sign in blocks[-1] for sign in _COLLECTIVES) if blocks else None
 
 
@@ -68,9 +123,11 @@ def worker_of(process_id: int) -> str | None:
 
 
 def look_at(process_id: int, with_stack: bool = True) -> ProcessLook:
-    """State and, where it may still answer, the stacks of one process of this host."""
+    """State and, where it may still answer, the stacks of one process of this host, and its activity."""
     state = read_state(process_id)
-    return ProcessLook(state, read_stack(process_id) if with_stack and state not in (STOPPED, GONE) else "")
+    if not with_stack or state in (STOPPED, GONE):
+        return ProcessLook(state)
+    return ProcessLook(state, read_stack(process_id), read_activity(process_id))
 
 
 def kill_worker(process_id: int) -> None:
@@ -90,6 +147,42 @@ def read_state(process_id: int) -> str:
         return RUNS
     # the name before it may have brackets and spaces of its own
     return _STATES.get(stat.rpartition(")")[2].split()[0], RUNS)
+
+
+def read_activity(process_id: int) -> Activity | None:
+    """Of one process of this host; None where it is gone, or where there is no ``/proc``."""
+    at = time.monotonic()
+    try:
+        children = psutil.Process(process_id).children(recursive=True)
+        processes = frozenset({process_id, *(child.pid for child in children)})
+        own = [(_stat(Path(f"/proc/{each}/stat")), _bytes(each)) for each in processes]
+    except (psutil.Error, OSError):
+        return None
+    ticks = sum(sum(map(int, stat[_CPU])) for stat, _ in own)
+    faults = sum(sum(map(int, stat[_FAULTS])) for stat, _ in own)
+    goes_on = any(stat[0] in _GOING_ON for each in processes for stat in _threads(each))
+    return Activity(at, ticks / os.sysconf("SC_CLK_TCK"), sum(count for _, count in own), faults, processes, goes_on)
+
+
+def _stat(path: Path) -> list[str]:
+    # the name before it may have brackets and spaces of its own
+    return path.read_text().rpartition(")")[2].split()
+
+
+def _threads(process_id: int) -> Iterator[list[str]]:
+    with contextlib.suppress(OSError):
+        for path in Path(f"/proc/{process_id}/task").iterdir():
+            # threads come and go
+            with contextlib.suppress(OSError):
+                yield _stat(path / "stat")
+
+
+def _bytes(process_id: int) -> int:
+    """0 where it may not be seen."""
+    with contextlib.suppress(OSError):
+        counts = dict(line.split(": ") for line in Path(f"/proc/{process_id}/io").read_text().splitlines())
+        return sum(int(counts[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
+    return 0
 
 
 def read_stack(process_id: int) -> str:

@@ -61,7 +61,10 @@ KINDS: Mapping[str, Kind] = {
     "term": Kind("SIGTERM to the whole group of the driver", dict(_WHERE)),
     "gcs": Kind("SIGKILL to the control process of Ray", dict(_WHERE)),
     "node": Kind("SIGKILL to the raylet: the node is lost", dict(_WHERE)),
+    "stuck": Kind("a layer waits for ever on one rank, in a loop of Python", {"rank": "0", "step": "1"}, (ANY,), ("ranks",)),
 }
+STANDS_STILL = ("hang", "stuck")
+"""Kinds after which a rank does nothing any more, and is found by that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ class Fault:
         """
         if self.rank is None and self.kind == "kill":
             return SIGKILLED
-        if self.kind in ("kill", "hang"):
+        if self.kind in ("kill", *STANDS_STILL):
             return BACK if within else WorkerLostError.exit_code
         if self.kind == "eio" and self.on == READ:
             # the driver is killed first, so that another start reads
@@ -136,6 +139,7 @@ SIGKILLED = -9
 _ROWS = {
     "hang": "19",
     "slow": "19",
+    "stuck": "19",
     "nan": "11",
     "oom": "18",
     "disk_full": "5",
@@ -244,7 +248,7 @@ class Draw:
     async_save: bool
 
 
-_OFTEN = {"kill": 10, "hang": 3, "slow": 1, "nan": 1, "oom": 1, "disk_full": 1, "eio": 3, "term": 2, "gcs": 1, "node": 1}
+_OFTEN = {"kill": 10, "hang": 3, "slow": 1, "nan": 1, "oom": 1, "disk_full": 1, "eio": 3, "term": 2, "gcs": 1, "node": 1, "stuck": 1}
 
 
 def draw(seed: int, number: int, subjects: Sequence[tuple[int, int]], kinds: Sequence[str] = tuple(KINDS)) -> Draw:

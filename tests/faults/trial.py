@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megarl.checkpoint.manifest import verify
 from megarl.observe.launches import FINISHED, WORKERS, read_launches
-from tests.faults.fault import ANY, BACK, DRIVER, INIT, LASTING, READ, Fault
+from tests.faults.fault import ANY, BACK, DRIVER, INIT, LASTING, READ, STANDS_STILL, Fault
 from tests.faults.leftovers import Footprint
 from tests.faults.workers import phase_of, ranks_of, slow_down, step_of
 from tests.system.whole_runs import LONGEST_WAIT_S, ROOT, Launch, Launches, comparable, read_rows
@@ -247,7 +247,7 @@ class Trial:
     def _settings(self, faults: Sequence[Fault]) -> list[str]:
         settings = ["++checkpointing.save_period=1", "++checkpointing.keep_top_k=null", *self.overrides]
         settings.append(f"++cluster.max_restarts={len(faults) if self.within else 0}")
-        if any(fault.kind == "hang" for fault in faults):
+        if any(fault.kind in STANDS_STILL for fault in faults):
             settings.append(f"++deadlines.least_s={max(_DEADLINE_S, 3 * self.whole.step_s):g}")
         return settings
 
@@ -317,7 +317,7 @@ class Trial:
                 os.kill(pid, signal.SIGSTOP)
             case "slow":
                 slow_down(pid, fault.seconds)
-            case "nan" | "oom":
+            case "nan" | "oom" | "stuck":
                 (self.footprint.orders / f"{fault.kind}-{fault.rank}").touch()
             case "eio" if fault.on == READ:
                 launch.kill_when(lambda: True)
@@ -334,7 +334,7 @@ class Trial:
 
     def _await_recovery(self, launch: Launch, fault: Fault) -> None:
         """Wait until a launch has got over a fault that does not end it."""
-        if fault.kind not in ("kill", "hang"):
+        if fault.kind not in ("kill", *STANDS_STILL):
             self.old = ()
         else:
             self.restarts += 1
@@ -342,7 +342,7 @@ class Trial:
             launch.await_moment(lambda: self._recorded_restarts() == self.restarts)
             self.told.words.append(f"workers anew after {time.monotonic() - begun:.1f} s")
             reason = [restart.reason for each in read_launches(self.run_dir) for restart in each.restarts][-1]
-            expected = "DeadlineError" if fault.kind == "hang" else "WorkerLostError"
+            expected = "DeadlineError" if fault.kind in STANDS_STILL else "WorkerLostError"
             assert reason.startswith(expected), f"the restart says {reason!r}, not {expected}"
         if fault.kind == "eio":
             order = self.footprint.orders / f"eio-{fault.rank}"

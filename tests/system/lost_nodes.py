@@ -1,7 +1,7 @@
 """A program that starts Ray with several nodes on this host and trains over two of them: undisturbed, and with a node that is lost.
 
-``python -m tests.system.lost_nodes CONFIG DIRECTORY``: runs in ``DIRECTORY/whole`` and ``DIRECTORY/run``. Of the second one a node is
-removed after its first step; another one joins only then, so that its places are waited for.
+``python -m tests.system.lost_nodes CONFIG DIRECTORY [KEY=VALUE ...]``: runs in ``DIRECTORY/whole`` and ``DIRECTORY/run``. Of the second
+one a node is removed after its first step; another one joins only then, so that its places are waited for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOOK_S = 0.1
 JOINS_AFTER_S = 15.0
 
 
-def main(config_file: str, directory: Path) -> None:
+def main(config_file: str, directory: Path, *further: str) -> None:
     cluster = Cluster()
     add: Any = lambda name, cpus=1: cluster.add_node(  # noqa: E731
         num_cpus=cpus, node_name=name, include_dashboard=False, object_store_memory=80_000_000
@@ -35,7 +35,7 @@ def main(config_file: str, directory: Path) -> None:
     nodes = {name: add(name) for name in ("n1", "n2")}
     ray.init(address=cluster.address, log_to_driver=False)
     overrides = ["cluster.num_nodes=2", "cluster.gpus_per_node=1", "++cluster.max_restarts=1", "++cluster.device=cpu"]
-    overrides.append("policy.megatron_cfg.tensor_model_parallel_size=1")
+    overrides += ["policy.megatron_cfg.tensor_model_parallel_size=1", *further]
 
     # the node of Ray that the driver speaks to is on this host as well, and has to stay
     here = next(node["NodeName"] for node in ray.nodes() if node["NodeID"] == ray.get_runtime_context().get_node_id())
@@ -72,4 +72,4 @@ def main(config_file: str, directory: Path) -> None:
 if __name__ == "__main__":
     from tests.system import lost_nodes
 
-    lost_nodes.main(sys.argv[1], Path(sys.argv[2]))
+    lost_nodes.main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +99,19 @@ class PlainWorker:
             threading.Event().wait()
         return rank
 
+    def compute_for_ever(self, rank: int, way: str) -> None:
+        """Rank ``rank`` computes for ever, or a child of it does; the others wait for ever."""
+        if int(os.environ["RANK"]) != rank:
+            threading.Event().wait()
+        if way == "child":
+            subprocess.run([sys.executable, "-c", "while True: pass"], check=False)
+        while True:
+            hashlib.sha256(b"0" * 100_000)
+
+    def broadcast_weights_for_collective(self) -> None:
+        """Wait for engines that do not come."""
+        threading.Event().wait()
+
     def goodbye(self, directory: str) -> None:
         Path(directory, os.environ["RANK"]).touch()
 
@@ -143,6 +160,18 @@ class CollectiveWorker(PlainWorker):
         total = torch.tensor([value], dtype=torch.float64)
         torch.distributed.all_reduce(total)
         return float(total)
+
+    def sum_or_loop(self, looping_rank: int) -> float:
+        """One rank never comes to the sum: it waits for what nobody does."""
+        while self.rank == looping_rank:
+            time.sleep(0.02)
+        return self.sum(1.0)
+
+    def mismatched(self) -> None:
+        """Each waits for a message of another one that none sends."""
+        import torch
+
+        torch.distributed.recv(torch.zeros(3), src=1 - self.rank)
 
     def sum_or_fail(self, failing_rank: int, way: str) -> float:
         if self.rank == failing_rank:

@@ -29,6 +29,7 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
         "kill:rank=1,phase=train,step=2 kill:rank=0,phase=save,step=3",
         "kill:rank=0,phase=init kill:rank=driver,step=3",
         "hang:rank=1,phase=generate,step=2",
+        "stuck:rank=0,step=2",
         "slow:rank=0,step=2,seconds=3",
         "nan:rank=1,step=2",
         "oom:rank=0,step=2",

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from megarl.distributed import ray_runtime
-from megarl.errors import ClusterError
+from megarl.errors import DeadlineError
 from tests.system.whole_runs import Launches, make_material, write_config
 from tests.tiers import slow
 
@@ -54,7 +54,7 @@ def test_a_raylet_that_hangs_is_told_of_and_ended(
         patch.setattr("ray._private.services.RAYLET_EXECUTABLE", str(hanging))
         patch.setattr(ray_runtime, "INIT_SECONDS", 12.0)
         patch.setattr(ray_runtime, "TOLD_AFTER_SECONDS", 3.0)
-        with pytest.raises(ClusterError, match=r"a local Ray with 2 slots did not start .* Fix: "):
+        with pytest.raises(DeadlineError, match=r"a local Ray with 2 slots did not start .* Fix: "):
             ray_runtime.init_ray(num_cpus=2)
     local = ray_runtime._Local.present
     assert local is not None and list(local.directory.glob("session_*/logs")), "the logs that the message names"

@@ -19,9 +19,12 @@ import psutil
 import pytest
 
 from megarl import env
+from megarl.errors import DeadlineError
 from megarl.observe.launches import ENGINES, FINISHED, WORKERS, read_launches
 from megarl.watch.run_state import read_run_state
 from megarl.watch.status import as_plain
+from tests.faults.trial import SEAM
+from tests.faults.workers import ranks_of
 from tests.system.test_resume import check_same, something_to_lose
 from tests.system.whole_runs import ROOT, STEPS, Launch, Launches, Material, read_rows, write_config
 from tests.tiers import slow
@@ -30,15 +33,18 @@ from tests.toys.engine_actor import FAULTS
 # Several launches in one test: on a machine that does much else they take longer than the limit of other tests.
 pytestmark = [slow, pytest.mark.timeout(1800)]
 ENGINE = ROOT / "tests" / "toys" / "engine_actor.py"
-ON_TOY_ENGINE = [
-    f"policy.generation.backend={ENGINE}:KIND",
-    "++policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}",
-    "cluster.gpus_per_node=3",
+WITHOUT_VALIDATION = [
     "data.validation=null",
     "grpo.val_period=0",
     "grpo.val_at_start=false",
     "grpo.val_at_end=false",
     "checkpointing.metric_name=null",
+]
+ON_TOY_ENGINE = [
+    f"policy.generation.backend={ENGINE}:KIND",
+    "++policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}",
+    "cluster.gpus_per_node=3",
+    *WITHOUT_VALIDATION,
 ]
 SHORT_DEADLINES = ["++deadlines.step_s=25", "++deadlines.save_s=25"]
 
@@ -68,12 +74,20 @@ def workers(launch: Launch) -> list[int]:
     return sorted(pid for pid, name in launch.processes().items() if "WorkerShell" in name)
 
 
-def lose_worker(launch: Launch, happened: Callable[[], bool], number: int) -> None:
-    """Send one of the workers a signal at a moment; they are gone soon, or stand still."""
+def lose_worker(launch: Launch, happened: Callable[[], bool], number: int) -> int:
+    """Send one of the workers a signal at a moment; they are gone soon, or stand still. Returns its rank."""
     launch.await_moment(happened)
-    found = workers(launch)
-    assert len(found) == 2, found
-    os.kill(random.Random(len(launch.output())).choice(found), number)
+    found = ranks_of(launch)
+    assert len(found) == 2 and sorted(found) == workers(launch), found
+    rank = random.Random(len(launch.output())).randrange(2)
+    os.kill(found[rank], number)
+    return rank
+
+
+DEATH = re.compile(
+    r"WorkerLostError: \[pp0 dp0 cp0 tp(?P<rank>\d) \S+\] "
+    r"worker process died during (?P<phase>\w[\w ()]*), step (?P<step>\d+), of lm_policy"
+)
 
 
 def status_of(run_dir: Path) -> dict[str, object]:
@@ -138,8 +152,9 @@ def test_a_killed_worker_costs_a_restart_within_the_launch(
         "within a save": [launch.writing(2)],
         "two of three": [launch.logged(1), launch.logged(3)],
     }
+    ranks = []
     for number, happened in enumerate(kills[moment], 1):
-        lose_worker(launch, happened, signal.SIGKILL)
+        ranks.append(lose_worker(launch, happened, signal.SIGKILL))
         launch.await_moment(lambda number=number: launch.output().count(f"{STEPS} steps") == number + 1)
     pid = launch.process.pid
     assert launch.finish() == 0, launch.output()[-5000:]
@@ -149,7 +164,14 @@ def test_a_killed_worker_costs_a_restart_within_the_launch(
     assert [restart.what for restart in recorded.restarts] == [WORKERS] * len(kills[moment])
     steps = {"start of a step": [{2, 0}], "within a save": [{0, 2}], "two of three": [{0}, {2}]}[moment]
     assert all(restart.step in allowed for restart, allowed in zip(recorded.restarts, steps, strict=True)), recorded.restarts
-    assert all("worker process died" in restart.reason for restart in recorded.restarts)
+    deaths = [DEATH.match(restart.reason) for restart in recorded.restarts]
+    assert all(deaths), recorded.restarts
+    assert [int(death["rank"]) for death in deaths if death] == ranks
+    # the step that was logged, which goes on with its save, or one soon after: the kill may have come a little later
+    logged = {"start of a step": [2], "within a save": [2], "two of three": [1, 3]}[moment]
+    assert all(first <= int(death["step"]) <= first + 2 for first, death in zip(logged, deaths, strict=True) if death), recorded.restarts
+    if moment == "within a save":
+        assert all(death["phase"] == "save" for death in deaths if death and death["step"] == "2"), recorded.restarts
     told = status_of(run_dir)
     assert (told["engine_restarts"], told["worker_restarts"], told["restarts"]) == (0, len(kills[moment]), 0)
     assert read_rows(run_dir)[-1]["performance/worker_restarts"] == len(kills[moment])
@@ -165,6 +187,23 @@ def test_a_worker_that_stands_still_is_replaced(whole: Path, material: Material,
     check_same(run_dir, whole)
     [restart] = read_launches(run_dir)[0].restarts
     assert restart.what == WORKERS and restart.step is not None and restart.step >= 2 and restart.reason.startswith("DeadlineError")
+
+
+def test_a_rank_that_waits_for_ever_in_the_first_step_ends_the_launch(material: Material, launches: Launches, tmp_path: Path) -> None:
+    """In a loop of Python in a layer, with nothing measured, and every deadline far away. The other rank waits in a collective."""
+    run_dir, orders = tmp_path / "run", tmp_path / "orders"
+    orders.mkdir()
+    (orders / "stuck-1").touch()
+    config = write_config(tmp_path / "run.yaml", "grpo", material)
+    changed = {"MEGARL_TEST_FAULTS": str(orders), "PYTHONPATH": os.pathsep.join([str(SEAM), str(ROOT)])}
+    launch = launches.start(config, run_dir, ["++cluster.max_restarts=0", "++deadlines.least_s=16"], changed)
+    assert launch.finish() == DeadlineError.exit_code == 4, launch.output()[-5000:]
+    [recorded] = read_launches(run_dir)
+    said = r"DeadlineError: train, step 1, of lm_policy: 2 of 2 workers do not answer and stand still, for at least 12 s: "
+    assert re.match(said, recorded.outcome or ""), recorded.outcome
+    assert re.search(r"In no collective, while 1 others wait in one: \[pp0 dp0 cp0 tp1 ", launch.output())
+    assert "in spoil" in launch.output(), "the stack of the rank that waits"
+    assert not any(orders.iterdir()) and not recorded.restarts
 
 
 def test_in_the_end_the_launcher_starts_it_again(whole: Path, material: Material, launches: Launches, tmp_path: Path) -> None:
@@ -196,11 +235,16 @@ def test_nothing_of_lost_workers_is_left(material: Material, launches: Launches,
     assert {path for path in set(Path("/dev/shm").iterdir()) - files if path.owner() == Path("/proc/self").owner()} == set()
 
 
-def test_a_lost_node_is_replaced_by_one_that_joins(material: Material, tmp_path: Path) -> None:
-    """Two nodes of Ray on this host, a rank on each. What takes the lost one's place comes later, and is waited for."""
+@pytest.mark.parametrize("apart", [False, True], ids=["training", "an engine apart"])
+def test_a_lost_node_is_replaced_by_one_that_joins(apart: bool, material: Material, tmp_path: Path) -> None:
+    """Two nodes of Ray on this host, a rank on each, or a rank on one and an engine on the other. What takes the lost one's place comes
+    later, and is waited for."""
     config = write_config(tmp_path / "run.yaml", "grpo", material)
     variables = {name: value for name, value in env.snapshot().items() if not name.startswith("RAY_")}
     command = [sys.executable, "-m", "tests.system.lost_nodes", str(config), str(tmp_path)]
+    if apart:
+        kind, resources = f"{ENGINE}:PLACED", "{enabled: false, resources: {num_nodes: 1, gpus_per_node: 1}}"
+        command += [f"policy.generation.backend={kind}", f"++policy.generation.colocated={resources}", *WITHOUT_VALIDATION]
     done = subprocess.run(command, cwd=ROOT, env={**variables, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
     told = re.search(r"codes \[0, 0\] without (n[12]): \['head', 'n[12]', 'n3'\]", done.stdout)
     assert told, done.stdout[-3000:] + done.stderr[-5000:]

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import ray
 
 import megarl
+from megarl.distributed.node_choice import RayNode
 from megarl.distributed.ray_runtime import forwarded_environment, init_ray, is_single_host
-from megarl.distributed.virtual_cluster import PY_EXECUTABLES, RayVirtualCluster, ResourceInsufficientError, _retry
+from megarl.distributed.virtual_cluster import (
+    PY_EXECUTABLES,
+    RayVirtualCluster,
+    ResourceInsufficientError,
+    _retry,
+    check_places_together,
+)
 from megarl.errors import ClusterError, ConfigError, DeadlineError, StateError
 
 
@@ -104,6 +112,35 @@ def test_places_in_use_pass_the_deadline_and_are_not_kept(local_ray: int) -> Non
 def test_bad_arguments(arguments: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RayVirtualCluster(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "enough"),
+    [
+        # training takes two ranks on each of two nodes, engines three on one
+        ((2, 2, 3), True),
+        ((5, 2), True),
+        ((2, 2), False),
+        ((2, 3), False),
+        ((3, 3, 1), False),
+        ((2, 1, 3), False),
+        ((0, 2, 5), True),
+    ],
+)
+def test_places_are_counted_for_training_and_engines_together(local_ray: int, sizes: tuple[int, ...], enough: bool) -> None:
+    nodes = [RayNode(f"n{index}", f"id-{index}", {"CPU": size}, {"CPU": size}) for index, size in enumerate(sizes)]
+    training, engines = (RayVirtualCluster(counts, use_gpus=False) for counts in ([2, 2], [3]))
+    with nullcontext() if enough else pytest.raises(ResourceInsufficientError):
+        left = engines.check_places(training.check_places(nodes))
+        assert sum(node.total["CPU"] for node in left) == sum(sizes) - 7
+
+
+def test_places_are_counted_on_the_only_node(local_ray: int) -> None:
+    """What lies there all the time is not counted twice, and no rank has a node of its own."""
+    training, engines, more = (RayVirtualCluster(counts, use_gpus=False) for counts in ([8, 8], [8], [9]))
+    check_places_together([training, engines])
+    with pytest.raises(ResourceInsufficientError, match=r"needs 9 CPUs .*the Ray cluster has 8"):
+        check_places_together([training, more])
 
 
 def test_cpu_nodes_may_hold_more_ranks_than_gpus_a_node() -> None:

@@ -21,7 +21,7 @@ import torch
 
 from megarl.distributed import worker_groups
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.distributed.deadlines import PHASES, PhaseDeadlines, at_step
+from megarl.distributed.deadlines import PHASES, Call, PhaseDeadlines, at_step
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
@@ -32,6 +32,10 @@ SAMPLES = "tests.system.sample_workers"
 POLICY_AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
 # A bound that no healthy run comes near, so that a hang ends the test.
 PATIENCE_S = 120.0
+# in which nothing is left of a driver that was killed
+PROMISED_S = 30.0
+# after which ranks are looked at that do not answer
+STILL_S = 3.0
 
 
 @contextmanager
@@ -54,8 +58,8 @@ def group_of(
         cluster.shutdown()
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + PATIENCE_S
+def wait_until(condition: Callable[[], bool], what: str, longest_s: float = PATIENCE_S) -> None:
+    end = time.monotonic() + longest_s
     while not condition():
         assert time.monotonic() < end, what
         time.sleep(0.05)
@@ -310,9 +314,13 @@ def test_a_deadline_names_who_hangs_and_where(local_ray: int) -> None:
 
 
 def test_a_rank_that_is_stopped_is_found_before_its_deadline(local_ray: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the look at the processes, in a phase of which nothing is measured yet and whose limit is far away."""
+    """By the look at the processes, in the first call of new workers, whose bound is far away."""
     deadlines = PhaseDeadlines(dict.fromkeys(PHASES, PATIENCE_S), 1.0, 3.0)
+    for seconds in [PATIENCE_S, *[1.0] * 10]:
+        deadlines.took(Call.of("sum"), seconds)
+    assert deadlines.bound_s(Call.of("sum")) == 3.0
     with group_of([2], "CollectiveWorker", deadlines=deadlines) as group:
+        assert deadlines.bound_s(Call.of("sum")) == PATIENCE_S
         process_ids = group.get_all_worker_results(group.run_all_workers_single_data("process_id"))
         os.kill(process_ids[1], signal.SIGSTOP)
         begun = time.monotonic()
@@ -325,6 +333,43 @@ def test_a_rank_that_is_stopped_is_found_before_its_deadline(local_ray: int, mon
         monkeypatch.setattr(worker_groups, "_DEATH_WAIT_S", 1.0)
         group.shutdown()
         wait_until(lambda: all_gone(process_ids), "a stopped worker is left behind")
+
+
+@sampled(1)
+@pytest.mark.parametrize(
+    ("method", "arguments", "words"),
+    [
+        ("sum_or_loop", {"looping_rank": 1}, r" In no collective, while 1 others wait in one: \[rank1 "),
+        ("mismatched", {}, r"\. Fix: "),
+    ],
+)
+def test_ranks_that_stand_still_are_found_before_their_deadline(local_ray: int, method: str, arguments: dict[str, Any], words: str) -> None:
+    """In a phase of which nothing is measured yet, whose limit is far away: a loop that waits, and messages that nobody sends."""
+    deadlines = PhaseDeadlines(dict.fromkeys(PHASES, PATIENCE_S), STILL_S, 3.0)
+    with group_of([2], "CollectiveWorker", deadlines=deadlines) as group:
+        begun = time.monotonic()
+        expected = rf"^{method}, step 1, of sample: 2 of 2 workers do not answer and stand still, for at least 2.25 s: .*{words}"
+        with at_step(1), pytest.raises(DeadlineError, match=expected) as caught:
+            group.get_all_worker_results(group.run_all_workers_single_data(method, **arguments))
+        assert time.monotonic() - begun < PATIENCE_S / 2
+        assert f"in {method}" in str(caught.value)
+
+
+@sampled(1)
+@pytest.mark.parametrize(
+    ("method", "arguments", "key"),
+    [
+        ("compute_for_ever", {"rank": 1, "way": "itself"}, "step_s"),
+        ("compute_for_ever", {"rank": 1, "way": "child"}, "step_s"),
+        ("broadcast_weights_for_collective", {}, "refit_s"),
+    ],
+    ids=["computes", "a child computes", "waits for engines"],
+)
+def test_a_rank_that_may_come_to_an_end_has_its_deadline(local_ray: int, method: str, arguments: dict[str, Any], key: str) -> None:
+    """However long it is in the same place, and however still the others are."""
+    deadlines = PhaseDeadlines(dict.fromkeys(PHASES, 4 * STILL_S), STILL_S, 3.0)
+    with group_of([2], deadlines=deadlines) as group, pytest.raises(DeadlineError, match=rf"within 12 s: .* or raise deadlines\.{key}"):
+        group.get_all_worker_results(group.run_all_workers_single_data(method, **arguments))
 
 
 def test_a_constructor_that_fails_leaves_nothing(local_ray: int, tmp_path: Path) -> None:
@@ -467,11 +512,11 @@ def test_a_killed_driver_leaves_no_worker(tmp_path: Path) -> None:
         line = driver.stdout.readline()
         workers = [int(word) for word in line.split()]
         assert len(workers) == 2, driver.stderr.read() if driver.stderr and not line else line
-        # Ray's two agents try for a minute to tell a dead head of their end, and then go too.
-        family = [process.pid for process in psutil.Process(driver.pid).children(recursive=True) if "Agent" not in process.name()]
+        family = [process.pid for process in psutil.Process(driver.pid).children(recursive=True)]
         assert set(workers) < set(family)
         driver.send_signal(signal.SIGKILL)
-        wait_until(lambda: all_gone(family), "processes outlived their driver")
+        # by themselves Ray's two agents would try for a minute to tell a dead head of their end
+        wait_until(lambda: all_gone(family), "processes outlived their driver", PROMISED_S)
     finally:
         driver.kill()
         driver.communicate()

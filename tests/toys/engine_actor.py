@@ -58,19 +58,24 @@ def fail_where_told(method: str, number: int) -> None:
 
 
 class EngineInActor(RolloutEngine):
-    """One engine of one rank in a Ray actor."""
+    """One engine of one rank in a Ray actor, on a place of a cluster where one is given."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = config
+    def __init__(self, config: Mapping[str, Any], cluster: Any = None) -> None:
+        self.config, self.cluster = config, cluster
         self.info: dict[str, Any] | None = None
         self.refits = self.calls = 0
         self._start()
 
     def _start(self) -> None:
         import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self.hangs, self._connected, self._version = False, False, None
-        self.actor: Any = ray.remote(Served).options(num_cpus=0).remote(self.config)
+        options: dict[str, Any] = {"num_cpus": 0}
+        if self.cluster is not None:
+            [place] = self.cluster.get_placement_groups()
+            options = {"num_cpus": 1, "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=place)}
+        self.actor: Any = ray.remote(Served).options(**options).remote(self.config)
         if self.info is not None:
             self.results([self.actor.expect.remote(self.info)])
 
@@ -144,3 +149,4 @@ class EngineInActor(RolloutEngine):
 
 
 KIND = EngineKind("transformers in an actor", start=lambda cluster, config: EngineInActor(config))
+PLACED = EngineKind("transformers in an actor on a place of its own", start=lambda cluster, config: EngineInActor(config, cluster))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.defaults import complete_run
-from megarl.distributed.deadlines import PHASES, Call, PhaseDeadlines, at_step, validating
+from megarl.distributed.deadlines import PHASES, Call, PhaseDeadlines, at_step, keeping_durations, validating
 from megarl.distributed.worker_results import Deadline, blame
 from megarl.distributed.worker_stacks import GONE, RUNS, STOPPED, ProcessLook, look_at, read_state, register_stacks, worker_of
 from megarl.errors import DeadlineError
@@ -23,11 +23,11 @@ DEFAULTS = complete_run({})["deadlines"]
 
 @given(st.lists(SECONDS, max_size=25), SECONDS, st.floats(1.0, 10.0), SECONDS)
 def test_a_bound_is_a_multiple_of_the_slowest_of_the_last_ten(took: list[float], least: float, multiple: float, limit: float) -> None:
-    deadlines = PhaseDeadlines({phase: limit if phase == "save" else 1e9 for phase in PHASES}, least, multiple)
+    deadlines = PhaseDeadlines({phase: limit if phase == "save" else 1e9 for phase in PHASES}, least, multiple, first_s=limit / 2)
     for seconds in took:
         deadlines.took(Call.of("save_checkpoint"), seconds)
         deadlines.took(Call.of("train"), 1e8)
-    expected = limit
+    expected = limit / 2
     if took:
         expected = multiple * sorted(took[-10:])[-1]
         expected = least if expected < least else expected
@@ -40,6 +40,7 @@ def test_by_default_a_rank_that_stands_still_is_found_within_five_minutes() -> N
     deadlines = PhaseDeadlines.of(DEFAULTS)
     assert deadlines.look_s == 300
     for method in ("train", "get_logprobs", "generate", "save_checkpoint", "load_checkpoint", "hand_over_weights", "get_gpu_info"):
+        assert deadlines.bound_s(Call.of(method)) == 1800, method
         deadlines.took(Call.of(method), 99.0)
         assert deadlines.bound_s(Call.of(method)) == 300, method
         deadlines.took(Call.of(method), 200.0)
@@ -56,11 +57,61 @@ def test_phases_without_a_key_of_their_own_follow_the_step_and_the_save() -> Non
     }  # fmt: skip
 
 
+def test_the_first_time_of_a_phase_is_bounded_apart() -> None:
+    """It compiles; and the first time of each method of a phase does."""
+    deadlines = PhaseDeadlines.of({**DEFAULTS, "first_s": 1000.0, "save_s": 700.0})
+    train, save = Call.of("train"), Call.of("save_checkpoint")
+    assert (deadlines.bound_s(train), deadlines.key(train)) == (1000, "deadlines.first_s")
+    assert (deadlines.bound_s(save), deadlines.key(save)) == (700, "deadlines.save_s")
+    deadlines.took(train, 400.0)
+    assert (deadlines.bound_s(train), deadlines.key(train)) == (1200, "deadlines.multiple")
+    for _ in range(10):
+        deadlines.took(Call.of("train"), 20.0)
+    assert (deadlines.bound_s(train), deadlines.key(train)) == (300, "deadlines.least_s")
+    deadlines.took(Call.of("offload_after_refit"), 0.1)
+    assert deadlines.bound_s(Call.of("offload_after_refit")) == 300
+    assert deadlines.bound_s(Call.of("hand_over_weights")) == 1000
+
+
+def test_new_workers_have_the_durations_of_those_before_them_in_a_launch() -> None:
+    def of(name: str) -> PhaseDeadlines:
+        deadlines = PhaseDeadlines.of(DEFAULTS, name)
+        deadlines.new_workers()
+        return deadlines
+
+    with keeping_durations():
+        before = of("lm_policy")
+        before.took(Call.of("train"), 500.0)
+        for _ in range(10):
+            before.took(Call.of("train"), 20.0)
+        assert before.bound_s(Call.of("train")) == 300
+        anew = of("lm_policy")
+        # they compile again
+        assert anew.bound_s(Call.of("train")) == 1500
+        anew.took(Call.of("train"), 250.0)
+        assert anew.bound_s(Call.of("train")) == 750
+        # the slowest first time counts, of all workers before
+        assert of("lm_policy").bound_s(Call.of("train")) == 1500
+        assert of("critic").bound_s(Call.of("train")) == of("").bound_s(Call.of("train")) == 1800
+    assert of("lm_policy").bound_s(Call.of("train")) == 1800
+    with keeping_durations():
+        assert of("lm_policy").bound_s(Call.of("train")) == 1800, "another launch may have other devices and rows"
+
+
+def test_a_first_time_that_is_waited_for_in_parts_counts_whole() -> None:
+    deadlines = PhaseDeadlines.of(DEFAULTS)
+    parts = Call.of("train")
+    for seconds in (1.0, 200.0):
+        deadlines.took(parts, seconds)
+    deadlines.new_workers()
+    assert deadlines.bound_s(Call.of("train")) == 600
+
+
 def test_a_validation_has_durations_of_its_own() -> None:
     deadlines = PhaseDeadlines.of(DEFAULTS)
     deadlines.took(Call.of("generate"), 10.0)
     with validating():
-        assert deadlines.bound_s(Call.of("generate")) == DEFAULTS["validate_s"]
+        assert deadlines.bound_s(Call.of("generate")) == DEFAULTS["first_s"]
         assert Call.of("save_checkpoint").phase == "save"
         deadlines.took(Call.of("generate"), 500.0)
     assert deadlines.bound_s(Call.of("generate")) == 300
@@ -94,9 +145,7 @@ def test_a_deadline_counts_from_the_call_and_leaves_a_moment_to_fetch() -> None:
     now = time.monotonic()
     assert 90 < (Deadline(100.0, begun=now - 5.0).left() or 0) <= 95
     assert 0 < (Deadline(100.0, begun=now - 500.0).left() or 0) <= 10
-    assert Deadline(None).left() is Deadline(None).until_look() is None
-    assert Deadline(None, look_s=7.0).until_look() == Deadline(100.0, look_s=7.0).until_look() == 7.0
-    assert 0 < (Deadline(3.0, look_s=7.0).until_look() or 0) <= 3.0
+    assert Deadline(None).left() is None
 
 
 WAITING = """
@@ -118,7 +167,7 @@ def test_a_process_is_looked_at_from_outside() -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         look = look_at(child.pid)
-        assert look.state == RUNS and "in <module>" in look.stack
+        assert look.state == RUNS and "in <module>" in look.stack and look.activity is not None
         assert worker_of(child.pid) == "policy-0-1"
         child.send_signal(signal.SIGSTOP)
         while read_state(child.pid) != STOPPED:

@@ -293,6 +293,17 @@ def test_a_start_that_fails_counts(model: str, running: list[EngineProcess], mos
     assert run.refit.restarts == most
 
 
+@pytest.mark.parametrize("most", [0, 3])
+def test_engines_whose_node_is_lost_are_not_started_there_again(model: str, running: list[EngineProcess], most: int) -> None:
+    """They would wait for a node that does not come back, once for each start; the run looks for other places."""
+    run = Rollout(model, {"generate": [9]}, most)
+    running.append(run.engine)
+    run.refit.lost_nodes = lambda: ["n7"]
+    with pytest.raises(WorkerLostError, match=r"^node n7 is lost, with places of the engines: generate: the engine's process died"):
+        run.step(1)
+    assert run.refit.restarts == len(run.told) == 0
+
+
 def test_an_error_of_living_engines_ends_the_run_as_it_is(model: str, running: list[EngineProcess]) -> None:
     run = Rollout(model, {}, 3)
     running.append(run.engine)

@@ -300,9 +300,32 @@ print(first, untrained, found, passes(), os.listdir(orders))
 """
 
 
+STUCK = """
+import os, sys, threading, time, torch
+torch.set_num_threads(1)
+layer, orders, ordered = torch.nn.Linear(3, 2), {orders!r}, threading.Event()
+def look():
+    ordered.wait()
+    while os.listdir(orders):
+        time.sleep(0.005)
+    frame = sys._current_frames()[threading.main_thread().ident]
+    print("stands in", frame.f_code.co_name, flush=True)
+    os._exit(0)
+threading.Thread(target=look).start()
+open(os.path.join(orders, "stuck-1"), "w").close()
+ordered.set()
+while True:
+    layer(torch.ones(1, 3))
+"""
+
+
 @pytest.mark.parametrize(("kind", "said"), [("nan", "True True False True []"), ("oom", "True True no memory True []")])
 def test_one_layer_fails_as_ordered(kind: str, said: str, tmp_path: Path) -> None:
     assert ordered(LAYERS.format(orders=str(tmp_path), kind=kind), tmp_path).strip() == said
+
+
+def test_one_layer_waits_for_ever_as_ordered(tmp_path: Path) -> None:
+    assert ordered(STUCK.format(orders=str(tmp_path)), tmp_path).strip() == "stands in spoil"
 
 
 def test_without_orders_the_seam_does_nothing() -> None:

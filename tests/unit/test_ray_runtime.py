@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from megarl.distributed import ray_runtime
-from megarl.errors import ClusterError
+from megarl.errors import ClusterError, DeadlineError
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_what_ray_raises_is_told_after_one_more_try(monkeypatch: pytest.MonkeyPa
         raise Exception("The current node timed out during startup")
 
     monkeypatch.setattr(ray, "init", fail)
-    with pytest.raises(ClusterError, match=r"a local Ray with 3 slots did not start \(The current node timed out during startup\)"):
+    with pytest.raises(DeadlineError, match=r"a local Ray with 3 slots did not start \(The current node timed out during startup\)"):
         ray_runtime.init_ray(num_cpus=3)
     assert tries == [3, 3]
 
@@ -57,11 +57,35 @@ def test_a_second_try_that_goes_well_is_all(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("no_ray")
-def test_a_start_that_hangs_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("timeout_s", "tries"), [(600.0, 2), (0.0, 1)])
+def test_a_start_that_hangs_has_an_end(timeout_s: float, tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And an exit code that says that another start may succeed. All tries together have ``deadlines.init_s``."""
+    begun = []
+
+    def hang(**options: Any) -> None:
+        begun.append(options)
+        time.sleep(600)
+
     monkeypatch.setattr(ray_runtime, "INIT_SECONDS", 0.05)
-    monkeypatch.setattr(ray, "init", lambda **_: time.sleep(600))
+    monkeypatch.setattr(ray, "init", hang)
     for address in (None, "127.0.0.1:1"):
+        begun.clear()
         if address is not None:
             monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(ClusterError, match=r"ray\.init did not come back within 0\.05 s"):
-            ray_runtime.init_ray(num_cpus=3)
+        with pytest.raises(DeadlineError, match=r"ray\.init did not come back within 0\.05 s") as caught:
+            ray_runtime.init_ray(num_cpus=3, timeout_s=timeout_s)
+        assert caught.value.exit_code == 4 and len(begun) == (tries if address is None else 1)
+
+
+@pytest.mark.usefixtures("no_ray")
+@pytest.mark.parametrize("address", [None, "127.0.0.1:1"])
+def test_a_start_that_something_is_wrong_with_is_no_hang(address: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: Any) -> None:
+        raise ConnectionError("nothing listens there")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ClusterError, match="nothing listens there") as caught:
+        ray_runtime.init_ray(num_cpus=3)
+    assert caught.value.exit_code == 1

@@ -184,6 +184,18 @@ def test_what_is_worth_new_workers(error: MegarlError, built: bool, reason: str 
     assert restarts.workers == again
 
 
+def test_places_that_are_lost_while_workers_are_built_anew_are_worth_new_ones() -> None:
+    """Another node was lost since they were counted. Where the run never had them, it asks for too much."""
+    missing, restarts = ResourceInsufficientError("1 of 2 nodes"), restarts_of(2)
+    with pytest.raises(ResourceInsufficientError):
+        restarts.require(missing)
+    restarts.require(LOST)
+    restarts.require(missing)
+    assert restarts.workers == 2
+    with pytest.raises(ResourceInsufficientError):
+        restarts.require(missing)
+
+
 @pytest.mark.parametrize("come_after", [0, 1, 4, None])
 def test_places_are_waited_for(come_after: int | None) -> None:
     looks, waits = [], list[float]()

@@ -3,7 +3,8 @@
 Python imports a module of this name when it starts. Without ``MEGARL_TEST_FAULTS`` in the environment it does nothing. With it, a file in
 the directory that the variable names is an order, and goes when it was carried out:
 
-* ``nan-RANK``, ``oom-RANK``: the next layer that is trained on that rank gives NaN, or has no memory; by torch's own hook on all modules;
+* ``nan-RANK``, ``oom-RANK``, ``stuck-RANK``: the next layer that is trained on that rank gives NaN, has no memory, or waits for ever in a
+  loop; by torch's own hook on all modules;
 * ``eio-RANK`` or ``eio-driver`` with the lines mode (``read`` or ``write``), count and path: so many times that somebody opens a file below
   the path fails with EIO; by Python's own audit hook. A count of 99 lasts as long as the file.
 """
@@ -42,7 +43,7 @@ def await_order_of_layers() -> None:
     """In a thread: put a hook on all modules once there is an order, so that without one no module is looked at."""
     while True:
         time.sleep(_LOOK_SECONDS)
-        for kind in ("nan", "oom"):
+        for kind in ("nan", "oom", "stuck"):
             if "RANK" in os.environ and os.path.exists(order(kind)):
                 spoil_a_layer(kind)
 
@@ -60,6 +61,8 @@ def spoil_a_layer(kind: str) -> None:
         if not take(order(kind)):
             return None
         done.set()
+        while kind == "stuck":
+            time.sleep(_LOOK_SECONDS)
         if kind == "oom":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB (ordered by a test).")
         return found * float("nan")

@@ -28,7 +28,7 @@ def start(cluster: RayVirtualCluster, config: Mapping[str, Any]) -> VllmGenerati
         tokenizer=(config["policy"].get("tokenizer") or {}).get("name"),
         seed=config["seed"],
         init_timeout_s=config["deadlines"]["init_s"],
-        deadlines=PhaseDeadlines.of(config["deadlines"]),
+        deadlines=PhaseDeadlines.of(config["deadlines"], "vllm_policy"),
     )
 
 

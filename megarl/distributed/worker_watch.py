@@ -1,0 +1,120 @@
+"""Look at workers that do not answer, each on its own node: is one of them stopped, or do all of them stand still?"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megarl.distributed.worker_shell import WorkerProcess
+from megarl.distributed.worker_stacks import RUNS, STOPPED, ProcessLook, kill_worker, look_at
+
+logger = logging.getLogger(__name__)
+
+LOOKS = 4
+"""Looks in the time after which workers are given up: what they have done between the first and the last one counts."""
+_WAIT_S = 20.0
+_SURE_AFTER_S = 1.0
+"""A debugger or a shell may stop a process for a moment."""
+
+
+class WorkerWatch:
+    """Looks at workers for as long as none of them answers, and says when they are to be given up before their deadline.
+
+    That is so when one of them is stopped, or when all stand still. What computes for ever looks like what computes for long, and that has
+    its deadline alone; but a worker that waits in a mismatched collective, for a lock or in a loop that asks now and then, uses nothing,
+    and where nobody else whom it could wait for uses anything either, it waits for ever.
+
+    Args:
+        look_s: seconds without an answer after which they may be given up; None never looks.
+        wait_for_others: the workers may wait for somebody who is not looked at, so that standing still means nothing.
+        look: what is seen of processes now; see ``looks_at``.
+    """
+
+    def __init__(
+        self,
+        look_s: float | None,
+        wait_for_others: bool = False,
+        look: Callable[[Sequence[WorkerProcess | None]], list[ProcessLook | None]] | None = None,
+    ) -> None:
+        self._look_s, self._wait_for_others, self._look = look_s, wait_for_others, look or looks_at
+        self._begun = time.monotonic()
+        self._looks: list[list[ProcessLook | None]] = []
+
+    def until_look(self) -> float | None:
+        """Seconds until the next look; None for never."""
+        if self._look_s is None:
+            return None
+        return max(self._begun + (len(self._looks) + 1) * self._look_s / LOOKS - time.monotonic(), 0.0)
+
+    def answered(self) -> None:
+        """One of them has answered: the time begins again."""
+        self._begun, self._looks = time.monotonic(), []
+
+    def give_up(self, processes: Sequence[WorkerProcess | None]) -> str:
+        """Look at all that are waited for, the same ones at each look of a time; why they will never answer, "" where they may."""
+        self._looks.append(self._look(processes))
+        if len(self._looks) < LOOKS:
+            return ""
+        if any_is_stopped(self._looks[-1]):
+            time.sleep(_SURE_AFTER_S)
+            return STOPPED if any_is_stopped(self._look(processes)) else ""
+        if not self._wait_for_others and stand_still(self._looks[-LOOKS:]):
+            return f"stand still, for at least {(LOOKS - 1) * (self._look_s or 0) / LOOKS:g} s"
+        return ""
+
+
+def any_is_stopped(looks: Sequence[ProcessLook | None]) -> bool:
+    """Whether the process of one of them is stopped."""
+    return any(look is not None and look.state == STOPPED for look in looks)
+
+
+def stand_still(looks: Sequence[Sequence[ProcessLook | None]]) -> bool:
+    """Whether of all workers nothing has moved over some looks, each at all workers: not the place in the code, and no use of anything."""
+    return all(_stands_still(of_one) for of_one in zip(*looks, strict=True))
+
+
+def _stands_still(looks: Sequence[ProcessLook | None]) -> bool:
+    return all(
+        before is not None and now is not None and before.state == now.state == RUNS
+        and before.place == now.place != ""
+        and before.activity is not None and now.activity is not None and now.activity.rested_since(before.activity)
+        for before, now in itertools.pairwise(looks)
+    )  # fmt: skip
+
+
+def looks_at(processes: Sequence[WorkerProcess | None], with_stack: bool = True) -> list[ProcessLook | None]:
+    """What is seen of workers, each on its own node; None for every one that cannot be had in time. Never raises."""
+    return _beside(processes, look_at, with_stack)
+
+
+def kill_processes(processes: Sequence[WorkerProcess]) -> None:
+    """End workers that Ray does not reach, each on its own node. Never raises."""
+    _beside(processes, kill_worker)
+
+
+def _beside(processes: Sequence[WorkerProcess | None], function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What a function finds that is called on the node of each process, with its number; None where that is not had in time."""
+    task = ray.remote(function)
+    references = {}
+    for index, process in enumerate(processes):
+        if process is not None:
+            where = NodeAffinitySchedulingStrategy(node_id=process.node_id, soft=False)
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": where}
+            references[task.options(**options).remote(process.process_id, *arguments)] = index
+    found: list[Any] = [None] * len(processes)
+    if not references:
+        return found
+    done, _ = ray.wait(list(references), num_returns=len(references), timeout=_WAIT_S)
+    for reference in done:
+        try:
+            found[references[reference]] = ray.get(reference)
+        except RayError as error:
+            logger.warning("nothing is known of worker %d: %s", references[reference], error)
+    return found
