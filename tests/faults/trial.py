@@ -25,7 +25,7 @@ from tests.system.whole_runs import LONGEST_WAIT_S, ROOT, Launch, Launches, comp
 SEAM = Path(__file__).parent / "seam"
 _DEADLINE_S = 15.0
 """Least deadline of a phase while ranks are stopped; three times the slowest step, where that is longer."""
-_FOUND_WITHIN = 4.0
+_FOUND_WITHIN = 6.0
 """Of such deadlines: by then a rank that is lost or stands still was found, and the others were ended. Some of it is the load beside."""
 _FAILED_SAVE = re.compile(r"the checkpoint of step (?P<step>\d+) could not be written: .*?Training goes on", re.DOTALL)
 _SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP}
