@@ -160,7 +160,7 @@ _INDEX_CLASSES = frozenset(
 
 
 def load_plain(source: Path | IO[bytes], what: str | None = None) -> Any:
-    """Return what ``torch.save`` wrote: tensors, plain values and memory files of bytes.
+    """Return what ``torch.save`` wrote: tensors, on the host, plain values and memory files of bytes.
 
     Args:
         source: the file, or its content.
@@ -171,7 +171,7 @@ def load_plain(source: Path | IO[bytes], what: str | None = None) -> Any:
     """
     try:
         with torch.serialization.safe_globals([io.BytesIO]):
-            return torch.load(source, weights_only=True)
+            return torch.load(source, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ConversionError(
             f"{what or source} is damaged or holds more than plain values, and loading it could run code: {error}",

@@ -31,7 +31,7 @@ from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View
 from megarl.config.validation_sets import SetPlan, set_plans
 from megarl.distributed.deadlines import validating
-from megarl.errors import CheckpointError, ConfigError, UnusableCheckpointError, Violation
+from megarl.errors import CheckpointError, ConfigError, StorageError, UnusableCheckpointError, Violation
 from megarl.observe.timing import PhaseTimer
 
 if TYPE_CHECKING:
@@ -80,11 +80,14 @@ def weights_to_evaluate(checkpoint: Path | None, signing_key_file: str | None = 
     Raises:
         ConfigError: the directory is no checkpoint, or the key cannot be used.
         UnusableCheckpointError: it is damaged.
+        StorageError: it cannot be read now.
     """
     if checkpoint is None:
         return ResumePoint()
     try:
         step = int(read_info(checkpoint)["step"])
+    except StorageError:
+        raise
     except (CheckpointError, KeyError, TypeError, ValueError):
         near = sorted((*checkpoint.glob("step_*"), *checkpoint.glob("checkpoints/step_*")), key=lambda path: (len(path.name), path.name))
         fix = f"give one of {', '.join(map(str, near))}" if near else "give the directory step_N of a run's checkpoints"

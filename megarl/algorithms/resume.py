@@ -18,7 +18,7 @@ from megarl.algorithms.turns import Turns
 from megarl.checkpoint.atomic import write_json_atomic
 from megarl.checkpoint.background import BackgroundWrite, free_memory, take_memory
 from megarl.checkpoint.manager import CONFIG_NAME
-from megarl.checkpoint.storage import said_of_space
+from megarl.checkpoint.storage import is_file, read_again, said_of_space
 from megarl.config.algorithms import algorithm_class
 from megarl.config.models import POLICY, model_sections
 from megarl.config.nested import at, put
@@ -29,6 +29,7 @@ from megarl.errors import (
     CheckpointError,
     ConfigError,
     MicroBatchMemoryError,
+    StorageError,
     UnusableCheckpointError,
     Violation,
     WorkerLostError,
@@ -118,13 +119,16 @@ def report_changes(start: ResumePoint, config: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: a change would do nothing, or is not accepted (``checkpointing.accept_changes``).
+        UnusableCheckpointError: the checkpoint's is damaged.
+        StorageError: it cannot be read now.
     """
-    if start.checkpoint is None or not (start.checkpoint / CONFIG_NAME).is_file():
+    if start.checkpoint is None or not is_file(start.checkpoint / CONFIG_NAME):
         return
+    path = start.checkpoint / CONFIG_NAME
     try:
-        before = yaml.safe_load((start.checkpoint / CONFIG_NAME).read_text(encoding="utf-8"))
+        before = yaml.safe_load(read_again(lambda: path.read_text(encoding="utf-8"), str(path)))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UnusableCheckpointError(f"{start.checkpoint / CONFIG_NAME} cannot be read: {error}. Fix: resume from another one") from error
+        raise UnusableCheckpointError(f"{path} cannot be read: {error}. Fix: resume from another one") from error
     name = f"{start.checkpoint.parent.name}/{start.checkpoint.name}"
     for key, (old, new) in check_changes(before, redacted(config), name, config["checkpointing"]["accept_changes"]).items():
         logger.warning("another value than in checkpoint %s: %s = %r, there %r", name, key, new, old)
@@ -190,10 +194,11 @@ def _halvings(run_dir: Path) -> dict[str, int]:
 
     Raises:
         ConfigError: the file has something else.
+        StorageError: it cannot be read now.
     """
     path = run_dir / SMALLER_FILE
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_again(path.read_bytes, str(path)))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -281,7 +286,7 @@ class CheckpointWriter:
         if name in known:
             self.metric_notes.add(_HAD)
             return
-        if _HAD in self.metric_notes or self.manager.has_metric() or (of_validation and metrics.get(_SCORED, 1.0) < 1):
+        if _HAD in self.metric_notes or self._some_checkpoint_has_it() or (of_validation and metrics.get(_SCORED, 1.0) < 1):
             if _TOLD not in self.metric_notes:
                 self.metric_notes.add(_TOLD)
                 logger.warning(
@@ -293,6 +298,14 @@ class CheckpointWriter:
         kin = [each for each in known if each.startswith(_OF_VALIDATION) == of_validation]
         alike = difflib.get_close_matches(name, kin, n=3, cutoff=0.5) or sorted(kin)
         raise ConfigError([Violation("checkpointing.metric_name", name, "this run has no such metric", f"write {' or '.join(alike)}")])
+
+    def _some_checkpoint_has_it(self) -> bool:
+        """Whether some checkpoint has the metric; also where the storage does not say, which is no reason to end a run."""
+        try:
+            return self.manager.has_metric()
+        except StorageError as error:
+            logger.warning("whether a checkpoint has the metric is not known: %s", error)
+            return True
 
     @contextmanager
     def saving(
@@ -404,9 +417,13 @@ class CheckpointWriter:
             CheckpointError: the run is not to go on without.
         """
         self.failed.append(step)
-        directory, latest = self.manager.checkpoint_dir, next((path.name for _, path in self.manager.checkpoints()), None)
+        directory = self.manager.checkpoint_dir
         space = said_of_space(directory, self._needed_bytes(), failure)
-        kept = "there is no earlier one" if latest is None else f"{latest} is the newest one"
+        try:
+            latest = next((path.name for _, path in self.manager.checkpoints()), None)
+            kept = "there is no earlier one" if latest is None else f"{latest} is the newest one"
+        except StorageError as error:
+            kept = f"which one is the newest is not known ({error})"
         what = f"the checkpoint of step {step} could not be written: {f'{space}. ' if space else ''}{failure}"
         if not is_last and len(self.failed) < self.most_failed:
             logger.warning("%s; %s. Training goes on; %d such saves in a row would end it", what, kept, self.most_failed)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.checkpoint.atomic import fsync_tree
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, MegarlError, StorageError, UnusableCheckpointError
 
 
 @contextlib.contextmanager
@@ -47,6 +47,7 @@ def failing_together(what: str) -> Iterator[None]:
 
     Raises:
         CheckpointError: on all ranks, when any failed; names the first that did. Where it was this one, the cause is what it raised.
+        StorageError: the same, where the storage has failed the first one.
     """
     failure: Exception | None = None
     try:
@@ -54,18 +55,46 @@ def failing_together(what: str) -> Iterator[None]:
     except Exception as error:
         failure = error
     try:
-        _agree(None if failure is None else f"{what} failed: {type(failure).__name__}: {failure}")
+        problem = None if failure is None else f"{what} failed: {type(failure).__name__}: {failure}"
+        _agree(problem, StorageError if isinstance(failure, StorageError) else CheckpointError)
     except CheckpointError as agreed:
         raise agreed from failure
 
 
-def _agree(problem: str | None) -> None:
+@contextlib.contextmanager
+def failing_alike() -> Iterator[None]:
+    """Work without collectives of its own, or with such as end on all ranks; an error of one rank is one of the same kind on all. A
+    collective over all ranks.
+
+    Raises:
+        MegarlError: its own, or what another rank raised.
+    """
+    failure: MegarlError | None = None
+    try:
+        yield
+    except MegarlError as error:
+        failure = error
+    kind = next((kind for kind in _KINDS if isinstance(failure, kind)), CheckpointError)
+    everywhere: list[tuple[int, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, None if failure is None else (_KINDS.index(kind), str(failure)))
+    if failure is not None:
+        raise failure
+    for rank, found in enumerate(everywhere):
+        if found is not None:
+            raise _KINDS[found[0]](f"rank {rank}: {found[1]}")
+
+
+_KINDS = (UnusableCheckpointError, StorageError, CheckpointError)
+
+
+def _agree(problem: str | None, kind: type[CheckpointError] = CheckpointError) -> None:
     """Fail on all ranks when there is a problem on any; names the first rank that has one. A collective over all ranks."""
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    found = next(((rank, text) for rank, text in enumerate(problems) if text is not None), None)
+    problems: list[tuple[str | None, bool]] = [(None, False)] * dist.get_world_size()
+    dist.all_gather_object(problems, (problem, issubclass(kind, StorageError)))
+    found = next(((rank, text, of_storage) for rank, (text, of_storage) in enumerate(problems) if text is not None), None)
     if found is not None:
-        raise CheckpointError(f"rank {found[0]}: {found[1]}")
+        rank, text, of_storage = found
+        raise (StorageError if of_storage else CheckpointError)(f"rank {rank}: {text}")
 
 
 def _prepare(directory: Path, staging: Path) -> str | None:

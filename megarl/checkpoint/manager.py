@@ -30,7 +30,7 @@ from megarl.checkpoint.atomic import (
 from megarl.checkpoint.background import free_memory, seal
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manifest import read_signing_key, sign_manifest, verify
-from megarl.checkpoint.storage import read_again, tree_bytes
+from megarl.checkpoint.storage import is_real_directory, is_there, names_in, read_again, tree_bytes
 from megarl.errors import CheckpointError, StorageError
 from megarl.redaction import redacted
 
@@ -170,7 +170,7 @@ class CheckpointManager:
         self._key = read_signing_key(config.get("signing_key_file"))
         self._committed: set[Path] = set()
         self._has_told_of_missing = False
-        if lock is not None and lock.held and self.checkpoint_dir.is_dir():
+        if lock is not None and lock.held:
             self._tidy()
 
     def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, Any], run_config: Mapping[str, Any] | None = None) -> Path:
@@ -245,8 +245,11 @@ class CheckpointManager:
         remove_tree(temporary)
 
     def bytes_of_latest(self) -> int | None:
-        """Bytes of the newest checkpoint; None where there is none."""
-        return next((tree_bytes(path) for _, path in self.checkpoints()), None)
+        """Bytes of the newest checkpoint; None where there is none, or the storage does not say."""
+        try:
+            return next((tree_bytes(path) for _, path in self.checkpoints()), None)
+        except StorageError:
+            return None
 
     def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
         """Delete what ``steps_to_keep`` does not keep.
@@ -312,17 +315,22 @@ class CheckpointManager:
             raise CheckpointError(f"checkpoint {checkpoint_path} is damaged: {'; '.join(problems)}. Fix: resume from another checkpoint")
 
     def unfinished(self) -> list[Path]:
-        """Directories of checkpoints that were begun and not committed, by name."""
-        if not self.checkpoint_dir.is_dir():
-            return []
-        return [path for path in sorted(self.checkpoint_dir.iterdir()) if _TEMPORARY.fullmatch(path.name) and _is_real_dir(path)]
+        """Directories of checkpoints that were begun and not committed, by name.
+
+        Raises:
+            StorageError: the storage does not say what is there.
+        """
+        paths = [self.checkpoint_dir / name for name in names_in(self.checkpoint_dir) if _TEMPORARY.fullmatch(name)]
+        return [path for path in paths if is_real_directory(path)]
 
     def checkpoints(self) -> list[tuple[int, Path]]:
-        """(step, directory) of every committed checkpoint, latest first, a replacement before what it replaces."""
-        if not self.checkpoint_dir.is_dir():
-            return []
-        matches = [(match, path) for path in self.checkpoint_dir.iterdir() if (match := _FINAL.fullmatch(path.name)) and _is_real_dir(path)]
-        found = sorted(((int(match[1]), bool(match[2]), path) for match, path in matches), reverse=True)
+        """(step, directory) of every committed checkpoint, latest first, a replacement before what it replaces.
+
+        Raises:
+            StorageError: the storage does not say what is there.
+        """
+        matches = [(match, self.checkpoint_dir / name) for name in names_in(self.checkpoint_dir) if (match := _FINAL.fullmatch(name))]
+        found = sorted(((int(match[1]), bool(match[2]), path) for match, path in matches if is_real_directory(path)), reverse=True)
         return [(step, path) for step, _, path in found]
 
     def _whole(self, checkpoints: list[tuple[int, Path]], damaged: dict[Path, list[str]] | None = None) -> Iterator[Path]:
@@ -344,7 +352,11 @@ class CheckpointManager:
         return verify(path, hashes and self._verify_hashes, self._key)
 
     def has_metric(self) -> bool:
-        """Whether some checkpoint has a figure under ``metric_name``."""
+        """Whether some checkpoint has a figure under ``metric_name``.
+
+        Raises:
+            StorageError: the storage does not say.
+        """
         return any(self._metric(path) is not None for _, path in self.checkpoints())
 
     def _metric(self, path: Path) -> float | None:
@@ -352,6 +364,9 @@ class CheckpointManager:
             return None
         try:
             return metric_of(read_info(path), self.metric_name)
+        except StorageError:
+            # one that cannot be read now may have the best figure
+            raise
         except CheckpointError:
             return None
 
@@ -376,7 +391,7 @@ class CheckpointManager:
     def _commit(self, temporary: Path, step: int) -> Path:
         final = self.checkpoint_dir / f"step_{step}"
         self._settle_replacement(step)
-        if not final.exists():
+        if not is_there(final):
             commit_directory(temporary, final)
             return final
         commit_directory(temporary, _replacement_of(final))
@@ -386,9 +401,9 @@ class CheckpointManager:
         """Let a replacement take the place of what it replaces, and return where the step stands. Safe to repeat after a crash."""
         final = self.checkpoint_dir / f"step_{step}"
         replacement = _replacement_of(final)
-        if not replacement.exists():
+        if not is_there(replacement):
             return final
-        if final.exists():
+        if is_there(final):
             unwanted = replacement if self._verify(replacement, hashes=False) else final
             if not remove_directory(unwanted) or unwanted == replacement:
                 return replacement if unwanted == final else final
@@ -422,7 +437,3 @@ def _newest_of_each_step(checkpoints: list[tuple[int, Path]]) -> dict[int, Path]
 
 def _replacement_of(final: Path) -> Path:
     return final.with_name(f"{final.name}_replacement")
-
-
-def _is_real_dir(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,6 +49,45 @@ def read_again(read: Callable[[], Read], what: str) -> Read:
             logger.warning("%s cannot be read (%s); trying again in %g s", what, os.strerror(cause.errno or 0), pause)
             time.sleep(pause)
     raise AssertionError("the last try returns or raises")
+
+
+def is_file(path: Path) -> bool:
+    """Whether a path leads to a file. ``Path.is_file`` says no, or raises, where the storage fails for a moment.
+
+    Raises:
+        StorageError: the storage does not say.
+    """
+    return stat.S_ISREG(_mode(path))
+
+
+def is_real_directory(path: Path) -> bool:
+    """Whether a path is a directory, and no link to one; as ``is_file``."""
+    return stat.S_ISDIR(_mode(path, follow=False))
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path leads to anything; as ``is_file``."""
+    return _mode(path) != 0
+
+
+def names_in(directory: Path) -> list[str]:
+    """Names of what is in a directory, sorted; none where there is no such directory.
+
+    Raises:
+        StorageError: the storage does not say.
+    """
+    try:
+        return sorted(read_again(lambda: os.listdir(directory), str(directory)))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _mode(path: Path, follow: bool = True) -> int:
+    """Of what a path leads to, or is; 0 where there is nothing."""
+    try:
+        return read_again(lambda: os.stat(path, follow_symlinks=follow).st_mode, str(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
 
 
 def transient_cause(error: BaseException | None) -> OSError | None:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config.recipes import find
-from tests.faults.fault import KINDS, PHASES, Draw, Fault, FaultError, draw, parse
+from tests.faults.fault import KINDS, PHASES, Draw, Fault, FaultError, MissedError, draw, parse
 from tests.faults.soak import Entry, Journal, counted, left_to_do
 from tests.faults.tiny import BACKENDS, subjects_of
-from tests.faults.trial import MissedError, Subject, Trials, can_mount
+from tests.faults.trial import Subject, Trials, can_mount
 from tests.system.whole_runs import LONGEST_WAIT_S
 
 _SHOWN = 3000

@@ -24,6 +24,10 @@ class FaultError(ValueError):
     """A fault that cannot be read, or makes no sense; the message says what would."""
 
 
+class MissedError(AssertionError):
+    """A moment did not come, or was not seen: nothing is known of what would have followed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of fault.
@@ -268,6 +272,7 @@ def draw(seed: int, number: int, subjects: Sequence[tuple[int, int]], kinds: Seq
     names = [alone] if alone else chosen
     at = sorted(rng.sample(range(1, steps + 1), len(names)))
     faults = [_drawn(rng, kind, step, ranks, steps) for kind, step in zip(names, at, strict=True)]
+    faults = sorted(_with_a_save_behind(faults, steps), key=lambda fault: fault.step)
     within, save_period, async_save = rng.random() < 0.6, rng.choice((1, 1, 2)), rng.random() < 0.3
     if any(_fails_to_save(fault.kind, fault.on) for fault in faults):
         # the save that fails follows its step at once
@@ -275,6 +280,22 @@ def draw(seed: int, number: int, subjects: Sequence[tuple[int, int]], kinds: Seq
     # and there is a checkpoint to read where another one is written
     async_save = async_save and not any(fault.kind == "eio" or _fails_to_save(fault.kind, fault.on) for fault in faults)
     return Draw(number, subject, tuple(faults), within, save_period, async_save)
+
+
+def _with_a_save_behind(faults: Sequence[Fault], steps: int) -> list[Fault]:
+    """Let each save that fails be that of a step of its own, and another one follow it, or the run ends; without room, it is a read."""
+    taken = {fault.step for fault in faults if not _fails_to_save(fault.kind, fault.on)}
+    moved = []
+    for fault in faults:
+        if _fails_to_save(fault.kind, fault.on):
+            free = [step for step in range(steps - 1, 0, -1) if step not in taken]
+            if fault.step not in free and free:
+                fault = replace(fault, step=free[0])
+            elif not free and fault.kind == "eio":
+                fault = replace(fault, on=READ, rank=0, step=steps)
+            taken.add(fault.step)
+        moved.append(fault)
+    return moved
 
 
 def _fails_to_save(kind: str, on: str) -> bool:
@@ -290,9 +311,6 @@ def _drawn(rng: random.Random, kind: str, step: int, ranks: int, steps: int) -> 
     on, count = rng.choice((READ, WRITE)), rng.choice((1, 2, 3, LASTING))
     # in the last step a little earlier, so that it is not over
     share = round(rng.random() * (0.6 if step == steps else 1.0), 3) if "share" in KINDS[kind].keys else 0.0
-    if _fails_to_save(kind, on) and step == steps:
-        # the last save may not fail: no other one follows, and the run ends
-        step = max(1, steps - 1)
     if kind == "eio" and on == READ:
         # there has to be a checkpoint to read
         step = max(step, min(3, steps))

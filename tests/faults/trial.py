@@ -16,14 +16,19 @@ from pathlib import Path
 
 from megarl.checkpoint.manifest import verify
 from megarl.observe.launches import FINISHED, WORKERS, read_launches
-from tests.faults.fault import ANY, BACK, DRIVER, INIT, LASTING, READ, STANDS_STILL, Fault
+from tests.faults import told as promised
+from tests.faults.fault import ANY, BACK, DRIVER, INIT, LASTING, READ, STANDS_STILL, Fault, MissedError
 from tests.faults.leftovers import Footprint
-from tests.faults.workers import phase_of, ranks_of, slow_down, step_of
+from tests.faults.workers import ranks_of, slow_down, step_of, strike
 from tests.system.whole_runs import LONGEST_WAIT_S, ROOT, Launch, Launches, comparable, read_rows
 
 SEAM = Path(__file__).parent / "seam"
 _DEADLINE_S = 15.0
 """Least deadline of a phase while ranks are stopped; three times the slowest step, where that is longer."""
+_FOUND_WITHIN = 6.0
+"""Of such deadlines: by then a rank that is lost or stands still was found, and the others were ended. Some of it is the load beside."""
+_FAILED_SAVE = re.compile(r"the checkpoint of step (?P<step>\d+) could not be written: .*?Training goes on", re.DOTALL)
+_SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP}
 _SHELL = 'mount -t tmpfs -o size="$0" tmpfs "$1" && shift && exec "$@"'
 _STORAGE_EXIT = 1
 _CONSTRUCTION_S = 0.5
@@ -61,6 +66,7 @@ class Whole:
         steps: number of its last step.
         first: 0 where it validates before the first step, else 1.
         ranks: workers of the policy.
+        names: of them in messages, by rank.
         step_s: seconds of its slowest step with all that belongs to it.
         checkpoint_bytes: of its largest checkpoint.
     """
@@ -69,12 +75,9 @@ class Whole:
     steps: int
     first: int
     ranks: int
+    names: tuple[str, ...]
     step_s: float
     checkpoint_bytes: int
-
-
-class MissedError(AssertionError):
-    """A moment did not come, or was not seen: nothing is known of what would have followed."""
 
 
 @dataclass
@@ -135,7 +138,9 @@ class Trials:
         assert sum(row.get("train/grad_norm", 0) > 0 for row in trained) >= 2, "it learns nothing, so that no loss could be seen"
         saved = [sum(path.stat().st_size for path in each.rglob("*") if path.is_file()) for each in _checkpoints(run_dir)]
         slowest = max(b["time"] - a["time"] for a, b in itertools.pairwise(rows))
-        return Whole(run_dir, rows[-1]["step"], rows[0]["step"], ranks, slowest, max(saved))
+        names = promised.coordinates(run_dir)
+        assert len(names) == ranks, f"the configuration is of ranks {names}, and the policy has {ranks} workers"
+        return Whole(run_dir, rows[-1]["step"], rows[0]["step"], ranks, tuple(names), slowest, max(saved))
 
     def run(self, name: str, faults: Sequence[Fault], within: bool, overrides: Sequence[str] = ()) -> Told:
         """A run with faults, in the order of their steps.
@@ -186,7 +191,16 @@ def _checkpoints(run_dir: Path) -> list[Path]:
 
 @dataclass
 class Trial:
-    """A run with faults that is under way."""
+    """A run with faults that is under way.
+
+    Attributes:
+        restarts: of workers within launches, so far.
+        old: processes of workers that the last fault met.
+        deadline_s: of a phase, where faults need one.
+        begun: unix seconds of the last fault.
+        spoken: bytes that its launch had said before.
+        step: that the launch was in.
+    """
 
     of: Trials
     whole: Whole
@@ -198,6 +212,10 @@ class Trial:
     overrides: tuple[str, ...]
     restarts: int = 0
     old: tuple[int, ...] = ()
+    deadline_s: float | None = None
+    begun: float = 0.0
+    spoken: int = 0
+    step: int = 0
 
     def go(self, faults: list[Fault]) -> None:
         """Start it, let the faults happen, and start it again as often as they end it."""
@@ -247,8 +265,10 @@ class Trial:
     def _settings(self, faults: Sequence[Fault]) -> list[str]:
         settings = ["++checkpointing.save_period=1", "++checkpointing.keep_top_k=null", *self.overrides]
         settings.append(f"++cluster.max_restarts={len(faults) if self.within else 0}")
+        settings.append(f"++checkpointing.max_failed_saves={len(faults) + 1}")
         if any(fault.kind in STANDS_STILL for fault in faults):
-            settings.append(f"++deadlines.least_s={max(_DEADLINE_S, 3 * self.whole.step_s):g}")
+            self.deadline_s = max(_DEADLINE_S, 3 * self.whole.step_s)
+            settings.append(f"++deadlines.least_s={self.deadline_s:g}")
         return settings
 
     def _launch(self, settings: Sequence[str], prefix: Sequence[str] = ()) -> Launch:
@@ -264,12 +284,7 @@ class Trial:
             if fault.step == self.whole.steps:
                 raise MissedError(f"{fault} did not happen: the run was past it")
             fault = fault.later()
-        # one of them may have been started anew while they were constructed
-        now = ranks_of(launch)
-        ranks = now if len(now) == len(ranks) else ranks
         self.told.words.append(f"{fault} happened")
-        self.old = tuple(ranks)
-        self._cause(launch, fault, ranks)
         return fault
 
     def _await_workers(self, launch: Launch, fault: Fault) -> list[int]:
@@ -291,38 +306,58 @@ class Trial:
             launch.await_moment(lambda: self._step(launch) >= fault.step)
 
     def _await_phase(self, launch: Launch, fault: Fault, ranks: Sequence[int]) -> bool:
-        """Whether the moment came before the step was over."""
+        """Whether the moment came before the step was over; then the fault has been caused."""
         if fault.phase in (ANY, INIT):
             # a worker has much to load before it is constructed
             end = time.monotonic() + (_CONSTRUCTION_S if fault.phase == INIT else fault.share * self.whole.step_s)
             launch.await_moment(lambda: time.monotonic() >= end or (fault.phase == ANY and self._step(launch) > fault.step))
+            # one of them may have been started anew while they were constructed
+            now = ranks_of(launch)
+            ranks = now if len(now) == len(ranks) else ranks
+            self._mark(launch, ranks)
+            self._cause(launch, fault, ranks)
             return True
-        seen: list[str] = []
+        met: list[bool] = []
 
         def happened() -> bool:
-            seen[:] = [phase_of(ranks[fault.rank or 0])]
-            return seen == [fault.phase] or self._step(launch) > fault.step
+            self._mark(launch, ranks)
+            met[:] = [self._cause_in_phase(launch, fault, ranks)]
+            return met[0] or self._step(launch) > fault.step
 
         launch.await_moment(happened)
-        return seen == [fault.phase]
+        if met[0]:
+            # while one rank is in the phase, none can go on to the next step
+            self.step = self._step(launch)
+        return met[0]
+
+    def _mark(self, launch: Launch, ranks: Sequence[int]) -> None:
+        """Note where the launch is, right before a fault."""
+        self.old, self.begun, self.spoken, self.step = tuple(ranks), time.time(), launch.spoken(), self._step(launch)
+
+    def _cause_in_phase(self, launch: Launch, fault: Fault, ranks: Sequence[int]) -> bool:
+        """Cause the fault if the rank is in its phase now, the first where it has none; whether it was."""
+        if fault.rank is not None:
+            return strike(ranks[fault.rank], fault.phase, _SIGNALS[fault.kind])
+        if not strike(ranks[0], fault.phase, 0):
+            return False
+        self._cause(launch, fault, ranks)
+        return True
 
     def _cause(self, launch: Launch, fault: Fault, ranks: Sequence[int]) -> None:
-        pid = launch.process.pid if fault.rank is None else ranks[fault.rank]
         match fault.kind:
-            case "kill" if fault.rank is None:
-                launch.kill_when(lambda: True)
+            case "kill" | "hang" if fault.rank is not None:
+                os.kill(ranks[fault.rank], _SIGNALS[fault.kind])
             case "kill":
-                os.kill(pid, signal.SIGKILL)
-            case "hang":
-                os.kill(pid, signal.SIGSTOP)
+                launch.kill_when(lambda: True)
             case "slow":
-                slow_down(pid, fault.seconds)
+                slow_down(ranks[fault.rank or 0], fault.seconds)
             case "nan" | "oom" | "stuck":
                 (self.footprint.orders / f"{fault.kind}-{fault.rank}").touch()
             case "eio" if fault.on == READ:
                 launch.kill_when(lambda: True)
             case "eio":
                 self._order_io_errors(fault, str(fault.rank), self.run_dir / "checkpoints")
+                self._require_a_save_behind(launch, str(fault.rank))
             case "disk_full":
                 self._fill_disk(launch)
             case "term":
@@ -334,23 +369,52 @@ class Trial:
 
     def _await_recovery(self, launch: Launch, fault: Fault) -> None:
         """Wait until a launch has got over a fault that does not end it."""
-        if fault.kind not in ("kill", *STANDS_STILL):
-            self.old = ()
-        else:
+        if fault.kind in ("kill", *STANDS_STILL):
             self.restarts += 1
-            begun = time.monotonic()
             launch.await_moment(lambda: self._recorded_restarts() == self.restarts)
-            self.told.words.append(f"workers anew after {time.monotonic() - begun:.1f} s")
-            reason = [restart.reason for each in read_launches(self.run_dir) for restart in each.restarts][-1]
+            restart = [each for launch in read_launches(self.run_dir) for each in launch.restarts if each.what == WORKERS][-1]
+            self.told.words.append(f"workers ended after {restart.time - self.begun:.1f} s")
             expected = "DeadlineError" if fault.kind in STANDS_STILL else "WorkerLostError"
-            assert reason.startswith(expected), f"the restart says {reason!r}, not {expected}"
+            assert restart.reason.startswith(expected), f"the restart says {restart.reason!r}, not {expected}"
+            self._check_loss(launch, fault, restart.time)
+            return
+        self.old = ()
         if fault.kind == "eio":
-            order = self.footprint.orders / f"eio-{fault.rank}"
-            launch.await_moment(lambda: "could not be written" in launch.output())
-            order.unlink(missing_ok=True)
+            who = str(fault.rank)
+            self._await_failed_save(launch, lambda: self._refusals(who) > 0)
+            self._take_order_back(who)
         if fault.kind == "disk_full":
-            launch.await_moment(lambda: "could not be written" in launch.output())
+            self._await_failed_save(launch, lambda: True, "no space: a checkpoint takes about")
             _filler(launch, self._disk).unlink()
+
+    def _await_failed_save(self, launch: Launch, happened: Callable[[], bool], why: str = "") -> None:
+        """Wait until a save has failed after the fault, and is warned of with the reason; what there was of it is gone then."""
+        launch.await_moment(lambda: happened() and _FAILED_SAVE.search(launch.output(self.spoken)) is not None)
+        warned = _FAILED_SAVE.search(launch.output(self.spoken))
+        assert warned is not None and why in warned[0], f"it does not say {why!r}:\n{launch.output(self.spoken)[-3000:]}"
+        directory = self.run_dir / "checkpoints" if not self._disk.is_dir() else _seen_by(launch, self._disk)
+        rest = directory / f"tmp_step_{warned['step']}"
+        assert not rest.exists(), f"what there is of a checkpoint that could not be written is still there: {rest}"
+
+    def _check_loss(self, launch: Launch, fault: Fault, ended: float) -> None:
+        """Whether a rank that was lost or stood still was named, and found in time where the trial has set a deadline."""
+        assert fault.rank is not None
+        said, who = launch.output(self.spoken), self.whole.names[fault.rank]
+        if fault.kind == "stuck":
+            promised.check_standstill_is_told(said, who)
+        else:
+            check = promised.check_silence_is_told if fault.kind == "hang" else promised.check_loss_is_told
+            check(said, who, fault.phase, self.step, self.whole.steps)
+        if self.deadline_s is not None:
+            took, bound = ended - self.begun, _FOUND_WITHIN * self.deadline_s
+            assert took <= bound, (
+                f"{fault} ended the workers after {took:.1f} s, at a deadline of {self.deadline_s:g} s; at most {bound:g} s"
+            )
+        self._check_checkpoints(fault)
+
+    def _check_checkpoints(self, fault: Fault) -> None:
+        broken = {path.name: problems for path in _checkpoints(self.run_dir) if (problems := verify(path))}
+        assert not broken, f"after {fault} a checkpoint is damaged: {broken}"
 
     def _await_end(self, launch: Launch, fault: Fault, code: int) -> int:
         begun = time.monotonic()
@@ -358,29 +422,65 @@ class Trial:
         expected = {code, 0} if fault.kind == "term" else {code}
         assert found in expected, f"after {fault} the launch ended with {found}, not with {code}:\n{launch.output()[-5000:]}"
         self.told.words.append(f"exit code {found} after {time.monotonic() - begun:.1f} s")
-        said = {"nan": "finite", "oom": "memory", "gcs": "Ray's control process (GCS)", "term": "SIGTERM"}.get(fault.kind, "")
-        assert said in launch.output(), f"it does not say {said!r}:\n{launch.output()[-5000:]}"
         if self.run_dir.is_dir():
-            broken = {path.name: problems for path in _checkpoints(self.run_dir) if (problems := verify(path))}
-            assert not broken, f"after {fault} a checkpoint is damaged: {broken}"
+            self._check_checkpoints(fault)
+        self._check_end(launch, fault, found)
         return found
+
+    def _check_end(self, launch: Launch, fault: Fault, code: int) -> None:
+        """Whether a launch that a fault ended has said what is promised."""
+        said = launch.output(self.spoken)
+        match fault.kind:
+            case "kill" | "hang" if fault.rank is not None:
+                recorded = read_launches(self.run_dir)[-1]
+                assert recorded.end is not None, "the end of the launch is not recorded"
+                self._check_loss(launch, fault, recorded.end)
+            case "nan":
+                promised.check_not_finite_is_told(said, self.whole.names)
+            case "oom":
+                promised.check_memory_is_told(said, self.whole.names[fault.rank or 0])
+            case "gcs" | "node":
+                recorded = read_launches(self.run_dir)[-1]
+                assert (recorded.outcome or "").startswith("WorkerLostError: "), f"the launch is recorded to have ended so: {recorded}"
+                if fault.kind == "gcs":
+                    assert "Ray's control process (GCS)" in said, f"it does not name Ray's control process:\n{said[-3000:]}"
+            case "term":
+                assert "SIGTERM" in said, f"it does not say 'SIGTERM':\n{said[-3000:]}"
+                if code:
+                    self._check_saved(said)
+
+    def _check_saved(self, said: str) -> None:
+        """Whether a launch that was told to stop has saved the step that it stopped after."""
+        told = re.search(r"stopped after step (\d+) \(SIGTERM\)", said)
+        assert told is not None, f"it does not say after which step it stopped:\n{said[-3000:]}"
+        newest = self._newest()
+        assert newest == int(told[1]), f"it stopped after step {told[1]}, and its newest checkpoint is of step {newest}"
+
+    def _newest(self) -> int:
+        """The step of the newest checkpoint; 0 where there is none."""
+        return max((int(path.name.removeprefix("step_")) for path in _checkpoints(self.run_dir)), default=0)
 
     def _start_with_reads_that_fail(self, fault: Fault, settings: Sequence[str]) -> None:
         """The next launch, whose driver cannot read its checkpoints for a moment, or for good."""
-        newest = max(int(path.name.removeprefix("step_")) for path in _checkpoints(self.run_dir))
+        newest = self._newest()
+        if not newest:
+            raise MissedError(f"{fault} did not happen: there is no checkpoint to read")
         self._order_io_errors(fault, DRIVER, self.run_dir / "checkpoints")
         order = self.footprint.orders / f"eio-{DRIVER}"
         launch = self._launch(settings)
         if fault.count == LASTING:
             code = launch.finish()
             assert code == _STORAGE_EXIT and "fault of the storage" in launch.output(), f"{code}:\n{launch.output()[-5000:]}"
-            self.told.words.append("storage that stays away ended the start")
-            order.unlink()
+            self.told.words.append(f"storage that stays away ended the start, after {self._refusals(DRIVER)} reads")
+            assert self._refusals(DRIVER), "nobody read"
+            self._take_order_back(DRIVER)
             launch = self._launch(settings)
         launch.await_moment(lambda: re.search(r"resumed after step (\d+)", launch.output()) is not None)
         resumed = re.search(r"resumed after step (\d+)", launch.output())
         assert resumed is not None and int(resumed[1]) == newest, f"it went on after another step than {newest}:\n{launch.output()[-3000:]}"
-        assert not order.exists(), "nobody read"
+        if fault.count < LASTING:
+            assert not order.exists() and self._refusals(DRIVER) == fault.count, f"{self._refusals(DRIVER)} reads failed of {fault.count}"
+            self._take_order_back(DRIVER)
         self.told.words.append(f"resumed after step {newest}")
         # the trial goes on with a launch of its own
         launch.await_moment(lambda: len(ranks_of(launch)) == self.whole.ranks)
@@ -395,6 +495,22 @@ class Trial:
         temporary = path.with_name(f".{path.name}")
         temporary.write_text(f"{fault.on}\n{fault.count}\n{below}\n")
         temporary.rename(path)
+
+    def _refusals(self, who: str) -> int:
+        """How often an order of I/O errors was carried out so far."""
+        path = self.footprint.orders / f"refused-eio-{who}"
+        return path.stat().st_size if path.exists() else 0
+
+    def _take_order_back(self, who: str) -> None:
+        """The rest of an order of I/O errors, and the count of those that there were."""
+        for name in (f"eio-{who}", f"refused-eio-{who}"):
+            (self.footprint.orders / name).unlink(missing_ok=True)
+
+    def _require_a_save_behind(self, launch: Launch, who: str) -> None:
+        """Take an order back that came so late that the last save would fail, after which the run ends."""
+        if self._step(launch) >= self.whole.steps and not self._refusals(who):
+            self._take_order_back(who)
+            raise MissedError("a save was to fail that another one follows: the run was past it")
 
     @property
     def _disk(self) -> Path:
@@ -424,8 +540,13 @@ class Trial:
 
 
 def _filler(launch: Launch, disk: Path) -> Path:
-    """A file on the disk of a launch, as it is seen from here."""
-    return Path(f"/proc/{launch.process.pid}/root{disk}/filler")
+    """A file on the disk of a launch."""
+    return _seen_by(launch, disk) / "filler"
+
+
+def _seen_by(launch: Launch, path: Path) -> Path:
+    """A path as a launch has it, which may have mounted something there."""
+    return Path(f"/proc/{launch.process.pid}/root{path}")
 
 
 def _one(launch: Launch, is_it: Callable[[str], bool]) -> int:

@@ -9,7 +9,7 @@ import signal
 import time
 
 from megarl.distributed.deadlines import PHASES, STEP, Call
-from megarl.distributed.worker_stacks import read_stack, worker_of
+from megarl.distributed.worker_stacks import _stack_file, worker_of
 from tests.faults.fault import INIT
 from tests.system.whole_runs import Launch, read_rows
 
@@ -19,6 +19,9 @@ _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line \d+ in (?P<name>\S+)')
 _WRAPPERS = 4
 """Frames between the shell and the worker's method, of decorators."""
 _NAMES = {STEP: "train"}
+_STACK_S = 2.0
+_QUIET_S = 0.02
+_POLL_S = 0.0005
 
 
 def ranks_of(launch: Launch) -> list[int]:
@@ -48,9 +51,31 @@ def phase_in(stack: str) -> str:
     return ""
 
 
-def phase_of(pid: int) -> str:
-    """The phase that a worker's process is in now."""
-    return phase_in(read_stack(pid))
+def strike(pid: int, phase: str, number: int) -> bool:
+    """Send a worker's process a signal if it is in a phase now; whether it was.
+
+    ``faulthandler`` writes the stacks in the thread that runs the worker's method, which does not go on meanwhile; so the signal is sent as
+    soon as its part is there, and not when all has been read.
+    """
+    with contextlib.suppress(OSError):
+        path = _stack_file(pid)
+        # without it the process would take the first signal for its end
+        if path is None:
+            return False
+        with path.open("rb", buffering=0) as file:
+            file.seek(0, os.SEEK_END)
+            os.kill(pid, signal.SIGUSR2)
+            seen, begun = b"", time.monotonic()
+            grown = begun
+            while time.monotonic() < (grown + _QUIET_S if seen else begun + _STACK_S):
+                more = file.read()
+                if more:
+                    seen, grown = seen + more, time.monotonic()
+                    if phase_in(seen.decode(errors="replace")) == phase:
+                        os.kill(pid, number)
+                        return True
+                time.sleep(_POLL_S)
+    return False
 
 
 def step_of(launch: Launch, first: int) -> int:

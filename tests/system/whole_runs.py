@@ -136,9 +136,13 @@ class Launch:
     patience_s: float = LONGEST_WAIT_S
     sessions: set[int] = field(default_factory=set)
 
-    def output(self) -> str:
-        """What it has written to its console so far."""
-        return self.output_file.read_text(errors="replace")
+    def output(self, since: int = 0) -> str:
+        """What it has written to its console so far, from a number of ``spoken`` bytes on."""
+        return self.output_file.read_bytes()[since:].decode(errors="replace")
+
+    def spoken(self) -> int:
+        """Bytes that it has written to its console so far."""
+        return self.output_file.stat().st_size
 
     def finish(self) -> int:
         """Wait until it ends by itself; its exit code."""

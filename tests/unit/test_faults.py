@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -19,14 +22,16 @@ import pytest
 from megarl import env
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.distributed.worker_stacks import read_stack
+from megarl.models.engine.nonfinite import NonFiniteMicroBatch, SkippedBatch
 from megarl.observe.launches import FINISHED, WORKERS, recorded_launch
 from tests.faults import leftovers
-from tests.faults.fault import ANY, BACK, INIT, KINDS, PHASES, READ, WRITE, Draw, Fault, FaultError, draw, parse
+from tests.faults import told as promised
+from tests.faults.fault import ANY, BACK, INIT, KINDS, PHASES, READ, WRITE, Draw, Fault, FaultError, MissedError, draw, parse
 from tests.faults.leftovers import SHARED_MEMORY, VARIABLE, Footprint
 from tests.faults.soak import Entry, Journal, counted, left_to_do
 from tests.faults.trial import SEAM, Subject, Told, Trial, Trials, Whole
-from tests.faults.workers import phase_in, slow_down
-from tests.system.whole_runs import Launches
+from tests.faults.workers import phase_in, slow_down, strike
+from tests.system.whole_runs import Launch, Launches
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,6 +106,9 @@ def test_faults_are_drawn_alike_at_every_start_and_can_happen() -> None:
             fails_to_save = fault.kind == "disk_full" or (fault.kind == "eio" and fault.on == WRITE)
             assert not fails_to_save or steps == 1 or fault.step < steps, "no save follows the last one"
             assert not fails_to_save or (each.save_period, each.async_save) == (1, False)
+        failing = [fault.step for fault in each.faults if fault.kind == "disk_full" or (fault.kind, fault.on) == ("eio", WRITE)]
+        assert len(set(failing)) == len(failing), "each is of a step of its own, or the second meets the save behind"
+        assert [fault.step for fault in each.faults] == sorted(fault.step for fault in each.faults)
     only = [draw(5, number, subjects, ["hang"]) for number in range(20)]
     assert {fault.kind for each in only for fault in each.faults} == {"hang"}
 
@@ -186,6 +194,11 @@ def test_the_phase_of_a_worker_is_seen_from_outside(method: str, run: str, phase
     try:
         assert child.stdout is not None and child.stdout.readline() == b"ready\n"
         assert phase_in(read_stack(child.pid)) == phase
+        # a signal for another phase is not sent, and one for this is
+        assert not strike(child.pid, "generate", signal.SIGKILL) and child.poll() is None
+        if phase:
+            assert strike(child.pid, phase, signal.SIGKILL) and child.wait() == -signal.SIGKILL
+            assert not strike(child.pid, phase, signal.SIGKILL), "it is gone"
     finally:
         child.kill()
         child.communicate()
@@ -277,6 +290,8 @@ def test_files_fail_to_open_as_ordered(order: str, name: str, said: str, tmp_pat
     code = OPENS.format(path=str(tmp_path / "files" / "x"))
     assert ordered(code, orders).strip() == said
     assert (orders / name).exists() == ("good good good" in said[:14] or "99" in order)
+    refused = orders / "refused-eio-1"
+    assert (refused.stat().st_size if refused.exists() else 0) == said.count("EIO")
     assert ordered(code, None).split() == ["good"] * 8
 
 
@@ -384,10 +399,202 @@ def test_what_is_not_as_promised_is_found(case: str, tmp_path: Path, monkeypatch
         run_dir = make(tmp_path / "run", footprint)
         told = Told()
         subject = Subject("made up", whole / "metrics.jsonl")
-        trial = Trial(Trials(subject, tmp_path), Whole(whole, 3, 1, 2, 1.0, 1), run_dir, footprint, Launches(), told, True, (), restarts=1)
+        trial = Trial(
+            Trials(subject, tmp_path),
+            Whole(whole, 3, 1, 2, ("pp0 dp0 cp0 tp0", "pp0 dp0 cp0 tp1"), 1.0, 1),
+            run_dir,
+            footprint,
+            Launches(),
+            told,
+            True,
+            (),
+            restarts=1,
+        )
         if not said:
             trial.judge()
             assert told.words == ["1 launches, 1 restarts within; log and weights equal; nothing left"]
             return
         with pytest.raises(AssertionError, match=said):
             trial.judge()
+
+
+NAMES = ("pp0 dp0 cp0 tp0", "pp0 dp0 cp0 tp1")
+LOST = (
+    "x: clean-up of 'lm_policy' failed: [pp0 dp0 cp0 tp0 a.host] worker process died during shutdown: The actor died\n"
+    "WARNING megarl: workers were lost, start 1 of at most 2 of new ones: [pp0 dp0 cp0 tp1 a.host] worker process died "
+    "during {what}: The actor died. Fix: look\nAlso failed: [pp0 dp0 cp0 tp0 a.host]\n"
+)
+SILENT = (
+    "megarl: {what}: 2 of 2 workers do not answer: [pp0 dp0 cp0 tp0 a.host], [pp0 dp0 cp0 tp1 a.host]. Silent: the process of [pp0 dp0 cp0 "
+    "tp1 a.host] is stopped by a signal (SIGSTOP or SIGTSTP). Fix: see who\n--- [pp0 dp0 cp0 tp0 a.host] ---\n"
+)
+
+
+@pytest.mark.parametrize("text", [LOST, SILENT])
+@pytest.mark.parametrize(
+    ("what", "who", "phase", "step", "said"),
+    [
+        ("train, step 3, of lm_policy", 1, "train", 3, ""),
+        ("save, step 3, of lm_policy", 1, "save", 3, ""),
+        ("generate (validation), step 3, of lm_policy", 1, "generate", 3, ""),
+        ("train, step 3, of lm_policy", 1, ANY, 3, ""),
+        ("generate, step 4, of lm_policy", 1, ANY, 3, ""),
+        ("memory_figures, of lm_policy", 1, ANY, 3, ""),
+        ("constructor of megarl.models.policy.workers.W", 1, INIT, 1, ""),
+        ("start of megarl.models.policy.workers.W", 1, ANY, 3, ""),
+        ("save, of lm_policy", 1, "save", 5, ""),
+        ("train, step 3, of lm_policy", 0, "train", 3, "rank pp0 dp0 cp0 tp0 "),
+        ("train, step 2, of lm_policy", 1, "train", 3, "it was in step 3"),
+        ("train, step 4, of lm_policy", 1, "train", 3, "it was in step 3"),
+        ("train, step 5, of lm_policy", 1, ANY, 3, "it was in step 3"),
+        ("train, of lm_policy", 1, "train", 3, "it was in step 3"),
+        ("call of lm_policy", 1, "train", 3, "is no phase"),
+        ("constructor of megarl.models.policy.workers.W", 1, "train", 3, "in its construction"),
+        ("train, step 1, of lm_policy", 1, INIT, 1, "it was in its construction"),
+    ],
+)
+def test_a_rank_that_is_lost_has_to_be_named_with_its_phase_and_step(
+    text: str, what: str, who: int, phase: str, step: int, said: str
+) -> None:
+    check = promised.check_loss_is_told if text is LOST else promised.check_silence_is_told
+    told = text.format(what=what)
+    if not said:
+        check(told, NAMES[who], phase, step, 4)
+        return
+    with pytest.raises(AssertionError, match=said) as caught:
+        check(told, NAMES[who], phase, step, 4)
+    assert not isinstance(caught.value, MissedError)
+    with pytest.raises(AssertionError, match="does not say which worker"):
+        check("workers were lost, and the run goes on", NAMES[who], phase, step, 4)
+
+
+def test_a_phase_that_was_over_is_no_trial_of_it() -> None:
+    with pytest.raises(MissedError, match="was over"):
+        promised.check_loss_is_told(LOST.format(what="save, step 3, of lm_policy"), NAMES[1], "train", 3, 4)
+
+
+def test_of_several_stopped_ranks_none_is_the_silent_one() -> None:
+    said = SILENT.format(what="train, step 3, of lm_policy").replace(
+        "Silent: ", f"Silent: the process of [{NAMES[0]} h] is stopped by a signal; "
+    )
+    with pytest.raises(AssertionError, match="stood still, and it says"):
+        promised.check_silence_is_told(said, NAMES[1], "train", 3, 4)
+
+
+NO_MEMORY = (
+    "megarl: [pp0 dp0 cp0 tp1 host] out of memory in a training pass, at micro-batch 1 of 2: 4 rows, 61 tokens in 64 positions; peak 0.00 "
+    "GiB, limit 62.79 GiB (OutOfMemoryError: CUDA out of memory). No weight was changed by it. Fix: policy.on_oom=split"
+)
+
+
+def test_out_of_memory_has_to_be_told_with_all_sizes() -> None:
+    promised.check_memory_is_told(NO_MEMORY, NAMES[1])
+    with pytest.raises(AssertionError, match="and it names"):
+        promised.check_memory_is_told(NO_MEMORY, NAMES[0])
+    for part in ("micro-batch 1 of 2: ", "4 rows, ", "61 tokens in ", "64 positions; ", "peak 0.00 GiB, ", "limit 62.79 GiB "):
+        with pytest.raises(AssertionError, match="does not say the sizes"):
+            promised.check_memory_is_told(NO_MEMORY.replace(part, ""), NAMES[1])
+
+
+NOT_FINITE = (
+    "megarl: [pp0 dp0 cp0 tp0 host] {batch}. No weight was changed by it. policy.on_nonfinite = 'raise'. Fix: look\n"
+    "Also failed: [pp0 dp0 cp0 tp1 host]\n--- traceback of the worker ---\n"
+)
+
+
+def test_what_is_not_finite_has_to_be_told_and_to_end_all_ranks() -> None:
+    seen = (NonFiniteMicroBatch(1, NAMES[1], 0, 1, (4, 8), "loss"),)
+    said = NOT_FINITE.format(batch=SkippedBatch(0, math.nan, math.inf, seen))
+    promised.check_not_finite_is_told(said, NAMES)
+    promised.check_not_finite_is_told(NOT_FINITE.format(batch=SkippedBatch(0, 1.5, math.inf, ())), NAMES)
+    for wrong, match in (
+        ("one of them is not finite", "does not say what"),
+        (NOT_FINITE.format(batch=SkippedBatch(0, 1.5, 0.5, ())), "is finite"),
+        (said.replace("\nAlso failed: [pp0 dp0 cp0 tp1 host]", ""), "has not ended on"),
+        (said.replace("No weight was changed by it", "Weights were changed"), "does not say what"),
+    ):
+        with pytest.raises(AssertionError, match=match):
+            promised.check_not_finite_is_told(wrong, NAMES)
+
+
+WARNED = "x WARNING the checkpoint of step {step} could not be written: [pp0] {why}\n--- traceback ---\n{why}; step_1. Training goes on; 3"
+EIO = "[Errno 5] Input/output error: 'file'"
+
+
+@pytest.fixture
+def spoken(tmp_path: Path) -> Iterator[Launch]:
+    """A launch that lives until it is written to."""
+    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "output").touch()
+    try:
+        yield Launch(child, tmp_path / "run", tmp_path / "output", time.time(), 30.0)
+    finally:
+        child.kill()
+        child.communicate()
+
+
+@pytest.mark.parametrize(
+    ("refused", "words", "leaves", "said"),
+    [
+        (2, WARNED.format(step=2, why=EIO), False, ""),
+        (0, WARNED.format(step=2, why=EIO), False, "before its moment"),
+        (2, "", False, "before its moment"),
+        (2, WARNED.format(step=2, why=EIO), True, "is still there"),
+    ],
+)
+def test_a_save_that_failed_before_is_not_the_one_that_was_to_fail(
+    refused: int, words: str, leaves: bool, said: str, spoken: Launch, tmp_path: Path
+) -> None:
+    """The launch has warned of another save, of the same reason, before the fault."""
+    with Footprint() as footprint:
+        subject = Subject("made up", tmp_path / "output")
+        whole = Whole(tmp_path, 4, 1, 2, NAMES, 1.0, 1)
+        trial = Trial(Trials(subject, tmp_path / "work"), whole, spoken.run_dir, footprint, Launches(), Told(), True, ())
+        spoken.output_file.write_text(WARNED.format(step=1, why=EIO))
+        trial._mark(spoken, [1, 2])
+        trial._cause(spoken, Fault("eio", 2, rank=1, on=WRITE), [1, 2])
+        with spoken.output_file.open("a") as stream:
+            stream.write(words)
+        if refused:
+            (footprint.orders / "refused-eio-1").write_bytes(b"." * refused)
+        if leaves:
+            (spoken.run_dir / "checkpoints" / "tmp_step_2").mkdir(parents=True)
+        if not said:
+            trial._await_recovery(spoken, Fault("eio", 2, rank=1, on=WRITE))
+            assert list(footprint.orders.iterdir()) == [], "the rest of the order was taken back"
+            return
+        assert spoken.process.stdin is not None
+        spoken.process.stdin.close()
+        spoken.process.wait()
+        with pytest.raises(AssertionError, match=said):
+            trial._await_recovery(spoken, Fault("eio", 2, rank=1, on=WRITE))
+
+
+def test_a_save_that_is_to_fail_comes_too_late_for_the_last_step(spoken: Launch, tmp_path: Path) -> None:
+    with Footprint() as footprint:
+        subject = Subject("made up", tmp_path / "output")
+        whole = Whole(tmp_path, 4, 1, 2, NAMES, 1.0, 1)
+        trial = Trial(Trials(subject, tmp_path / "work"), whole, spoken.run_dir, footprint, Launches(), Told(), True, ())
+        (spoken.run_dir / "metrics.jsonl").write_text('{"step": 3}\n')
+        with pytest.raises(MissedError):
+            trial._cause(spoken, Fault("eio", 3, rank=1, on=WRITE), [1, 2])
+        assert list(footprint.orders.iterdir()) == []
+
+
+@pytest.mark.parametrize(("deadline_s", "took_s", "said"), [(10.0, 59.0, ""), (10.0, 61.0, "after 61.0 s, at a deadline"), (None, 1e6, "")])
+def test_a_lost_rank_has_to_be_found_within_some_deadlines(
+    deadline_s: float | None, took_s: float, said: str, spoken: Launch, tmp_path: Path
+) -> None:
+    with Footprint() as footprint:
+        subject = Subject("made up", tmp_path / "output")
+        whole = Whole(tmp_path, 4, 1, 2, NAMES, 1.0, 1)
+        trial = Trial(Trials(subject, tmp_path / "work"), whole, spoken.run_dir, footprint, Launches(), Told(), True, ())
+        trial.deadline_s, trial.begun, trial.step = deadline_s, 1000.0, 3
+        spoken.output_file.write_text(SILENT.format(what="train, step 3, of lm_policy"))
+        fault = Fault("hang", 3, "train", 1)
+        if not said:
+            trial._check_loss(spoken, fault, 1000.0 + took_s)
+            return
+        with pytest.raises(AssertionError, match=said):
+            trial._check_loss(spoken, fault, 1000.0 + took_s)

@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 
 from converters.errors import ConversionError
-from megarl.algorithms.resume import find_resume_point
+from megarl.algorithms.evaluate import weights_to_evaluate
+from megarl.algorithms.resume import CheckpointWriter, find_resume_point, report_changes
 from megarl.checkpoint import storage
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.checkpoint.manifest import verify
@@ -64,6 +65,113 @@ def test_a_moment_without_storage_is_no_damage(tmp_path: Path, number: int, capl
         assert manager.latest_and_damaged() == (tmp_path / "step_2", {})
     assert seen["weights"] == seen["manifest.json"] == TRIES
     assert "trying again in 0 s" in caplog.text and os.strerror(number) in caplog.text
+
+
+@contextmanager
+def failing_calls(name: str, part: str, times: int) -> Iterator[Counter[str]]:
+    """The first so many calls of a function of ``os`` fail for each path that contains ``part``. Counts them."""
+    real, seen = getattr(os, name), Counter[str]()
+
+    def flaky(path: Any, *arguments: Any, **options: Any) -> Any:
+        if part in str(path):
+            seen[str(path)] += 1
+            if seen[str(path)] <= times:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path, *arguments, **options)
+
+    with mock.patch.object(os, name, flaky):
+        yield seen
+
+
+@pytest.mark.parametrize(("call", "part"), [("listdir", "checkpoints"), ("stat", "step_2")])
+def test_a_listing_that_fails_for_a_moment_hides_no_checkpoint(tmp_path: Path, call: str, part: str) -> None:
+    directory = tmp_path / "checkpoints"
+    manager = written(directory, 1, 2)
+    (directory / "tmp_step_3").mkdir()
+    with failing_calls(call, part, TRIES - 1) as seen:
+        assert [step for step, _ in manager.checkpoints()] == [2, 1] and max(seen.values()) >= TRIES
+    with failing_calls(call, part, 1000), pytest.raises(StorageError, match="no damage") as caught:
+        find_resume_point(manager, "auto")
+    assert caught.value.exit_code == 1 and not isinstance(caught.value, UnusableCheckpointError)
+    with failing_calls("listdir", "checkpoints", TRIES - 1):
+        assert manager.unfinished() == [directory / "tmp_step_3"]
+    assert CheckpointManager({"checkpoint_dir": tmp_path / "absent"}).checkpoints() == []
+    (tmp_path / "file").touch()
+    assert CheckpointManager({"checkpoint_dir": tmp_path / "file"}).checkpoints() == []
+    (directory / "step_9").symlink_to(directory / "step_1")
+    assert [step for step, _ in manager.checkpoints()] == [2, 1], "a link is none"
+
+
+def test_a_configuration_that_cannot_be_read_is_a_fault_of_the_storage(tmp_path: Path) -> None:
+    """And one that is damaged is not."""
+    manager = CheckpointManager({"checkpoint_dir": tmp_path})
+    config = {"checkpointing": {"accept_changes": []}, "seed": 1}
+    manager.finalize_checkpoint(manager.init_tmp_checkpoint(1, {"step": 1, "sampler": {}}, config))
+    start = find_resume_point(manager, "auto")
+    real, failing = Path.read_text, [TRIES - 1]
+
+    def flaky(self: Path, **options: Any) -> str:
+        if self.name == "config.yaml" and failing[0]:
+            failing[0] -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(self, **options)
+
+    with mock.patch.object(Path, "read_text", flaky):
+        report_changes(start, config)
+        failing[0] = TRIES
+        with pytest.raises(StorageError, match=r"config\.yaml cannot be read: Input/output error, 5 times"):
+            report_changes(start, config)
+    with failing_calls("stat", "config.yaml", 1000), pytest.raises(StorageError):
+        report_changes(start, config)
+    (tmp_path / "step_1" / "config.yaml").write_text("{")
+    with pytest.raises(UnusableCheckpointError):
+        report_changes(start, config)
+
+
+def test_a_figure_that_cannot_be_read_is_not_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without it, the best checkpoint would be the first to go."""
+    manager = CheckpointManager({"checkpoint_dir": tmp_path, "metric_name": "reward", "keep_top_k": 1})
+    for step, reward in ((1, 0.9), (2, 0.1)):
+        manager.finalize_checkpoint(manager.init_tmp_checkpoint(step, {"step": step, "reward": reward}))
+    path = manager.init_tmp_checkpoint(3, {"step": 3, "reward": 0.2})
+    real, unreadable = Path.read_bytes, {"step_1"}
+
+    def flaky(self: Path) -> bytes:
+        if self.parent.name in unreadable and self.name == "training_info.json":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(self)
+
+    with mock.patch.object(Path, "read_bytes", flaky):
+        manager.finalize_checkpoint(path)
+        unreadable |= {"step_2", "step_3"}
+        with pytest.raises(StorageError):
+            manager.has_metric()
+        writer = CheckpointWriter(manager, {}, 1)
+        writer.require_metric({"train/other": 1.0})
+    assert "no checkpoint is removed this time" in caplog.text and "is not known" in caplog.text
+    assert [step for step, _ in manager.checkpoints()] == [3, 2, 1]
+    manager.remove_old_checkpoints()
+    assert [step for step, _ in manager.checkpoints()] == [3, 1]
+
+
+def test_a_failed_save_is_warned_of_where_the_storage_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = CheckpointWriter(CheckpointManager({"checkpoint_dir": tmp_path}), {}, 1, most_failed=2)
+    with failing_calls("listdir", str(tmp_path), 1000):
+        writer._note_failure(3, OSError(errno.EIO, os.strerror(errno.EIO)), False)
+    assert "the checkpoint of step 3 could not be written" in caplog.text and "which one is the newest is not known" in caplog.text
+
+
+def test_an_evaluation_of_what_cannot_be_read_is_no_fault_of_its_arguments(tmp_path: Path) -> None:
+    written(tmp_path, 1)
+    real = Path.read_bytes
+
+    def flaky(self: Path) -> bytes:
+        if self.name == "training_info.json":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(self)
+
+    with mock.patch.object(Path, "read_bytes", flaky), pytest.raises(StorageError):
+        weights_to_evaluate(tmp_path / "step_1")
 
 
 @pytest.mark.parametrize("part", ["step_2/weights", "step_2/manifest.json"])

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim.lr_scheduler import LRScheduler
 
-from megarl.checkpoint.collective import appears_whole, failing_together, random_state_file
+from megarl.checkpoint.collective import appears_whole, failing_alike, failing_together, random_state_file
 from megarl.checkpoint.restricted import METADATA_FILE, RestrictedReader, read_plain
-from megarl.checkpoint.storage import read_again
+from megarl.checkpoint.storage import is_file, read_again
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError, StorageError
 from megarl.models.huggingface.optimizer import KERNEL_ARGUMENTS, OPEN_KERNEL
@@ -90,8 +90,9 @@ def load_optimizer(
     Raises:
         CheckpointError: no such checkpoint, or it belongs to another model or kind of schedule.
     """
-    metadata = _metadata(directory)
-    plain = read_plain(directory / PLAIN_FILE)
+    with failing_alike():
+        metadata = _metadata(directory)
+        plain = read_plain(directory / PLAIN_FILE)
     state: dict[str, dict[str, Any]] = {}
     for entry, stored in metadata.state_dict_metadata.items():
         name, key = entry.rsplit("/", 1)
@@ -107,7 +108,7 @@ def load_optimizer(
     with failing_together(f"reading schedule and random-number states of {directory}"):
         _restore_schedule(scheduler, plain["schedule"], directory)
         rng = directory / random_state_file(dist.get_rank())
-        if rng.exists():
+        if is_file(rng):
             runtime.set_rng_state(read_again(lambda: load_file(rng), str(rng)))
     return {"state": state, "param_groups": plain["param_groups"]}
 
@@ -199,7 +200,8 @@ def _write(state: Mapping[str, torch.Tensor], directory: Path) -> None:
 
 
 def _read(state: Mapping[str, torch.Tensor], directory: Path, what: str) -> None:
-    stored = _metadata(directory).state_dict_metadata
+    with failing_alike():
+        stored = _metadata(directory).state_dict_metadata
     only_there, only_here = sorted(stored.keys() - state.keys()), sorted(state.keys() - stored.keys())
     other = sorted(name for name in state.keys() & stored.keys() if not _fits(stored[name], state[name]))
     if only_there or only_here or other:
@@ -221,8 +223,13 @@ def _fits(stored: Any, here: torch.Tensor) -> bool:
 
 
 def require(directory: Path) -> None:
-    """Refuse a path that is no finished DCP directory. Local."""
-    if not (directory / METADATA_FILE).is_file():
+    """Refuse a path that is no finished DCP directory. Local.
+
+    Raises:
+        CheckpointError: it is none.
+        StorageError: the storage does not say.
+    """
+    if not is_file(directory / METADATA_FILE):
         raise CheckpointError(
             f"{directory} is not a checkpoint (no {METADATA_FILE} there): give the directory that save_checkpoint was given"
         )

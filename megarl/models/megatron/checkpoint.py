@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingException
+from megatron.core.dist_checkpointing.strategies import common
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -33,11 +34,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from converters.checkpoint.artifacts import HF_DIRECTORY, copy_artifacts, write_config
 from converters.model_config.heads import OUTPUT_LAYER
 from converters.torch_dist.reader import TorchDistCheckpoint
-from megarl.checkpoint.collective import appears_whole, failing_together, random_state_file
-from megarl.checkpoint.restricted import read_plain_index, restricted_loading
-from megarl.checkpoint.storage import read_again
+from megarl.checkpoint.collective import appears_whole, failing_alike, failing_together, random_state_file
+from megarl.checkpoint.restricted import read_plain, read_plain_index, restricted_loading
+from megarl.checkpoint.storage import is_file, read_again
 from megarl.distributed.device import DeviceRuntime
-from megarl.errors import CheckpointError, MegarlError, UnusableCheckpointError
+from megarl.errors import CheckpointError, MegarlError
 from megarl.models.megatron.cuda_redirect import cuda_literals
 from megarl.models.megatron.optimizer import fused_style_adam
 from megarl.models.megatron.sharded_save import save_sharded
@@ -167,17 +168,17 @@ def load_optimizer(
         loaded = _load(wanted, directory, "optimizer state", strategy)
         with (
             failing_together(f"reading the optimizer state of {directory}"),
-            contextlib.closing(TorchDistCheckpoint(directory)) as stored,
+            contextlib.closing(read_again(lambda: TorchDistCheckpoint(directory), str(directory))) as stored,
         ):
             optimizer.load_state_dict(loaded)
             stream.fill(strategy.outlines, stored)
     with failing_together(f"reading schedule and random-number states of {directory}"):
         schedule = directory / SCHEDULE_FILE
-        if scheduler is not None and schedule.exists():
+        if scheduler is not None and is_file(schedule):
             scheduler.num_steps = 0  # loading advances the schedule from where it stands
             scheduler.load_state_dict(json.loads(read_again(schedule.read_text, str(schedule))))
         rng = directory / random_state_file(dist.get_rank())
-        if rng.exists():
+        if is_file(rng):
             runtime.set_rng_state(read_again(lambda: load_file(rng), str(rng)))
 
 
@@ -196,10 +197,15 @@ def require_same_form(optimizer: MegatronOptimizer, directory: Path) -> None:
 
 
 def require(directory: Path) -> None:
-    """Refuse a path that is no finished dist-checkpointing directory. Local."""
-    if not (directory / "metadata.json").is_file():
+    """Refuse a path that is no finished dist-checkpointing directory. Local.
+
+    Raises:
+        CheckpointError: it is none.
+        StorageError: the storage does not say.
+    """
+    if not is_file(directory / CONFIG_FNAME):
         raise CheckpointError(
-            f"{directory} is not a checkpoint (no metadata.json there): give the directory that save_checkpoint was given"
+            f"{directory} is not a checkpoint (no {CONFIG_FNAME} there): give the directory that save_checkpoint was given"
         )
 
 
@@ -219,24 +225,16 @@ def require_output(directory: Path, *, scores: bool) -> None:
 def _load(wanted: dict[str, Any], directory: Path, what: str, strategy: StreamedLoad) -> dict[str, Any]:
     """Return what ``directory`` holds for every entry of ``wanted``; a missing or a left-over tensor is an error, not a warning, and an
     error of one rank is one on all."""
-    failure: MegarlError | None = None
+    readers: list[tuple[Any, str, Any]] = []
     loaded: dict[str, Any] = {}
     missing: list[str] = []
     unexpected: list[str] = []
-    try:
-        loaded, missing, unexpected = _read(wanted, directory, what, strategy)
-    except MegarlError as error:
-        failure = error
-    # later versions of Megatron-Core read without telling other ranks of an error; and a pipeline stage asks for its own layers, so that
-    # no other one would hear of what is missing there
-    everywhere = _on_all_ranks((None if failure is None else (isinstance(failure, UnusableCheckpointError), str(failure)), unexpected))
-    if failure is not None:
-        raise failure
-    for rank, (found, _) in enumerate(everywhere):
-        if found is not None:
-            is_unusable, message = found
-            raise (UnusableCheckpointError if is_unusable else CheckpointError)(f"rank {rank}: {message}")
-    only_there, only_here = missing, sorted({key for _, keys in everywhere for key in keys})
+    with failing_alike():
+        readers = _read_already(directory, what, strategy)
+    with failing_alike():
+        loaded, missing, unexpected = _read(wanted, directory, what, strategy, readers)
+    # a pipeline stage asks for its own layers, so that no other one would hear of what is missing there
+    only_there, only_here = missing, sorted({key for keys in _on_all_ranks(unexpected) for key in keys})
     if only_there or only_here:
         raise CheckpointError(
             f"{directory} does not hold the {what} of this model: only in the checkpoint {only_there[:3]}, "
@@ -246,20 +244,61 @@ def _load(wanted: dict[str, Any], directory: Path, what: str, strategy: Streamed
     return loaded
 
 
-def _read(wanted: dict[str, Any], directory: Path, what: str, strategy: StreamedLoad) -> tuple[dict[str, Any], list[str], list[str]]:
-    """What ``directory`` holds for ``wanted``; tensors that are only in the checkpoint, and those that are only asked for by this rank."""
+def _read_already(directory: Path, what: str, strategy: StreamedLoad) -> list[tuple[Any, str, Any]]:
+    """Read what each rank reads by itself, before all of them read tensors together: an error of it would leave the others waiting. Tried
+    again where the storage fails for a moment, and plain values alone, whatever the environment says of torch's default. Local.
+
+    Returns:
+        Replacements of Megatron-Core's functions, for ``patched``, that return what was read.
+    """
     read_plain_index(directory)
+    verify, config = serialization.verify_checkpoint_and_load_strategy, directory / CONFIG_FNAME
+
+    def verified() -> Any:
+        try:
+            return verify(str(directory), strategy)
+        except CheckpointingException:
+            # it takes what the storage does not say for a no
+            if not is_file(config):
+                raise
+            return verify(str(directory), strategy)
+
+    with _as_own_errors(directory, what):
+        strategies = read_again(verified, str(config))
+        found = [(serialization, "verify_checkpoint_and_load_strategy", lambda *unused: strategies)]
+        # later versions have what all ranks share with the tensors
+        if hasattr(common, "TorchCommonLoadStrategy"):
+            path = directory / common.COMMON_STATE_FNAME
+            if not is_file(path):
+                raise CheckpointingException(f"{path} does not exist")
+            shared = read_plain(path)
+            found.append((common.TorchCommonLoadStrategy, "load_common", lambda *unused: shared))
+    return found
+
+
+def _read(
+    wanted: dict[str, Any], directory: Path, what: str, strategy: StreamedLoad, readers: Sequence[tuple[Any, str, Any]]
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """What ``directory`` holds for ``wanted``; tensors that are only in the checkpoint, and those that are only asked for by this rank."""
+    with _as_own_errors(directory, what), restricted_loading(), patched(*readers):
+        loaded, missing, unexpected = dist_checkpointing.load(wanted, str(directory), strategy, strict=StrictHandling.RETURN_ALL)
+    return loaded, _tensor_keys(missing), _tensor_keys(unexpected)
+
+
+@contextlib.contextmanager
+def _as_own_errors(directory: Path, what: str) -> Iterator[None]:
+    """Inside, errors of Megatron-Core and of DCP become megarl's."""
     try:
-        with restricted_loading():
-            loaded, missing, unexpected = dist_checkpointing.load(wanted, str(directory), strategy, strict=StrictHandling.RETURN_ALL)
-    except pickle.UnpicklingError as error:  # of common.pt, which Megatron-Core has torch read with plain values alone
-        raise UnusableCheckpointError(f"{directory} holds more than plain values: {error}. Fix: do not trust this checkpoint") from error
+        yield
     except CheckpointException as error:
         refused = next((cause for cause, _ in error.failures.values() if isinstance(cause, MegarlError)), None)
         raise refused or CheckpointError(f"{directory} cannot be read: {error}. It is damaged; take another checkpoint") from error
     except (CheckpointingException, KeyError, ValueError) as error:
+        if isinstance(error, MegarlError):
+            raise
         raise CheckpointError(f"{directory} does not hold the {what} of this model: {error}. Check model_name and the path") from error
-    return loaded, _tensor_keys(missing), _tensor_keys(unexpected)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read: {error}. Fix: see to permissions there") from error
 
 
 def _on_all_ranks(own: Any) -> list[Any]:

@@ -6,7 +6,7 @@ the directory that the variable names is an order, and goes when it was carried 
 * ``nan-RANK``, ``oom-RANK``, ``stuck-RANK``: the next layer that is trained on that rank gives NaN, has no memory, or waits for ever in a
   loop; by torch's own hook on all modules;
 * ``eio-RANK`` or ``eio-driver`` with the lines mode (``read`` or ``write``), count and path: so many times that somebody opens a file below
-  the path fails with EIO; by Python's own audit hook. A count of 99 lasts as long as the file.
+  the path fails with EIO; by Python's own audit hook. A count of 99 lasts as long as the file. ``refused-eio-RANK`` gets a byte each time.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def is_refused(path: str, flags: int) -> bool:
         return False
     if not os.path.abspath(path).startswith(below) or bool(flags & _WRITES) != (mode == "write"):
         return False
+    note_refusal(ordered)
     left = int(count)
     if left <= 1:
         return take(ordered)
@@ -106,6 +107,12 @@ def is_refused(path: str, flags: int) -> bool:
         with open(ordered, "w") as stream:
             stream.write(f"{mode}\n{left - 1}\n{below}\n")
     return True
+
+
+def note_refusal(ordered: str) -> None:
+    """So that it is seen from outside that an order was carried out, and how often."""
+    with open(os.path.join(DIRECTORY, f"refused-{os.path.basename(ordered)}"), "ab") as stream:
+        stream.write(b".")
 
 
 if DIRECTORY:
