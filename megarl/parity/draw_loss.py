@@ -44,7 +44,7 @@ _APART = (
     ("gspo", "gspo-token", "cispo", "noratio"),
     ("k1", "k2", "pathwise"),
     *(("dual", other) for other in ("noratio", "cispo", "forced")),
-    *(("forced", other) for other in ("cispo", "cliprange", "ratio-clamp")),
+    *(("forced", other) for other in ("cispo", "cliprange", "ratio-clamp", "noratio")),
     *(("noratio", other) for other in ("cliprange", "ratio-clamp")),
     *((level, other) for level in ("gspo", "gspo-token") for other in ("constant", "seq-mask")),
     ("in-reward", "approx"),
