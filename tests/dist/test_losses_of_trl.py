@@ -1,4 +1,4 @@
-"""Three steps of training with each of TRL's losses of GRPO: plain transformers under TRL's own code, and Megatron on two replicas, packed."""
+"""Three steps with each of TRL's losses of GRPO: plain transformers under TRL's own code, and Megatron on two replicas, packed."""
 
 from __future__ import annotations
 
