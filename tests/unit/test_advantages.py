@@ -61,7 +61,8 @@ def test_baseline_equals_the_loop(rows: list[tuple[int, float, bool]], leave_one
 @given(rows=rows_strategy, leave_one_out=st.booleans(), normalize=st.booleans(), std=st.sampled_from(["population", "sample"]))
 @settings(max_examples=200, deadline=None)
 def test_advantages_equal_exact_arithmetic(rows: list[tuple[int, float, bool]], leave_one_out: bool, normalize: bool, std: Any) -> None:
-    """GRPO's, in fractions up to the one root. A group whose rewards are the same but for rounding has none."""
+    """GRPO's, in fractions up to the one root. A group whose rewards are the same but for rounding has none. Of float32 rewards, as a run
+    has them, the differences are float32 too; here they are float64."""
     groups, rewards, valid = (list(column) for column in zip(*rows, strict=True))
     prompts = torch.tensor([[group, 3] for group in groups])
     found = group_advantages(prompts, torch.tensor(rewards, dtype=torch.float64), torch.tensor(valid), leave_one_out, normalize, std)
