@@ -19,14 +19,6 @@ _SHARES = {
     **dict.fromkeys(("ratio-clamp", "kl-input-clamp", "kl-output-clamp"), 0.25),
 }
 _SHARE = 0.4
-TRIES = 200
-_SHARES = {
-    **{"kl": 0.5, "approx": 0.15, "is": 0.4, "dual": 0.3, "seq": 0.3, "noratio": 0.1, "gspo": 0.18, "gspo-token": 0.18, "cispo": 0.2},
-    **{"constant": 0.15, "forced": 0.15, "cliprange": 0.4, "k1": 0.2, "k2": 0.2, "pathwise": 0.15, "in-reward": 0.15},
-    **{"tis": 0.12, "icepop": 0.15, "seq-mask": 0.15, "entropy": 0.25},
-    **dict.fromkeys(("ratio-clamp", "kl-input-clamp", "kl-output-clamp"), 0.15),
-}
-_SHARE = 0.4
 """Of an option that the table above does not have."""
 _NEEDS = {
     **dict.fromkeys(("approx", "k1", "k2", "pathwise", "kl-input-clamp", "kl-output-clamp"), "kl"),

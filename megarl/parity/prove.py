@@ -73,14 +73,19 @@ def prove(runner: CaseRunner, drawer: Drawer, seed: int, console: Console, fault
         for name, needs, backend, half in planned:
             verdict = _judge(runner, drawer, name, needs, backend, seed, half)
             verdicts.append(verdict)
+            _write(verdicts, file)
             if verdict.state not in ACCEPTED:
                 progress.say(f"{verdict.state.upper()} {name} on {backend} ({needs}): {verdict.detail}", "bold red")
             progress.advance(verdict.state not in ACCEPTED)
     _show(verdicts, console)
+    return 0 if all(verdict.state in ACCEPTED for verdict in verdicts) else 1
+
+
+def _write(verdicts: Sequence[Verdict], file: Path | None) -> None:
+    """After each verdict: a whole proof takes long, and one that was ended has shown what it has."""
     if file is not None:
         rows = [{"mutation": verdict.name, **asdict(verdict)} for verdict in verdicts]
         file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(verdict.state in ACCEPTED for verdict in verdicts) else 1
 
 
 def _places(fault: Mutation, half: bool) -> Iterator[tuple[str, Sequence[str]]]:

@@ -14,7 +14,7 @@ from megarl.parity.lines import parse
 from megarl.parity.options import ADVANTAGES, LOSSES, split
 from megarl.parity.possible import _own_violations
 
-DRAWN = [draw_loss(random.Random(number)) for number in range(4000)]
+DRAWN = [draw_loss(random.Random(number)) for number in range(2000)]
 
 
 def test_what_is_drawn_is_possible_and_survives_its_line() -> None:

@@ -28,6 +28,7 @@ from megarl.parity.possible import _own_violations
 from megarl.parity.prove import _above_noise
 from megarl.parity.runner import CaseOutcome
 from megarl.patched import patched
+from tests.tiers import sampled
 from tests.unit.test_policy_gradients import given_to
 
 
@@ -166,6 +167,7 @@ IN_WORKERS = (
 PLANTED = [(name, needs) for name, fault in GROUPS["losses"].items() if name not in IN_WORKERS for needs in fault.each_need]
 
 
+@sampled(60)
 @pytest.mark.parametrize(("name", "needs"), PLANTED)
 def test_a_fault_of_a_loss_is_seen_wherever_it_applies(name: str, needs: str) -> None:
     for case in cases_of(name, needs, 3):

@@ -10,6 +10,7 @@ import torch
 from megarl.parity.case import Case
 from megarl.parity.losses import make_loss
 from megarl.parity.reference_losses import reference_loss
+from tests.tiers import sampled
 from tests.unit.test_losses import policy_gradient_batch
 from tests.unit.test_policy_gradients import given_to, scores_of
 
@@ -40,6 +41,7 @@ KINDS = [
 ]
 
 
+@sampled("values")
 @pytest.mark.parametrize("loss", KINDS)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_same_loss_gradient_and_metrics(loss: str, seed: int) -> None:
