@@ -13,6 +13,7 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ray
 from ray.cluster_utils import Cluster
@@ -51,7 +52,11 @@ def main(config_file: str, directory: Path, *further: str) -> None:
         while sum(node["Alive"] for node in ray.nodes()) > 2:
             time.sleep(LOOK_S)
         time.sleep(JOINS_AFTER_S)
-        add("n3")
+        # a thread may set no handlers of signals, and the driver of the run has its own
+        with patch("ray._private.utils.set_sigterm_handler"):
+            add("n3")
+        # what a thread has started ends with it
+        threading.Event().wait()
 
     def lose_or_end() -> None:
         try:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.distributed import run_secret
 from megarl.errors import DeadlineError, WorkerError
 from megarl.models.generation.engines import EngineKind
 from megarl.models.generation.interfaces import RolloutEngine
@@ -74,7 +75,9 @@ class EngineInActor(RolloutEngine):
         options: dict[str, Any] = {"num_cpus": 0}
         if self.cluster is not None:
             [place] = self.cluster.get_placement_groups()
+            secret = {run_secret.VARIABLE: run_secret.drawn_secret()}
             options = {"num_cpus": 1, "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=place)}
+            options["runtime_env"] = {"env_vars": secret}
         self.actor: Any = ray.remote(Served).options(**options).remote(self.config)
         if self.info is not None:
             self.results([self.actor.expect.remote(self.info)])

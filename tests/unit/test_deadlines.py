@@ -103,6 +103,9 @@ def test_a_first_time_that_is_waited_for_in_parts_counts_whole() -> None:
     parts = Call.of("train")
     for seconds in (1.0, 200.0):
         deadlines.took(parts, seconds)
+    for _ in range(10):
+        deadlines.took(Call.of("train"), 1.0)
+    assert deadlines.bound_s(Call.of("train")) == 300
     deadlines.new_workers()
     assert deadlines.bound_s(Call.of("train")) == 600
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -142,7 +144,8 @@ CHILDREN = {
 @pytest.mark.parametrize("what", CHILDREN)
 def test_activity_of_real_processes(what: str, tmp_path: Path) -> None:
     program = CHILDREN[what].format(path=str(tmp_path / "file"))
-    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    child = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, **pipes)
     try:
         assert child.stdout is not None
         child.stdout.readline()
@@ -157,12 +160,6 @@ def test_activity_of_real_processes(what: str, tmp_path: Path) -> None:
             rested.append(replace(now, goes_on=False).rested_since(replace(before, goes_on=False)))
         assert rested[-1] is (what == "waits"), (before, now)
     finally:
-        for process in [*_descendants(child.pid), child.pid]:
-            subprocess.run(["kill", "-9", str(process)], check=False)
+        os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
     assert read_activity(child.pid) is None
-
-
-def _descendants(pid: int) -> list[int]:
-    activity = read_activity(pid)
-    return [] if activity is None else sorted(activity.processes - {pid})
