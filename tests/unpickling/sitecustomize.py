@@ -4,12 +4,17 @@ Python imports a module of this name when it starts. From then on every class or
 the pickle has to be Ray, which carries calls and results, or ``multiprocessing``, which tells children what to do; in a process group
 only what ``ALLOWED_IN_GROUP`` lists may be read. All else is written, with the stack, into the directory that ``MEGARL_TEST_PICKLES``
 names, as ``unpickled-PID``; ``watched-PID`` says that a process was watched.
+
+Where ``MEGARL_TEST_SAID`` names another variable, every worker says its value, in its log and without one, as careless code would.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -66,6 +71,17 @@ def write(name: str, text: str) -> None:
     os.write(descriptor, text.encode())
     os.close(descriptor)
 
+
+def say(name: str) -> None:
+    """In a thread: once this process has become a worker."""
+    while "RANK" not in os.environ:
+        time.sleep(0.01)
+    logging.getLogger("careless").warning("logged: %s=%s", name, os.environ[name])
+    print(f"printed: {os.environ[name]}", flush=True)
+
+
+if os.environ.get("MEGARL_TEST_SAID"):
+    threading.Thread(target=say, args=(os.environ["MEGARL_TEST_SAID"],), daemon=True).start()
 
 if DIRECTORY:
     write(f"watched-{os.getpid()}", " ".join(sys.orig_argv) + "\n")
