@@ -20,8 +20,8 @@ from typing import Any
 
 DIRECTORY = os.environ.get("MEGARL_TEST_PICKLES", "")
 
-CHANNELS = ("/ray/", "/multiprocessing/", "/concurrent/futures/")
-"""Packages that read what Ray or a parent process has sent."""
+CHANNELS = ("/site-packages/ray/", "/dist-packages/ray/", f"{os.path.dirname(os.__file__)}/multiprocessing/")
+"""Packages that read what Ray or a parent process has sent; not every directory of such a name."""
 
 BETWEEN = ("/pickle.py", "/copyreg.py", "/torch/storage.py", "/torch/serialization.py", "/torch/_utils.py", "/numpy/", "/cloudpickle/")
 """Files that read for somebody else, who decides."""
@@ -46,14 +46,18 @@ def look(event: str, arguments: tuple[Any, ...]) -> None:
     """The audit hook."""
     if event != "pickle.find_class":
         return
-    name = f"{arguments[0]}.{arguments[1]}"
-    reader: FrameType | None = sys._getframe(1)
+    found = unexpected(f"{arguments[0]}.{arguments[1]}", sys._getframe(1))
+    if found:
+        write(f"unpickled-{os.getpid()}", found)
+
+
+def unexpected(name: str, reader: FrameType | None) -> str:
+    """What a pickle names, with the stack, where nobody should read one; else ""."""
     while reader is not None and any(part in reader.f_code.co_filename for part in BETWEEN):
         reader = reader.f_back
     path = "" if reader is None else reader.f_code.co_filename
     expected = name.startswith(ALLOWED_IN_GROUP) if path.endswith(GROUP) else any(part in path for part in CHANNELS)
-    if not expected:
-        write(f"unpickled-{os.getpid()}", f"{name}{stack_of(reader)}\n")
+    return "" if expected else f"{name}{stack_of(reader)}\n"
 
 
 def stack_of(frame: FrameType | None) -> str:
