@@ -152,7 +152,7 @@ def full_disk(run_dir: Path, room: int = 5) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), min_size=1, max_size=12))
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 200)), min_size=1, max_size=12))
 def test_rows_that_a_full_disk_did_not_take_are_written_later_in_order_and_once(steps: list[tuple[bool, int]]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory)
