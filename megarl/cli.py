@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import ConversionError
 from megarl import __version__, env
 from megarl.errors import MegarlError
-from megarl.redaction import RedactingFormatter, learn, redacted_text
+from megarl.redaction import redact_log, redacted_text
 
 if TYPE_CHECKING:
     from megarl.config.sections import Config
@@ -390,11 +390,8 @@ def report(error: MegarlError | ConversionError) -> int:
 
 def hide_secrets() -> None:
     """Set up the log; neither it nor the traceback of an error that nobody foresaw shows a secret of the environment or a configuration."""
-    learn(env.snapshot())
-    handler = logging.StreamHandler()
-    handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     # what libraries say of their own course (Megatron-Core at its import, for one) is nobody's here
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    redact_log(env.snapshot())
     for ours in ("megarl", "converters"):
         logging.getLogger(ours).setLevel(logging.INFO)
     sys.excepthook = _show_error
@@ -413,6 +410,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Where the locale has no letter for something, a question mark is shown; no command ends over it.
         sys.stdout.reconfigure(errors="replace")
     hide_secrets()
+    for name in env.forget_unsafe():
+        logger.warning("%s counts for nothing here: with it, the files of a checkpoint could run code", name)
     try:
         if arguments.command == "train":
             return train(arguments, overrides)

@@ -66,6 +66,15 @@ def variables(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+UNSAFE = ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",)
+"""Variables by which a file that is read could run code: torch would then read a pickle as it comes wherever nobody has said otherwise."""
+
+
+def forget_unsafe() -> list[str]:
+    """Take such variables out of the environment of this process, and of what it starts from now on; those that were there."""
+    return [name for name in UNSAFE if os.environ.pop(name, None) is not None]
+
+
 def installed_version(distribution: str) -> str | None:
     """The version of an installed distribution; None without it."""
     try:

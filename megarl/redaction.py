@@ -19,6 +19,9 @@ _OF_KEYS = frozenset(
 )
 """Words before ``keys`` that make it a secret's: without one, more than one key is a list of names."""
 
+_WORKING_DIRECTORY = "PWD"
+"""Of a shell, in the environment of every program that it starts: part of many paths, which would be hidden in all messages."""
+
 _OF_TOKENS = frozenset({"pad", "eos", "bos", "unk", "sep", "cls", "mask", "stop"})
 """Tokens of a vocabulary."""
 
@@ -56,7 +59,7 @@ def is_secret(name: str) -> bool:
 
 
 def _names_secret(part: str) -> bool:
-    if part in FIELDS:
+    if part in FIELDS or part == _WORKING_DIRECTORY:
         return False
     words = [word.lower() for word in _WORDS.split(part) if word]
     if not words:
@@ -138,6 +141,15 @@ def _secrets(value: Any, within: bool) -> Iterator[str]:
             yield from _secrets(entry, within)
     elif within and value is not None and not isinstance(value, bool):
         yield str(value)
+
+
+def redact_log(environment: Mapping[str, str]) -> None:
+    """Set up the log of this process, on its standard error, unless it has one: from warnings on, and without the secrets of its
+    environment."""
+    learn(environment)
+    handler = logging.StreamHandler()
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
 class RedactingFormatter(logging.Formatter):

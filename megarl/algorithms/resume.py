@@ -148,7 +148,7 @@ def with_smaller_micro_batches(config: Mapping[str, Any], run_dir: Path) -> dict
         config: of the run, checked.
         run_dir: its directory.
     """
-    halvings = _halvings(run_dir)
+    halvings = halvings_of(run_dir)
     together = 2 if algorithm_class(config["algorithm"]).PAIRS else 1
     for path in (POLICY, *model_sections(config)):
         config = put(config, path, _with_halves(at(config, path), halvings, together))
@@ -183,13 +183,32 @@ def note_smaller_micro_batches(error: MicroBatchMemoryError, run_dir: Path) -> N
     that is not wanted, or they cannot be smaller."""
     if not error.may_go_on_smaller:
         return
-    halvings = _halvings(run_dir)
+    halvings = halvings_of(run_dir)
     write_json_atomic(run_dir / SMALLER_FILE, {**halvings, error.kind: halvings.get(error.kind, 0) + 1})
     error.exit_code = WorkerLostError.exit_code
     logger.warning("the next start goes on from the last checkpoint with smaller micro-batches of %s passes", error.kind)
 
 
-def _halvings(run_dir: Path) -> dict[str, int]:
+def remember_halvings(made: Mapping[str, int], begun_with: Mapping[str, int], run_dir: Path) -> None:
+    """Have workers that are built anew, in this launch or the next, begin with micro-batches as small as the present ones have made them.
+
+    Args:
+        made: halvings by the present workers, by the kind of pass.
+        begun_with: halvings that their configuration has had before (``halvings_of``).
+        run_dir: directory of the run.
+    """
+    if not any(made.values()):
+        return
+    try:
+        noted = halvings_of(run_dir)
+        smaller = {kind: max(noted.get(kind, 0), begun_with.get(kind, 0) + times) for kind, times in made.items() if times}
+        if smaller.items() - noted.items():
+            write_json_atomic(run_dir / SMALLER_FILE, {**noted, **smaller})
+    except (OSError, StorageError) as error:
+        logger.warning("workers that are built anew will not know how small micro-batches have to be: %s", error)
+
+
+def halvings_of(run_dir: Path) -> dict[str, int]:
     """How often micro-batches are halved, by the kind of pass.
 
     Raises:

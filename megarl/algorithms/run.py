@@ -24,7 +24,9 @@ from megarl.algorithms.resume import (
     CheckpointWriter,
     ResumePoint,
     find_resume_point,
+    halvings_of,
     note_smaller_micro_batches,
+    remember_halvings,
     report_changes,
     with_smaller_micro_batches,
 )
@@ -178,18 +180,23 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
     with ExitStack() as stack:
         reporting = _open_reporting(config, run_dir, schedule, start, stack, anew=restarts.workers == 0)
         tell_worker_groups(config["profiler"])
-        roomy = with_smaller_micro_batches(launch.placed, run_dir)
+        begun_with, roomy = halvings_of(run_dir), with_smaller_micro_batches(launch.placed, run_dir)
         models = start_models(roomy, inputs.tokenizer, start, stack, launch.make_policy)
         policy, turns = models[ACTOR], Turns(models)
         refit = start_engines(config, policy, stack)
         if refit is not None:
             refit.restarts, refit.on_restart = restarts.engines, restarts.engines_lost
+
+        def look_around() -> None:
+            launch.look_around()
+            remember_halvings(_halvings(models), begun_with, run_dir)
+
         reporting = replace(
             reporting,
             memory=lambda: _memory_figures(models),
             throughput=_throughput(config, policy),
             restarts=restarts.figures,
-            look_around=launch.look_around,
+            look_around=look_around,
         )
         skipped = SkippedBatches(run_dir / DIRECTORY)
         samples = _open_samples(config, run_dir, start, reporting.sinks, inputs.tokenizer, stack)
@@ -269,6 +276,15 @@ def _memory_figures(models: Mapping[Role, Policy]) -> dict[str, float]:
         if role != ACTOR:
             figures |= {f"{role.name}_{name}": value for name, value in model.memory_figures().items() if name in _OF_PROCESSES}
     return figures
+
+
+def _halvings(models: Mapping[Role, Policy]) -> dict[str, int]:
+    """``Policy.halvings``, the most of any model, by the kind of pass."""
+    made: dict[str, int] = {}
+    for model in models.values():
+        for kind, times in model.halvings().items():
+            made[kind] = max(made.get(kind, 0), times)
+    return made
 
 
 _OF_PROCESSES = frozenset({"memory_gib", "peak_memory_gib"})

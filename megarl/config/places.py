@@ -19,7 +19,7 @@ PATIENCE_S = 30.0
 """That a place may take to say whether it is there; a server that is only busy does so in less."""
 
 _OF_MODELS = ("model_name", "tokenizer.name", "generation.model_name", "megatron_cfg.family_file")
-_PLACES = ("data.cache_dir", "checkpointing.checkpoint_dir", "logger.log_dir")
+_PLACES = ("data.cache_dir", "checkpointing.checkpoint_dir", "checkpointing.signing_key_file", "logger.log_dir")
 
 
 def require_answers(places: Mapping[str, str], patience_s: float | None = None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
 import ipaddress
 import logging
@@ -29,6 +30,7 @@ import ray
 from megarl import env
 from megarl.distributed.ray_processes import LocalRay
 from megarl.errors import ClusterError, DeadlineError, MegarlError
+from megarl.redaction import is_secret, learn, redacted_text
 from megarl.time_limit import OutOfTimeError, time_limit
 
 logger = logging.getLogger(__name__)
@@ -66,8 +68,7 @@ _FORWARDED_PREFIXES = (
     "VLLM_",
 )
 # Ray assigns devices to workers itself; the driver's own choice must not override it.
-_NEVER_FORWARDED = {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONBREAKPOINT"}
-_SECRET_WORDS = {"TOKEN", "TOKENS", "KEY", "KEYS", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS", "AUTH"}
+_NEVER_FORWARDED = {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONBREAKPOINT", *env.UNSAFE}
 
 
 def init_ray(
@@ -98,6 +99,7 @@ def init_ray(
         return
     end = time.monotonic() + timeout_s
     env.set_variables({"RAY_USAGE_STATS_ENABLED": "0"})
+    _redact_what_workers_print()
     runtime_env: dict[str, Any] = {"env_vars": forwarded_environment()}
     address = env.text("RAY_ADDRESS")
     with _termination_handler_kept():
@@ -242,7 +244,8 @@ def _start_local(
     if num_cpus is not None and num_cpus < 1:
         raise ClusterError(f"num_cpus = {num_cpus}: a local Ray needs at least 1. Fix: pass the number of ranks")
     if env.text("RAY_AUTH_TOKEN") is None and env.text("RAY_AUTH_TOKEN_PATH") is None:
-        env.set_variables({"RAY_AUTH_TOKEN": secrets.token_hex(32)})
+        env.set_variables(token := {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
+        learn(token)
     slots = num_cpus if num_cpus is not None else max(DEFAULT_LOCAL_CPUS, os.cpu_count() or 1)
     _end_local()
     _Local.present = local = LocalRay(log_dir)
@@ -272,6 +275,23 @@ def _start_local(
     address = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(address).is_loopback:
         logger.warning("the local Ray listens on %s, not on the loopback interface: this Ray version cannot be told otherwise", address)
+
+
+def _redact_what_workers_print() -> None:
+    """Let Ray show what workers, engines and its own processes have printed without the secrets that this process knows.
+
+    The function is looked up when a Ray is joined, and where an error is shown (as of 2.60).
+    """
+    worker: Any = importlib.import_module("ray._private.worker")
+    real = getattr(worker, "print_to_stdstream", None)
+    if real is None or hasattr(real, "__wrapped__"):
+        return
+
+    @functools.wraps(real)
+    def printed(data: Mapping[str, Any], *arguments: Any, **options: Any) -> None:
+        real({**data, "lines": [redacted_text(line) for line in data["lines"]]}, *arguments, **options)
+
+    worker.print_to_stdstream = printed
 
 
 @contextlib.contextmanager
@@ -314,9 +334,7 @@ def forwarded_environment(source: Mapping[str, str] | None = None) -> dict[str, 
 
 
 def _may_be_forwarded(name: str) -> bool:
-    if name in _NEVER_FORWARDED or _SECRET_WORDS & set(name.upper().split("_")):
-        return False
-    return name.startswith(_FORWARDED_PREFIXES)
+    return name.startswith(_FORWARDED_PREFIXES) and name not in _NEVER_FORWARDED and not is_secret(name)
 
 
 def _driver_import_path(python_path: str) -> list[str]:

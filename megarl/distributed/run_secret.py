@@ -12,6 +12,7 @@ import hmac
 import secrets
 
 from megarl import env
+from megarl.redaction import learn
 
 VARIABLE = "MEGARL_RUN_SECRET"
 """Of a worker's environment, for itself and what it starts. Its name keeps it out of what Ray shows."""
@@ -20,7 +21,9 @@ VARIABLE = "MEGARL_RUN_SECRET"
 @functools.cache
 def drawn_secret() -> str:
     """This process's own secret for the workers that it starts: 64 hexadecimal digits, the same ones at every call."""
-    return env.text(VARIABLE) or secrets.token_hex(32)
+    secret = env.text(VARIABLE) or secrets.token_hex(32)
+    learn({VARIABLE: secret})
+    return secret
 
 
 def own_secret() -> str:

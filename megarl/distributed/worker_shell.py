@@ -28,6 +28,7 @@ from megarl import env
 from megarl.distributed import rendezvous
 from megarl.distributed.worker_stacks import register_stacks
 from megarl.errors import ClusterError, ConfigError
+from megarl.redaction import redact_log
 
 logger = logging.getLogger(__name__)
 _COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -103,6 +104,9 @@ class WorkerShell:
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:
         env.set_variables(environment)
+        redact_log(env.snapshot())
+        # of the node, whose Ray may have been started by somebody else
+        env.forget_unsafe()
         own_compile_cache()
         self._name = name
         self._worker: Any = None

@@ -39,9 +39,16 @@ class MetricsFile:
         """Write one row.
 
         Raises:
-            OSError: the row could not be written whole; what was written of it is taken back.
+            OSError: as ``append_line``.
         """
-        line = (json.dumps(_finite(row), allow_nan=False) + "\n").encode()
+        self.append_line(encoded(row))
+
+    def append_line(self, line: bytes) -> None:
+        """Write one row as ``encoded`` gives it.
+
+        Raises:
+            OSError: it could not be written whole; what was written of it is taken back.
+        """
         size_before = os.fstat(self._descriptor).st_size
         try:
             _write_all(self._descriptor, line)
@@ -50,22 +57,29 @@ class MetricsFile:
             raise
 
     def truncate_after(self, step: int) -> int:
-        """Remove the rows of later steps, and return how many. The file is replaced in one rename, never half-written.
+        """Remove the rows of later steps, and return how many. Where they are the last ones, as usual, the file is cut, which takes no room
+        on a disk that may be full; else it is replaced in one rename, never half-written.
 
         Raises:
-            OSError: the new file could not be written; the old one stays.
+            OSError: the file could not be cut, or a new one not be written; the old one stays.
         """
         kept: list[bytes] = []
-        dropped = 0
+        dropped = bytes_kept = bytes_before_dropped = 0
         with self.path.open("rb") as stream:
             for line in stream:
                 row = _parse(line)
                 if row is None or row["step"] > step:
+                    bytes_before_dropped = bytes_before_dropped if dropped else bytes_kept
                     dropped += 1
                 else:
                     kept.append(line)
+                    bytes_kept += len(line)
         if not dropped:
             return 0
+        if bytes_before_dropped == bytes_kept:
+            os.ftruncate(self._descriptor, bytes_kept)
+            os.fsync(self._descriptor)
+            return dropped
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
             with temporary.open("wb") as stream:
@@ -93,6 +107,11 @@ class MetricsFile:
             return
         last_newline = self.path.read_bytes().rfind(b"\n")
         os.ftruncate(self._descriptor, last_newline + 1)
+
+
+def encoded(row: Mapping[str, Any]) -> bytes:
+    """A row as a line of the file."""
+    return (json.dumps(_finite(row), allow_nan=False) + "\n").encode()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

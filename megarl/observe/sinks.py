@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from megarl.errors import ConfigError
-from megarl.observe.metrics_file import FILE_NAME, MetricsFile
+from megarl.observe.metrics_file import FILE_NAME, MetricsFile, encoded
 from megarl.observe.services import TensorBoardSink, WandbSink
 
 logger = logging.getLogger(__name__)
 
 _OWN_NAMES = ("step", "time")
+_MOST_BYTES = 64 << 20
 
 
 class Sink(Protocol):
@@ -38,23 +41,64 @@ class MetricsFileSink:
 
     name = FILE_NAME
 
-    def __init__(self, run_dir: Path) -> None:
-        """Raises: OSError, when the file cannot be opened."""
-        self._file = MetricsFile(run_dir / FILE_NAME)
+    def __init__(self, run_dir: Path, most_bytes: int = _MOST_BYTES) -> None:
+        """Args:
+            run_dir: directory of the run.
+            most_bytes: of rows that are kept while the file takes none, as on a full disk; of more, the oldest are lost.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        self._file, self._most_bytes = MetricsFile(run_dir / FILE_NAME), most_bytes
+        self._waiting: deque[bytes] = deque()
+        self._cut_after: int | None = None
+        self._lost = 0
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one line."""
-        self._file.append(row)
+        """Append one line, behind those that wait."""
+        self._waiting.append(encoded(row))
+        while sum(map(len, self._waiting)) > self._most_bytes and len(self._waiting) > 1:
+            self._waiting.popleft()
+            self._lost += 1
+        self._write_waiting()
 
     def truncate_after(self, step: int) -> None:
-        """Remove the lines of later steps."""
-        dropped = self._file.truncate_after(step)
-        if dropped:
-            logger.info("%s: removed %d rows of steps after %d, they are computed again", FILE_NAME, dropped, step)
+        """Remove the lines of later steps; where that fails, before the next one is written."""
+        self._cut_after = step
+        self._write_waiting()
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file, after a last try to write what waits."""
+        try:
+            self._write_waiting()
+        except OSError as error:
+            logger.error("%d rows of %s are lost: %s", len(self._waiting), FILE_NAME, error)
+        finally:
+            self._file.close()
+
+    def _write_waiting(self) -> None:
+        """Write what could not be written before, in its order, each row once.
+
+        Raises:
+            OSError: the file takes nothing; the message says what is kept.
+        """
+        was_full = len(self._waiting) > 1 or self._lost > 0
+        try:
+            if self._cut_after is not None:
+                dropped = self._file.truncate_after(self._cut_after)
+                if dropped:
+                    logger.info("%s: removed %d rows of steps after %d, they are computed again", FILE_NAME, dropped, self._cut_after)
+                self._cut_after = None
+            while self._waiting:
+                self._file.append_line(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            kept = f"{len(self._waiting)} rows wait until it can be written"
+            raise OSError(error.errno, f"{os.strerror(error.errno or 0)}; {kept}", str(self._file.path)) from error
+        if was_full:
+            lost = f"; {self._lost} older ones, of more than {self._most_bytes} bytes, are lost" if self._lost else ""
+            logger.warning("%s could be written again, with all rows that waited%s", FILE_NAME, lost)
+            self._lost = 0
 
 
 class MetricSinks:

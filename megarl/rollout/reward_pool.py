@@ -31,9 +31,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megarl import env
 from megarl.config.environments import REWARD
 from megarl.errors import ConfigError, RewardError, StateError, Violation
 from megarl.import_path import is_import_path
+from megarl.redaction import redact_log
 from megarl.rollout.mathematics import JudgementTimeoutError, math_verify
 from megarl.rollout.mathematics import fault_of_reference as fault_of_mathematics
 from megarl.rollout.rewards import Reward, RewardSpec, Task, get_reward, verdict
@@ -446,6 +448,7 @@ def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:
 def main(specs: Sequence[RewardSpec]) -> None:
     """Serve tasks until standard input ends. What the function and its own processes find there is empty."""
     own = os.getpid()
+    redact_log(env.snapshot())
     tasks = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
     results = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     with open(os.devnull, "rb") as nothing:

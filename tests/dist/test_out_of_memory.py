@@ -65,7 +65,7 @@ def train(config: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], faili
             found["norms"].append(result["grad_norm"])
     except MicroBatchMemoryError as error:
         found["error"] = (str(error), error.figures)
-    found["rows"] = loss.rows
+    found["rows"], found["halvings"] = loss.rows, worker.get_gpu_info()["halvings"]
     found["weights"] = {name: tensor.clone() for name, tensor in worker.backend.export_hf()}
     worker.backend.close()
     return found

@@ -11,7 +11,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from megarl.checkpoint.background import memory_of
 from megarl.checkpoint.manifest import verify
 from tests.system.whole_runs import STEPS, Launch, Launches, Material, comparable, read_rows, write_config
 from tests.tiers import slow
+from tests.unpickling.watch import PickleWatch
 
 # Five launches in one test: on a machine that does much else they take longer than the limit of other tests.
 pytestmark = pytest.mark.timeout(1800)
@@ -82,14 +83,17 @@ def check_same(run_dir: Path, undisturbed: Path) -> None:
     assert (run_dir / name).read_bytes() == (undisturbed / name).read_bytes()
 
 
-def run_with_kills(config: Path, run_dir: Path, kills: list[Moment], launches: Launches) -> list[int]:
-    """Launch and kill once for each moment, and once more to the end. Returns after which step each further launch went on (0: anew)."""
+def run_with_kills(
+    config: Path, run_dir: Path, kills: list[Moment], launches: Launches, last_has: Mapping[str, str] | None = None
+) -> list[int]:
+    """Launch and kill once for each moment, and once more to the end, with some variables; after which step each further launch went on
+    (0: anew)."""
     for moment in kills:
         launch = launches.start(config, run_dir)
         launch.kill_when(moment(launch))
         check_visible_checkpoints(run_dir)
     first = len(launches.all) - len(kills)
-    last = launches.start(config, run_dir)
+    last = launches.start(config, run_dir, changed=last_has)
     assert last.finish() == 0, last.output()[-5000:]
     outputs = [launch.output() for launch in launches.all[first + 1 :]]
     found = [re.search(r"resumed after step (\d+)", output) for output in outputs]
@@ -135,13 +139,21 @@ def test_the_undisturbed_run_has_something_to_lose(whole: Path) -> None:
 
 
 def test_killed_inside_a_step(material: Material, launches: Launches, tmp_path: Path) -> None:
-    """On one rank, which starts sooner. Three launches take a minute and show that a lost machine costs only time."""
+    """On one rank, which starts sooner. Three launches take a minute and show that a lost machine costs only time.
+
+    The launch that resumes shows besides that no pickle is read from a checkpoint.
+    """
     undisturbed = finished(on_one_rank(write_config(tmp_path / "whole.yaml", "grpo", material)), tmp_path / "whole", launches)
     something_to_lose(undisturbed)
     config = on_one_rank(write_config(tmp_path / "run.yaml", "grpo", material, save_period=2))
-    assert run_with_kills(config, tmp_path / "run", [inside(3, undisturbed, seed=5)], launches) == [2]
+    watch = PickleWatch(tmp_path / "pickles")
+    watch.directory.mkdir()
+    assert run_with_kills(config, tmp_path / "run", [inside(3, undisturbed, seed=5)], launches, watch.variables) == [2]
     check_leftovers(tmp_path / "run", 2)
     check_same(tmp_path / "run", undisturbed)
+    assert any("default_worker.py" in words for words in watch.watched())
+    found = watch.found()
+    assert not found, "\n".join(found)[:20_000]
 
 
 @slow

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.timeout(1800)
 TOTAL = 8
 MORE_STEPS = [f"grpo.max_num_steps={TOTAL}"]
 NEVER_DUE = 10_000
+SECRET = "planted-in-the-environment"
 OTHER_USER = 65534
 
 
@@ -67,12 +68,14 @@ def after_step_one(launch: Launch) -> Path:
 def test_a_signal_to_the_whole_group_saves_and_exits_75(material: Material, launches: Launches, tmp_path: Path) -> None:
     """As from a launcher that ends all that it has started. The workers are not to hear of it before the run has saved.
 
-    The same run shows that nobody else can enter the directory of its Ray, and that none of its processes reads a pickle but by Ray.
+    The same run shows that nobody else can enter the directory of its Ray, that none of its processes reads a pickle but by Ray, and that
+    a secret of the environment is not shown when a worker says it.
     """
     config = on_one_rank(write_config(tmp_path / "run.yaml", "grpo", material, save_period=NEVER_DUE))
     watch = PickleWatch(tmp_path / "pickles")
     watch.directory.mkdir()
-    launch = launches.start(config, tmp_path / "run", changed=watch.variables)
+    said = {"HF_PAT": SECRET, "MEGARL_TEST_SAID": "HF_PAT"}
+    launch = launches.start(config, tmp_path / "run", changed={**watch.variables, **said})
     private = after_step_one(launch)
     check_private(private)
     os.killpg(launch.process.pid, signal.SIGTERM)
@@ -84,6 +87,10 @@ def test_a_signal_to_the_whole_group_saves_and_exits_75(material: Material, laun
     assert any("default_worker.py" in words for words in watch.watched()) and any("megarl.cli" in words for words in watch.watched())
     found = watch.found()
     assert not found, "\n".join(found)[:20_000]
+    assert "logged: HF_PAT=***" in launch.output() and "printed: ***" in launch.output(), launch.output()[-5000:]
+    assert SECRET not in launch.output()
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
 
 
 @slow

@@ -17,3 +17,10 @@ def test_variables_are_what_they_were_afterwards(monkeypatch: pytest.MonkeyPatch
         assert env.text(name) == "within"
         raise ZeroDivisionError
     assert env.snapshot().get(name) == before
+
+
+def test_a_variable_by_which_a_file_could_run_code_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    [name] = env.UNSAFE
+    monkeypatch.setenv(name, "1")
+    assert env.forget_unsafe() == [name] and name not in env.snapshot()
+    assert env.forget_unsafe() == []

@@ -6,19 +6,25 @@ import json
 import logging
 import math
 import os
+import resource
+import signal
 import sys
+import tempfile
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megarl.errors import ConfigError, DataError
 from megarl.observe import metrics_file
-from megarl.observe.metrics_file import FILE_NAME, MetricsFile, read_metrics, stream_metrics
-from megarl.observe.sinks import MetricSinks, open_sinks
+from megarl.observe.metrics_file import FILE_NAME, MetricsFile, encoded, read_metrics, stream_metrics
+from megarl.observe.sinks import MetricsFileSink, MetricSinks, open_sinks
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -84,7 +90,8 @@ def test_truncate_keeps_everything_when_nothing_is_later(tmp_path: Path) -> None
 
 def test_failed_truncation_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = MetricsFile(tmp_path / FILE_NAME)
-    for step in (1, 2, 3):
+    # not the last ones: those are cut off in place
+    for step in (1, 2, 1, 3):
         file.append({"step": step})
     before = (tmp_path / FILE_NAME).read_bytes()
 
@@ -130,6 +137,78 @@ def test_half_written_row_is_taken_back_when_the_disk_is_full(tmp_path: Path, mo
             file.append({"step": 2})
     file.append({"step": 3})
     assert [row["step"] for row in read_metrics(tmp_path / FILE_NAME)] == [1, 3]
+
+
+@contextmanager
+def full_disk(run_dir: Path, room: int = 5) -> Iterator[None]:
+    """No file can become longer than the metrics are by now, and some bytes."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    path = run_dir / FILE_NAME
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((path.stat().st_size if path.exists() else 0) + room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 200)), min_size=1, max_size=12))
+def test_rows_that_a_full_disk_did_not_take_are_written_later_in_order_and_once(steps: list[tuple[bool, int]]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = Path(directory)
+        with open_sinks({}, run_dir) as sinks:
+            for step, (is_full, room) in enumerate(steps, 1):
+                with full_disk(run_dir, room) if is_full else nullcontext():
+                    sinks.log({"loss": step / 7}, step)
+                # whoever reads meanwhile sees whole rows, from the first on
+                seen = [row["step"] for row in stream_metrics(run_dir / FILE_NAME)]
+                assert seen == list(range(1, len(seen) + 1)) and (is_full or len(seen) == step)
+        assert [row["step"] for row in rows(run_dir)] == list(range(1, len(steps) + 1))
+        assert [row["loss"] for row in rows(run_dir)] == [step / 7 for step in range(1, len(steps) + 1)]
+
+
+def test_of_more_rows_than_are_kept_the_oldest_are_lost_and_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sink = MetricsFileSink(tmp_path, most_bytes=3 * len(encoded({"step": 1, "time": 1.5})))
+    with MetricSinks([sink], clock=lambda: 1.5) as sinks:
+        sinks.log({}, 1)
+        with full_disk(tmp_path):
+            for step in range(2, 8):
+                sinks.log({}, step)
+        assert "2 rows wait" not in caplog.text and "1 rows wait until it can be written" in caplog.text, "the first time alone"
+        sinks.log({}, 8)
+        assert [row["step"] for row in rows(tmp_path)] == [1, 6, 7, 8]
+        assert "could be written again, with all rows that waited; 4 older ones" in caplog.text
+        with full_disk(tmp_path):
+            sinks.log({}, 9)
+            sinks.close()
+    assert "1 rows of metrics.jsonl are lost" in caplog.text
+
+
+def test_a_resume_on_a_full_disk_leaves_no_row_twice(tmp_path: Path) -> None:
+    with open_sinks({}, tmp_path) as sinks:
+        for step in range(1, 6):
+            sinks.log({"loss": step}, step)
+    with full_disk(tmp_path, 0), open_sinks({}, tmp_path) as sinks:
+        # the room of the rows that go
+        sinks.truncate_after(3)
+        sinks.log({"loss": 40}, 4)
+    assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+
+
+def test_rows_wait_for_a_file_that_could_not_be_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose later rows stand between others has to be written anew."""
+    file = MetricsFile(tmp_path / FILE_NAME)
+    for step in (1, 3, 2, 4):
+        file.append({"step": step})
+    file.close()
+    with open_sinks({}, tmp_path) as sinks:
+        with monkeypatch.context() as patch:
+            patch.setattr(metrics_file.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            sinks.truncate_after(2)
+            sinks.log({}, 3)
+            assert [row["step"] for row in rows(tmp_path)] == [1, 3, 2, 4]
+        sinks.log({}, 4)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b'{"step": 1, "a'], ids=["empty", "blank", "half a row"])

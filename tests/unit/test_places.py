@@ -49,6 +49,7 @@ KEYS: dict[str, str] = {
     "data.train.path": "data.train.path={}",
     "data.validation.path": "data.validation.path={}",
     "checkpointing.checkpoint_dir": "+checkpointing.checkpoint_dir={}",
+    "checkpointing.signing_key_file": "+checkpointing.signing_key_file={}",
     "logger.log_dir": "+logger.log_dir={}",
 }
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import ray
+from ray._private import worker as ray_worker
 
+from megarl import redaction
 from megarl.distributed import ray_runtime
 from megarl.errors import ClusterError, DeadlineError
 
@@ -89,3 +93,39 @@ def test_a_start_that_something_is_wrong_with_is_no_hang(address: str | None, mo
     with pytest.raises(ClusterError, match="nothing listens there") as caught:
         ray_runtime.init_ray(num_cpus=3)
     assert caught.value.exit_code == 1
+
+
+def test_what_ray_shows_of_workers_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their lines, those of libraries that have a log of their own among them, come to the driver by Ray."""
+    shown: list[tuple[dict[str, Any], bool]] = []
+
+    def show(data: dict[str, Any], ignore_prefix: bool) -> None:
+        shown.append((data, ignore_prefix))
+
+    monkeypatch.setattr(ray_worker, "print_to_stdstream", show)
+    monkeypatch.setattr(redaction, "_learned", {"planted-secret"})
+    for _ in range(2):
+        ray_runtime._redact_what_workers_print()
+    ray_worker.print_to_stdstream({"lines": ["HF_TOKEN=abc", "plain", "is planted-secret"], "pid": 7, "is_err": True}, ignore_prefix=False)
+    assert shown == [({"lines": ["HF_TOKEN=***", "plain", "is ***"], "pid": 7, "is_err": True}, False)]
+
+
+WORKER = """
+import logging, warnings
+from megarl.distributed.worker_shell import WorkerShell
+WorkerShell("worker", {"MEGARL_DB_PASS": "planted-secret", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"})
+try:
+    raise ValueError("with planted-secret")
+except ValueError:
+    logging.getLogger("megarl.anything").exception("at https://me:word@host")
+logging.getLogger("other").info("not shown")
+import os
+print("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" in os.environ)
+"""
+
+
+def test_a_worker_logs_no_secrets_and_keeps_no_variable_by_which_files_could_run_code() -> None:
+    done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, check=True)
+    assert "ERROR megarl.anything: at https://***@host\n" in done.stderr and "ValueError: with ***\n" in done.stderr
+    assert "planted-secret" not in done.stderr and "not shown" not in done.stderr
+    assert done.stdout == "False\n"

@@ -55,7 +55,23 @@ PLAIN_NAMES = [
         "eos_token",
         "pad_token_id",
     ),
-    *("key", "keys", "monkey", "path", "PATH", "passes", "bypass_checks", "tokens", "author", "tokenizer", "RAY_AUTH_TOKEN_PATH", "", "."),
+    *(
+        "key",
+        "keys",
+        "monkey",
+        "path",
+        "PATH",
+        "passes",
+        "bypass_checks",
+        "tokens",
+        "author",
+        "tokenizer",
+        "RAY_AUTH_TOKEN_PATH",
+        "PWD",
+        "OLDPWD",
+        "",
+        ".",
+    ),
 ]
 
 

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.resume import SMALLER_FILE, _smaller, with_smaller_micro_batches
+from megarl.algorithms.resume import SMALLER_FILE, _smaller, halvings_of, remember_halvings, with_smaller_micro_batches
 from megarl.algorithms.run import run
-from megarl.errors import ConfigError, MicroBatchMemoryError
+from megarl.errors import ConfigError, MicroBatchMemoryError, WorkerLostError
+from megarl.observe.launches import read_launches
 from tests.unit.driver_runs import PolicyMaker, comparable, make_config
 
 
@@ -46,6 +47,69 @@ def test_the_next_launch_goes_on_with_half(tmp_path: Path, model: str, data: str
     assert "halved 1 times" in caplog.text
     assert run(make_config("sft", tmp_path / "whole", model, data), PolicyMaker()) == 0
     assert comparable(tmp_path / "run") == comparable(tmp_path / "whole"), "the plain policy has no micro-batches"
+
+
+def test_the_same_launch_goes_on_with_half_where_it_may_restart(tmp_path: Path, model: str, data: str) -> None:
+    config = make_config("sft", tmp_path / "run", model, data)
+    config["cluster"]["max_restarts"] = 1
+    errors = iter([True, False])
+
+    def fail(call: int) -> None:
+        if call == 3 and next(errors, False):
+            error = MicroBatchMemoryError("out of memory", "training")
+            error.may_go_on_smaller = True
+            raise error
+
+    maker = PolicyMaker(at_call=fail)
+    assert run(config, maker) == 0
+    assert [policy.cfg["train_micro_batch_size"] for policy in maker.policies] == [2, 1]
+    [launch] = read_launches(tmp_path / "run")
+    assert [restart.reason for restart in launch.restarts] == ["MicroBatchMemoryError: out of memory"]
+    assert run(make_config("sft", tmp_path / "whole", model, data), PolicyMaker()) == 0
+    assert comparable(tmp_path / "run") == comparable(tmp_path / "whole")
+    with pytest.raises(MicroBatchMemoryError):
+        refused = make_config("sft", tmp_path / "other", model, data)
+        refused["cluster"]["max_restarts"] = 1
+        run(refused, no_room(1, may_go_on_smaller=False))
+
+
+def test_micro_batches_that_workers_have_halved_are_so_for_those_that_follow(tmp_path: Path, model: str, data: str) -> None:
+    """Built anew in the same launch after a loss, and in the next one; halvings add up."""
+    config = make_config("sft", tmp_path / "run", model, data)
+    config["policy"] |= {"train_global_batch_size": 8, "train_micro_batch_size": 4}
+    config["cluster"]["max_restarts"] = 1
+
+    class Halving(PolicyMaker):
+        def __call__(self, config: dict[str, Any], *arguments: Any) -> Any:
+            policy = super().__call__(config, *arguments)
+            policy.halvings = lambda: {"training": 1}  # type: ignore[method-assign]
+            return policy
+
+    lost = iter([True])
+
+    def fail(call: int) -> None:
+        if call == 3 and next(lost, False):
+            raise WorkerLostError("worker process died")
+
+    maker = Halving(at_call=fail)
+    assert run(config, maker) == 0
+    assert [policy.cfg["train_micro_batch_size"] for policy in maker.policies] == [4, 2]
+    assert json.loads((tmp_path / "run" / SMALLER_FILE).read_text()) == {"training": 2}
+
+
+def test_halvings_are_written_once_and_never_taken_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    remember_halvings({}, {}, tmp_path)
+    remember_halvings({"training": 0}, {"training": 3}, tmp_path)
+    assert not (tmp_path / SMALLER_FILE).exists()
+    remember_halvings({"training": 1}, {"training": 2}, tmp_path)
+    before = (tmp_path / SMALLER_FILE).stat().st_ino
+    remember_halvings({"training": 1}, {"training": 2}, tmp_path)
+    remember_halvings({"training": 1}, {}, tmp_path)
+    assert halvings_of(tmp_path) == {"training": 3} and (tmp_path / SMALLER_FILE).stat().st_ino == before
+    remember_halvings({"log-probability": 1}, {}, tmp_path)
+    assert halvings_of(tmp_path) == {"training": 3, "log-probability": 1}
+    remember_halvings({"training": 1}, {}, tmp_path / "absent")
+    assert "will not know" in caplog.text, "which is no reason to end a run"
 
 
 def test_micro_batches_that_cannot_be_smaller_end_the_run(tmp_path: Path, model: str, data: str) -> None:

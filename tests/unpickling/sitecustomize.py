@@ -4,19 +4,24 @@ Python imports a module of this name when it starts. From then on every class or
 the pickle has to be Ray, which carries calls and results, or ``multiprocessing``, which tells children what to do; in a process group
 only what ``ALLOWED_IN_GROUP`` lists may be read. All else is written, with the stack, into the directory that ``MEGARL_TEST_PICKLES``
 names, as ``unpickled-PID``; ``watched-PID`` says that a process was watched.
+
+Where ``MEGARL_TEST_SAID`` names another variable, every worker says its value, in its log and without one, as careless code would.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import threading
+import time
 from types import FrameType
 from typing import Any
 
 DIRECTORY = os.environ.get("MEGARL_TEST_PICKLES", "")
 
-CHANNELS = ("/ray/", "/multiprocessing/", "/concurrent/futures/")
-"""Packages that read what Ray or a parent process has sent."""
+CHANNELS = ("/site-packages/ray/", "/dist-packages/ray/", f"{os.path.dirname(os.__file__)}/multiprocessing/")
+"""Packages that read what Ray or a parent process has sent; not every directory of such a name."""
 
 BETWEEN = ("/pickle.py", "/copyreg.py", "/torch/storage.py", "/torch/serialization.py", "/torch/_utils.py", "/numpy/", "/cloudpickle/")
 """Files that read for somebody else, who decides."""
@@ -41,14 +46,18 @@ def look(event: str, arguments: tuple[Any, ...]) -> None:
     """The audit hook."""
     if event != "pickle.find_class":
         return
-    name = f"{arguments[0]}.{arguments[1]}"
-    reader: FrameType | None = sys._getframe(1)
+    found = unexpected(f"{arguments[0]}.{arguments[1]}", sys._getframe(1))
+    if found:
+        write(f"unpickled-{os.getpid()}", found)
+
+
+def unexpected(name: str, reader: FrameType | None) -> str:
+    """What a pickle names, with the stack, where nobody should read one; else ""."""
     while reader is not None and any(part in reader.f_code.co_filename for part in BETWEEN):
         reader = reader.f_back
     path = "" if reader is None else reader.f_code.co_filename
     expected = name.startswith(ALLOWED_IN_GROUP) if path.endswith(GROUP) else any(part in path for part in CHANNELS)
-    if not expected:
-        write(f"unpickled-{os.getpid()}", f"{name}{stack_of(reader)}\n")
+    return "" if expected else f"{name}{stack_of(reader)}\n"
 
 
 def stack_of(frame: FrameType | None) -> str:
@@ -66,6 +75,17 @@ def write(name: str, text: str) -> None:
     os.write(descriptor, text.encode())
     os.close(descriptor)
 
+
+def say(name: str) -> None:
+    """In a thread: once this process has become a worker."""
+    while "RANK" not in os.environ:
+        time.sleep(0.01)
+    logging.getLogger("careless").warning("logged: %s=%s", name, os.environ[name])
+    print(f"printed: {os.environ[name]}", flush=True)
+
+
+if os.environ.get("MEGARL_TEST_SAID"):
+    threading.Thread(target=say, args=(os.environ["MEGARL_TEST_SAID"],), daemon=True).start()
 
 if DIRECTORY:
     write(f"watched-{os.getpid()}", " ".join(sys.orig_argv) + "\n")

@@ -737,8 +737,8 @@ class EngineWorker(ABC):
         self.runtime.reset_peak_memory()
 
     def get_gpu_info(self) -> dict[str, Any]:
-        """Rank, device, memory figures (MiB) and one parameter as a sample."""
-        return self.runtime.facts(self.backend.parameters())
+        """Rank, device, memory figures (MiB), one parameter as a sample, and how often micro-batches were halved, by the kind of pass."""
+        return {**self.runtime.facts(self.backend.parameters()), "halvings": dict(self._memory.halvings)}
 
     def measure_peak_flops(self) -> float:
         """FLOP/s of a large matrix product on this worker's device, at the policy's precision."""
