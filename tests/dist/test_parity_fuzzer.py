@@ -93,7 +93,7 @@ FAULTS = {
     "whitened-by-rank": "loss=pg advantages=gae+white dp=2 mbs=3 length=10",
     "rewards-summed-before-they-are-compared": "loss=pg+is advantages=gdpo+plain dp=2 mbs=3 length=10",
     "state-behind-the-token": "loss=value+clip advantages=gae+bootstrap dp=2 mbs=3 length=10",
-    "teacher-and-policy-exchanged": "loss=pg+seq advantages=teacher+clip:-0.5:none mbs=3 micro=2 length=10",
+    "teacher-and-policy-exchanged": "loss=pg+seq advantages=teacher mbs=3 micro=2 length=10",
     "ratio-not-clipped": "loss=pg+cispo+cliprange:1:0.28 dp=2 mbs=3 length=10",
     "divergence-with-a-score-function": "loss=pg+kl:0.5+k2 dp=2 mbs=3 length=10",
     "entropy-normalised-a-micro-batch": "loss=pg+entropy:1 mbs=2 micro=2 length=10",
