@@ -105,7 +105,7 @@ FAULTS = {
     "value-loss-over-masked-tokens": "dp=2 mbs=2 length=8 loss=value",
     "likeliest-of-own-vocabulary": "tp=2 kv=2 ffn=6 vocab=11 length=8 mbs=2 loss=distill",
     "teachers-columns-shifted": "dp=2 mbs=2 length=8 loss=distill",
-    "rest-of-the-divergence-detached": "tp=2 kv=2 ffn=6 vocab=11 length=8 mbs=2 loss=distill+mixed:0.8+topk:5",
+    "rest-of-the-divergence-detached": "dp=2 mbs=2 vocab=11 length=8 loss=distill+mixed:0.8+topk:5",
 }
 HALF_FAULTS = {
     "gradient-averaged-over-data": "dp=2 mbs=2 length=6 precision=bfloat16 lr=0.02",
