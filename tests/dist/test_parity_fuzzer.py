@@ -103,7 +103,7 @@ FAULTS = {
     "preference-normalised-a-micro-batch": "loss=dpo mbs=2 micro=2 length=9",
     "score-gradient-of-one-run": "tp=2 sp=1 kv=2 ffn=6 length=8 mbs=4 loss=value",
     "value-loss-over-masked-tokens": "dp=2 mbs=2 length=8 loss=value",
-    "likeliest-of-own-vocabulary": "tp=2 kv=2 ffn=6 vocab=11 length=8 mbs=2 loss=distill",
+    "likeliest-of-own-vocabulary": "tp=2 kv=2 ffn=6 vocab=11 length=8 mbs=4 loss=distill",
     "teachers-columns-shifted": "dp=2 mbs=2 length=8 loss=distill",
     "rest-of-the-divergence-detached": "dp=2 mbs=2 vocab=11 length=8 loss=distill+mixed:0.8+topk:5",
 }
