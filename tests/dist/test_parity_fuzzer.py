@@ -93,7 +93,7 @@ FAULTS = {
     "whitened-by-rank": "loss=pg advantages=gae+white dp=2 mbs=3 length=10",
     "rewards-summed-before-they-are-compared": "loss=pg+is advantages=gdpo+plain dp=2 mbs=3 length=10",
     "state-behind-the-token": "loss=value+clip advantages=gae+bootstrap dp=2 mbs=3 length=10",
-    "teacher-and-policy-exchanged": "loss=pg+seq advantages=teacher+clip:-0.5:none mbs=3 micro=2 length=10",
+    "teacher-and-policy-exchanged": "loss=pg+seq advantages=teacher mbs=3 micro=2 length=10",
     "ratio-not-clipped": "loss=pg+cispo+cliprange:1:0.28 dp=2 mbs=3 length=10",
     "divergence-with-a-score-function": "loss=pg+kl:0.5+k2 dp=2 mbs=3 length=10",
     "entropy-normalised-a-micro-batch": "loss=pg+entropy:1 mbs=2 micro=2 length=10",
@@ -103,9 +103,9 @@ FAULTS = {
     "preference-normalised-a-micro-batch": "loss=dpo mbs=2 micro=2 length=9",
     "score-gradient-of-one-run": "tp=2 sp=1 kv=2 ffn=6 length=8 mbs=4 loss=value",
     "value-loss-over-masked-tokens": "dp=2 mbs=2 length=8 loss=value",
-    "likeliest-of-own-vocabulary": "tp=2 kv=2 ffn=6 vocab=11 length=8 mbs=2 loss=distill",
+    "likeliest-of-own-vocabulary": "tp=2 kv=2 ffn=6 vocab=11 length=8 mbs=4 loss=distill",
     "teachers-columns-shifted": "dp=2 mbs=2 length=8 loss=distill",
-    "rest-of-the-divergence-detached": "tp=2 kv=2 ffn=6 vocab=11 length=8 mbs=2 loss=distill+mixed:0.8+topk:5",
+    "rest-of-the-divergence-detached": "dp=2 mbs=2 vocab=11 length=8 loss=distill+mixed:0.8+topk:5",
 }
 HALF_FAULTS = {
     "gradient-averaged-over-data": "dp=2 mbs=2 length=6 precision=bfloat16 lr=0.02",

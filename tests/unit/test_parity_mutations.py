@@ -28,6 +28,7 @@ from megarl.parity.possible import _own_violations
 from megarl.parity.prove import _above_noise
 from megarl.parity.runner import CaseOutcome
 from megarl.patched import patched
+from tests.dist.test_parity_fuzzer import FAULTS, HALF_FAULTS
 from tests.tiers import sampled
 from tests.unit.test_policy_gradients import given_to
 
@@ -176,6 +177,11 @@ def test_a_fault_of_a_loss_is_seen_wherever_it_applies(name: str, needs: str) ->
         apart = float((faulty_gradient - gradient).norm() / gradient.norm())
         others = [metric for metric, value in metrics.items() if abs(faulty[metric] - value) > 1e-4 * max(abs(value), 1e-2)]
         assert apart > 1e-4 or others, str(case)
+
+
+@pytest.mark.parametrize(("name", "line"), [*FAULTS.items(), *HALF_FAULTS.items()])
+def test_the_cases_in_which_workers_have_a_fault_are_such_that_it_must_be_seen(name: str, line: str) -> None:
+    assert mutation(name).applies(parse(line))
 
 
 def test_a_group_of_faults_is_all_of_its_faults() -> None:
