@@ -211,6 +211,9 @@ class PhaseDeadlines:
     def _bound(self, call: Call) -> tuple[float, str]:
         phase = call.phase if call.phase in self._limits else STEP
         limit = self._limits[phase], f"{phase}_s"
+        if not call.method:
+            # of such calls nothing is ever measured
+            return limit
         durations = self._measured.get(call.phase, _Durations())
         known = list(durations.last)
         if (call.phase, call.method) not in self._seen:

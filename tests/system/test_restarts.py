@@ -250,7 +250,9 @@ def test_a_lost_node_is_replaced_by_one_that_joins(apart: bool, material: Materi
     assert told, done.stdout[-3000:] + done.stderr[-5000:]
     assert "waiting at most 1800 s for places" in done.stderr
     check_same(tmp_path / "run", tmp_path / "whole")
-    [restart] = read_launches(tmp_path / "run")[0].restarts
+    # Ray may learn of the end of the engine before that of its node
+    *engines, restart = read_launches(tmp_path / "run")[0].restarts
+    assert all(each.what == ENGINES for each in engines) and (apart or not engines)
     assert restart.what == WORKERS and f"node {told[1]} is lost" in restart.reason
 
 

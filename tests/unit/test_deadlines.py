@@ -68,6 +68,8 @@ def test_the_first_time_of_a_phase_is_bounded_apart() -> None:
     for _ in range(10):
         deadlines.took(Call.of("train"), 20.0)
     assert (deadlines.bound_s(train), deadlines.key(train)) == (300, "deadlines.least_s")
+    unknown = Call("", "")
+    assert (deadlines.bound_s(unknown), deadlines.key(unknown)) == (3600, "deadlines.step_s")
     deadlines.took(Call.of("offload_after_refit"), 0.1)
     assert deadlines.bound_s(Call.of("offload_after_refit")) == 300
     assert deadlines.bound_s(Call.of("hand_over_weights")) == 1000
