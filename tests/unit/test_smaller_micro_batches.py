@@ -76,7 +76,7 @@ def test_the_same_launch_goes_on_with_half_where_it_may_restart(tmp_path: Path, 
 def test_micro_batches_that_workers_have_halved_are_so_for_those_that_follow(tmp_path: Path, model: str, data: str) -> None:
     """Built anew in the same launch after a loss, and in the next one; halvings add up."""
     config = make_config("sft", tmp_path / "run", model, data)
-    config["policy"] |= {"train_global_batch_size": 8, "train_micro_batch_size": 4}
+    config["policy"] |= {"train_global_batch_size": 4, "train_micro_batch_size": 4}
     config["cluster"]["max_restarts"] = 1
 
     class Halving(PolicyMaker):

@@ -31,6 +31,7 @@ GROUP = "/torch/distributed/distributed_c10d.py"
 
 ALLOWED_IN_GROUP = (
     "megatron.core.dist_checkpointing.mapping.",
+    "pathlib.PosixPath",
     "torch.Size",
     "torch.bfloat16",
     "torch.distributed.checkpoint.",
@@ -39,7 +40,7 @@ ALLOWED_IN_GROUP = (
     "torch.serialization._get_layout",
     "torch.uint8",
 )
-"""Starts of ``module.name`` that are read there: Megatron's ranks compare what each of them saves."""
+"""Starts of ``module.name`` that are read there: ranks tell one another what each of them saves, and the first one the index of it."""
 
 
 def look(event: str, arguments: tuple[Any, ...]) -> None:
