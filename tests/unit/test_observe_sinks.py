@@ -188,10 +188,12 @@ def test_a_resume_on_a_full_disk_leaves_no_row_twice(tmp_path: Path) -> None:
     with open_sinks({}, tmp_path) as sinks:
         for step in range(1, 6):
             sinks.log({"loss": step}, step)
+    inode = (tmp_path / FILE_NAME).stat().st_ino
     with full_disk(tmp_path, 0), open_sinks({}, tmp_path) as sinks:
-        # the room of the rows that go
+        # a new file would need room beside this one, and the row has that of those that go
         sinks.truncate_after(3)
         sinks.log({"loss": 40}, 4)
+    assert (tmp_path / FILE_NAME).stat().st_ino == inode
     assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
 
 

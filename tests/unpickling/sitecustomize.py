@@ -31,6 +31,7 @@ GROUP = "/torch/distributed/distributed_c10d.py"
 
 ALLOWED_IN_GROUP = (
     "megatron.core.dist_checkpointing.mapping.",
+    "pathlib.PosixPath",
     "torch.Size",
     "torch.bfloat16",
     "torch.distributed.checkpoint.",
@@ -39,7 +40,14 @@ ALLOWED_IN_GROUP = (
     "torch.serialization._get_layout",
     "torch.uint8",
 )
-"""Starts of ``module.name`` that are read there: Megatron's ranks compare what each of them saves."""
+"""Starts of ``module.name`` that are read there: ranks tell one another what each of them saves, and the first one the index of it."""
+
+
+FSDP = "/torch/distributed/fsdp/_optim_utils.py"
+"""Has the ranks of FSDP1 tell one another of their optimizer's state, numbers of it as tensors."""
+
+ALLOWED_IN_FSDP = ("collections.OrderedDict", "torch._utils._rebuild_tensor", "torch.distributed.fsdp.", "torch.storage._load_from_bytes")
+"""The same of what is read for it alone."""
 
 
 def look(event: str, arguments: tuple[Any, ...]) -> None:
@@ -56,7 +64,14 @@ def unexpected(name: str, reader: FrameType | None) -> str:
     while reader is not None and any(part in reader.f_code.co_filename for part in BETWEEN):
         reader = reader.f_back
     path = "" if reader is None else reader.f_code.co_filename
-    expected = name.startswith(ALLOWED_IN_GROUP) if path.endswith(GROUP) else any(part in path for part in CHANNELS)
+    if path.endswith(GROUP):
+        asker = reader
+        while asker is not None and asker.f_code.co_filename.endswith((GROUP, "/torch/distributed/c10d_logger.py")):
+            asker = asker.f_back
+        of_fsdp = asker is not None and asker.f_code.co_filename.endswith(FSDP)
+        expected = name.startswith(ALLOWED_IN_GROUP + (ALLOWED_IN_FSDP if of_fsdp else ()))
+    else:
+        expected = any(part in path for part in CHANNELS)
     return "" if expected else f"{name}{stack_of(reader)}\n"
 
 

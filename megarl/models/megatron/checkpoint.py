@@ -265,7 +265,7 @@ def _read_already(directory: Path, what: str, strategy: StreamedLoad) -> list[tu
 
     with _as_own_errors(directory, what):
         strategies = read_again(verified, str(config))
-        found = [(serialization, "verify_checkpoint_and_load_strategy", lambda *unused: strategies)]
+        found: list[tuple[Any, str, Any]] = [(serialization, "verify_checkpoint_and_load_strategy", lambda *unused: strategies)]
         # later versions have what all ranks share with the tensors
         if hasattr(common, "TorchCommonLoadStrategy"):
             path = directory / common.COMMON_STATE_FNAME
