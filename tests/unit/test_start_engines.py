@@ -62,7 +62,7 @@ class PlayedPolicy:
 
     def __init__(self, device: Device, built: int, parameters: int) -> None:
         self._device, self._parameters = device, parameters
-        self.worker_group = SimpleNamespace(cluster=SimpleNamespace(use_gpus=True))
+        self.worker_group = SimpleNamespace(cluster=SimpleNamespace(use_gpus=True, lost_nodes=list))
         device.now("built", "policy", built)
 
     def offload_after_refit(self) -> None:
@@ -135,7 +135,7 @@ def test_beside_a_resumed_policy_no_engine_would_start(monkeypatch: pytest.Monke
 def test_engines_apart_leave_the_policy_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     config = colocated("grpo-qwen2.5-7b-8gpu-megatron")
     monkeypatch.setattr(start, "generation_shape", lambda view: (1, 8))
-    cluster = SimpleNamespace(shutdown=lambda: None)
+    cluster = SimpleNamespace(shutdown=lambda: None, lost_nodes=list)
     monkeypatch.setattr("megarl.distributed.virtual_cluster.RayVirtualCluster", lambda *args, **kwargs: cluster)
     device, refit = play(monkeypatch, {**config, "cluster": {**config["cluster"], "device_memory_gib": 1000.0}}, resumed=True)
     assert device.calls == ["built", "engine starts", "engine ends"] and not refit.colocated
