@@ -164,8 +164,8 @@ def differences(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str,
 
 
 def _same_samples(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two steps show no sign of another token: rewards, numbers of tokens, and means over tokens of their log-probability, or of how
-    far it is from the teacher's, which one of some 600 moves by more than rounding does."""
+    """Whether two steps show no sign of another token: rewards, numbers of tokens, and means over tokens of their log-probability, or of
+    how far it is from the teacher's, which one of some 600 moves by more than rounding does."""
     if any(one.get(metric) != other.get(metric) for metric in ("train/reward", "train/num_tokens")):
         return False
     means = [metric for metric in ("train/approx_entropy", "train/sampled_reverse_kl") if one.get(metric) is not None]
