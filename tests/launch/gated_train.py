@@ -57,6 +57,6 @@ def gated(make_policy: PolicyFactory) -> PolicyFactory:
 
 if __name__ == "__main__":
     if env.flag("PLAIN_POLICY"):
-        run.start_ray = lambda stack: None
+        run.start_ray = lambda *arguments: None
     run.start_policy = gated(PolicyMaker() if env.flag("PLAIN_POLICY") else run.start_policy)
     sys.exit(main(["train", *sys.argv[1:]]))

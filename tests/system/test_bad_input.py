@@ -402,7 +402,7 @@ def check_nothing_left(run_dir: Path) -> None:
 def test_faults_are_found_before_workers_start(
     case: Case, material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(algorithms_run, "start_ray", lambda stack: None)
+    monkeypatch.setattr(algorithms_run, "start_ray", lambda *arguments: None)
     monkeypatch.setattr(algorithms_run, "start_policy", lambda *arguments: pytest.fail("the workers are about to start"))
     config = write_config(tmp_path / "run.yaml", "grpo", material)
     assert main(["train", str(config), f"run_dir={tmp_path / 'run'}", *case.make(material.model, tmp_path)]) == 2
@@ -416,7 +416,7 @@ def test_faults_are_found_before_workers_start(
 def test_directories_that_no_run_can_have(
     place: str, material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(algorithms_run, "start_ray", lambda stack: None)
+    monkeypatch.setattr(algorithms_run, "start_ray", lambda *arguments: None)
     monkeypatch.setattr(algorithms_run, "start_policy", lambda *arguments: pytest.fail("the workers are about to start"))
     (tmp_path / "file").write_text("x")
     config = write_config(tmp_path / "run.yaml", "grpo", material)
