@@ -56,6 +56,22 @@ def test_numbers_are_those_of_float64_within_the_dtype(dtype: torch.dtype) -> No
         torch.testing.assert_close(one.double(), other, atol=16 * rounding * other.abs().max().item(), rtol=0)
 
 
+def test_a_weight_that_is_on_its_way_is_waited_for() -> None:
+    """As Megatron-Core's ``overlap_param_gather`` has it: a hook before the module's call brings what other ranks keep of the weight."""
+    norm = PortableRMSNorm(SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False), 7, EPSILON)
+    tokens, residual, weight = inputs(torch.float32, 3, 2)
+
+    def arrives(module: torch.nn.Module, given: object) -> None:
+        norm.weight.data.copy_(weight.detach())
+
+    norm.register_forward_pre_hook(arrives)
+    total = JoinedAdd(norm)(True, False)((tokens, None), residual, 0.0)
+    expected_total, expected = reference(tokens, residual, weight)
+    torch.testing.assert_close(total, expected_total)
+    assert norm._ready is not None
+    torch.testing.assert_close(norm(total), expected)
+
+
 def test_it_is_compiled_once_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and sequences in any number, whole tensors and views: after eight versions the compiler gives up, and every call is slow."""
     counters = [CompileCounter(), CompileCounter()]

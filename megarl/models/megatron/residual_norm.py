@@ -112,7 +112,8 @@ class JoinedAdd:
             return otherwise(tokens_and_bias, residual, probability)
         # the layers add with gradients also where none are wanted, and the norm's weight would ask for one
         with torch.set_grad_enabled(torch.is_grad_enabled() and (tokens.requires_grad or residual.requires_grad)):
-            total, norm = SumAndNorm.apply(tokens, residual, self._norm.weight, self._norm.eps)  # type: ignore[no-untyped-call]
+            # its weight may still be on its way from the rank that keeps it: it is read in a call of the norm, which waits for that
+            total, norm = self._norm(functools.partial(SumAndNorm.apply, tokens, residual))
         self._norm.leave(total, norm)
         return total
 

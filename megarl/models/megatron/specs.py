@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,7 +156,11 @@ class PortableRMSNorm(torch.nn.RMSNorm):
         """Have the norm of ``total`` for who asks for it next."""
         self._ready = total, norm
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Callable[[torch.Tensor, float | None], Any]) -> Any:
+        """The norm of ``x``; or, of a function, what that makes of weight and epsilon: by a call of the module, so that what waits for the
+        weight before it, as the hook of Megatron-Core's ``overlap_param_gather`` does, has done so."""
+        if not isinstance(x, torch.Tensor):
+            return x(self.weight, self.eps)
         ready, self._ready = self._ready, None
         # what came out of a recomputed layer is the same tensor with another history, in which the norm has no part
         if ready is not None and ready[0] is x and ready[1].grad_fn is x.grad_fn and torch.is_grad_enabled() == ready[1].requires_grad:
