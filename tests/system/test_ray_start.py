@@ -60,7 +60,8 @@ def test_a_raylet_that_hangs_is_told_of_and_ended(
     assert local is not None and list(local.directory.glob("session_*/logs")), "the logs that the message names"
     assert "waiting at most 12 s for its processes (gcs_server, raylet" in caplog.text
     assert "trying once more, with new processes" in caplog.text
-    assert [words for words in marked(mark) if "ray" in words] == []
+    # the keeper of its directory ends with this process
+    assert [words for words in marked(mark) if "ray" in words and "ray_keeper" not in words] == []
     ray_runtime.init_ray(num_cpus=2)
     assert ray.cluster_resources()["CPU"] == 2
     shutil.rmtree(local.private)
