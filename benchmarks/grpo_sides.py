@@ -86,7 +86,7 @@ class Ours:
         ids = [[token % vocabulary for token in tokenizer(text)["input_ids"]] for text in task.prompts[self.share]]
         self.records = [Example(index, tuple(prompt), (), "") for index, prompt in enumerate(ids)]
         self.rollouts: Rollouts | None = None
-        self.loss_fn = ClippedPGLossFn({**LOSS, "force_on_policy_ratio": on_policy})  # type: ignore[arg-type]
+        self.loss_fn = ClippedPGLossFn({**tiny.CLIPPED_LOSS, "force_on_policy_ratio": on_policy})  # type: ignore[arg-type]
         timer: Any = self.phases
         self.collector = Collector(_OneRank(self.worker), tokenizer, _Digits(), timer, stop_token_ids=[])
         self.steps = 0
@@ -119,17 +119,6 @@ class Ours:
                 self.worker.prepare_for_lp_inference()
                 columns["prev_logprobs"] = self.worker.get_logprobs(data=inputs)["logprobs"]
         return BatchedDataDict({**inputs, **columns, "generation_logprobs": samples["generation_logprobs"]})
-
-
-LOSS = {
-    "reference_policy_kl_penalty": 0.0,
-    "ratio_clip_min": 0.2,
-    "ratio_clip_max": 0.2,
-    "ratio_clip_c": None,
-    "use_on_policy_kl_approximation": False,
-    "use_importance_sampling_correction": False,
-    "token_level_loss": True,
-}
 
 
 class _OneRank:

@@ -22,6 +22,16 @@ BETAS = (0.9, 0.95)
 EPSILON = 1e-6
 CLIP = 1.0
 BACKENDS = ("megatron", "dtensor", "fsdp1")
+CLIPPED_LOSS = {
+    "reference_policy_kl_penalty": 0.0,
+    "ratio_clip_min": 0.2,
+    "ratio_clip_max": 0.2,
+    "ratio_clip_c": None,
+    "use_on_policy_kl_approximation": False,
+    "use_importance_sampling_correction": False,
+    "token_level_loss": True,
+}
+"""The clipped policy gradient of GRPO and PPO, without a divergence: a ``ClippedPGLossConfig``."""
 
 
 def save_model(directory: Path, longest: int = LENGTH, **changes: int) -> Path:

@@ -20,15 +20,6 @@ if TYPE_CHECKING:
 
 WARM_UP = 2
 CRITIC = {"reward_model_cfg": {"enabled": True}}
-CLIPPED = {
-    "reference_policy_kl_penalty": 0.0,
-    "ratio_clip_min": 0.2,
-    "ratio_clip_max": 0.2,
-    "ratio_clip_c": None,
-    "use_on_policy_kl_approximation": False,
-    "use_importance_sampling_correction": False,
-    "token_level_loss": True,
-}
 
 
 def measure(quick: bool, options: Options) -> Iterator[Point]:
@@ -79,7 +70,7 @@ def _actor(config: PolicyConfig, rows: int, length: int, repeats: int, device: s
     from benchmarks.device import clock_of
     from megarl.algorithms.loss_functions import ClippedPGLossFn
 
-    worker, batch, loss = tiny.worker_of(config), _batch(config, rows, length), ClippedPGLossFn(CLIPPED)  # type: ignore[arg-type]
+    worker, batch, loss = tiny.worker_of(config), _batch(config, rows, length), ClippedPGLossFn(tiny.CLIPPED_LOSS)  # type: ignore[arg-type]
     # as in a step: the log-probabilities of the policy that sampled, so that the ratio begins at 1
     batch["prev_logprobs"] = worker.get_logprobs(data=batch)["logprobs"]
     actions = {"logprobs": lambda: worker.get_logprobs(data=batch), "train": lambda: worker.train(data=batch, loss_fn=loss)}

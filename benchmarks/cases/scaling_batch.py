@@ -165,6 +165,7 @@ def _metrics(policy: Any, tokenizer: Any, samples: int, repeats: int) -> dict[st
 
 def _step(policy: Any, tokenizer: Any, samples: int) -> Callable[[int], Any]:
     """A whole step of GRPO, with the memory figures that the loop asks for after it."""
+    from benchmarks import tiny
     from megarl.algorithms.algorithm import ACTOR, Parts
     from megarl.algorithms.grpo import GRPO
     from megarl.algorithms.skipped_batches import SkippedBatches
@@ -172,19 +173,10 @@ def _step(policy: Any, tokenizer: Any, samples: int) -> Callable[[int], Any]:
     from megarl.data.datasets import Dataset
     from megarl.observe.timing import PhaseTimer
 
-    loss = {
-        "reference_policy_kl_penalty": 0.0,
-        "ratio_clip_min": 0.2,
-        "ratio_clip_max": 0.2,
-        "ratio_clip_c": None,
-        "use_on_policy_kl_approximation": False,
-        "use_importance_sampling_correction": False,
-        "token_level_loss": True,
-    }
     given = {
         "algorithm": "grpo",
         "grpo": {"num_prompts_per_step": samples // ANSWERS, "num_generations_per_prompt": ANSWERS},
-        "loss_fn": loss,
+        "loss_fn": tiny.CLIPPED_LOSS,
         "env": {"reward": "exact_match"},
         "seed": SEED,
     }
