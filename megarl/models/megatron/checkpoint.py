@@ -252,28 +252,33 @@ def _read_already(directory: Path, what: str, strategy: StreamedLoad) -> list[tu
         Replacements of Megatron-Core's functions, for ``patched``, that return what was read.
     """
     read_plain_index(directory)
-    verify, config = serialization.verify_checkpoint_and_load_strategy, directory / CONFIG_FNAME
+    config, common_state = directory / CONFIG_FNAME, directory / common.COMMON_STATE_FNAME
+    name, arguments = "verify_checkpoint", [str(directory)]
+    # versions that choose what reads at the same time, and have what all ranks share in a file of its own
+    if separate := hasattr(serialization, "verify_checkpoint_and_load_strategy"):
+        name, arguments = "verify_checkpoint_and_load_strategy", [str(directory), strategy]
+    verify = getattr(serialization, name)
 
     def verified() -> Any:
         try:
-            return verify(str(directory), strategy)
+            return verify(*arguments)
         except CheckpointingException:
             # it takes what the storage does not say for a no
             if not is_file(config):
                 raise
-            return verify(str(directory), strategy)
+            return verify(*arguments)
 
     with _as_own_errors(directory, what):
-        strategies = read_again(verified, str(config))
-        found: list[tuple[Any, str, Any]] = [(serialization, "verify_checkpoint_and_load_strategy", lambda *unused: strategies)]
-        # later versions have what all ranks share with the tensors
-        if hasattr(common, "TorchCommonLoadStrategy"):
-            path = directory / common.COMMON_STATE_FNAME
-            if not is_file(path):
-                raise CheckpointingException(f"{path} does not exist")
-            shared = read_plain(path)
-            found.append((common.TorchCommonLoadStrategy, "load_common", lambda *unused: shared))
-    return found
+        answer = read_again(verified, str(config))
+        shared = read_plain(common_state) if separate or is_file(common_state) else _shared_beside_tensors(directory)
+    reader = (common.TorchCommonLoadStrategy, "load_common") if separate else (serialization, "load_common_state_dict")
+    return [(serialization, name, lambda *unused: answer), (*reader, lambda *unused: shared)]
+
+
+def _shared_beside_tensors(directory: Path) -> Any:
+    """What all ranks share, where it is an object among the tensors."""
+    with restricted_loading():
+        return read_again(lambda: serialization.load_common_state_dict(directory), str(directory))
 
 
 def _read(
