@@ -35,8 +35,13 @@ def move_optimizer(optimizer: torch.optim.Optimizer, move: Callable[[torch.Tenso
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, DTensor) and value.ndim > 0:
-                state[key] = DTensor.from_local(
-                    move(value.to_local()), value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-                )
+                state[key] = _with_local(value, move(value.to_local()))
             elif isinstance(value, torch.Tensor) and value.ndim > 0:
                 state[key] = move(value)
+
+
+def _with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """``tensor`` with another piece of this rank's. ``DTensor.from_local`` would bring that back to the device of the mesh."""
+    inner, context = tensor.__tensor_flatten__()
+    parts = {**{name: getattr(tensor, name) for name in inner}, "_local_tensor": local}
+    return DTensor.__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
