@@ -438,7 +438,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device; see megarl doctor, or try the program with --device cpu --size tiny")
-    from megarl.distributed.device import fast_pinning
+    from megarl.distributed.allocator import fast_pinning
 
     if options.device == "cuda":
         os.environ.update(fast_pinning())
