@@ -15,6 +15,8 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 NEWEST, SLURM, TRITON, VLLM = "newest-megatron", "slurm", "triton", "vllm"
+GPU_STACK, ITS_TURN = "newest-megatron", 3
+"""Every third turn is that of the layouts on the Megatron-Core that GPU users get, of which the default tier runs nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,16 @@ PARTS: Mapping[str, Part] = {
     "benchmarks": Part("whole cases of the benchmarks, small", ("system/test_benchmarks.py",), spread="no"),
     "programs": Part("whole programs, launch scripts", ("system/*", "launch/*")),
     "newest-converters": Part("converters on the newest Megatron-Core", ("unit/*",), NEWEST),
-    "newest-megatron": Part("layouts on the newest Megatron-Core", ("dist/*",), NEWEST, spread="no"),
+    GPU_STACK: Part("layouts on the newest Megatron-Core", ("dist/*",), NEWEST, spread="no"),
 }
+
+
+def of_turn(commits: int) -> str:
+    """The part whose turn it is after so many commits."""
+    if commits % ITS_TURN == 0:
+        return GPU_STACK
+    others = [name for name in PARTS if name != GPU_STACK]
+    return others[(commits - commits // ITS_TURN - 1) % len(others)]
 
 
 def main() -> None:
@@ -70,7 +80,7 @@ def main() -> None:
     parser.add_argument("--turn", type=int, metavar="N", help="print only the part whose turn it is after N commits")
     turn = parser.parse_args().turn
     if turn is not None:
-        print(list(PARTS)[turn % len(PARTS)])
+        print(of_turn(turn))
         return
     for name, part in PARTS.items():
         print(name, part.needs or "-", part.spread, part.what, sep="\t")
