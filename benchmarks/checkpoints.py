@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.options import AS_EACH_CASE_HAS_IT, Options
 from benchmarks.point import Metric
 
 if TYPE_CHECKING:
@@ -32,12 +33,12 @@ def alone() -> Iterator[Path]:
             dist.destroy_process_group()
 
 
-def model_of_size(directory: Path, quick: bool) -> Path:
-    """Four million weights, whose checkpoint is some 70 MB; half a million where it is to be quick."""
+def model_of_size(directory: Path, quick: bool, options: Options = AS_EACH_CASE_HAS_IT) -> Path:
+    """The model that was chosen; or four million weights, whose checkpoint is some 70 MB, half a million where it is to be quick."""
     from benchmarks import tiny
-    from benchmarks.subject import NARROW
+    from benchmarks.subject import NARROW, model_of
 
-    return tiny.save_model(directory, **(NARROW if quick else {}))
+    return model_of(options, directory, tiny.LENGTH, **(NARROW if quick else {}))
 
 
 def trained_worker(model: Path, micro_batch: int = 4, **layout: Any) -> Any:

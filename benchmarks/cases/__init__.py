@@ -130,15 +130,20 @@ CASES = {
         "operations and host syncs of a packed micro-batch of 2, 16 and 64 sequences, counted; fails above its bounds",
         "benchmarks.cases.operations",
     ),
-    "ckpt.save": Case("a save until the checkpoint has its name against a raw write of its bytes with fsync", "benchmarks.cases.ckpt_save"),
+    "ckpt.save": Case(
+        "a save until the checkpoint has its name against a raw write of its bytes with fsync",
+        "benchmarks.cases.ckpt_save",
+        takes=("model",),
+    ),
     "ckpt.ranks": Case(
         "bytes of the rank that writes most of a save, on 2 and 4 data-parallel ranks, against all; the save against a raw write",
         "benchmarks.cases.ckpt_ranks",
     ),
-    "ckpt.load": Case("a checkpoint verified, and loaded, against a raw read of its bytes", "benchmarks.cases.ckpt_load"),
+    "ckpt.load": Case("a checkpoint verified, and loaded, against a raw read of its bytes", "benchmarks.cases.ckpt_load", takes=("model",)),
     "ckpt.async_stall": Case(
         "how long training stands still for a checkpoint that is written beside it, against one copy of its bytes",
         "benchmarks.cases.ckpt_async_stall",
+        takes=("model",),
     ),
     "ckpt.reshard": Case(
         "a checkpoint loaded by another layout of two ranks against the one that wrote it, and a raw read", "benchmarks.cases.ckpt_reshard"

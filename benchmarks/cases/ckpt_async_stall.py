@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.checkpoints import BACKEND, alone, bytes_of, content_of, forget, model_of_size, parts_of, save, trained_worker
+from benchmarks.options import Options
 from benchmarks.point import Metric, Point, sides
 from benchmarks.timing import Spent, collector_off
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _LONGEST_S = 120.0
 
 
-def measure(quick: bool) -> Iterator[Point]:
+def measure(quick: bool, options: Options) -> Iterator[Point]:
     """One point."""
     import torch
 
@@ -29,7 +30,7 @@ def measure(quick: bool) -> Iterator[Point]:
 
     repeats = 1 if quick else 3
     with alone() as directory:
-        model = model_of_size(directory / "model", quick)
+        model = model_of_size(directory / "model", quick, options)
         worker, manager = trained_worker(model), CheckpointManager({"checkpoint_dir": directory / BACKEND})
         content = content_of(save(worker, manager, 1))
         source = torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.checkpoints import BACKEND, alone, bytes_of, content_of, model_of_size, parts_of, save, trained_worker
+from benchmarks.options import Options
 from benchmarks.point import Point, sides
 from benchmarks.timing import spent_in_turn
 
 
-def measure(quick: bool) -> Iterator[Point]:
+def measure(quick: bool, options: Options) -> Iterator[Point]:
     """One point."""
     from megarl.checkpoint.manager import CheckpointManager
 
     with alone() as directory:
-        model = model_of_size(directory / "model", quick)
+        model = model_of_size(directory / "model", quick, options)
         worker, manager = trained_worker(model), CheckpointManager({"checkpoint_dir": directory / BACKEND})
         saved = save(worker, manager, 1)
         spent = spent_in_turn(

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.checkpoints import BACKEND, alone, bytes_of, content_of, forget, model_of_size, save, trained_worker, write_raw
+from benchmarks.options import Options
 from benchmarks.point import Point, sides
 from benchmarks.timing import Spent, collector_off
 
 
-def measure(quick: bool) -> Iterator[Point]:
+def measure(quick: bool, options: Options) -> Iterator[Point]:
     """One point."""
     from megarl.checkpoint.manager import CheckpointManager
 
     repeats = 1 if quick else 3
     with alone() as directory:
-        model = model_of_size(directory / "model", quick)
+        model = model_of_size(directory / "model", quick, options)
         worker, manager = trained_worker(model), CheckpointManager({"checkpoint_dir": directory / BACKEND})
         first = save(worker, manager, 1)
         content = content_of(first)
