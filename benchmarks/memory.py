@@ -31,6 +31,15 @@ def peak_of(action: Callable[[], Any]) -> float:
     return (_kibibytes("VmHWM") - before) / 1024
 
 
+def use_pages(mebibytes: int) -> None:
+    """Leave so much free memory in the allocator of this process, which has been written to.
+
+    Whether a large block takes pages anew, which costs more than a copy of it, otherwise depends on where small blocks happen to lie: with
+    this it takes none, as in a process that has worked for a while. The runner's cases keep what they free.
+    """
+    torch.empty(mebibytes * MEBIBYTE, dtype=torch.uint8).fill_(1)
+
+
 def in_use(device: str = "cpu") -> float:
     """MiB that this process has now, without garbage and free blocks: resident ones, or those allocated on the CUDA device."""
     gc.collect()
