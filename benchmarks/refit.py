@@ -25,6 +25,8 @@ from megarl.weight_sync.colocated import WeightReceiver, WeightSender
 from megarl.weight_sync.manifest import Manifest
 
 CPU = torch.device("cpu")
+CALLS = 3
+"""That make one number: a handover takes some milliseconds, of which a process that wakes up late is a tenth."""
 
 
 def measure(quick: bool) -> Iterator[Point]:
@@ -57,7 +59,7 @@ def _measured(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
     try:
         # the first one alone takes memory
         memory = peak_of(actions["refit"])
-        seconds = in_turn(actions, repeats=repeats, collect=True)
+        seconds = in_turn(actions, repeats=repeats, calls=CALLS, collect=True)
         # in turns of its own: PyTorch's manager clears its files away while what comes next runs already
         seconds |= in_turn({"each": lambda: _one_handle_each(weights.named, connection)}, repeats=repeats, collect=True)
     finally:
