@@ -28,6 +28,7 @@ from megarl.errors import (
     TRAINING,
     CheckpointError,
     ConfigError,
+    DeadlineError,
     MicroBatchMemoryError,
     StorageError,
     UnusableCheckpointError,
@@ -353,6 +354,9 @@ class CheckpointWriter:
         try:
             path = Path(self.manager.init_tmp_checkpoint(step, info, self.run_config))
             self._write_models(path if memory is None else memory)
+        except DeadlineError:
+            # an OSError as well, but of workers that stand still, and are of no use to the next step either
+            raise
         except (CheckpointError, OSError) as error:
             failure = error
             self._discard(path)

@@ -17,7 +17,7 @@ from megarl.algorithms.run import run
 from megarl.algorithms.stopping import STOP_FILE
 from megarl.checkpoint import background
 from megarl.checkpoint.manager import CheckpointManager
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, DeadlineError
 from tests.unit.driver_runs import STEPS, PolicyMaker, comparable, final_weights, make_config
 from tests.unit.reference_policy import ReferencePolicy
 
@@ -61,6 +61,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: str, data: str)
     run_dir = tmp_path_factory.mktemp("undisturbed")
     assert run(config_of(run_dir, model, data), PolicyMaker()) == 0
     return run_dir
+
+
+def test_workers_that_stand_still_in_a_save_end_the_run(tmp_path: Path, model: str, data: str) -> None:
+    """They are no save that failed: the run would go on with workers that answer no call, and end with another error."""
+
+    def hang(number: int) -> None:
+        if number == 2:
+            raise DeadlineError("save_checkpoint: 1 of 2 workers do not answer")
+
+    with pytest.raises(DeadlineError, match="save_checkpoint: 1 of 2"):
+        run(config_of(tmp_path, model, data, max_failed_saves=3), DiskFull((), hang))
+    assert "step_1" in checkpoints(tmp_path) and "step_2" not in checkpoints(tmp_path)
 
 
 def test_a_run_goes_on_without_checkpoints_that_have_no_room(
