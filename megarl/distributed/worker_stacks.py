@@ -25,8 +25,18 @@ _FILE_NAME = "megarl-stacks"
 _LINK = f"/memfd:{_FILE_NAME}:"
 STOPPED, GONE, RUNS = "is stopped by a signal (SIGSTOP or SIGTSTP)", "is gone", ""
 _STATES = {"T": STOPPED, "Z": GONE, "X": GONE, "D": "waits for a disk or a network file system"}
-# what a thread's stack has that waits for other ranks, and what the one has that runs the worker's method
-_COLLECTIVES = ("torch/distributed/", "torch/nn/parallel/", "megatron/core/pipeline_parallel/p2p_communication.py")
+# what a thread's stack has that waits for other ranks: not all of torch.distributed, within which FSDP1 and wrappers have whole passes
+_COLLECTIVES = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/_functional_collectives.py",
+    "torch/distributed/fsdp/_flat_param.py",
+    "torch/distributed/fsdp/_runtime_utils.py",
+    "torch/distributed/fsdp/_fully_shard/",
+    "torch/nn/parallel/",
+    "megatron/core/distributed/param_and_grad_buffer.py",
+    "megatron/core/pipeline_parallel/p2p_communication.py",
+)
+# what the one has that runs the worker's method
 _METHOD = 'worker_shell.py", line'
 _MOST_CPU_SHARE = 0.05
 """Of a processor, by a process at rest: Ray, gloo and NCCL have threads that wake now and then, and a loop may ask whether it may go on."""

@@ -197,6 +197,10 @@ ELSEWHERE = ProcessLook(
     RUNS, f'Thread 0x1:\n  File "/x/torch/distributed/store.py", line 1\n\nThread 0x2:\n  File "loss.py", line 7\n{METHOD}'
 )
 
+WITHIN_FSDP1 = f'  File "/x/torch/distributed/fsdp/fully_sharded_data_parallel.py", line 857 in forward\n{METHOD}'
+GATHERING = ProcessLook(RUNS, f'Thread 0x2:\n  File "/x/torch/distributed/fsdp/_flat_param.py", line 1474 in unshard\n{WITHIN_FSDP1}')
+IN_A_LAYER = ProcessLook(RUNS, f'Thread 0x2:\n  File "/x/transformers/modeling_qwen2.py", line 348 in forward\n{WITHIN_FSDP1}')
+
 
 @pytest.mark.parametrize(
     ("looks", "said"),
@@ -205,6 +209,7 @@ ELSEWHERE = ProcessLook(
         ([ProcessLook(GONE), None, ELSEWHERE], " Silent: the process of [a] is gone."),
         ([IN_COLLECTIVE, IN_COLLECTIVE, ELSEWHERE], " In no collective, while 2 others wait in one: [c]."),
         ([IN_COLLECTIVE, IN_COLLECTIVE, IN_COLLECTIVE], ""),
+        ([GATHERING, IN_A_LAYER, GATHERING], " In no collective, while 2 others wait in one: [b]."),
         ([ELSEWHERE, ELSEWHERE, ProcessLook(RUNS)], ""),
         ([None, None, None], ""),
     ],
