@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from megarl.checkpoint.background import memory_of
+
 VARIABLE = "MEGARL_TEST_RUN"
 SHARED_MEMORY = Path("/dev/shm")
 PATIENCE_S = 30.0
@@ -67,9 +69,11 @@ class Footprint:
                     found[process.pid] = " ".join(process.cmdline())[:200] + (f" listens on {ports}" if ports else "")
         return found
 
-    def shared_memory(self) -> list[str]:
-        """New files in shared memory that nobody holds."""
-        new = {path for path in set(SHARED_MEMORY.iterdir()) - self._shared if _is_own(path)}
+    def shared_memory(self, run_dir: Path) -> list[str]:
+        """New files in shared memory that nobody holds, but for checkpoints of other runs that wait there."""
+        checkpoints = memory_of((run_dir / "checkpoints").absolute()).name
+        others = {path for path in SHARED_MEMORY.glob(f"{checkpoints.rpartition('-')[0]}-*") if not path.name.startswith(checkpoints)}
+        new = {path for path in set(SHARED_MEMORY.iterdir()) - self._shared - others if _is_own(path)}
         return sorted(str(path) for path in new - _held()) if new else []
 
     def files(self, run_dir: Path) -> list[str]:
@@ -83,7 +87,7 @@ class Footprint:
         """What is still there after a while; empty for nothing."""
         looks: dict[str, Callable[[], object]] = {
             "processes": self.processes,
-            "shared memory": self.shared_memory,
+            "shared memory": lambda: self.shared_memory(run_dir),
             "files": lambda: self.files(run_dir),
         }
         end = time.monotonic() + (PATIENCE_S if patience_s is None else patience_s)

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from megarl import env
+from megarl.checkpoint.background import memory_of
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.distributed.worker_stacks import read_stack
 from megarl.models.engine.nonfinite import NonFiniteMicroBatch, SkippedBatch
@@ -234,10 +235,18 @@ def test_what_is_left_behind_is_seen(tmp_path: Path) -> None:
         shared.write_text("x")
         try:
             with shared.open():
-                assert footprint.shared_memory() == []
-            assert footprint.shared_memory() == [str(shared)]
+                assert footprint.shared_memory(tmp_path) == []
+            assert footprint.shared_memory(tmp_path) == [str(shared)]
         finally:
             shared.unlink()
+        own, other = (memory_of(run_dir / "checkpoints") for run_dir in (tmp_path, tmp_path / "other"))
+        try:
+            own.mkdir()
+            other.mkdir()
+            assert footprint.shared_memory(tmp_path) == [str(own)], "another run's checkpoint waits there by right"
+        finally:
+            own.rmdir()
+            other.rmdir()
         (footprint.directory / "socket").touch()
         (tmp_path / "checkpoints" / "tmp_step_3").mkdir(parents=True)
         assert footprint.files(tmp_path) == sorted([str(footprint.directory / "socket"), str(tmp_path / "checkpoints" / "tmp_step_3")])
