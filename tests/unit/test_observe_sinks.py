@@ -217,6 +217,22 @@ def test_rows_wait_for_a_file_that_could_not_be_cut(tmp_path: Path, monkeypatch:
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
 
+def test_a_cut_that_could_not_be_made_is_not_forgotten_for_a_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = MetricsFile(tmp_path / FILE_NAME)
+    for step in (1, 3, 2, 4):
+        file.append({"step": step})
+    file.close()
+    with open_sinks({}, tmp_path) as sinks:
+        with monkeypatch.context() as patch:
+            patch.setattr(metrics_file.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            sinks.truncate_after(2)
+            sinks.log({"loss": 30}, 3)
+            sinks.log({"loss": 40}, 4)
+            sinks.truncate_after(3)
+        sinks.log({"loss": 41}, 4)
+    assert [(row["step"], row.get("loss")) for row in rows(tmp_path)] == [(1, None), (2, None), (3, 30), (4, 41)]
+
+
 @pytest.mark.parametrize("content", [b"", b"\n", b'{"step": 1, "a'], ids=["empty", "blank", "half a row"])
 def test_a_file_before_its_first_whole_row_has_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / FILE_NAME).write_bytes(content)
