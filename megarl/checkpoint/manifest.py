@@ -13,8 +13,9 @@ import os
 import stat
 import threading
 from collections.abc import Iterable, Mapping
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 from converters.checkpoint.signature import FIELD as SIGNATURE
 from converters.checkpoint.signature import MANIFEST_NAME, fault_of_signature, read_key, signature_of
@@ -217,7 +218,7 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(stream, _ALGORITHM).hexdigest()
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Path) -> BufferedReader:
     """A file, opened for reading.
 
     Raises:
