@@ -124,10 +124,8 @@ def test_no_version_has_a_known_hole(constraints: str) -> None:
         report = json.loads(done.stdout)
     except ValueError:
         left_out(f"pip-audit ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+    looked_up = [each for each in report["dependencies"] if "skip_reason" not in each]
+    assert {f"{each['name']} {each['version']}": [hole["id"] for hole in each["vulns"]] for each in looked_up if each["vulns"]} == {}
     skipped = [f"{each['name']}: {each['skip_reason']}" for each in report["dependencies"] if "skip_reason" in each]
     if skipped:
-        left_out(f"{len(skipped)} packages, such as {skipped[0]}")
-    holes = {
-        f"{each['name']} {each['version']}": [hole["id"] for hole in each["vulns"]] for each in report["dependencies"] if each["vulns"]
-    }
-    assert holes == {}
+        left_out(f"{len(skipped)} of {len(pinned)} packages, such as {skipped[0]}")
