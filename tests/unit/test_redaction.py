@@ -224,7 +224,7 @@ def test_of_a_line_that_is_too_long_no_half_a_secret_is_shown(before: int) -> No
     said = lines.take(b"x" * before + SECRET.encode() + b"y" * 200) + lines.take(b"z" * 5 + b"\nshort\n")
     first, rest = said.split("\n", 1)
     assert rest == "short\n" and first.endswith(f"[... the rest of a line of {before + len(SECRET) + 205} bytes]")
-    assert "hunter" not in said and first.startswith("x" * min(before, 50))
+    assert "hu" not in said and first.startswith("x" * min(before, 50))
 
 
 def test_the_log_and_its_tracebacks() -> None:
