@@ -200,6 +200,11 @@ def test_a_long_line_takes_no_more_than_its_length(piece: str) -> None:
     assert text.endswith(f" HF_TOKEN={HIDDEN}") and SECRET not in text
 
 
+def test_an_argument_s_long_name_takes_no_more_than_its_length() -> None:
+    name = "?" + "key" * 400_000
+    assert redacted_text(name) == name and redacted_text(f"{name}=5") == f"{name}={HIDDEN}"
+
+
 LINES = st.lists(
     st.sampled_from(["plain", SECRET, "HF_TOKEN=abc", "\u00e9", "", "https://a:b@c/d", "\n", "\r", "\r\n", "\ud800", " "]), max_size=12
 )
