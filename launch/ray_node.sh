@@ -92,7 +92,8 @@ leave() {
     [[ -z "$DRIVER_PID" ]] || end_child "$DRIVER_PID" 5
     ((NODE != 0)) || publish ended "$code" || true
     [[ -z "$RAY_PID" ]] || end_child "$RAY_PID" 15
-    rm -rf -- "$RAY_TEMP"
+    # One that is somebody else's stays, and must not change the exit code.
+    rm -rf -- "$RAY_TEMP" 2>/dev/null || true
     exit "$code"
 }
 

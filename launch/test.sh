@@ -20,6 +20,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 NEWEST_MEGATRON=0.19.2
 # A build of PyTorch for CUDA brings its own; it interprets and compiles kernels without a GPU.
 TRITON=3.7.1
+PIP_AUDIT=2.10.1
 ROOMS=(dist unit system launch)
 
 usage() {
@@ -81,7 +82,7 @@ parts() {
 # run_part NAME PYTEST_ARGUMENTS...: status 0 where it passes, or where what it needs is not here and not asked for.
 run_part() {
     local name=$1 needs spread what python="$VENV/bin/python" from=$SECONDS status=0
-    local -x PYTHONPATH="${PYTHONPATH:-}"
+    local -x PYTHONPATH="${PYTHONPATH:-}" MEGARL_TEST_PIP_AUDIT=""
     shift
     IFS=$'\t' read -r _ needs spread what < <(parts "$name") || true
     [[ -n "$what" ]] || fail "--part $name: there is none of that name; the parts are $(parts | cut -f 1 | paste -sd ' ')"
@@ -90,6 +91,7 @@ run_part() {
         vllm) prepare_environment "$VENV" vllm "$CONSTRAINTS" ;;
         slurm) prepare_slurm || return 0 ;;
         triton) prepare_triton ;;
+        pip-audit) prepare_pip_audit ;;
         newest-megatron) prepare_newest_megatron || return 0
             python=$newest ;;
     esac
@@ -117,6 +119,14 @@ prepare_triton() {
         "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps --target "$place" \
         --constraint "$CONSTRAINTS" "triton==$TRITON"
     PYTHONPATH="$place${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+# Puts pip-audit where the test alone finds it: what comes with it would stand before the environment's own packages.
+prepare_pip_audit() {
+    MEGARL_TEST_PIP_AUDIT="$ROOT/.venv-pip-audit-$PIP_AUDIT"
+    [[ -d "$MEGARL_TEST_PIP_AUDIT/pip_audit" ]] || run_step "installing pip-audit $PIP_AUDIT" "$MEGARL_TEST_PIP_AUDIT.log" \
+        "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --target "$MEGARL_TEST_PIP_AUDIT" \
+        --constraint "$CONSTRAINTS" "pip-audit==$PIP_AUDIT"
 }
 
 # Sets $newest to the Python of an environment with the newest Megatron-Core; status 1 where there is no Python 3.12 and nobody asked for one.

@@ -44,8 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Overrides: key.of.section=value sets, +key=value adds, ~key removes a key. "
         "SIGTERM, SIGUSR1, Ctrl-C, a closed terminal or a file stop_requested in the run's directory stop it after the step it is in, with "
         "a checkpoint; a second Ctrl-C or SIGTERM at once. "
-        "Exit codes: 0 done, 2 wrong configuration or data, 3 nodes missing, 4 a worker, a node or Ray was lost, 75 stopped and saved "
-        "(start it again), 1 any other failure, 130 interrupted.",
+        "Exit codes: 0 done, 2 wrong configuration or data, 3 nodes missing, 4 a worker, a node or Ray was lost, or something took longer "
+        "than its deadline, 75 stopped and saved (start it again), 1 any other failure, 130 interrupted.",
     )
     train.add_argument("config", metavar="CONFIG", help="YAML file, or the name of a recipe (megarl recipes)")
     add_layers(train)
@@ -82,8 +82,8 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         description="Sample and score answers to the validation sets of a configuration, without a trainer: no optimizer, no reference "
         "policy, no training data. The figures are those that a run of it logs for these weights, to the last digit where it generates on "
         "the same ranks by the same engine.",
-        epilog="Overrides are those of megarl train. Exit codes: 0 done, 2 wrong configuration or data, 4 a worker or a node was lost, 1 "
-        "any other failure, 130 interrupted.",
+        epilog="Overrides are those of megarl train. Exit codes: 0 done, 2 wrong configuration or data, 4 a worker or a node was lost, or "
+        "took longer than its deadline, 1 any other failure, 130 interrupted.",
     )
     evaluate.add_argument("config", metavar="CONFIG", help="YAML file, or the name of a recipe (megarl recipes)")
     add_layers(evaluate)

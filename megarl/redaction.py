@@ -29,9 +29,17 @@ FIELDS = frozenset({"prompt_key", "answer_key", "messages_key", "tools_key", "ch
 """Keys of the configuration that name a field of a record. A test compares them with the schema."""
 
 _WORDS = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
-_CREDENTIALS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)[^\s/?#@'\"]+@")
-_ARGUMENT = re.compile(r"([?&][\w.\-]*(?:token|key|secret|password|signature|sig|credential)[\w.\-]*=)[^&#\s'\"]+", re.IGNORECASE)
-_ASSIGNED = re.compile(r"(?P<name>[A-Za-z_][\w.\-]*)(?P<between>['\"]?\s*[=:]\s*)(?P<value>'[^']*'|\"[^\"]*\"|[^\s,;'\"})\]]+)")
+# each takes a word, of whatever length, in one go: a word that is tried from each of its letters on would take the square of its length
+_CREDENTIALS = re.compile(r"(?<![A-Za-z0-9+.\-])([A-Za-z0-9+.\-]++://)[^\s/?#@'\"]+@")
+_ARGUMENT = re.compile(
+    r"([?&](?=[\w.\-]*+=)[\w.\-]*(?:token|key|secret|password|signature|sig|credential)[\w.\-]*=)[^&#\s'\"]+", re.IGNORECASE
+)
+_NAMED = re.compile(
+    r"(?<![\w.\-])(?:[^\WA-Za-z_]|[.\-])*+(?P<name>[A-Za-z_][\w.\-]*+)['\"]?\s*[=:]\s*",
+)
+_VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|[^\s,;'\"})\]]+")
+_NOTHING = frozenset({"", "None", "null", "true", "false", "True", "False"})
+_ENDED = re.compile(rb"[^\r\n]*[\r\n]|[^\r\n]+")
 _SHORTEST = 8
 """Characters of a value that is hidden wherever it stands: shorter ones are words of their own."""
 
@@ -112,24 +120,35 @@ def redacted_text(text: str) -> str:
     """A message without secrets: in addresses, behind ``NAME=`` and ``name:``, and those values that ``learn`` was told of."""
     for value in sorted(_learned, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
-    return _ASSIGNED.sub(_assignment, _addresses(text))
+    return _without_assigned(_addresses(text))
 
 
-def _assignment(found: re.Match[str]) -> str:
+def _without_assigned(text: str) -> str:
+    """A text in which what is assigned to the name of a secret is hidden; what is assigned to another name may assign in turn."""
+    parts, begin, place = list[str](), 0, 0
+    while named := _NAMED.search(text, place):
+        place = named.end()
+        value = _VALUE.match(text, place) if _is_secret_in_text(named["name"]) else None
+        if value is not None and value[0].strip("'\"") not in _NOTHING:
+            quote = value[0][0] if value[0][0] in "'\"" else ""
+            parts += [text[begin:place], quote, HIDDEN, quote]
+            begin = place = value.end()
+    return "".join([*parts, text[begin:]])
+
+
+def _is_secret_in_text(name: str) -> bool:
     """``token: 5`` may be any sentence; ``hf_token: 5`` is an assignment."""
-    name, value = found["name"], found["value"]
-    plain = name.isalpha() and name.islower() and not any(part in name for part in _ANYWHERE)
-    if plain or not is_secret(name) or value.strip("'\"") in {"", "None", "null", "true", "false", "True", "False"}:
-        return found[0]
-    quote = value[0] if value[0] in "'\"" else ""
-    return f"{name}{found['between']}{quote}{HIDDEN}{quote}"
+    is_plain = name.isalpha() and name.islower() and not any(part in name for part in _ANYWHERE)
+    return not is_plain and is_secret(name)
 
 
 def learn(values: Mapping[str, Any]) -> None:
-    """Hide the values of the secrets among these, at any depth, wherever they stand in a text from now on."""
+    """Hide the values of the secrets among these, at any depth, wherever they stand in a text from now on.
+
+    Of one that has several lines, as a private key, each line too: what processes print is looked at line by line.
+    """
     for value in _secrets(values, within=False):
-        if len(value) >= _SHORTEST:
-            _learned.add(value)
+        _learned.update(text for text in (value, *map(str.strip, value.splitlines())) if len(text) >= _SHORTEST)
 
 
 def _secrets(value: Any, within: bool) -> Iterator[str]:
@@ -141,6 +160,42 @@ def _secrets(value: Any, within: bool) -> Iterator[str]:
             yield from _secrets(entry, within)
     elif within and value is not None and not isinstance(value, bool):
         yield str(value)
+
+
+class LineRedactor:
+    """Takes the secrets out of what a process writes, which comes in pieces of any size, and gives it on in whole lines.
+
+    A line ends with a line feed, or with a carriage return, as those of progress bars do. One that is longer than ``longest`` bytes is
+    shown without its end.
+    """
+
+    def __init__(self, longest: int = 1 << 20) -> None:
+        self._longest, self._left_out = longest, 0
+        self._begun = bytearray()
+
+    def take(self, data: bytes) -> str:
+        """The lines that end within ``data``, with their ends."""
+        said = []
+        for piece in _ENDED.findall(data):
+            self._keep(piece.rstrip(b"\r\n"))
+            if piece.endswith((b"\r", b"\n")):
+                said.append(self.end() + piece[-1:].decode())
+        return "".join(said)
+
+    def end(self) -> str:
+        """What was written since the last end of a line."""
+        text = redacted_text(self._begun.decode(errors="backslashreplace"))
+        if self._left_out:
+            # what stands at the cut could be the beginning of a secret
+            text = f"{text[: len(text) // 2]} [... the rest of a line of {len(self._begun) + self._left_out} bytes]"
+        self._begun.clear()
+        self._left_out = 0
+        return text
+
+    def _keep(self, piece: bytes) -> None:
+        room = max(self._longest - len(self._begun), 0)
+        self._begun += piece[:room]
+        self._left_out += len(piece[room:])
 
 
 def redact_log(environment: Mapping[str, str]) -> None:

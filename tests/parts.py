@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-NEWEST, SLURM, TRITON, VLLM = "newest-megatron", "slurm", "triton", "vllm"
+NEWEST, PIP_AUDIT, SLURM, TRITON, VLLM = "newest-megatron", "pip-audit", "slurm", "triton", "vllm"
 GPU_STACK, ITS_TURN = "newest-megatron", 3
 """Every third turn is that of the layouts on the Megatron-Core that GPU users get, of which the default tier runs nothing."""
 
@@ -26,8 +26,8 @@ class Part:
     Attributes:
         what: its tests in a few words.
         files: patterns of paths below ``tests/``; a file belongs to the first part that names it.
-        needs: what else has to be installed: ``NEWEST`` (Python 3.12 and the newest Megatron-Core), ``SLURM``, ``TRITON`` or
-            ``VLLM``; "" for nothing.
+        needs: what else has to be installed: ``NEWEST`` (Python 3.12 and the newest Megatron-Core), ``PIP_AUDIT``, ``SLURM``,
+            ``TRITON`` or ``VLLM``; "" for nothing.
         share: (k, n) for every n-th case from the k-th on, where the files hold more than ten minutes; (0, 1) for all.
         spread: how pytest-xdist spreads it over processes; "no" where ranks fill the cores, or tests look at the whole machine.
     """
@@ -60,6 +60,7 @@ PARTS: Mapping[str, Part] = {
     "signals": Part("signals, a killed driver, a lost Ray, time limits", ("system/test_signals.py",), spread="no"),
     "faults": Part("whole runs with one fault of each kind", ("system/test_faults.py",), spread="no"),
     "gpu": Part("versions, test bodies and the probe for GPUs", ("launch/test_gpu_constraints.py", "system/test_gpu_*.py"), spread="no"),
+    "audit": Part("known holes of the pinned versions", ("launch/test_dependencies.py",), PIP_AUDIT, spread="no"),
     "benchmarks": Part("whole cases of the benchmarks, small", ("system/test_benchmarks.py",), spread="no"),
     "programs": Part("whole programs, launch scripts", ("system/*", "launch/*")),
     "newest-converters": Part("converters on the newest Megatron-Core", ("unit/*",), NEWEST),

@@ -185,7 +185,13 @@ def note_smaller_micro_batches(error: MicroBatchMemoryError, run_dir: Path) -> N
     if not error.may_go_on_smaller:
         return
     halvings = halvings_of(run_dir)
-    write_json_atomic(run_dir / SMALLER_FILE, {**halvings, error.kind: halvings.get(error.kind, 0) + 1})
+    try:
+        write_json_atomic(run_dir / SMALLER_FILE, {**halvings, error.kind: halvings.get(error.kind, 0) + 1})
+    except OSError as fault:
+        # workers that are built anew would have no more room than these
+        error.may_go_on_smaller = False
+        logger.warning("the next start cannot be told of smaller micro-batches, and this error ends the run: %s", fault)
+        return
     error.exit_code = WorkerLostError.exit_code
     logger.warning("the next start goes on from the last checkpoint with smaller micro-batches of %s passes", error.kind)
 

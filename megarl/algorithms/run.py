@@ -131,7 +131,8 @@ def run(config: Config, make_policy: PolicyFactory | None = None, stop_at: float
         restarts = Restarts(most_restarts(config["cluster"]), stop, outcome)
         placed = _with_decided_device(config) if make_policy is None and restarts.most else config
         memory = watched_memory() if make_policy is None else SharedMemoryWatch(0)
-        launch = _Launch(config, placed, run_dir, lock, memory, inputs, schedule, attempt, restarts, make_policy or start_policy)
+        sinks = _open_sinks(config, run_dir, stack)
+        launch = _Launch(config, placed, run_dir, lock, memory, inputs, schedule, attempt, restarts, sinks, make_policy or start_policy)
         while True:
             try:
                 return _train(launch, start, sampler, manager)
@@ -154,6 +155,7 @@ class _Launch:
         config: of the run.
         placed: the same with the device decided.
         run_dir, lock, memory, inputs, schedule, attempt, restarts: of this launch.
+        sinks: likewise, so that rows which wait for a full disk do so beyond the workers.
         make_policy: makes the models.
     """
 
@@ -166,6 +168,7 @@ class _Launch:
     schedule: Schedule
     attempt: Attempt
     restarts: Restarts
+    sinks: MetricSinks
     make_policy: PolicyFactory
 
     def look_around(self) -> None:
@@ -178,7 +181,7 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
     """Build all workers and train from a point on; returns the exit code. However it ends, the workers are gone afterwards."""
     config, run_dir, inputs, schedule, restarts = launch.config, launch.run_dir, launch.inputs, launch.schedule, launch.restarts
     with ExitStack() as stack:
-        reporting = _open_reporting(config, run_dir, schedule, start, stack, anew=restarts.workers == 0)
+        reporting = _open_reporting(launch, start, stack)
         tell_worker_groups(config["profiler"])
         begun_with, roomy = halvings_of(run_dir), with_smaller_micro_batches(launch.placed, run_dir)
         models = start_models(roomy, inputs.tokenizer, start, stack, launch.make_policy)
@@ -355,22 +358,21 @@ def _sampler(config: Config, train: Dataset, start: ResumePoint) -> Sampler:
     return sampler
 
 
-def _open_reporting(config: Config, run_dir: Path, schedule: Schedule, start: ResumePoint, stack: ExitStack, *, anew: bool) -> Reporting:
-    """Sinks, with what was logged after the checkpoint taken back, console and timer.
-
-    Args:
-        config, run_dir, schedule, start, stack: of the run.
-        anew: the launch begins; what it logs itself is not set aside when its workers are built anew.
-    """
-    if anew and config["checkpointing"]["resume"] == "never":
+def _open_sinks(config: Config, run_dir: Path, stack: ExitStack) -> MetricSinks:
+    """The sinks of a launch. One that starts over sets aside what was logged before it."""
+    if config["checkpointing"]["resume"] == "never":
         _set_aside(run_dir / METRICS_FILE)
         _set_aside(run_dir / SAMPLES)
-    sinks = stack.enter_context(open_sinks(config["logger"], run_dir, config))
-    sinks.truncate_after(start.step if start.step else -1)
-    section = algorithm_class(config["algorithm"]).section()
-    console = TrainingConsole(schedule.total_steps, f"{section.upper()} {Path(config['policy']['model_name']).name}")
+    return stack.enter_context(open_sinks(config["logger"], run_dir, config))
+
+
+def _open_reporting(launch: _Launch, start: ResumePoint, stack: ExitStack) -> Reporting:
+    """The sinks, with what was logged after the checkpoint taken back, console and timer."""
+    launch.sinks.truncate_after(start.step if start.step else -1)
+    section = algorithm_class(launch.config["algorithm"]).section()
+    console = TrainingConsole(launch.schedule.total_steps, f"{section.upper()} {Path(launch.config['policy']['model_name']).name}")
     stack.push(console)
-    return Reporting(sinks, console, PhaseTimer())
+    return Reporting(launch.sinks, console, PhaseTimer())
 
 
 def _open_samples(

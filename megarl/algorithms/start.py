@@ -64,7 +64,7 @@ def check_engine(config: Mapping[str, Any]) -> None:
 
 
 _ray_start = {"seconds": 0.0}
-"""What the start of Ray took of ``deadlines.init_s`` in this process."""
+"""What the start of Ray took of ``deadlines.init_s``; the workers that are built next have that less."""
 
 
 def start_ray(stack: ExitStack, timeout_s: float = math.inf) -> None:
@@ -205,9 +205,11 @@ def start_policy(
 
 
 def _init_seconds(deadlines: Mapping[str, float], start: ResumePoint) -> float:
-    """What building the workers may take; a resumed run reads a checkpoint besides."""
+    """What building the workers may take; a resumed run reads a checkpoint besides. Ray is started once, and counts once: not again where
+    workers are built anew, nor for a second model."""
     reading = 0.0 if start.checkpoint is None else deadlines["load_s"]
-    return max(deadlines["init_s"] - _ray_start["seconds"], 1.0) + reading
+    starting, _ray_start["seconds"] = _ray_start["seconds"], 0.0
+    return max(deadlines["init_s"] - starting, 1.0) + reading
 
 
 def start_models(

@@ -11,8 +11,9 @@ import hashlib
 import json
 import os
 import stat
+import threading
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -116,7 +117,8 @@ def _read(root: Path) -> Mapping[str, Any]:
     """
     path = root / MANIFEST_NAME
     try:
-        manifest = json.loads(_open_regular(path).decode())
+        with _opened(path) as stream:
+            manifest = json.loads(stream.read().decode())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint was never finished") from None
     except (ValueError, RecursionError) as error:
@@ -184,20 +186,50 @@ def _file_names(root: Path) -> Iterable[str]:
 
 
 def _parallel(function: Any, names: list[str]) -> list[Any]:
+    """What a function says of each name. Its threads do not keep the program from ending where one of them waits for a dead mount, as those
+    of an executor would."""
     if len(names) < 2:
         return [function(name) for name in names]
-    with ThreadPoolExecutor(min(len(names), _HASHING_THREADS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(function, names))
+    found: list[Any] = [None] * len(names)
+    failures: list[BaseException] = []
+    numbers = iter(range(len(names)))
+
+    def work() -> None:
+        try:
+            # each number goes to one of them
+            for number in numbers:
+                found[number] = function(names[number])
+        except BaseException as error:
+            failures.append(error)
+
+    count = min(len(names), _HASHING_THREADS, os.cpu_count() or 1)
+    threads = [threading.Thread(target=work, name="hashing", daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return found
 
 
 def _hash(path: Path) -> str:
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as stream:
+    with _opened(path) as stream:
         return hashlib.file_digest(stream, _ALGORITHM).hexdigest()
 
 
-def _open_regular(path: Path) -> bytes:
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as stream:
-        return stream.read()
+def _opened(path: Path) -> BufferedReader:
+    """A file, opened for reading.
+
+    Raises:
+        CheckpointError: it is none. Opened as files are, a named pipe would be waited for.
+        OSError: it cannot be opened, or is a symbolic link.
+    """
+    stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise CheckpointError(f"{path} is not a regular file")
+    return stream
 
 
 def _digest(files: Mapping[str, Any]) -> str:

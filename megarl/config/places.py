@@ -1,5 +1,5 @@
 """The places that a configuration names answer. What lies on a mount whose server is gone would be waited for without end, and by all that
-comes after; so each is looked at once, with a deadline, before anything else touches it."""
+comes after; so each is looked at once, with a deadline, before anything else touches it. What only reads can be given up later, too."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megarl.config.models import POLICY, model_sections
 from megarl.config.nested import at
-from megarl.errors import ConfigError, Violation
+from megarl.errors import ConfigError, DataError, Violation
+
+T = TypeVar("T")
 
 PATIENCE_S = 30.0
 """That a place may take to say whether it is there; a server that is only busy does so in less."""
 
+_LOOK_S = 1.0
+_BUSY_S = 0.001
+"""Of processor time between two looks, by which something is read; what the looks themselves take is less."""
+
+_FIX = "see df and dmesg, mount it anew (umount -l), or give another place"
 _OF_MODELS = ("model_name", "tokenizer.name", "generation.model_name", "megatron_cfg.family_file")
 _PLACES = ("data.cache_dir", "checkpointing.checkpoint_dir", "checkpointing.signing_key_file", "logger.log_dir")
 
@@ -38,8 +45,64 @@ def require_answers(places: Mapping[str, str], patience_s: float | None = None) 
     silent = {path for path, look in looks.items() if not look.done.wait(max(end - time.monotonic(), 0.0))}
     if silent:
         bound = f"it has not answered for {patience_s:g} s, as on a mount whose server is gone"
-        fix = "see df and dmesg, mount it anew (umount -l), or give another place"
-        raise ConfigError([Violation(key, path, bound, fix) for key, path in places.items() if path in silent])
+        raise ConfigError([Violation(key, path, bound, _FIX) for key, path in places.items() if path in silent])
+
+
+def read_in_time(read: Callable[[], T], place: str, patience_s: float | None = None) -> T:
+    """Return what ``read`` returns, however long that takes, unless it stands still.
+
+    A place that answers may lead to others that do not, and a client of a network file system may answer from memory what its server would
+    not say.
+
+    Args:
+        read: only reads; called by a thread of its own, which is left to itself where it stands still.
+        place: that it reads, for the message.
+        patience_s: seconds without use of the processor, by this process, after which it is given up; None for ``PATIENCE_S``.
+
+    Raises:
+        DataError: it stands still. All that ``read`` raises is raised as well.
+    """
+    patience_s = PATIENCE_S if patience_s is None else patience_s
+    reading = _Reading(read)
+    busy, moved = _busy_s(), time.monotonic()
+    while not reading.done.wait(min(_LOOK_S, patience_s)):
+        now, used = time.monotonic(), _busy_s()
+        if used > busy + _BUSY_S:
+            busy, moved = used, now
+        elif now - moved >= patience_s:
+            raise DataError(
+                f"{place}: it, or what it leads to, has not answered for {patience_s:g} s, as on a mount whose server is gone. Fix: {_FIX}"
+            )
+    return reading.result()
+
+
+def _busy_s() -> float:
+    """Processor time of the other threads of this process."""
+    return time.process_time() - time.thread_time()
+
+
+class _Reading:
+    """A call by a thread of its own, which does not keep the program from ending."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self.done = threading.Event()
+        self._read = read
+        self._value: Any = None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="reads", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._value = self._read()
+        except BaseException as error:
+            self._error = error
+        self.done.set()
+
+    def result(self) -> Any:
+        """What it returned or raised."""
+        if self._error is not None:
+            raise self._error
+        return self._value
 
 
 class _Look:

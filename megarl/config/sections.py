@@ -358,7 +358,8 @@ class DebugConfig(TypedDict):
             bool,
             Key(
                 "compare operation, shape, dtype and number of every collective over the ranks of its group before it begins, and name the "
-                "ranks that differ; slow.",
+                "ranks that differ; slow. Sends and receives between pipeline stages are no collectives, and are not compared: one that "
+                "does not match ends with the error of gloo or NCCL, or with the deadline of its phase, which says who waits.",
                 default=False,
             ),
         ]

@@ -243,9 +243,7 @@ def _start_local(
 ) -> None:
     if num_cpus is not None and num_cpus < 1:
         raise ClusterError(f"num_cpus = {num_cpus}: a local Ray needs at least 1. Fix: pass the number of ranks")
-    if env.text("RAY_AUTH_TOKEN") is None and env.text("RAY_AUTH_TOKEN_PATH") is None:
-        env.set_variables(token := {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
-        learn(token)
+    _ask_for_a_token()
     slots = num_cpus if num_cpus is not None else max(DEFAULT_LOCAL_CPUS, os.cpu_count() or 1)
     _end_local()
     _Local.present = local = LocalRay(log_dir)
@@ -275,6 +273,21 @@ def _start_local(
     address = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(address).is_loopback:
         logger.warning("the local Ray listens on %s, not on the loopback interface: this Ray version cannot be told otherwise", address)
+
+
+def _ask_for_a_token() -> None:
+    """Have a Ray that this process starts refuse whoever has not its token: else every user of the machine could run code in it.
+
+    Ray's own default differs between its versions: of those from 2.52 on, which can ask for a token, the earlier ones do not.
+    """
+    if env.text("RAY_AUTH_TOKEN") is None and env.text("RAY_AUTH_TOKEN_PATH") is None:
+        env.set_variables(token := {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
+        learn(token)
+    env.set_variables({"RAY_AUTH_MODE": "token"})
+    # Ray reads its variables once, which may have been when it was imported
+    settings: Any = getattr(importlib.import_module("ray._raylet"), "Config", None)
+    if settings is not None:
+        settings.initialize("")
 
 
 def _redact_what_workers_print() -> None:

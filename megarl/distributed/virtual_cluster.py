@@ -21,11 +21,13 @@ from typing_extensions import TypedDict
 from megarl.distributed.node_choice import RayNode, ResourceInsufficientError, choose_nodes
 from megarl.distributed.ray_nodes import alive_nodes, lost_node_name
 from megarl.distributed.ray_runtime import init_ray, is_single_host
-from megarl.errors import ConfigError, DeadlineError, StateError
+from megarl.errors import ConfigError, DeadlineError, MegarlError, StateError, WorkerLostError
 
 # Ray's processes take theirs below, and the kernel above where nothing else is configured.
 _QUIET = range(20_000, 32_768)
 _ATTEMPTS = 100
+_LOOK_S = 5.0
+"""Between two looks for nodes that are lost while Ray reserves bundles."""
 _KERNELS_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -163,6 +165,7 @@ class RayVirtualCluster:
         Raises:
             ResourceInsufficientError: the cluster is too small.
             DeadlineError: the resources exist but are in use by others.
+            WorkerLostError: a node was lost meanwhile.
             StateError: after ``shutdown``.
         """
         return self._init_placement_groups()
@@ -230,17 +233,37 @@ class RayVirtualCluster:
                 )
                 for index, (count, node_id) in enumerate(places)
             ]
+        try:
+            self._await_reserved(groups)
+        except MegarlError:
+            for group in groups:
+                remove_placement_group(group)
+            raise
+        return groups
+
+    def _await_reserved(self, groups: Sequence[PlacementGroup]) -> None:
+        """Wait until Ray has reserved all of them.
+
+        Raises:
+            WorkerLostError: a node that was chosen is gone, which would be waited for in vain.
+            DeadlineError: it takes too long.
+        """
         deadline = time.monotonic() + self._ready_timeout_s
         for group in groups:
-            if not group.wait(timeout_seconds=max(deadline - time.monotonic(), 0.0)):
-                available = {kind: f"{ray.available_resources().get(kind, 0.0):g}" for kind in bundle}
-                for reserved in groups:
-                    remove_placement_group(reserved)
-                raise DeadlineError(
-                    f"virtual cluster {self.name!r}: Ray did not reserve {self.world_size()} bundles of {bundle} within "
-                    f"{self._ready_timeout_s:g} s; free now: {available}. Fix: shut down other users of this Ray cluster, or wait longer"
-                )
-        return groups
+            while not group.wait(timeout_seconds=max(min(deadline - time.monotonic(), _LOOK_S), 0.0)):
+                lost = self.lost_nodes()
+                if lost:
+                    raise WorkerLostError(
+                        f"virtual cluster {self.name!r}: node {', '.join(lost)} is lost, before Ray had reserved the bundles on it. "
+                        "Fix: see why it ended, and start the run again"
+                    )
+                if time.monotonic() >= deadline:
+                    available = {kind: f"{ray.available_resources().get(kind, 0.0):g}" for kind in self._bundle}
+                    raise DeadlineError(
+                        f"virtual cluster {self.name!r}: Ray did not reserve {self.world_size()} bundles of {self._bundle} within "
+                        f"{self._ready_timeout_s:g} s; free now: {available}. "
+                        "Fix: shut down other users of this Ray cluster, or wait longer"
+                    )
 
     @property
     def _bundle(self) -> dict[str, int]:

@@ -50,21 +50,25 @@ class MetricsFileSink:
             OSError: the file cannot be opened.
         """
         self._file, self._most_bytes = MetricsFile(run_dir / FILE_NAME), most_bytes
-        self._waiting: deque[bytes] = deque()
+        # each with its step
+        self._waiting: deque[tuple[int, bytes]] = deque()
         self._cut_after: int | None = None
+        self._was_full = False
         self._lost = 0
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one line, behind those that wait."""
-        self._waiting.append(encoded(row))
-        while sum(map(len, self._waiting)) > self._most_bytes and len(self._waiting) > 1:
+        self._waiting.append((row["step"], encoded(row)))
+        while sum(len(line) for _, line in self._waiting) > self._most_bytes and len(self._waiting) > 1:
             self._waiting.popleft()
             self._lost += 1
         self._write_waiting()
 
     def truncate_after(self, step: int) -> None:
-        """Remove the lines of later steps; where that fails, before the next one is written."""
-        self._cut_after = step
+        """Remove the lines of later steps, also of those that wait; where that fails, before the next one is written."""
+        self._waiting = deque(each for each in self._waiting if each[0] <= step)
+        # what an earlier cut was to take away is still in the file
+        self._cut_after = step if self._cut_after is None else min(self._cut_after, step)
         self._write_waiting()
 
     def close(self) -> None:
@@ -82,7 +86,6 @@ class MetricsFileSink:
         Raises:
             OSError: the file takes nothing; the message says what is kept.
         """
-        was_full = len(self._waiting) > 1 or self._lost > 0
         try:
             if self._cut_after is not None:
                 dropped = self._file.truncate_after(self._cut_after)
@@ -90,15 +93,16 @@ class MetricsFileSink:
                     logger.info("%s: removed %d rows of steps after %d, they are computed again", FILE_NAME, dropped, self._cut_after)
                 self._cut_after = None
             while self._waiting:
-                self._file.append_line(self._waiting[0])
+                self._file.append_line(self._waiting[0][1])
                 self._waiting.popleft()
         except OSError as error:
+            self._was_full = True
             kept = f"{len(self._waiting)} rows wait until it can be written"
             raise OSError(error.errno, f"{os.strerror(error.errno or 0)}; {kept}", str(self._file.path)) from error
-        if was_full:
+        if self._was_full:
             lost = f"; {self._lost} older ones, of more than {self._most_bytes} bytes, are lost" if self._lost else ""
             logger.warning("%s could be written again, with all rows that waited%s", FILE_NAME, lost)
-            self._lost = 0
+            self._was_full, self._lost = False, 0
 
 
 class MetricSinks:

@@ -2,11 +2,11 @@
 
 A reward function may raise, hang, print, leak or kill its process; the driver and the other samples come to no harm. Each process is this
 module run as a program: it reads tasks from its standard input and writes results to what was its standard output, a JSON list a line.
-What the function prints goes to standard error. Time that is over is told to the function by an alarm first, since a process that goes on
-saves its imports; one that does not listen is killed a moment later, and another takes its place. Where responses take little time, several
-lie before a process, so that it does not wait for the driver after each; the time of each begins when the one before it is answered. Each
-answer bears the number of its task, so that none is taken for another's. What a function leaves behind, threads and children of its process
-group, ends with its process.
+What the function prints goes to the driver's standard error, without the secrets that the driver knows. Time that is over is told to the
+function by an alarm first, since a process that goes on saves its imports; one that does not listen is killed a moment later, and another
+takes its place. Where responses take little time, several lie before a process, so that it does not wait for the driver after each; the
+time of each begins when the one before it is answered. Each answer bears the number of its task, so that none is taken for another's. What
+a function leaves behind, threads and children of its process group, ends with its process.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from megarl import env
 from megarl.config.environments import REWARD
 from megarl.errors import ConfigError, RewardError, StateError, Violation
 from megarl.import_path import is_import_path
-from megarl.redaction import redact_log
+from megarl.redaction import LineRedactor, learn, redact_log, redacted_text
 from megarl.rollout.mathematics import JudgementTimeoutError, math_verify
 from megarl.rollout.mathematics import fault_of_reference as fault_of_mathematics
 from megarl.rollout.rewards import Reward, RewardSpec, Task, get_reward, verdict
@@ -60,6 +60,8 @@ _AHEAD_SECONDS = 0.05
 
 _PIPE_BYTES = 1 << 18
 """That a pipe to a process holds, where Linux grants it, so that a driver need not come back for the rest of an answer."""
+
+_STANDARD_ERROR = 2
 
 _LARGEST = struct.unpack(">f", b"\x7f\x7f\xff\xff")[0]
 """Largest number of float32, which rewards are."""
@@ -100,6 +102,8 @@ class RewardPool:
         if processes < 1:
             raise ValueError(f"a pool of {processes} processes computes nothing. Fix: ask for at least 1")
         self.specs = tuple(specs)
+        # the processes have this environment, and what they print may hold of it
+        learn(env.snapshot())
         self._sent = 0
         self._looked = -math.inf
         self._seconds: dict[int, float] = {}
@@ -266,6 +270,7 @@ class _Process:
     Attributes:
         child: the process.
         specs: of the reward functions.
+        teller: passes on what it prints, until nobody is there any more who could.
         given: the tasks that it has, of which it works on the first.
         finished: those that it has answered since the pool last looked, with their scores and the seconds that each took.
         deadline: when its start or the first of its tasks is over, by the monotonic clock.
@@ -276,6 +281,7 @@ class _Process:
 
     child: subprocess.Popen[bytes]
     specs: Sequence[RewardSpec]
+    teller: threading.Thread
     given: deque[_Given] = field(default_factory=deque)
     finished: list[tuple[_Given, Score, float]] = field(default_factory=list)
     deadline: float = math.inf
@@ -288,16 +294,23 @@ class _Process:
     def started(cls, specs: Sequence[RewardSpec]) -> _Process:
         # Linux counts as the parent the thread that starts it
         dies_with = ["--die-with-parent"] if threading.current_thread() is threading.main_thread() else []
-        told = json.dumps([[spec.name, dict(spec.options), spec.timeout_s] for spec in specs])
-        command = [sys.executable, "-m", "megarl.rollout.reward_pool", told, *dies_with]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        process = cls(child, specs)
+        command = [sys.executable, "-m", "megarl.rollout.reward_pool", *dies_with]
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, start_new_session=True
+        )
+        assert child.stderr is not None
+        teller = threading.Thread(target=_pass_on, args=(child.stderr,), name=f"prints of {child.pid}", daemon=True)
+        teller.start()
+        # not on its command line, which everybody on the machine may read: an address may hold a password
+        told = json.dumps([[spec.name, dict(spec.options), spec.timeout_s] for spec in specs]).encode() + b"\n"
+        process = cls(child, specs, teller, unsent=told)
         os.set_blocking(process.input, False)
         os.set_blocking(process.output, False)
         if sys.platform == "linux":
             # a user has a limit for all pipes together
             with contextlib.suppress(OSError):
                 fcntl.fcntl(process.input, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        process.send_more()
         return process
 
     @property
@@ -387,7 +400,7 @@ class _Process:
         elif self.has_ended or not self.given or number != self.given[0].number:
             self.has_ended = True
         else:
-            score = Score(what[0], accuracy=what[1]) if kind == _VALUE else Score(None, kind, what)
+            score = Score(what[0], accuracy=what[1]) if kind == _VALUE else Score(None, kind, redacted_text(what))
             self.finished.append((self.given.popleft(), score, seconds))
             self._begin()
 
@@ -412,6 +425,26 @@ class _Process:
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
+        # a child of the function that left its group may hold on to what it was given
+        self.teller.join(GRACE_SECONDS)
+
+
+def _pass_on(stream: IO[bytes]) -> None:
+    """Show what a process writes, line by line, on standard error, until its last writer is gone; run by a thread."""
+    lines = LineRedactor()
+    with stream:
+        while data := stream.read(1 << 16):
+            _show(lines.take(data))
+    _show(lines.end())
+
+
+def _show(text: str) -> None:
+    """Past Python's own stream, whose lock a thread must not hold when the program ends."""
+    said = text.encode(errors="backslashreplace")
+    # nobody may read any more, and the processes go on
+    with contextlib.suppress(OSError):
+        while said:
+            said = said[os.write(_STANDARD_ERROR, said) :]
 
 
 def _late(spec: RewardSpec) -> Score:
@@ -445,8 +478,9 @@ def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:
     return Score(value, accuracy=accuracy)
 
 
-def main(specs: Sequence[RewardSpec]) -> None:
-    """Serve tasks until standard input ends. What the function and its own processes find there is empty."""
+def main() -> None:
+    """Serve tasks until standard input ends, whose first line says of which rewards. What the functions and their own processes find there
+    is empty."""
     own = os.getpid()
     redact_log(env.snapshot())
     tasks = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
@@ -467,6 +501,7 @@ def main(specs: Sequence[RewardSpec]) -> None:
             line = line[results.write(line) :]
 
     rewards = []
+    specs = [RewardSpec(*spec) for spec in json.loads(tasks.readline())]
     for spec in specs:
         try:
             rewards.append(get_reward(spec))
@@ -506,6 +541,6 @@ def _die_with_the_parent() -> None:
 
 
 if __name__ == "__main__":
-    if "--die-with-parent" in sys.argv[2:]:
+    if "--die-with-parent" in sys.argv[1:]:
         _die_with_the_parent()
-    main([RewardSpec(*spec) for spec in json.loads(sys.argv[1])])
+    main()

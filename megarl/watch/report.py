@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megarl import __version__
 from megarl.checkpoint.atomic import write_bytes_durably
+from megarl.config.places import read_in_time
 from megarl.errors import DataError
 from megarl.observe.drawing import run_labels
 from megarl.observe.launches import Launch
@@ -55,10 +56,7 @@ def run(directories: Sequence[str], out: str | None = None) -> int:
         MegarlError: matplotlib is not installed.
     """
     try:
-        found = [path for directory in directories for path in _expand(Path(directory))]
-        run_dirs = list({path.resolve(): path for path in found}.values())
-        for run_dir in run_dirs:
-            require_run(run_dir)
+        run_dirs = read_in_time(lambda: _run_dirs(directories), f"run directory {', '.join(directories)}")
         written = _draw(run_dirs, out)
     except OSError as error:
         fix = "give a file that can be written as --out FILE; ls -ld shows who may read and write"
@@ -73,6 +71,14 @@ def _draw(run_dirs: Sequence[Path], out: str | None) -> list[Path]:
     if len(run_dirs) == 1:
         return [*plot_run(run_dirs[0]), write_report(run_dirs, run_dirs[0] / REPORT)]
     return [write_report(run_dirs, Path(os.path.commonpath([path.resolve().parent for path in run_dirs])) / COMPARISON)]
+
+
+def _run_dirs(directories: Sequence[str]) -> list[Path]:
+    found = [path for directory in directories for path in _expand(Path(directory))]
+    run_dirs = list({path.resolve(): path for path in found}.values())
+    for run_dir in run_dirs:
+        require_run(run_dir)
+    return run_dirs
 
 
 def _expand(directory: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from converters.checkpoint.files import first_special
 from megarl.checkpoint.lock import LOCK_NAME, Owner, has_ended, read_owner
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.checkpoint.manifest import read_signing_key, verify
+from megarl.config.places import read_in_time
 from megarl.errors import ConfigError, DataError, StorageError
 from megarl.observe.launches import FILE_NAME as LAUNCHES_NAME
 from megarl.observe.launches import FINISHED, Launch, read_launches
@@ -113,10 +114,10 @@ def read_run_state(directory: str | Path, hashes: bool = False, now: float | Non
         now: unix seconds; the present when None.
 
     Raises:
-        DataError: the directory is not that of a run, something in it cannot be read, or its metrics are damaged.
+        DataError: the directory is not that of a run, something in it cannot be read or does not answer, or its metrics are damaged.
     """
     try:
-        return _look(Path(directory), hashes, time.time() if now is None else now)
+        return read_in_time(lambda: _look(Path(directory), hashes, time.time() if now is None else now), f"run directory {directory}")
     except OSError as error:
         place = error.filename or directory
         raise DataError(f"{place} cannot be read: {error.strerror or error}. Fix: ls -ld {place}; id   (who may read it)") from error

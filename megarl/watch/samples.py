@@ -16,6 +16,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megarl.config.places import read_in_time
 from megarl.config.report import WIDTH
 from megarl.errors import DataError
 from megarl.observe.sample_files import DIRECTORY, TRAIN, UNSAFE, list_samples, read_samples
@@ -51,10 +52,11 @@ def run(directory: str, selection: Selection) -> int:
     """Show samples of a run.
 
     Raises:
-        DataError: the directory is not that of a run, or there are no such samples.
+        DataError: the directory is not that of a run, there are no such samples, or the place does not answer.
     """
+    parts = read_in_time(lambda: list(render(Path(directory), selection)), f"run directory {directory}")
     console = Console(highlight=False) if sys.stdout.isatty() else Console(width=WIDTH, highlight=False)
-    for part in render(Path(directory), selection):
+    for part in parts:
         # soft wrap: a pipe gets every line of an answer whole
         console.print(part, soft_wrap=not isinstance(part, Table))
     return 0

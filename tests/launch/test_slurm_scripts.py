@@ -149,6 +149,18 @@ def test_the_token_is_needed_and_private_and_nowhere_else(job: Job) -> None:
     assert ["--dashboard-host=127.0.0.1" in words for words in heads] == [True]
 
 
+def test_a_directory_of_somebody_else_in_the_place_of_ray_s_is_refused(job: Job) -> None:
+    """Its name can be guessed. A stand-in for rm fails, as it does for everybody else than root."""
+    path = job.directory / "megarl-ray-4711-0-0"
+    path.mkdir()
+    (path / "planted").touch()
+    (job.directory / "bin" / "rm").write_text('#!/bin/sh\ncase "$*" in *megarl-ray-*-0) exit 1 ;; esac\nexec /bin/rm "$@"\n')
+    (job.directory / "bin" / "rm").chmod(0o755)
+    assert job.run(DRIVER) == 2, job.log
+    assert f"{path} is somebody else's. Fix: set MEGARL_RAY_TEMP to a directory of your own" in job.log
+    assert (path / "planted").exists() and not job.calls("ray") and not (job.attempt() / "driver_started").exists()
+
+
 def test_srun_that_dies_at_once_ends_the_job(job: Job) -> None:
     assert job.run(DRIVER, FAKE_SRUN="dies") == 9
     assert "srun ended with 9 before Ray was up on 2 nodes" in job.log.splitlines()[-1]

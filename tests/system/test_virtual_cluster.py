@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import ray
 
 import megarl
+from megarl import env
 from megarl.distributed.node_choice import RayNode
 from megarl.distributed.ray_runtime import forwarded_environment, init_ray, is_single_host
 from megarl.distributed.virtual_cluster import (
@@ -42,6 +45,30 @@ def test_local_ray_listens_on_loopback_only_and_asks_for_a_token(local_ray: int)
     open_to_others = {item for item in heard if not ipaddress.ip_address(item[1].removeprefix("::ffff:")).is_loopback}
     assert not open_to_others
     assert is_single_host()
+
+
+ENTERS = """
+import sys
+from ray._raylet import GcsClient, get_authentication_mode
+try:
+    print("entered", GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None) is not None)
+except Exception as error:
+    print("refused", type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("has", ["the token", "no token", "another token"])
+def test_whoever_has_not_the_token_does_not_enter(local_ray: int, has: str) -> None:
+    """From a process of the same machine, which reaches the loopback interface too."""
+    variables = env.snapshot()
+    if has != "the token":
+        variables = {name: value for name, value in variables.items() if not name.startswith("RAY_AUTH_")} | {"RAY_AUTH_MODE": "disabled"}
+    if has == "another token":
+        variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    command = [sys.executable, "-c", ENTERS, ray.get_runtime_context().gcs_address]
+    said = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout
+    assert said.startswith("entered True" if has == "the token" else "refused"), said
+    assert has == "the token" or "nauthenticated" in said or "UNAUTHENTICATED" in said or "token" in said, said
 
 
 def test_init_ray_twice_keeps_the_first(local_ray: int) -> None:

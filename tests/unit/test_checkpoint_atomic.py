@@ -176,6 +176,17 @@ def test_damaged_manifest_is_never_accepted(tmp_path: Path) -> None:
     assert "digest" in verify(tmp_path)[0]
 
 
+def test_a_named_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / MANIFEST_NAME)
+    assert verify(tmp_path) == [f"{tmp_path / MANIFEST_NAME} is not a regular file"]
+    (tmp_path / MANIFEST_NAME).unlink()
+    fill(tmp_path)
+    write_manifest(tmp_path)
+    (tmp_path / "a.bin").unlink()
+    os.mkfifo(tmp_path / "a.bin")
+    assert verify(tmp_path) == ["a.bin is not a regular file"]
+
+
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "deep/../a.bin", "", ".", "deep//er/b.bin", "linked/file", "a\0b"])
 def test_manifest_cannot_lead_out_of_the_checkpoint(tmp_path: Path, name: str) -> None:
     root = tmp_path / "root"

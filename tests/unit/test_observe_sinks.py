@@ -6,13 +6,11 @@ import json
 import logging
 import math
 import os
-import resource
-import signal
 import sys
 import tempfile
 import types
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from megarl.errors import ConfigError, DataError
 from megarl.observe import metrics_file
 from megarl.observe.metrics_file import FILE_NAME, MetricsFile, encoded, read_metrics, stream_metrics
 from megarl.observe.sinks import MetricsFileSink, MetricSinks, open_sinks
+from tests.full_disk import full_disk
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -139,19 +138,6 @@ def test_half_written_row_is_taken_back_when_the_disk_is_full(tmp_path: Path, mo
     assert [row["step"] for row in read_metrics(tmp_path / FILE_NAME)] == [1, 3]
 
 
-@contextmanager
-def full_disk(run_dir: Path, room: int = 5) -> Iterator[None]:
-    """No file can become longer than the metrics are by now, and some bytes."""
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    path = run_dir / FILE_NAME
-    resource.setrlimit(resource.RLIMIT_FSIZE, ((path.stat().st_size if path.exists() else 0) + room, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 200)), min_size=1, max_size=12))
 def test_rows_that_a_full_disk_did_not_take_are_written_later_in_order_and_once(steps: list[tuple[bool, int]]) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -165,6 +151,24 @@ def test_rows_that_a_full_disk_did_not_take_are_written_later_in_order_and_once(
                 assert seen == list(range(1, len(seen) + 1)) and (is_full or len(seen) == step)
         assert [row["step"] for row in rows(run_dir)] == list(range(1, len(steps) + 1))
         assert [row["loss"] for row in rows(run_dir)] == [step / 7 for step in range(1, len(steps) + 1)]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 5)), min_size=1, max_size=20))
+def test_a_run_that_goes_back_while_rows_wait_loses_none_and_has_none_twice(changes: list[tuple[bool, bool, int]]) -> None:
+    """As when workers are built anew: the rows of steps that come again go, in the file or not yet there, and the others wait on."""
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir, expected, step = Path(directory), list[tuple[int, float]](), 0
+        with open_sinks({}, run_dir) as sinks:
+            for count, (is_full, goes_back, steps) in enumerate(changes):
+                if goes_back:
+                    step = max(step - steps, 0)
+                    expected = [row for row in expected if row[0] <= step]
+                else:
+                    step += 1
+                    expected.append((step, count / 7))
+                with full_disk(run_dir, 10 * steps) if is_full else nullcontext():
+                    sinks.truncate_after(step) if goes_back else sinks.log({"loss": count / 7}, step)
+        assert [(row["step"], row["loss"]) for row in rows(run_dir)] == expected
 
 
 def test_of_more_rows_than_are_kept_the_oldest_are_lost_and_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -211,6 +215,22 @@ def test_rows_wait_for_a_file_that_could_not_be_cut(tmp_path: Path, monkeypatch:
             assert [row["step"] for row in rows(tmp_path)] == [1, 3, 2, 4]
         sinks.log({}, 4)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_cut_that_could_not_be_made_is_not_forgotten_for_a_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = MetricsFile(tmp_path / FILE_NAME)
+    for step in (1, 3, 2, 4):
+        file.append({"step": step})
+    file.close()
+    with open_sinks({}, tmp_path) as sinks:
+        with monkeypatch.context() as patch:
+            patch.setattr(metrics_file.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            sinks.truncate_after(2)
+            sinks.log({"loss": 30}, 3)
+            sinks.log({"loss": 40}, 4)
+            sinks.truncate_after(3)
+        sinks.log({"loss": 41}, 4)
+    assert [(row["step"], row.get("loss")) for row in rows(tmp_path)] == [(1, None), (2, None), (3, 30), (4, 41)]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b'{"step": 1, "a'], ids=["empty", "blank", "half a row"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,9 +16,10 @@ import pytest
 
 from megarl.algorithms.run import run
 from megarl.checkpoint.lock import RunLock
+from megarl.checkpoint.manifest import verify, write_manifest
 from megarl.cli import main
 from megarl.config import places
-from megarl.config.places import places_of, require_answers
+from megarl.config.places import places_of, read_in_time, require_answers
 from megarl.errors import StateError
 from megarl.observe.launches import read_launches
 from megarl.observe.sinks import MetricSinks
@@ -72,6 +75,105 @@ def test_a_place_on_a_dead_mount_is_named(
 def test_a_command_line_may_name_one_too(words: list[str], dead_mount: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word.format(dead_mount) for word in words]) == 2
     assert "has not answered for 0.2 s" in capsys.readouterr().err
+
+
+def leads_to(path: Any, mount: Path) -> bool:
+    return isinstance(path, str | os.PathLike) and Path(os.path.realpath(path)).is_relative_to(mount)
+
+
+@pytest.mark.parametrize(
+    ("command", "how", "remembers"),
+    [
+        ("status", "named", False),
+        ("status", "named", True),
+        ("status", "a link", False),
+        ("status", "a link", True),
+        ("samples", "a link", False),
+        ("samples", "a link", True),
+        # the other way it has drawn pictures before
+        ("plot", "a link", False),
+    ],
+)
+def test_a_run_that_leads_to_a_dead_mount_is_named(
+    command: str,
+    how: str,
+    remembers: bool,
+    dead_mount: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its own directory answers. A client that remembers still says that something is there, and then waits for what is in it."""
+    import yaml
+
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 5.0, "timing/step_s": 1.0}\n')
+    if how == "a link":
+        inner = "samples" if command == "samples" else "checkpoints"
+        (tmp_path / inner).symlink_to(dead_mount / inner)
+    else:
+        section = {"checkpoint_dir": str(dead_mount / "checkpoints")}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"run_dir": "/somewhere", "checkpointing": section}))
+    released, stat, listdir = threading.Event(), os.stat, os.listdir
+
+    def look(path: Any, *more: Any, **others: Any) -> os.stat_result:
+        is_there = leads_to(path, dead_mount)
+        if is_there and not remembers:
+            released.wait()
+        return stat(tmp_path if is_there else path, *more, **others)
+
+    def names(path: Any = ".") -> list[str]:
+        if leads_to(path, dead_mount):
+            released.wait()
+        return listdir(path)
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "stat", look)
+            patched.setattr(os, "listdir", names)
+            assert main([command, str(tmp_path)]) == 2
+    finally:
+        released.set()
+    said = capsys.readouterr()
+    assert f"run directory {tmp_path}: it, or what it leads to, has not answered for 0.2 s, as on a mount whose server is gone" in said.err
+    assert not said.out
+
+
+def test_what_is_read_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it is read; the stand-in says when that is."""
+    read, looks = threading.Event(), [0]
+
+    def busy() -> float:
+        looks[0] += 1
+        if looks[0] == 30:
+            read.set()
+        return float(looks[0])
+
+    monkeypatch.setattr(places, "_LOOK_S", 0.001)
+    monkeypatch.setattr(places, "_busy_s", busy)
+    assert read_in_time(lambda: (read.wait(), 5), "a place", 0.001) == (True, 5)
+    with pytest.raises(KeyError, match="of the read"):
+        read_in_time(lambda: {}["of the read"], "a place")
+
+
+READS = """
+import sys, threading
+from megarl.checkpoint import manifest
+from megarl.config.places import read_in_time
+manifest._hash = lambda path: threading.Event().wait()
+try:
+    read_in_time(lambda: manifest.verify(sys.argv[1]), "a place", 0.2)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_files_that_are_hashed_on_a_dead_mount_do_not_keep_the_program(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    write_manifest(tmp_path)
+    assert verify(tmp_path) == []
+    done = subprocess.run([sys.executable, "-c", READS, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("a place: it, or what it leads to, has not answered for 0.2 s")
 
 
 def test_every_place_is_looked_at_once_and_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import ray
 from ray._private import worker as ray_worker
 
-from megarl import redaction
+from megarl import env, redaction
 from megarl.distributed import ray_runtime
 from megarl.errors import ClusterError, DeadlineError
 
@@ -58,6 +59,28 @@ def test_a_second_try_that_goes_well_is_all(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     ray_runtime.init_ray(num_cpus=3)
     assert len(tries) == 2
+
+
+@pytest.mark.usefixtures("no_ray")
+@pytest.mark.parametrize("said", [None, "disabled", "token"])
+def test_a_local_ray_asks_for_a_token_whatever_is_the_default_or_said(said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some versions of Ray the default is to ask for none."""
+    seen: list[tuple[str | None, Any, bool]] = []
+    own: Any = importlib.import_module("ray._raylet")
+
+    def begin(**options: Any) -> None:
+        seen.append((env.text("RAY_AUTH_MODE"), own.get_authentication_mode(), len(env.text("RAY_AUTH_TOKEN", "") or "") == 64))
+
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", said or "disabled")
+    own.Config.initialize("")
+    if said is None:
+        monkeypatch.delenv("RAY_AUTH_MODE")
+    monkeypatch.setattr(ray, "init", begin)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    ray_runtime.init_ray(num_cpus=3)
+    assert seen == [("token", own.AuthenticationMode.TOKEN, True)]
 
 
 @pytest.mark.usefixtures("no_ray")

@@ -6,7 +6,9 @@ import copy
 import io
 import logging
 import pickle
+import re
 import stat
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,18 @@ from megarl.config.algorithms import run_type
 from megarl.config.schema import known_paths
 from megarl.errors import ConfigError, Violation
 from megarl.observe.launches import read_launches, recorded_launch
-from megarl.redaction import FIELDS, HIDDEN, FromEnvironment, RedactingFormatter, is_secret, learn, redacted, redacted_text, shown
+from megarl.redaction import (
+    FIELDS,
+    HIDDEN,
+    FromEnvironment,
+    LineRedactor,
+    RedactingFormatter,
+    is_secret,
+    learn,
+    redacted,
+    redacted_text,
+    shown,
+)
 from tests.unit.driver_runs import PolicyMaker, make_config
 
 SECRET = "hunter2-and-more"
@@ -160,6 +173,63 @@ def test_a_text_that_was_redacted_is_not_changed_again(text: str) -> None:
 def test_learned_values_are_hidden_wherever_they_stand() -> None:
     learn({"HOME": "/home/somebody", "HF_TOKEN": SECRET, "PIN_TOKEN": "1234", "nested": [{"api_key": "another-value"}]})
     assert redacted_text(f"a{SECRET}b another-value 1234 /home/somebody") == f"a{HIDDEN}b {HIDDEN} 1234 /home/somebody"
+
+
+def test_of_a_secret_of_several_lines_each_is_hidden() -> None:
+    learn({"DEPLOY_KEY": "-----BEGIN PRIVATE KEY-----\n  MIIEvQIBADANBg  \nend\n"})
+    assert redacted_text("MIIEvQIBADANBg, -----BEGIN PRIVATE KEY----- and the end") == f"{HIDDEN}, {HIDDEN} and the end"
+
+
+@pytest.mark.parametrize(
+    "form", ["env=HF_TOKEN={}", "{{'env': 'HF_TOKEN={}'}}", "error:HF_TOKEN={}", "a=b:c=HF_TOKEN: {}", "https://h/pHF_TOKEN={}"]
+)
+def test_an_assignment_within_what_another_name_gets(form: str) -> None:
+    assert redacted_text(form.format(SECRET)) == form.format(HIDDEN)
+
+
+@pytest.mark.parametrize("name", ["--hf_token", "-5api_key", "éAPI_KEY", "x.y-password", "._token_", "?my_secret"])
+def test_names_behind_other_characters(name: str) -> None:
+    text = redacted_text(f"run {name}={SECRET} now")
+    assert SECRET not in text and text.startswith(f"run {name}=") and text.endswith(f"{HIDDEN} now")
+
+
+@pytest.mark.parametrize("piece", ["a", "a1", "-.", "9", "_", "é", "x://", "a=", "?a", "?key", "a:", " ", "a ", "'", 'a="', "@", "x+"])
+def test_a_long_line_takes_no_more_than_its_length(piece: str) -> None:
+    """A million characters, as a response or an image in letters may have: what took their square would not come back."""
+    text = redacted_text(f"{piece * (10**6 // len(piece))} HF_TOKEN={SECRET}")
+    assert text.endswith(f" HF_TOKEN={HIDDEN}") and SECRET not in text
+
+
+def test_an_argument_s_long_name_takes_no_more_than_its_length() -> None:
+    name = "?" + "key" * 400_000
+    assert redacted_text(name) == name and redacted_text(f"{name}=5") == f"{name}={HIDDEN}"
+
+
+LINES = st.lists(
+    st.sampled_from(["plain", SECRET, "HF_TOKEN=abc", "\u00e9", "", "https://a:b@c/d", "\n", "\r", "\r\n", "\ud800", " "]), max_size=12
+)
+
+
+@given(LINES, st.lists(st.integers(0, 400), max_size=8))
+def test_what_a_process_prints_is_the_same_in_whatever_pieces_it_comes(parts: list[str], cuts: list[int]) -> None:
+    redaction._learned.add(SECRET)
+    data = "".join(parts).encode(errors="surrogatepass")
+    bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    lines = LineRedactor()
+    said = "".join(lines.take(data[begin:end]) for begin, end in pairwise(bounds)) + lines.end()
+    text = data.decode(errors="backslashreplace")
+    assert said == "".join(redacted_text(line) for line in re.split(r"([\r\n])", text))
+    assert SECRET not in said and "abc" not in said and "a:b" not in said
+
+
+@pytest.mark.parametrize("before", [0, 30, 95, 100, 140])
+def test_of_a_line_that_is_too_long_no_half_a_secret_is_shown(before: int) -> None:
+    learn({"HF_TOKEN": SECRET})
+    lines = LineRedactor(longest=100)
+    said = lines.take(b"x" * before + SECRET.encode() + b"y" * 200) + lines.take(b"z" * 5 + b"\nshort\n")
+    first, rest = said.split("\n", 1)
+    assert rest == "short\n" and first.endswith(f"[... the rest of a line of {before + len(SECRET) + 205} bytes]")
+    assert "hu" not in said and first.startswith("x" * min(before, 50))
 
 
 def test_the_log_and_its_tracebacks() -> None:

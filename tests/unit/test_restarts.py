@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,19 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.algorithms import start
 from megarl.algorithms.restarts import SLURM_RESTARTS, Restarts, await_places, most_restarts, patience_for_places
+from megarl.algorithms.resume import ResumePoint
 from megarl.algorithms.run import run
-from megarl.distributed.node_choice import ResourceInsufficientError
+from megarl.distributed import virtual_cluster
+from megarl.distributed.node_choice import RayNode, ResourceInsufficientError
+from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.errors import BatchError, DeadlineError, MegarlError, WorkerLostError
 from megarl.observe.launches import FINISHED, WORKERS, LaunchOutcome, read_launches, restarts_within
+from megarl.observe.metrics_file import FILE_NAME
 from megarl.watch.run_state import read_run_state
 from megarl.watch.status import as_plain
+from tests.full_disk import full_disk
 from tests.unit.driver_runs import Crash, PolicyMaker, comparable, final_weights, make_config, rows
 
 LOST, HANGS = WorkerLostError("[dp0] worker process died during train"), DeadlineError("train: 1 of 1 workers did not answer")
@@ -76,6 +83,30 @@ def test_a_run_that_loses_workers_ends_like_one_that_does_not(
     assert counted[4] == len(steps) and all("performance/worker_restarts" not in row for row in rows(tmp_path / "whole"))
     told = as_plain(read_run_state(tmp_path / "run"))
     assert (told["restarts"], told["worker_restarts"], told["engine_restarts"]) == (0, len(steps), 0)
+
+
+def test_rows_that_wait_for_a_full_disk_outlive_the_workers(tmp_path: Path, model: str, data: str) -> None:
+    """The checkpoint of step 2 is smaller than the log, and so has room where the log has none."""
+    assert run(config_of("sft", tmp_path / "whole", model, data), PolicyMaker()) == 0
+    run_dir, disk = tmp_path / "run", ExitStack()
+    run_dir.mkdir()
+    (run_dir / FILE_NAME).write_text(json.dumps({"step": -1, "of an earlier launch": "x" * 2**24}) + "\n")
+    written: list[int] = []
+
+    def at_call(call: int) -> None:
+        losses(call)
+        written.append(len((run_dir / FILE_NAME).read_text().splitlines()))
+        if losses.calls == 1:
+            disk.enter_context(full_disk(run_dir))
+        elif losses.calls == 5:
+            disk.close()
+
+    losses = Losses((3, LOST))
+    with disk:
+        assert run(config_of("sft", run_dir, model, data), PolicyMaker(at_call=at_call)) == 0
+    assert [restart.step for restart in read_launches(run_dir)[0].restarts] == [2] and len(set(written[1:])) == 1
+    kept = [row for row in comparable(run_dir) if row["step"] >= 0]
+    assert kept == comparable(tmp_path / "whole")
 
 
 def test_where_the_restarts_are_used_up_the_run_ends_as_without(tmp_path: Path, model: str, data: str) -> None:
@@ -194,6 +225,70 @@ def test_places_that_are_lost_while_workers_are_built_anew_are_worth_new_ones() 
     assert restarts.workers == 2
     with pytest.raises(ResourceInsufficientError):
         restarts.require(missing)
+
+
+class Reserved:
+    """Stands for places that Ray does not reserve, or only at a later look."""
+
+    def __init__(self, at_look: int | None) -> None:
+        self.looks, self.removed, self._at_look = 0, False, at_look
+
+    def wait(self, timeout_seconds: float) -> bool:
+        assert 0 <= timeout_seconds <= virtual_cluster._LOOK_S
+        self.looks += 1
+        return self._at_look is not None and self.looks >= self._at_look
+
+
+@pytest.mark.parametrize(
+    ("at_look", "lost_at", "timeout_s", "error"),
+    [
+        (1, None, 900.0, None),
+        (3, None, 900.0, None),
+        # another one that is lost is seen at the next look, not after all the time that places may take
+        (None, 2, 900.0, WorkerLostError),
+        (None, None, 0.0, DeadlineError),
+    ],
+)
+def test_places_that_a_lost_node_had_are_not_waited_for(
+    at_look: int | None, lost_at: int | None, timeout_s: float, error: type[MegarlError] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Reserved] = []
+
+    def reserve(*_: Any, **__: Any) -> Any:
+        made.append(Reserved(at_look))
+        return made[-1]
+
+    def lost(node_id: str) -> str | None:
+        return node_id if lost_at is not None and node_id == "n2" and sum(group.looks for group in made) >= lost_at else None
+
+    monkeypatch.setattr(virtual_cluster, "placement_group", reserve)
+    monkeypatch.setattr(virtual_cluster, "remove_placement_group", lambda group: setattr(group, "removed", True))
+    monkeypatch.setattr(virtual_cluster, "lost_node_name", lost)
+    monkeypatch.setattr(virtual_cluster, "alive_nodes", lambda: [RayNode(name, name, {"CPU": 1.0}, {"CPU": 1.0}) for name in ("n1", "n2")])
+    monkeypatch.setattr(virtual_cluster.ray, "available_resources", dict)
+    cluster = RayVirtualCluster([1, 1], use_gpus=False, name="anew", ready_timeout_s=timeout_s)
+    if error is None:
+        assert cluster._reserve("SPREAD", unified=False) == made and not any(group.removed for group in made)
+        return
+    with pytest.raises(error, match=r"'anew': node n2 is lost, before" if lost_at else r"'anew': Ray did not reserve 2 bundles") as raised:
+        cluster._reserve("SPREAD", unified=False)
+    assert all(group.removed for group in made) and raised.value.exit_code == 4
+    # with restarts left, a lost node is worth new workers also before these were built; places that others have are not
+    restarts = restarts_of(1)
+    if lost_at:
+        restarts.require(raised.value)
+    with pytest.raises(error):
+        restarts.require(raised.value)
+
+
+def test_the_start_of_ray_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took 40 s of what the first workers had; those that are built anew later wait for no Ray."""
+    monkeypatch.setattr(start, "_ray_start", {"seconds": 40.0})
+    deadlines = {"init_s": 100.0, "load_s": 7.0}
+    resumed = ResumePoint(checkpoint=Path("step_2"))
+    assert [start._init_seconds(deadlines, point) for point in (ResumePoint(), resumed, ResumePoint())] == [60.0, 107.0, 100.0]
+    monkeypatch.setattr(start, "_ray_start", {"seconds": 200.0})
+    assert [start._init_seconds(deadlines, ResumePoint()) for _ in range(2)] == [1.0, 100.0]
 
 
 @pytest.mark.parametrize("come_after", [0, 1, 4, None])

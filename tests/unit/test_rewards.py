@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl import redaction
 from megarl.config.environments import BUILT_IN_REWARDS
 from megarl.data.datasets import Example
 from megarl.errors import BatchError, ConfigError, RewardError, StateError
@@ -199,6 +200,55 @@ def test_a_function_that_fails_harms_no_other_response(users: str, capfd: pytest
             os.kill(pid, signal.SIG_DFL)
     said = capfd.readouterr()
     assert "judging end" in said.err and not said.out
+
+
+TELLING = """
+import logging, os, subprocess, sys
+
+def reward(response, answer):
+    secret = os.environ["MEGARL_TEST_API_KEY"]
+    print("printed", secret)
+    sys.stderr.write(f"written {secret}\\n")
+    logging.getLogger("careless").warning("logged %s", secret)
+    subprocess.run(["sh", "-c", "echo told by a child $MEGARL_TEST_API_KEY"])
+    os.write(2, f"in two parts {secret[:9]}".encode())
+    os.write(2, f"{secret[9:]} and the end\\n".encode())
+    if response == "raises":
+        raise ValueError(f"no answer for {secret}")
+    if response == "dies":
+        os.write(2, f"the last words {secret}".encode())
+        os.kill(os.getpid(), 9)
+    return 1.0
+"""
+
+
+def test_what_a_function_prints_and_raises_with_holds_no_secret(
+    pools: list[RewardPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its process has the environment of the run, since a judge may need a key of it."""
+    secret = "planted-secret-of-a-judge"
+    monkeypatch.setattr(redaction, "_learned", set())
+    monkeypatch.setenv("MEGARL_TEST_API_KEY", secret)
+    (tmp_path / "telling.py").write_text(TELLING)
+    pools.append(pool_of(f"{tmp_path / 'telling.py'}:reward", 2, 20.0))
+    scores = scored(pools[0], [(response, "") for response in ("good", "raises", "dies", "good")])
+    pools[0].close()
+    assert [score.message for score in scores[1:3]] == ["ValueError: no answer for ***", "its process died (signal 9)"]
+    said = capfd.readouterr()
+    assert secret not in said.err + said.out and not said.out
+    for line in ("printed ***", "written ***", "logged ***", "told by a child ***", "in two parts *** and the end", "the last words ***"):
+        assert line in said.err, line
+
+
+def test_nobody_reads_on_a_command_line_where_a_scorer_is(pools: list[RewardPool]) -> None:
+    """Whoever is on the machine may read command lines, and an address may hold a key."""
+    url = "http://127.0.0.1:9/judge?api_key=planted-secret"
+    pools.append(RewardPool([RewardSpec("http", {"url": url, "timeout_s": 5.0, "attempts": 1})], 2))
+    [score] = pools[0].score([(0, Task("a", "b"))])
+    assert score.fault == "error" and "refused" in score.message
+    for process in pools[0]._processes:
+        words = Path(f"/proc/{process.child.pid}/cmdline").read_bytes()
+        assert b"reward_pool" in words and b"secret" not in words
 
 
 @pytest.fixture

@@ -10,10 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.resume import SMALLER_FILE, _smaller, halvings_of, remember_halvings, with_smaller_micro_batches
+from megarl.algorithms.resume import (
+    SMALLER_FILE,
+    _smaller,
+    halvings_of,
+    note_smaller_micro_batches,
+    remember_halvings,
+    with_smaller_micro_batches,
+)
 from megarl.algorithms.run import run
 from megarl.errors import ConfigError, MicroBatchMemoryError, WorkerLostError
 from megarl.observe.launches import read_launches
+from megarl.observe.metrics_file import FILE_NAME
+from tests.full_disk import full_disk
 from tests.unit.driver_runs import PolicyMaker, comparable, make_config
 
 
@@ -110,6 +119,17 @@ def test_halvings_are_written_once_and_never_taken_back(tmp_path: Path, caplog: 
     assert halvings_of(tmp_path) == {"training": 3, "log-probability": 1}
     remember_halvings({"training": 1}, {}, tmp_path / "absent")
     assert "will not know" in caplog.text, "which is no reason to end a run"
+
+
+def test_where_the_disk_is_full_the_error_stays_what_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Smaller ones cannot be remembered: new workers would have no more room, in this launch or the next."""
+    error = MicroBatchMemoryError("out of memory", "training")
+    error.may_go_on_smaller = True
+    (tmp_path / FILE_NAME).touch()
+    with full_disk(tmp_path):
+        note_smaller_micro_batches(error, tmp_path)
+    assert (error.may_go_on_smaller, error.exit_code) == (False, 1) and "File too large" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 
 
 def test_micro_batches_that_cannot_be_smaller_end_the_run(tmp_path: Path, model: str, data: str) -> None:
