@@ -138,6 +138,7 @@ def test_a_process_that_is_killed_is_told_of_and_nothing_is_left(target: Path, m
 def test_signals_to_all_processes_do_not_end_it(target: Path, memories: dict[str, NodeMemory]) -> None:
     fill(memories["n1"].take(1), FILES["n1"])
     writer = writer_of(target.parent, "n1")
+    assert writer.ppid() != os.getpid(), "Ray kills the children of its workers"
     for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         writer.send_signal(each)
     assert memories["n1"].write(str(target)).keys() == FILES["n1"].keys()
