@@ -22,7 +22,7 @@ from megarl.checkpoint.background import BackgroundWrite, free_memory, memory_of
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.checkpoint.manifest import MANIFEST_NAME, verify
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, DeadlineError
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, make_config
 from tests.unit.reference_policy import ReferencePolicy
 
@@ -218,6 +218,19 @@ def test_a_run_that_ends_while_the_workers_write_leaves_nothing_in_memory(tmp_pa
     with pytest.raises(SystemExit):
         run(config_of(tmp_path, model, data), SaveMaker(end_at_once))
     assert not memory_of(tmp_path / "checkpoints").exists()
+
+
+def test_workers_that_stand_still_in_a_save_are_not_asked_for_another(tmp_path: Path, model: str, data: str) -> None:
+    def hang(number: int, weights: Path) -> bool:
+        if number == 2:
+            weights.mkdir(parents=True)
+            raise DeadlineError("save_checkpoint: 1 of 2 workers do not answer")
+        return False
+
+    saves = SaveMaker(hang)
+    with pytest.raises(DeadlineError, match="1 of 2 workers"):
+        run(config_of(tmp_path, model, data), saves)
+    assert saves.saves == 2 and "step_1" in checkpoints(tmp_path) and not memory_of(tmp_path / "checkpoints").exists()
 
 
 def test_ranks_that_write_to_another_memory_are_told_of(tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture) -> None:
