@@ -16,6 +16,7 @@ from megarl.checkpoint.manifest import verify
 from megarl.distributed.ray_nodes import alive_nodes
 from megarl.errors import CheckpointError
 from tests.node_writers import LONGEST_S, await_end, writer_of, writers
+from tests.tiers import slow
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +100,7 @@ def test_what_takes_too_long_is_ended(memory: MemoryOfNodes, node: str, checkpoi
     assert not place.exists()
 
 
+@slow
 def test_an_actor_that_dies_takes_its_memory_along_and_comes_again(
     memory: MemoryOfNodes, node: str, checkpoint_dir: Path, target: Path
 ) -> None:
