@@ -58,6 +58,7 @@ PARTS: Mapping[str, Part] = {
     "vllm-faults": Part("vLLM engines killed, out of memory, on devices", ("system/test_vllm_*",), VLLM, spread="no"),
     **{f"slurm-{k + 1}": Part("jobs on a real Slurm", REAL_SLURM, SLURM, (k, 2), "no") for k in range(2)},
     "signals": Part("signals, a killed driver, a lost Ray, time limits", ("system/test_signals.py",), spread="no"),
+    "nodes": Part("checkpoints that wait in the memory of two nodes", ("system/test_saving_nodes.py",), spread="no"),
     "faults": Part("whole runs with one fault of each kind", ("system/test_faults.py",), spread="no"),
     "gpu": Part("versions, test bodies and the probe for GPUs", ("launch/test_gpu_constraints.py", "system/test_gpu_*.py"), spread="no"),
     "audit": Part("known holes of the pinned versions", ("launch/test_dependencies.py",), PIP_AUDIT, spread="no"),

@@ -16,7 +16,7 @@ import yaml
 
 from megarl.algorithms.turns import Turns
 from megarl.checkpoint.atomic import write_json_atomic
-from megarl.checkpoint.background import BackgroundWrite, free_memory, take_memory
+from megarl.checkpoint.background import CheckpointMemory, Write
 from megarl.checkpoint.manager import CONFIG_NAME
 from megarl.checkpoint.storage import is_file, read_again, said_of_space
 from megarl.config.algorithms import algorithm_class
@@ -248,7 +248,7 @@ class CheckpointInFlight:
 
     step: int
     path: Path
-    write: BackgroundWrite
+    write: Write
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ class CheckpointWriter:
         before_commit: called when all of a checkpoint is written but its name.
         most_failed: so many saves in a row that fail end the run.
         estimated_bytes: what a checkpoint takes, where none is there yet.
-        is_asynchronous: checkpoints are written by a process of its own while training goes on; at most one at a time.
+        memory: checkpoints wait there while training goes on and another process writes them, at most one at a time; None: training waits.
         longest_s: that it may take once it is waited for.
         turns: bring each model to the devices, where several share them.
         in_flight: the one that is being written.
@@ -281,7 +281,7 @@ class CheckpointWriter:
     before_commit: Callable[[], None] = lambda: None
     most_failed: int = 1
     estimated_bytes: int = 0
-    is_asynchronous: bool = False
+    memory: CheckpointMemory | None = None
     longest_s: float = 1800.0
     turns: Turns = field(default_factory=lambda: Turns({}))
     in_flight: list[CheckpointInFlight] = field(default_factory=list)
@@ -356,10 +356,12 @@ class CheckpointWriter:
         info = {"step": step, "sampler": dict(sampler_state), "metrics": _ranking_metrics(metrics)}
         failure: CheckpointError | OSError | None = None
         path: Path | None = None
-        memory = take_memory(self.manager.checkpoint_dir, self._needed_bytes()) if self.is_asynchronous and not is_last() else None
+        memory: CheckpointMemory | None = None
         try:
-            path = Path(self.manager.init_tmp_checkpoint(step, info, self.run_config))
-            self._write_models(path if memory is None else memory)
+            path = begun = Path(self.manager.init_tmp_checkpoint(step, info, self.run_config))
+            memory = None if self.memory is None or is_last() else self._left_in(self.memory)
+            if memory is None:
+                self._write_models(lambda role: begun)
         except DeadlineError:
             # an OSError as well, but of workers that stand still, and are of no use to the next step either
             raise
@@ -371,7 +373,7 @@ class CheckpointWriter:
             self.before_commit()
             try:
                 if memory is not None:
-                    self.in_flight.append(CheckpointInFlight(step, path, BackgroundWrite(memory, path)))
+                    self.in_flight.append(CheckpointInFlight(step, path, memory.write(path)))
                     return
                 self.manager.finalize_checkpoint(path)
             except (CheckpointError, OSError) as error:
@@ -412,6 +414,9 @@ class CheckpointWriter:
             self.settle(wait=True)
         except CheckpointError:
             logger.exception("the checkpoint that was being written is lost")
+        if self.memory is not None:
+            # of a save that was broken off before it was in flight
+            self.memory.free()
 
     def _settled(self, step: int, failure: CheckpointError | OSError | None, is_last: Callable[[], bool]) -> None:
         """Count a checkpoint that is there, or is not."""
@@ -423,21 +428,37 @@ class CheckpointWriter:
 
     def _discard(self, path: Path | None) -> None:
         """Remove what there is of a checkpoint, on the disk and in memory."""
-        free_memory(self.manager.checkpoint_dir)
+        if self.memory is not None:
+            self.memory.free()
         if path is not None and path.exists():
             self.manager.discard_tmp_checkpoint(path)
 
     def _needed_bytes(self) -> int:
         return self.manager.bytes_of_latest() or self.estimated_bytes
 
-    def _write_models(self, path: Path) -> None:
+    def _left_in(self, memory: CheckpointMemory) -> CheckpointMemory | None:
+        """The memory, when all models have written there; None where it has no room for them, as was known or came to light."""
+        if not memory.take(self._needed_bytes()):
+            return None
+        try:
+            self._write_models(lambda role: memory.directories(role.name))
+        except DeadlineError:
+            # as in ``saving``: they do not write to the disk either
+            raise
+        except (CheckpointError, OSError) as error:
+            logger.warning("a checkpoint cannot wait in memory and is written to the disk at once: %s", error)
+            memory.free()
+            return None
+        return memory
+
+    def _write_models(self, directories: Callable[[Role], Path | list[Path]]) -> None:
+        """Have all models write below a directory, or each rank below its own."""
         for role, model in self.models.items():
             if role.directory is not None:
                 self.turns.bring(role)
-                of_role = path / role.directory
-                model.save_checkpoint(
-                    weights_path=str(of_role / WEIGHTS), optimizer_path=str(of_role / OPTIMIZER), tokenizer_path=str(of_role / TOKENIZER)
-                )
+                places = directories(role)
+                weights, optimizer, tokenizer = (_below(places, role.directory, part) for part in (WEIGHTS, OPTIMIZER, TOKENIZER))
+                model.save_checkpoint(weights_path=weights, optimizer_path=optimizer, tokenizer_path=tokenizer)
 
     def _note_failure(self, step: int, failure: CheckpointError | OSError, is_last: bool) -> None:
         """Warn of a checkpoint that could not be written.
@@ -461,6 +482,11 @@ class CheckpointWriter:
         raise CheckpointError(
             f"{what}; {kept}, and {why}. Fix: see to space and permissions in {directory}, and start again to go on from there"
         ) from failure
+
+
+def _below(places: Path | list[Path], *parts: str) -> str | list[str]:
+    """A path below a directory, or below each of a list."""
+    return [str(place.joinpath(*parts)) for place in places] if isinstance(places, list) else str(places.joinpath(*parts))
 
 
 _OF_VALIDATION = ("val_", "validation/")

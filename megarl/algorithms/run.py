@@ -34,6 +34,7 @@ from megarl.algorithms.skipped_batches import DIRECTORY, SkippedBatches
 from megarl.algorithms.start import (
     check_engine,
     check_places,
+    checkpoint_memory,
     decided_device,
     start_engines,
     start_models,
@@ -45,6 +46,7 @@ from megarl.algorithms.stopping import listening_for_stop, this_attempt
 from megarl.algorithms.time_left import time_left
 from megarl.algorithms.turns import Turns
 from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
+from megarl.checkpoint.background import CheckpointMemory, OwnMemory
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.config.algorithms import algorithm_class, generates, own_section, step_size
@@ -206,7 +208,8 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
         read = inputs.tokenizer, inputs.environment, inputs.train, inputs.validation
         parts = Parts(roomy, models, refit, *read, sampler, reporting.timer, skipped, samples, turns)
         algorithm = algorithm_class(config["algorithm"])(parts)
-        writer = _writer(manager, models, turns, config, launch.attempt, samples)
+        memory = None if manager is None else _checkpoint_memory(launch, manager, models, stack)
+        writer = _writer(manager, models, turns, config, launch.attempt, samples, memory)
         if writer is not None:
             stack.push(writer.leave)
 
@@ -232,6 +235,17 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
         reporting.console.finish()
         restarts.outcome.text = FINISHED
     return 0
+
+
+def _checkpoint_memory(
+    launch: _Launch, manager: CheckpointManager, models: Mapping[Role, Policy], stack: ExitStack
+) -> CheckpointMemory | None:
+    """Where checkpoints wait while training goes on; None where training waits for them."""
+    if not launch.config["checkpointing"]["async_save"]:
+        return None
+    if launch.make_policy is not start_policy:
+        return OwnMemory(manager.checkpoint_dir)
+    return checkpoint_memory(manager.checkpoint_dir, models, stack)
 
 
 def _with_decided_device(config: Config) -> Config:
@@ -300,6 +314,7 @@ def _writer(
     config: Config,
     attempt: Attempt,
     samples: SampleLog | None,
+    memory: CheckpointMemory | None,
 ) -> CheckpointWriter | None:
     if manager is None:
         return None
@@ -316,7 +331,7 @@ def _writer(
         flush,
         most_failed=config["checkpointing"]["max_failed_saves"],
         estimated_bytes=estimated,
-        is_asynchronous=config["checkpointing"]["async_save"],
+        memory=memory,
         longest_s=config["deadlines"]["save_s"],
         turns=turns,
     )

@@ -16,6 +16,7 @@ from converters.python_file import modules_from_files
 from megarl import env
 from megarl.algorithms.algorithm import ACTOR, Role
 from megarl.algorithms.resume import ResumePoint
+from megarl.checkpoint.background import CheckpointMemory, OwnMemory
 from megarl.config.algorithms import algorithm_class, generates
 from megarl.config.models import model_roles
 from megarl.config.nested import at
@@ -236,6 +237,26 @@ def start_models(
     if others:
         built.offload_after_refit()
     return models
+
+
+def checkpoint_memory(checkpoint_dir: Path, models: Mapping[Role, Policy], stack: ExitStack) -> CheckpointMemory:
+    """Where checkpoints wait that are written while training goes on: the shared memory of this node, or of each node that ranks are on.
+
+    Args:
+        checkpoint_dir: directory of the checkpoints.
+        models: of the run, as ``start_policy`` makes them.
+        stack: takes down what is started here.
+    """
+    import ray
+
+    nodes = {role.name: model.worker_group.nodes for role, model in models.items() if role.directory is not None}
+    if all(node == ray.get_runtime_context().get_node_id() for of_role in nodes.values() for node in of_role):
+        return OwnMemory(checkpoint_dir)
+    from megarl.algorithms.memory_of_nodes import MemoryOfNodes
+
+    memory = MemoryOfNodes(checkpoint_dir, nodes)
+    stack.callback(memory.close)
+    return memory
 
 
 def _training_cluster(config: Mapping[str, Any], models: int) -> RayVirtualCluster:

@@ -3,6 +3,8 @@
 The workers write them there with the code that otherwise writes to the disk, so that they are the same to the last byte. The process copies
 them, waits until they are on the disk, and writes the manifest. Whoever started it gives the checkpoint its name. It ends with whoever
 started it, and what it has not written is lost then.
+
+That is so where all ranks are on the driver's node. Where they are not, each node has such memory and such a process (``node_memory``).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Protocol
 
 from megarl.checkpoint.atomic import fsync_directory, fsync_tree, remove_tree
 from megarl.checkpoint.manifest import write_manifest
@@ -41,20 +44,86 @@ def seal(directory: Path) -> None:
     fsync_directory(directory)
 
 
-def memory_of(checkpoint_dir: Path) -> Path:
-    """Where the checkpoints of a directory wait in shared memory; the same name in every launch of a run."""
+class Write(Protocol):
+    """Brings a checkpoint from shared memory to the disk."""
+
+    def has_ended(self) -> bool:
+        """Whether it is through, well or not."""
+
+    def wait(self, longest_s: float) -> float:
+        """Wait until all is on the disk, with its manifest; the seconds since the beginning. Afterwards nothing is left in shared memory.
+
+        Raises:
+            CheckpointError: it could not be written, or took longer than ``longest_s`` from now on.
+            OSError: the manifest could not be written.
+        """
+
+    def abort(self) -> None:
+        """End it, whatever it is doing, and forget the checkpoint."""
+
+
+class CheckpointMemory(Protocol):
+    """The shared memory in which a checkpoint waits for its way to the disk; one at a time."""
+
+    def take(self, needed: int) -> bool:
+        """Make empty directories for a checkpoint of so many bytes; False where there is no room for them."""
+
+    def directories(self, role: str) -> Path | list[Path]:
+        """Where the ranks of a role write, after ``take``: one directory for all of them, or a list with one for each."""
+
+    def write(self, target: Path) -> Write:
+        """Begin to bring what they have written to a directory on the disk, which may hold further files of the checkpoint.
+
+        Raises:
+            CheckpointError: that cannot be begun.
+        """
+
+    def free(self) -> None:
+        """Forget what is there, also where it is being written."""
+
+
+class OwnMemory:
+    """``CheckpointMemory`` of this node alone, for ranks that are all on it.
+
+    Args:
+        checkpoint_dir: directory of the checkpoints. Hold the run's lock.
+    """
+
+    def __init__(self, checkpoint_dir: Path) -> None:
+        self._checkpoint_dir = checkpoint_dir
+
+    def take(self, needed: int) -> bool:
+        return take_memory(self._checkpoint_dir, needed) is not None
+
+    def directories(self, role: str) -> Path:
+        return memory_of(self._checkpoint_dir)
+
+    def write(self, target: Path) -> BackgroundWrite:
+        return BackgroundWrite(memory_of(self._checkpoint_dir), target)
+
+    def free(self) -> None:
+        free_memory(self._checkpoint_dir)
+
+
+def memory_of(checkpoint_dir: Path, node: str = "") -> Path:
+    """Where the checkpoints of a directory wait in shared memory; the same name in every launch of a run.
+
+    Args:
+        checkpoint_dir: directory of the checkpoints.
+        node: tells apart those of several nodes, which may have their memory in common, and be one machine.
+    """
     digest = hashlib.sha256(os.fsencode(checkpoint_dir)).hexdigest()[:16]
-    return SHARED_MEMORY / f"megarl-checkpoint-{os.getuid()}-{digest}"
+    return SHARED_MEMORY / f"megarl-checkpoint-{os.getuid()}-{digest}{f'-{node}' if node else ''}"
 
 
-def take_memory(checkpoint_dir: Path, needed: int) -> Path | None:
+def take_memory(checkpoint_dir: Path, needed: int, node: str = "") -> Path | None:
     """An empty directory in shared memory that only this user may open; None where there is no room for ``needed`` bytes and a little more.
 
     Hold the run's lock: there is one for a directory of checkpoints, and what a killed launch left there goes.
     """
-    path = memory_of(checkpoint_dir)
+    path = memory_of(checkpoint_dir, node)
     try:
-        free_memory(checkpoint_dir)
+        free_memory(checkpoint_dir, node)
         if shutil.disk_usage(SHARED_MEMORY).free < _SPARE * needed:
             return None
         # whatever another user has put there under this name is not ours to use
@@ -64,9 +133,21 @@ def take_memory(checkpoint_dir: Path, needed: int) -> Path | None:
     return path
 
 
-def free_memory(checkpoint_dir: Path) -> None:
+def free_memory(checkpoint_dir: Path, node: str = "") -> None:
     """Remove what waits in shared memory for a directory of checkpoints."""
-    path = memory_of(checkpoint_dir)
+    _free(memory_of(checkpoint_dir, node))
+
+
+def tidy_memory(checkpoint_dir: Path) -> None:
+    """Remove what launches that were killed have left in this machine's shared memory of a directory of checkpoints, whichever node it was
+    called then."""
+    own = memory_of(checkpoint_dir)
+    for path in (own, *own.parent.glob(f"{own.name}-*")):
+        _free(path)
+
+
+def _free(path: Path) -> None:
+    """Remove a directory of this user's."""
     with contextlib.suppress(OSError):
         status = path.lstat()
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
@@ -162,19 +243,42 @@ def move_files(source: Path, target: Path) -> None:
 
     Raises:
         OSError: a file cannot be written.
+        CheckpointError: there is none.
     """
+    for name in files_to_move(source, target):
+        move_file(source / name, target / name)
+
+
+def files_to_move(source: Path, target: Path) -> list[str]:
+    """The files below ``source``, by their paths there; the directories that they are in are made below ``target``.
+
+    Raises:
+        OSError: a directory cannot be made.
+        CheckpointError: there is no file.
+    """
+    found: list[str] = []
     for directory, subdirectories, names in os.walk(source):
-        here = target / Path(directory).relative_to(source)
+        here = Path(directory).relative_to(source)
         for name in subdirectories:
-            (here / name).mkdir(exist_ok=True)
-        for name in names:
-            shutil.copyfile(Path(directory) / name, here / name)
-            descriptor = os.open(here / name, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            (Path(directory) / name).unlink()
+            (target / here / name).mkdir(exist_ok=True)
+        found += [(here / name).as_posix() for name in names]
+    if not found:
+        raise CheckpointError(
+            f"no rank has written a file to {source}. Fix: let the ranks of a node have the same {SHARED_MEMORY} as each other, or write "
+            "checkpointing.async_save=false"
+        )
+    return found
+
+
+def move_file(source: Path, target: Path) -> None:
+    """Copy a file, wait until the copy is on the disk, and remove it."""
+    shutil.copyfile(source, target)
+    descriptor = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    source.unlink()
 
 
 def _end_with_parent(source: Path) -> None:

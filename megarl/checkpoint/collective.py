@@ -19,6 +19,9 @@ def appears_whole(directory: Path) -> Iterator[Path]:
 
     Everything is written beside it, synced to disk, and moved to its name by rank 0 alone. A collective over all ranks.
 
+    Ranks may be given different directories, those of each node one in its memory: then the first of those with the same path does there
+    what rank 0 does otherwise.
+
     What the block raises leaves it at once: another rank may be inside a collective of the block, where no agreement could reach it. Work
     that each rank does for itself belongs into ``failing_together``.
 
@@ -26,12 +29,12 @@ def appears_whole(directory: Path) -> Iterator[Path]:
         CheckpointError: on all ranks, when ``directory`` is not empty or cannot be written.
     """
     staging = directory.parent / f".{directory.name}.partial"
-    first = dist.get_rank() == 0
+    first = _is_first_of(directory)
     _agree(_prepare(directory, staging) if first else None)
     try:
         yield staging
         dist.barrier()
-        _agree(_publish(directory, staging) if first else None)
+        _publish_together(directory, staging, first)
     except BaseException:
         if first:
             shutil.rmtree(staging, ignore_errors=True)
@@ -107,6 +110,25 @@ def _prepare(directory: Path, staging: Path) -> str | None:
     except OSError as error:
         return f"cannot write a checkpoint to {directory}: {error}; give a directory that this user may write"
     return None
+
+
+def _is_first_of(directory: Path) -> bool:
+    """Whether this rank is the first of those that are given this path. A collective over all ranks."""
+    paths = [""] * dist.get_world_size()
+    dist.all_gather_object(paths, str(directory))
+    return paths.index(str(directory)) == dist.get_rank()
+
+
+def _publish_together(directory: Path, staging: Path, first: bool) -> None:
+    """Give the staging directories their names, all or none. A collective over all ranks."""
+    problem = _publish(directory, staging) if first else None
+    try:
+        _agree(problem)
+    except CheckpointError:
+        if first and problem is None:
+            # another one has not got its name
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def _publish(directory: Path, staging: Path) -> str | None:

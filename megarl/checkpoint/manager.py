@@ -27,7 +27,7 @@ from megarl.checkpoint.atomic import (
     remove_tree,
     write_bytes_durably,
 )
-from megarl.checkpoint.background import free_memory, seal
+from megarl.checkpoint.background import seal, tidy_memory
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manifest import read_signing_key, sign_manifest, verify
 from megarl.checkpoint.storage import is_real_directory, is_there, names_in, read_again, tree_bytes
@@ -412,7 +412,7 @@ class CheckpointManager:
 
     def _tidy(self) -> None:
         """Remove what killed runs left unfinished, also in memory, and end the replacements they began."""
-        free_memory(self.checkpoint_dir)
+        tidy_memory(self.checkpoint_dir)
         for path in self.unfinished():
             logger.warning("removing unfinished %s", path)
             remove_tree(path)

@@ -12,10 +12,10 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from converters.checkpoint.signature import FIELD as SIGNATURE
 from converters.checkpoint.signature import MANIFEST_NAME, fault_of_signature, read_key, signature_of
@@ -24,16 +24,26 @@ from megarl.checkpoint.atomic import fsync_directory, json_bytes, write_bytes_du
 from megarl.checkpoint.storage import read_again
 from megarl.errors import CheckpointError, ConfigError, StorageError, Violation
 
-__all__ = ["MANIFEST_NAME", "read_signing_key", "sign_manifest", "verify", "write_manifest"]
+__all__ = ["MANIFEST_NAME", "Entry", "entry_of", "in_parallel", "read_signing_key", "sign_manifest", "verify", "write_manifest"]
 
+Result = TypeVar("Result")
 SIGNING_KEY = "checkpointing.signing_key_file"
 _VERSION = 1
 _ALGORITHM = "sha256"
 _HASHING_THREADS = 8  # hashlib lets go of the interpreter lock; more threads only compete for the disk
 
 
-def write_manifest(root: Path) -> dict[str, Any]:
+Entry = dict[str, Any]
+"""What the manifest says of a file: ``size`` in bytes and ``hash``."""
+
+
+def write_manifest(root: Path, known: Mapping[str, Entry] | None = None) -> dict[str, Any]:
     """Hash every file below ``root`` and write ``manifest.json`` there.
+
+    Args:
+        root: directory of a checkpoint.
+        known: entries of files by their paths below ``root``, which are not read again. They belong to the checkpoint also where a file
+            system over a network does not list them here yet.
 
     Returns:
         The manifest.
@@ -42,12 +52,21 @@ def write_manifest(root: Path) -> dict[str, Any]:
         CheckpointError: there is a symbolic link or special file below ``root``; a checkpoint must hold its own bytes.
         OSError: a file cannot be read, or the manifest cannot be written.
     """
-    names = sorted(_file_names(root))
-    entries = _parallel(lambda name: {"size": (root / name).stat().st_size, "hash": _hash(root / name)}, names)
-    files = dict(zip(names, entries, strict=True))
+    names = [name for name in _file_names(root) if name not in (known or {})]
+    read = in_parallel(lambda name: entry_of(root / name), names)
+    files = dict(sorted([*zip(names, read, strict=True), *(known or {}).items()]))
     manifest = {"version": _VERSION, "algorithm": _ALGORITHM, "digest": _digest(files), "files": files}
     write_bytes_durably(root / MANIFEST_NAME, json_bytes(manifest))
     return manifest
+
+
+def entry_of(path: Path) -> Entry:
+    """What the manifest says of a file.
+
+    Raises:
+        OSError: it cannot be read, or is a symbolic link.
+    """
+    return {"size": path.stat().st_size, "hash": _hash(path)}
 
 
 def read_signing_key(path: str | None) -> bytes | None:
@@ -102,7 +121,7 @@ def verify(root: str | Path, hashes: bool = True, key: bytes | None = None) -> l
         problems = [problem for name, entry in files.items() if (problem := _check_size(directory, name, entry["size"]))]
         if problems or not hashes:
             return problems
-        return [problem for problem in _parallel(lambda name: _check_hash(directory, name, files[name]["hash"]), list(files)) if problem]
+        return [problem for problem in in_parallel(lambda name: _check_hash(directory, name, files[name]["hash"]), list(files)) if problem]
     except StorageError:
         raise
     except (OSError, CheckpointError) as error:
@@ -185,9 +204,9 @@ def _file_names(root: Path) -> Iterable[str]:
                 yield path.relative_to(root).as_posix()
 
 
-def _parallel(function: Any, names: list[str]) -> list[Any]:
-    """What a function says of each name. Its threads do not keep the program from ending where one of them waits for a dead mount, as those
-    of an executor would."""
+def in_parallel(function: Callable[[str], Result], names: Sequence[str]) -> list[Result]:
+    """What a function that reads or writes files returns for each name, in their order. Its threads do not keep the program from ending
+    where one of them waits for a dead mount, as those of an executor would."""
     if len(names) < 2:
         return [function(name) for name in names]
     found: list[Any] = [None] * len(names)

@@ -163,8 +163,8 @@ class CheckpointingConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "training goes on when a checkpoint lies in shared memory (/dev/shm), from where a process of its own writes it; the last "
-                "one, and one that has no room there, is written as without. On one node.",
+                "training goes on when a checkpoint lies in shared memory (/dev/shm), the files of each rank on its own node, from where a "
+                "process of each node writes them; the last one, and one that has no room there on some node, is written as without.",
                 default=False,
             ),
         ]

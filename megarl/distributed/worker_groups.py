@@ -177,6 +177,11 @@ class RayWorkerGroup:
         return self._workers
 
     @property
+    def nodes(self) -> list[str]:
+        """Ray's id of the node of each worker, by rank; empty after ``shutdown``."""
+        return [worker.process.node_id for worker in self._workers]
+
+    @property
     def calls(self) -> int:
         """Calls of this group so far; as long as it is the same, the workers have not been asked for anything."""
         return self._calls

@@ -93,6 +93,14 @@ def save_once(backend: str, config: Mapping[str, Any], batch: Mapping[str, Any],
     worker.backend.close()
 
 
+def save_apart(backend: str, config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path, places: str) -> None:
+    """Save a worker as ``whole``, and once more, every rank to the directory of its place."""
+    worker = trained(backend, config, batch)
+    save(worker, directory / "whole")
+    save(worker, directory / places[dist.get_rank()])
+    worker.backend.close()
+
+
 def save_where_a_disk_fails(config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path, failing: int, part: str) -> list[str]:
     """The storage of a rank fails when it syncs its file of a part; what this rank hears. Then a save that works."""
     worker = trained("megatron", config, batch)

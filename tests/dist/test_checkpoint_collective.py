@@ -60,6 +60,42 @@ def test_a_rank_that_fails_alone_fails_all(pool: WorkerPool, tmp_path: Path, fai
         assert again[0] == "no error" and files == ["0", "1", "2", "it"]
 
 
+def write_apart(root: str, places: list[str], failing: int) -> list[Any]:
+    """Every rank writes a file to the directory of its place, together with those of the same one. Rank ``failing`` is in the way when its
+    place gets its name. Then all of them write again."""
+    rank = dist.get_rank()
+    directory = Path(root) / places[rank] / "it"
+    outcomes: list[Any] = []
+    for attempt in range(2):
+        error: BaseException | None = None
+        try:
+            with appears_whole(directory) as staging, failing_together("writing"):
+                assert staging.is_dir()
+                (staging / f"{rank}").write_text("here")
+                if attempt == 0 and rank == failing:
+                    (directory / "in the way").mkdir(parents=True)
+        except Exception as caught:
+            error = caught
+        outcomes.append(outcome_of(error))
+        dist.barrier()
+        if attempt == 0 and rank == failing:
+            (directory / "in the way").rmdir()
+            directory.rmdir()
+        dist.barrier()
+        outcomes.append(sorted(path.relative_to(root).as_posix() for path in Path(root).rglob("*") if path.is_file()))
+        dist.barrier()
+    return outcomes
+
+
+@pytest.mark.parametrize(("places", "failing"), [("aab", 2), ("aba", 2), ("abc", 0)])
+def test_ranks_of_different_nodes_write_to_different_directories(pool: WorkerPool, tmp_path: Path, places: str, failing: int) -> None:
+    first = places.index(places[failing])
+    for (kind, message), after, again, files in pool.run(3, write_apart, str(tmp_path), list(places), failing):
+        assert kind == "CheckpointError" and message.startswith(f"rank {first}: {tmp_path / places[failing] / 'it'} could not be written")
+        assert after == [], "what has its name already is taken back"
+        assert again[0] == "no error" and files == sorted(f"{place}/it/{rank}" for rank, place in enumerate(places))
+
+
 @contextmanager
 def small_files_only(limit: int) -> Iterator[None]:
     """Writing beyond so many bytes into any file fails, as on a full disk; also in processes that start meanwhile."""

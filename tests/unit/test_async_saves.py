@@ -16,15 +16,15 @@ from unittest import mock
 import psutil
 import pytest
 
-from megarl.algorithms import resume
 from megarl.algorithms.run import run
 from megarl.checkpoint import background
 from megarl.checkpoint.background import BackgroundWrite, free_memory, memory_of, take_memory
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.checkpoint.manifest import MANIFEST_NAME, verify
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, DeadlineError
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, make_config
+from tests.unit.reference_policy import ReferencePolicy
 
 STEPS_OF_RUN = ["step_1", "step_2", "step_3", "step_4"]
 
@@ -51,7 +51,7 @@ def watched_writes(at_start: Callable[[int, BackgroundWrite], None] = lambda num
             seen.append(self)
             at_start(len(seen), self)
 
-    with mock.patch.object(resume, "BackgroundWrite", Watched):
+    with mock.patch.object(background, "BackgroundWrite", Watched):
         yield seen
 
 
@@ -159,6 +159,83 @@ def test_memory_of_a_killed_launch_goes_at_the_start_and_that_of_another_user_is
     finally:
         memory.unlink()
     assert elsewhere.is_dir()
+
+
+class SaveMaker(PolicyMaker):
+    """Makes policies that do something in the place of some saves.
+
+    Args:
+        instead: given the number of a save, from 1, and the path of the weights; whether it is not to save.
+    """
+
+    def __init__(self, instead: Callable[[int, Path], bool]) -> None:
+        super().__init__()
+        self.instead, self.saves = instead, 0
+
+    def __call__(self, *arguments: Any, **options: Any) -> ReferencePolicy:
+        policy = super().__call__(*arguments, **options)
+        save = policy.save_checkpoint
+
+        def save_or_not(weights_path: str, **paths: str) -> None:
+            self.saves += 1
+            if not self.instead(self.saves, Path(weights_path)):
+                save(weights_path, **paths)
+
+        policy.save_checkpoint = save_or_not  # type: ignore[method-assign]
+        return policy
+
+
+def test_what_has_no_room_in_memory_after_all_is_written_at_once(
+    tmp_path: Path, model: str, data: str, synchronous: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An estimate that was too small comes to light when the workers write."""
+    paths: list[Path] = []
+
+    def has_no_room(number: int, weights: Path) -> bool:
+        paths.append(weights)
+        if number == 2:
+            weights.mkdir(parents=True)
+            (weights / "half").write_bytes(b"x")
+            raise CheckpointError("No space left on device")
+        return False
+
+    with watched_writes() as writes:
+        assert run(config_of(tmp_path, model, data), SaveMaker(has_no_room)) == 0
+    memory, disk = memory_of(tmp_path / "checkpoints"), tmp_path / "checkpoints"
+    assert [path.parents[1] for path in paths] == [memory, memory, disk / "tmp_step_2", memory, disk / "tmp_step_4"]
+    assert len(writes) == 2 and checkpoints(tmp_path) == STEPS_OF_RUN
+    assert files_of(disk / "step_2") == files_of(synchronous / "checkpoints" / "step_2")
+    assert "is written to the disk at once: No space left on device" in caplog.text and not memory.exists()
+
+
+def test_a_run_that_ends_while_the_workers_write_leaves_nothing_in_memory(tmp_path: Path, model: str, data: str) -> None:
+    def end_at_once(number: int, weights: Path) -> bool:
+        if number == 2:
+            weights.mkdir(parents=True)
+            raise SystemExit(143)
+        return False
+
+    with pytest.raises(SystemExit):
+        run(config_of(tmp_path, model, data), SaveMaker(end_at_once))
+    assert not memory_of(tmp_path / "checkpoints").exists()
+
+
+def test_workers_that_stand_still_in_a_save_are_not_asked_for_another(tmp_path: Path, model: str, data: str) -> None:
+    def hang(number: int, weights: Path) -> bool:
+        if number == 2:
+            weights.mkdir(parents=True)
+            raise DeadlineError("save_checkpoint: 1 of 2 workers do not answer")
+        return False
+
+    saves = SaveMaker(hang)
+    with pytest.raises(DeadlineError, match="1 of 2 workers"):
+        run(config_of(tmp_path, model, data), saves)
+    assert saves.saves == 2 and "step_1" in checkpoints(tmp_path) and not memory_of(tmp_path / "checkpoints").exists()
+
+
+def test_ranks_that_write_to_another_memory_are_told_of(tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert run(config_of(tmp_path, model, data), SaveMaker(lambda number, weights: number == 1)) == 0
+    assert checkpoints(tmp_path) == STEPS_OF_RUN[1:] and "no rank has written a file to /dev/shm" in caplog.text
 
 
 def prepared(tmp_path: Path) -> tuple[Path, Path]:

@@ -77,12 +77,6 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("dtensor_plan", {**ON_DTENSOR, "d.sequence_parallel": True}, {"model_type": "phi3"}, {"d.sequence_parallel"}),
     ("dtensor_plan", {**ON_DTENSOR, "d.sequence_parallel": True, "d.tensor_parallel_size": 1}, {}, {"d.sequence_parallel"}),
     ("fsdp1_limits", {**ON_FSDP1, "policy.precision": "float16"}, {}, {"policy.precision"}),
-    (
-        "asynchronous_saves_stay_on_a_node",
-        {"checkpointing.enabled": True, "checkpointing.async_save": True, "cluster.num_nodes": 2},
-        {},
-        {"checkpointing.async_save"},
-    ),
     ("ranks_divide", {"cluster.gpus_per_node": 5}, {}, {"cluster.gpus_per_node"}),
     ("ranks_divide", {"cluster.gpus_per_node": 1}, {}, {"cluster.gpus_per_node"}),
     # 12 ranks divide, the 5 that generation leaves of one node do not

@@ -21,7 +21,7 @@ from tests import tiers
 from tests.breaks import BREAKS
 from tests.dist.remembered import remembered, without_layout
 from tests.models import policy_config
-from tests.parts import NEWEST, PARTS
+from tests.parts import GPU_STACK, ITS_TURN, NEWEST, PARTS, of_turn
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,7 +152,9 @@ def test_every_part_has_its_turn() -> None:
     for number in (0, 233):
         command = [sys.executable, "-m", "tests.parts", "--turn", str(number)]
         turn = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-        assert turn == list(PARTS)[number % len(PARTS)]
+        assert turn == of_turn(number)
+    turns = [of_turn(number) for number in range(3 * len(PARTS))]
+    assert set(turns) == set(PARTS) and turns[::ITS_TURN] == [GPU_STACK] * len(PARTS)
 
 
 def clipped(**changes: Any) -> ClippedPGLossFn:

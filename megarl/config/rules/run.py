@@ -378,13 +378,6 @@ def profiled_workers(view: View) -> Iterator[Violation]:
         yield Violation("profiler.nsys_workers", patterns, bound, 'write "*policy*"')
 
 
-def asynchronous_saves_stay_on_a_node(view: View) -> Iterator[Violation]:
-    """The driver's process writes what all ranks have left in the memory of its node."""
-    key, nodes = "checkpointing.async_save", view["cluster.num_nodes"]
-    if view[key] and nodes > 1:
-        yield Violation(key, True, f"cluster.num_nodes = {nodes}, and ranks of other nodes have another shared memory", "write false")
-
-
 RUN_RULES: tuple[Rule, ...] = (
     algorithm_is_known,
     sections_of_algorithm,
@@ -414,7 +407,6 @@ RUN_RULES: tuple[Rule, ...] = (
     table_of_samples_has_a_place,
     profiled_steps,
     profiled_workers,
-    asynchronous_saves_stay_on_a_node,
 )
 
 

@@ -381,15 +381,25 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     # checkpoints
 
     def save_checkpoint(
-        self, weights_path: PathLike, optimizer_path: PathLike | None = None, tokenizer_path: PathLike | None = None
+        self,
+        weights_path: PathLike | list[PathLike],
+        optimizer_path: PathLike | list[PathLike] | None = None,
+        tokenizer_path: PathLike | list[PathLike] | None = None,
     ) -> None:
-        """Write a checkpoint that any layout can read; see ``EngineWorker.save_checkpoint``."""
-        self._call_all(
-            "save_checkpoint",
-            weights_path=_absolute(weights_path),
-            optimizer_path=_absolute(optimizer_path),
-            tokenizer_path=_absolute(tokenizer_path),
-        )
+        """Write a checkpoint that any layout can read; see ``EngineWorker.save_checkpoint``.
+
+        Args:
+            weights_path, optimizer_path, tokenizer_path: each one path, or a list with one for each rank: those of another node may write
+                to another directory, and the files of all directories together are the checkpoint.
+        """
+        paths = {"weights_path": weights_path, "optimizer_path": optimizer_path, "tokenizer_path": tokenizer_path}
+        for_each: dict[str, Any] = {name: list(map(_absolute, path)) for name, path in paths.items() if isinstance(path, list)}
+        for_all = {name: _absolute(path) for name, path in paths.items() if not isinstance(path, list)}
+        if not for_each:
+            self._call_all("save_checkpoint", **for_all)
+            return
+        futures = self.worker_group.run_all_workers_multiple_data("save_checkpoint", common_kwargs=for_all, **for_each)
+        self.worker_group.get_all_worker_results(futures)
 
     def load_checkpoint(self, weights_path: PathLike, optimizer_path: PathLike | None = None) -> None:
         """Read what ``save_checkpoint`` wrote into the running workers."""

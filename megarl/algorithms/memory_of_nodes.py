@@ -1,0 +1,223 @@
+"""Checkpoints that wait in the shared memory of several nodes, that of each rank in its own node's, while training goes on.
+
+On each node an actor holds the memory and the process that writes (``megarl.checkpoint.node_memory``). It is none of the workers: what they
+have written is brought to the disk also when they are lost. When all nodes are through, the manifest is written here, from what they said.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megarl.checkpoint.atomic import fsync_directory
+from megarl.checkpoint.manifest import Entry, verify, write_manifest
+from megarl.checkpoint.node_memory import NodeMemory
+from megarl.distributed.ray_nodes import alive_nodes, lost_node_name
+from megarl.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 60.0
+"""That a node may take to begin, and for all that is not writing."""
+
+
+class MemoryOfNodes:
+    """``CheckpointMemory`` of each node that ranks of a run are on.
+
+    Args:
+        checkpoint_dir: directory of the checkpoints, which all nodes see. Hold the run's lock.
+        nodes: of the ranks of each role, by Ray's ids.
+    """
+
+    def __init__(self, checkpoint_dir: Path, nodes: Mapping[str, Sequence[str]]) -> None:
+        self._nodes = nodes
+        self._ranks = Counter(node for each in nodes.values() for node in each)
+        names = {node.node_id: node.name for node in alive_nodes()}
+        self._names = {node: names.get(node, node) for node in self._ranks}
+        self._places: dict[str, Path] = {}
+        self._may_hold = False
+        self._written: dict[str, int] = {}
+        self._actors = {node: _actor_on(node, checkpoint_dir) for node in self._ranks}
+        # beside the first step: these are processes that have to start
+        self._tidied = self._begin("tidy")
+
+    def take(self, needed: int) -> bool:
+        """As of ``CheckpointMemory``. Each node needs room for what it wrote last, or for the share of its ranks."""
+        refused = self._answers(self._tidied)[1] if self._tidied else {}
+        self._tidied, self._may_hold = {}, True
+        calls = {node: actor.take.remote(self._needed_on(node, needed)) for node, actor in self._actors.items()}
+        paths, failed = self._answers(calls)
+        for node, reason in {**refused, **failed}.items():
+            logger.warning("a checkpoint cannot wait in the memory of node %s: %s", self._names[node], reason)
+        self._places = {node: Path(path) for node, path in paths.items() if path is not None}
+        if self._places.keys() == self._actors.keys():
+            return True
+        self.free()
+        return False
+
+    def directories(self, role: str) -> list[Path]:
+        """As of ``CheckpointMemory``: one for each rank."""
+        return [self._places[node] for node in self._nodes[role]]
+
+    def write(self, target: Path) -> WriteOfNodes:
+        """As of ``CheckpointMemory``."""
+        return WriteOfNodes(self, target, {node: actor.write.remote(str(target)) for node, actor in self._actors.items()})
+
+    def free(self) -> None:
+        """As of ``CheckpointMemory``. Where an actor does not answer, its process ends with it; where it is gone, its process is too."""
+        if not self._may_hold:
+            return
+        self._places, self._may_hold = {}, False
+        calls = self._begin("free")
+        failed = self._answers(calls)[1]
+        for node, reason in failed.items():
+            logger.warning("node %s does not free its memory of a checkpoint: %s", self._names[node], reason)
+        for node in [node for node in failed if not _has_answered(calls[node])]:
+            _kill(self._actors[node], no_restart=False)
+
+    def close(self) -> None:
+        """Free everything, and end the actors."""
+        if not ray.is_initialized():
+            return
+        self.free()
+        for actor in self._actors.values():
+            _kill(actor, no_restart=True)
+
+    def name_of(self, node: str) -> str:
+        """Of a node, for messages."""
+        return self._names[node]
+
+    def note_written(self, files: Mapping[str, Mapping[str, Entry]]) -> None:
+        """All nodes are through. Remember how much each has written, which is what it will write."""
+        self._may_hold = False
+        self._written = {node: sum(entry["size"] for entry in of_node.values()) for node, of_node in files.items()}
+
+    def _needed_on(self, node: str, needed: int) -> int:
+        return self._written.get(node, -(-needed * self._ranks[node] // self._ranks.total()))
+
+    def _begin(self, method: str) -> dict[str, ray.ObjectRef[Any]]:
+        return {node: getattr(actor, method).remote() for node, actor in self._actors.items()}
+
+    def _answers(self, calls: Mapping[str, ray.ObjectRef[Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+        """By node, what calls return within a time, and why others do not."""
+        ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_ANSWER_S)
+        values, failed = {}, {}
+        for node, call in calls.items():
+            try:
+                if call in ready:
+                    values[node] = ray.get(call)
+                else:
+                    failed[node] = f"no answer within {_ANSWER_S:g} s"
+            except RayError as error:
+                failed[node] = reason_of(error, node)
+        return values, failed
+
+
+class WriteOfNodes:
+    """``Write`` of a checkpoint from the memory of several nodes.
+
+    Args:
+        memory: that it waits in.
+        target: directory on the disk.
+        calls: by node, what will say the entries of its files.
+    """
+
+    def __init__(self, memory: MemoryOfNodes, target: Path, calls: Mapping[str, ray.ObjectRef[Any]]) -> None:
+        self._memory, self._target, self._calls = memory, target, dict(calls)
+        self._begun = time.monotonic()
+        self._files: dict[str, dict[str, Entry]] = {}
+
+    def has_ended(self) -> bool:
+        """Whether all nodes are through, or one of them has failed."""
+        ready, left = ray.wait(list(self._calls.values()), num_returns=len(self._calls), timeout=0)
+        return not left or any(_has_failed(call) for call in ready)
+
+    def wait(self, longest_s: float) -> float:
+        """As of ``Write``. The first node that fails ends the others too."""
+        end = time.monotonic() + longest_s
+        pending = dict(self._calls)
+        while pending:
+            ready, _ = ray.wait(list(pending.values()), num_returns=1, timeout=max(end - time.monotonic(), 0.0))
+            if not ready:
+                self.abort()
+                late = f"{self._target} was not written within {longest_s:g} s by {self._named(pending)}"
+                raise CheckpointError(f"{late}. Fix: a faster disk, or a larger deadlines.save_s")
+            for node in [node for node, call in pending.items() if call in ready]:
+                self._files[node] = self._entries(node, pending.pop(node))
+        self._write_manifest()
+        self._memory.note_written(self._files)
+        return time.monotonic() - self._begun
+
+    def abort(self) -> None:
+        """As of ``Write``."""
+        self._memory.free()
+
+    def _entries(self, node: str, call: ray.ObjectRef[Any]) -> dict[str, Entry]:
+        try:
+            entries: dict[str, Entry] = ray.get(call)
+        except RayError as error:
+            self.abort()
+            raise CheckpointError(f"{self._target} could not be written by {self._named([node])}: {reason_of(error, node)}") from error
+        return entries
+
+    def _write_manifest(self) -> None:
+        files: dict[str, Entry] = {}
+        for node, entries in self._files.items():
+            twice = sorted(files.keys() & entries.keys())
+            if twice:
+                raise CheckpointError(f"{self._target}: {twice[0]} was written by {self._named([node])} and by another one")
+            files |= entries
+        write_manifest(self._target, files)
+        fsync_directory(self._target)
+        problems = verify(self._target, hashes=False)
+        if problems:
+            where = f"{self._target} is not seen here as the nodes have written it"
+            raise CheckpointError(f"{where}: {'; '.join(problems[:3])}. Fix: a checkpoint_dir that all nodes and the driver have in common")
+
+    def _named(self, nodes: Mapping[str, Any] | Sequence[str]) -> str:
+        return "node " + ", ".join(self._memory.name_of(node) for node in nodes)
+
+
+def reason_of(error: RayError, node: str) -> str:
+    """Why a call on a node failed, in one line."""
+    if isinstance(error, RayTaskError):
+        return str(error.cause)
+    if lost_node_name(node) is not None:
+        return "the node is lost"
+    if isinstance(error, RayActorError):
+        return "its process there died"
+    return str(error).splitlines()[0]
+
+
+def _actor_on(node: str, checkpoint_dir: Path) -> Any:
+    place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    # one that dies comes again, for the next checkpoint; ``free`` has to get through while ``write`` is under way, also one that hangs
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 4, "scheduling_strategy": place}
+    return ray.remote(NodeMemory).options(**options).remote(str(checkpoint_dir), node)
+
+
+def _has_answered(call: ray.ObjectRef[Any]) -> bool:
+    return bool(ray.wait([call], timeout=0)[0])
+
+
+def _has_failed(call: ray.ObjectRef[Any]) -> bool:
+    try:
+        ray.get(call)
+    except RayError:
+        return True
+    return False
+
+
+def _kill(actor: Any, no_restart: bool) -> None:
+    try:
+        ray.kill(actor, no_restart=no_restart)
+    except (RayError, ValueError, RuntimeError) as error:
+        logger.warning("a process that holds memory of checkpoints cannot be ended: %s", error)
