@@ -14,6 +14,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingExc
 from megatron.core.dist_checkpointing.strategies import common
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from safetensors.torch import load_file, save_file
@@ -60,9 +61,11 @@ def exact_offsets() -> Iterator[StateStream]:
     def is_loaded(optimizer: DistributedOptimizer, state: dict[Any, Any]) -> None:
         """Outlines have no values; these are read afterwards, to where they belong."""
 
+    # Megatron-Core has the collector go over all objects of the process, for the sake of gathered tensors, which there are none of
     with patched(
         (DistributedOptimizer, "get_parameter_state_dp_zero", parameter_state),
         (DistributedOptimizer, "load_parameter_state_from_fully_reshardable", is_loaded),
+        (distrib_optimizer, "gc", SimpleNamespace(collect=lambda: 0)),
     ):
         yield stream
 
