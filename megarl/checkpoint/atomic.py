@@ -9,6 +9,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 TEMPORARY_PREFIX = "tmp_"
 """Start of the name of every directory that is not finished or on its way out; readers never look inside."""
+_SYNCING_THREADS = 8
 
 
 @contextmanager
@@ -102,11 +104,17 @@ def json_bytes(content: Any) -> bytes:
 
 def fsync_tree(root: Path) -> None:
     """Wait until every regular file and directory below ``root``, and ``root`` itself, is on disk."""
+    directories: list[Path] = []
+    files: list[Path] = []
     for directory, _, names in os.walk(root, topdown=False):
-        for path in (Path(directory) / name for name in names):
-            if stat.S_ISREG(path.lstat().st_mode):
-                _fsync(path, os.O_RDONLY | os.O_NOFOLLOW)
-        fsync_directory(Path(directory))
+        directories.append(Path(directory))
+        files += [path for path in (Path(directory) / name for name in names) if stat.S_ISREG(path.lstat().st_mode)]
+    # a disk that is told of several files at once makes fewer journeys
+    with ThreadPoolExecutor(_SYNCING_THREADS) as pool:
+        for done in [pool.submit(_fsync, path, os.O_RDONLY | os.O_NOFOLLOW) for path in files]:
+            done.result()
+    for path in directories:
+        fsync_directory(path)
 
 
 def fsync_directory(directory: Path) -> None:

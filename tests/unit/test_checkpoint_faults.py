@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,12 +26,15 @@ OPERATIONS = ("write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 def fault_at(number: int, fault: Callable[[], None]) -> Iterator[list[str]]:
     """Run ``fault`` in place of the ``number``-th disk operation (from 0); a write is half done by then. Yields the operations seen."""
     seen: list[str] = []
+    counting = threading.Lock()
     real = {name: getattr(os, name) for name in OPERATIONS}
 
     def wrapped(name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
-            seen.append(name)
-            if len(seen) - 1 == number:
+            with counting:
+                seen.append(name)
+                is_it = len(seen) - 1 == number
+            if is_it:
                 if name == "write":
                     real["write"](arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
                 fault()
