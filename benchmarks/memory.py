@@ -31,7 +31,7 @@ def peak_of(action: Callable[[], Any]) -> float:
     return (_kibibytes("VmHWM") - before) / 1024
 
 
-def use_pages(mebibytes: int) -> None:
+def use_pages(mebibytes: int = 1024) -> None:
     """Leave so much free memory in the allocator of this process, which has been written to.
 
     Whether a large block takes pages anew, which costs more than a copy of it, otherwise depends on where small blocks happen to lie: with

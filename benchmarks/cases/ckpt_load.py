@@ -9,9 +9,6 @@ from benchmarks.options import Options
 from benchmarks.point import Point, sides
 from benchmarks.timing import spent_in_turn
 
-USED = 1024
-"""MiB of memory that is there already."""
-
 
 def measure(quick: bool, options: Options) -> Iterator[Point]:
     """One point."""
@@ -22,7 +19,7 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
         model = model_of_size(directory / "model", quick, options)
         worker, manager = trained_worker(model), CheckpointManager({"checkpoint_dir": directory / BACKEND})
         saved = save(worker, manager, 1)
-        use_pages(USED)
+        use_pages()
         spent = spent_in_turn(
             {
                 "verify": lambda: manager.verify_checkpoint(saved),

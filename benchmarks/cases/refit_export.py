@@ -26,8 +26,6 @@ WIDTHS = 10_920
 REPEATS, QUICK_REPEATS = 3, 2
 # that a refit may take, where its memory is measured
 BUFFER_GIB = 0.0625
-# MiB of memory that is there already where exports are timed
-USED = 1024
 # tensor parallel, for experts too
 RANKS = (1, 2)
 
@@ -103,7 +101,7 @@ def _timed(config: PolicyConfig, repeats: int) -> tuple[Mapping[str, list[float]
     from benchmarks.timing import in_turn
     from megarl.weight_sync.manifest import Manifest, pack
 
-    use_pages(USED)
+    use_pages()
     worker = tiny.worker_of(config)
     backend = worker.backend
     exported = dict(backend.export_hf())

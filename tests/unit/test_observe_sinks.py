@@ -201,15 +201,24 @@ def test_a_resume_on_a_full_disk_leaves_no_row_twice(tmp_path: Path) -> None:
     assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
 
 
-def test_rows_wait_for_a_file_that_could_not_be_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose later rows stand between others has to be written anew."""
-    file = MetricsFile(tmp_path / FILE_NAME)
+def write_out_of_order(run_dir: Path) -> None:
+    """A file whose later rows stand between others, so that a cut has to write it anew."""
+    file = MetricsFile(run_dir / FILE_NAME)
     for step in (1, 3, 2, 4):
         file.append({"step": step})
     file.close()
+
+
+def refuse_new_files(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(metrics_file.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+
+
+def test_rows_wait_for_a_file_that_could_not_be_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose later rows stand between others has to be written anew."""
+    write_out_of_order(tmp_path)
     with open_sinks({}, tmp_path) as sinks:
         with monkeypatch.context() as patch:
-            patch.setattr(metrics_file.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            refuse_new_files(patch)
             sinks.truncate_after(2)
             sinks.log({}, 3)
             assert [row["step"] for row in rows(tmp_path)] == [1, 3, 2, 4]
@@ -218,13 +227,10 @@ def test_rows_wait_for_a_file_that_could_not_be_cut(tmp_path: Path, monkeypatch:
 
 
 def test_a_cut_that_could_not_be_made_is_not_forgotten_for_a_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = MetricsFile(tmp_path / FILE_NAME)
-    for step in (1, 3, 2, 4):
-        file.append({"step": step})
-    file.close()
+    write_out_of_order(tmp_path)
     with open_sinks({}, tmp_path) as sinks:
         with monkeypatch.context() as patch:
-            patch.setattr(metrics_file.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            refuse_new_files(patch)
             sinks.truncate_after(2)
             sinks.log({"loss": 30}, 3)
             sinks.log({"loss": 40}, 4)
