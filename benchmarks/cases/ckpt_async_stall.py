@@ -1,7 +1,7 @@
 """How long training stands still for a checkpoint that is written beside it, against one copy of the checkpoint's bytes. One rank.
 
-The stall ends when the files lie in shared memory and the process that writes them has been started. That the checkpoint becomes whole is
-waited for outside of what is measured.
+The stall ends when the tensors lie in shared memory, which the rank has from an earlier save, and the process that writes their files has
+been started. That the checkpoint becomes whole is waited for outside of what is measured.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checkpoints that are written while training goes on: their files lie in shared memory, and a process of its own brings them to the disk.
 
-The workers write them there with the code that otherwise writes to the disk, so that they are the same to the last byte. The process copies
-them, waits until they are on the disk, and writes the manifest. Whoever started it gives the checkpoint its name. It ends with whoever
-started it, and what it has not written is lost then.
+The workers write them there with the code that otherwise writes to the disk, but for tensors, which they stage (``staging``); the files are
+the same to the last byte. The process writes them, waits until they are on the disk, and writes the manifest. Whoever started it gives the
+checkpoint its name. It ends with whoever started it, and what it has not written is lost then.
 
 That is so where all ranks are on the driver's node. Where they are not, each node has such memory and such a process (``node_memory``).
 """
@@ -19,28 +19,35 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 from megarl.checkpoint.atomic import fsync_directory, fsync_tree, remove_tree
-from megarl.checkpoint.manifest import write_manifest
+from megarl.checkpoint.manifest import Entry, entry_of, in_parallel, write_manifest
+from megarl.checkpoint.staged_file import SUFFIX, staged_files
 from megarl.errors import CheckpointError
 
 SHARED_MEMORY = Path("/dev/shm")
+_NAME = "megarl-checkpoint-"
 _SPARE = 1.25
 """A checkpoint may be so much larger than the one before, or than it was estimated."""
 _KILL_WAIT_S = 5.0
 
 
-def seal(directory: Path) -> None:
+def seal(directory: Path, known: Mapping[str, Entry] | None = None) -> None:
     """Wait until all files below ``directory`` are on the disk, and write their manifest.
+
+    Args:
+        directory: of a checkpoint.
+        known: entries of files by their paths below it, which are not read again.
 
     Raises:
         OSError: a file cannot be read or written.
         CheckpointError: there is something that is no file.
     """
     fsync_tree(directory)
-    write_manifest(directory)
+    write_manifest(directory, known)
     fsync_directory(directory)
 
 
@@ -113,7 +120,12 @@ def memory_of(checkpoint_dir: Path, node: str = "") -> Path:
         node: tells apart those of several nodes, which may have their memory in common, and be one machine.
     """
     digest = hashlib.sha256(os.fsencode(checkpoint_dir)).hexdigest()[:16]
-    return SHARED_MEMORY / f"megarl-checkpoint-{os.getuid()}-{digest}{f'-{node}' if node else ''}"
+    return SHARED_MEMORY / f"{_NAME}{os.getuid()}-{digest}{f'-{node}' if node else ''}"
+
+
+def waits_in_memory(path: Path) -> bool:
+    """Whether a directory of a checkpoint is one that waits in shared memory."""
+    return any(parent.parent == SHARED_MEMORY and parent.name.startswith(_NAME) for parent in (path, *path.parents))
 
 
 def take_memory(checkpoint_dir: Path, needed: int, node: str = "") -> Path | None:
@@ -228,8 +240,7 @@ def main(source: str, target: str) -> None:
     """What the process does. Whoever started it reads the reason from its standard output, where it fails."""
     threading.Thread(target=_end_with_parent, args=(Path(source),), daemon=True).start()
     try:
-        move_files(Path(source), Path(target))
-        seal(Path(target))
+        seal(Path(target), move_files(Path(source), Path(target)))
     except Exception as error:
         text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         sys.stdout.write(json.dumps({"reason": f"{type(error).__name__}: {text}"}))
@@ -238,15 +249,31 @@ def main(source: str, target: str) -> None:
     os._exit(0)
 
 
-def move_files(source: Path, target: Path) -> None:
-    """Copy all files below ``source`` to the same places below ``target``; each is on the disk before it leaves shared memory.
+def move_files(source: Path, target: Path) -> dict[str, Entry]:
+    """Bring all files below ``source`` to the same places below ``target``, and make those that ranks have staged; each is on the disk
+    before it leaves shared memory.
+
+    Returns:
+        Size and hash of each, as it was in memory, by its path below ``target``.
 
     Raises:
         OSError: a file cannot be written.
-        CheckpointError: there is none.
+        CheckpointError: there is none, or the memory of a staged one is gone.
     """
-    for name in files_to_move(source, target):
-        move_file(source / name, target / name)
+    names = files_to_move(source, target)
+    # first of all: from now on it does not matter what becomes of the ranks
+    with staged_files(source, names) as staged:
+
+        def moved(name: str) -> tuple[str, Entry]:
+            if name not in staged:
+                entry = entry_of(source / name)
+                _copy(source / name, target / name)
+            else:
+                entry = staged[name].write((target / name).parent)
+            (source / name).unlink()
+            return name.removesuffix(SUFFIX) if name in staged else name, entry
+
+        return dict(in_parallel(moved, names))
 
 
 def files_to_move(source: Path, target: Path) -> list[str]:
@@ -270,15 +297,14 @@ def files_to_move(source: Path, target: Path) -> list[str]:
     return found
 
 
-def move_file(source: Path, target: Path) -> None:
-    """Copy a file, wait until the copy is on the disk, and remove it."""
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file, and wait until the copy is on the disk."""
     shutil.copyfile(source, target)
     descriptor = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    source.unlink()
 
 
 def _end_with_parent(source: Path) -> None:

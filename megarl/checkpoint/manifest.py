@@ -24,12 +24,22 @@ from megarl.checkpoint.atomic import fsync_directory, json_bytes, write_bytes_du
 from megarl.checkpoint.storage import read_again
 from megarl.errors import CheckpointError, ConfigError, StorageError, Violation
 
-__all__ = ["MANIFEST_NAME", "Entry", "entry_of", "in_parallel", "read_signing_key", "sign_manifest", "verify", "write_manifest"]
+__all__ = [
+    "ALGORITHM",
+    "MANIFEST_NAME",
+    "Entry",
+    "entry_of",
+    "in_parallel",
+    "read_signing_key",
+    "sign_manifest",
+    "verify",
+    "write_manifest",
+]
 
 Result = TypeVar("Result")
 SIGNING_KEY = "checkpointing.signing_key_file"
 _VERSION = 1
-_ALGORITHM = "sha256"
+ALGORITHM = "sha256"
 _HASHING_THREADS = 8  # hashlib lets go of the interpreter lock; more threads only compete for the disk
 
 
@@ -55,7 +65,7 @@ def write_manifest(root: Path, known: Mapping[str, Entry] | None = None) -> dict
     names = [name for name in _file_names(root) if name not in (known or {})]
     read = in_parallel(lambda name: entry_of(root / name), names)
     files = dict(sorted([*zip(names, read, strict=True), *(known or {}).items()]))
-    manifest = {"version": _VERSION, "algorithm": _ALGORITHM, "digest": _digest(files), "files": files}
+    manifest = {"version": _VERSION, "algorithm": ALGORITHM, "digest": _digest(files), "files": files}
     write_bytes_durably(root / MANIFEST_NAME, json_bytes(manifest))
     return manifest
 
@@ -142,8 +152,8 @@ def _read(root: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"{path} is missing: the checkpoint was never finished") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("version") != _VERSION or manifest.get("algorithm") != _ALGORITHM:
-        raise CheckpointError(f"{path} is damaged or of another version; this megarl reads version {_VERSION} with {_ALGORITHM}")
+    if not isinstance(manifest, dict) or manifest.get("version") != _VERSION or manifest.get("algorithm") != ALGORITHM:
+        raise CheckpointError(f"{path} is damaged or of another version; this megarl reads version {_VERSION} with {ALGORITHM}")
     files = manifest.get("files")
     if not isinstance(files, dict) or manifest.get("digest") != _digest(files) or not all(map(_is_entry, files.values())):
         raise CheckpointError(f"{path} is damaged: its file table does not match its digest")
@@ -180,7 +190,7 @@ def _check_hash(root: Path, name: str, expected: str) -> str | None:
         found = read_again(lambda: _hash(root / name), str(root / name))
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
-    return None if found == expected else f"{name} is damaged: {_ALGORITHM} {found[:12]}..., the manifest says {expected[:12]}..."
+    return None if found == expected else f"{name} is damaged: {ALGORITHM} {found[:12]}..., the manifest says {expected[:12]}..."
 
 
 def _is_inside(root: Path, name: str) -> bool:
@@ -234,7 +244,7 @@ def in_parallel(function: Callable[[str], Result], names: Sequence[str]) -> list
 
 def _hash(path: Path) -> str:
     with _opened(path) as stream:
-        return hashlib.file_digest(stream, _ALGORITHM).hexdigest()
+        return hashlib.file_digest(stream, ALGORITHM).hexdigest()
 
 
 def _opened(path: Path) -> BufferedReader:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint.atomic import fsync_directory
-from megarl.checkpoint.background import files_to_move, free_memory, move_file, remove_tree_if_there, take_memory, tidy_memory
-from megarl.checkpoint.manifest import Entry, entry_of, in_parallel
+from megarl.checkpoint.background import free_memory, move_files, remove_tree_if_there, take_memory, tidy_memory
+from megarl.checkpoint.manifest import Entry
 from megarl.errors import CheckpointError
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -157,24 +157,17 @@ def written(source: Path, target: Path) -> dict[str, Entry]:
     """Move the files of this node to the disk.
 
     Returns:
-        Size and hash of each, as it was in memory, by its path below ``source``.
+        Size and hash of each, as it was in memory, by its path below ``target``.
 
     Raises:
         OSError: one cannot be written.
         CheckpointError: there is none.
     """
-
-    def moved(name: str) -> Entry:
-        entry = entry_of(source / name)
-        move_file(source / name, target / name)
-        return entry
-
-    names = files_to_move(source, target)
-    entries = in_parallel(moved, names)
-    directories = {parent for name in names for parent in (target / name).parents if parent == target or target in parent.parents}
+    entries = move_files(source, target)
+    directories = {parent for name in entries for parent in (target / name).parents if parent == target or target in parent.parents}
     for directory in sorted(directories, reverse=True):
         fsync_directory(directory)
-    return dict(zip(names, entries, strict=True))
+    return entries
 
 
 def _say(**said: Any) -> None:

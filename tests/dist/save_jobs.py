@@ -16,6 +16,7 @@ import torch.distributed as dist
 from converters.checkpoint.safetensors_file import bytes_of, whole
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.algorithms.loss_functions import NLLLoss
+from megarl.checkpoint.background import free_memory, memory_of, move_files, take_memory
 from megarl.checkpoint.restricted import METADATA_FILE, read_plain_index
 from megarl.errors import MegarlError
 from megarl.models.megatron import sharded_save, state_stream
@@ -94,10 +95,24 @@ def save_once(backend: str, config: Mapping[str, Any], batch: Mapping[str, Any],
 
 
 def save_apart(backend: str, config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path, places: str) -> None:
-    """Save a worker as ``whole``, and once more, every rank to the directory of its place."""
+    """Save a worker as ``whole``, and once more, every rank to the memory of its place, from where the first rank of each brings it to
+    ``both``. That is done twice, with a step between the two; the second time counts."""
     worker = trained(backend, config, batch)
-    save(worker, directory / "whole")
-    save(worker, directory / places[dist.get_rank()])
+    place, rank = places[dist.get_rank()], dist.get_rank()
+    for turn in ("first", "second"):
+        memory = take_memory(directory / turn, 1, place) if rank == places.index(place) else memory_of(directory / turn, place)
+        assert memory is not None
+        dist.barrier()
+        save(worker, directory / turn / "whole")
+        save(worker, memory)
+        dist.barrier()
+        if rank == places.index(place):
+            (directory / turn / "both").mkdir(exist_ok=True)
+            move_files(memory, directory / turn / "both")
+            free_memory(directory / turn, place)
+        dist.barrier()
+        if turn == "first":
+            worker.train(data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss())
     worker.backend.close()
 
 

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoConfig
 
 from converters.checkpoint.source import HuggingFaceSource
+from megarl.checkpoint.staging import StagingBuffers
 from megarl.config.arithmetic import padded_vocabulary, sequence_share
 from megarl.config.backend import scores
 from megarl.distributed.batched_data_dict import BatchedDataDict
@@ -124,6 +125,7 @@ class DTensorBackend:
         )
         self.loss_scale = LossScale.for_float16() if self._dtype is torch.float16 else LossScale()
         self._optimizer_copies = HostCopies(runtime)
+        self._staging = StagingBuffers()
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: LRScheduler | None = None
         if with_optimizer:
@@ -335,12 +337,12 @@ class DTensorBackend:
     def save(self, weights: Path, optimizer: Path | None) -> None:
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
         even = EvenState(self._rows, self.runtime.device)
-        checkpoint.save_weights(even.cut(self._divided()), weights)
+        checkpoint.save_weights(even.cut(self._divided()), weights, self._staging.of(weights))
         if optimizer is not None and trained is not None:
             state = even.cut_optimizer(checkpoint.named_optimizer_state(trained, self._parameters.items()))
             if self.loss_scale.dynamic:
                 state["param_groups"][0].update(zip(SCALE_KEYS, (self.loss_scale.factor, self.loss_scale.clean_steps), strict=True))
-            checkpoint.save_optimizer(state, self.scheduler, self.runtime, optimizer)
+            checkpoint.save_optimizer(state, self.scheduler, self.runtime, optimizer, self._staging.of(optimizer))
 
     def require_loadable(self, weights: Path, optimizer: Path | None) -> None:
         checkpoint.require(weights)
@@ -363,4 +365,5 @@ class DTensorBackend:
             checkpoint.install_optimizer_state(trained, self._parameters.items(), even.divide_optimizer(loaded, divided))
 
     def close(self) -> None:
-        """Nothing outlives the process groups, which go with torch's default group."""
+        """Give the memory of staged checkpoints back. The process groups go with torch's default group."""
+        self._staging.close()

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoConfig
 
 from converters.checkpoint.source import HuggingFaceSource
+from megarl.checkpoint.staging import StagingBuffers
 from megarl.config.backend import scores
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
@@ -92,6 +93,7 @@ class FSDP1Backend:
                 logger.warning("fsdp_offload_enabled: one rank alone has no FSDP around its model; nothing is offloaded")
             self.model = FullModel(model, fill, self._dtype, runtime)
         self._optimizer_copies = HostCopies(runtime)
+        self._staging = StagingBuffers()
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: LRScheduler | None = None
         if with_optimizer:
@@ -231,9 +233,11 @@ class FSDP1Backend:
 
     def save(self, weights: Path, optimizer: Path | None) -> None:
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
-        checkpoint.save_weights(self.model.state(), weights)
+        checkpoint.save_weights(self.model.state(), weights, self._staging.of(weights))
         if optimizer is not None and trained is not None:
-            checkpoint.save_optimizer(self.model.optimizer_state(trained), self.scheduler, self.runtime, optimizer)
+            checkpoint.save_optimizer(
+                self.model.optimizer_state(trained), self.scheduler, self.runtime, optimizer, self._staging.of(optimizer)
+            )
 
     def require_loadable(self, weights: Path, optimizer: Path | None) -> None:
         checkpoint.require(weights)
@@ -251,7 +255,8 @@ class FSDP1Backend:
             self.model.load_optimizer_state(trained, loaded)
 
     def close(self) -> None:
-        """Destroy the groups of one."""
+        """Give the memory of staged checkpoints back, and destroy the groups of one."""
+        self._staging.close()
         if dist.is_initialized() and self.groups.data_size > 1:
             dist.destroy_process_group(self.groups.tensor)
 

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from megarl.checkpoint.collective import appears_whole, failing_alike, failing_together, random_state_file
 from megarl.checkpoint.restricted import METADATA_FILE, RestrictedReader, read_plain
+from megarl.checkpoint.staging import StagingBuffer, StagingWriter
 from megarl.checkpoint.storage import is_file, read_again
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError, StorageError
@@ -37,14 +38,14 @@ OptimizerState = dict[str, Any]
 """``state``: {parameter name: {key: tensor or number}}; ``param_groups``: hyperparameters and ``params``, a list of parameter names."""
 
 
-def save_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Write the weights to ``directory``. A collective over all ranks.
+def save_weights(state: Mapping[str, torch.Tensor], directory: Path, staging: StagingBuffer | None) -> None:
+    """Write the weights to ``directory``, or stage them. A collective over all ranks.
 
     Raises:
         CheckpointError: ``directory`` is not empty, or cannot be written.
     """
-    with appears_whole(directory) as staging:
-        _write(state, staging)
+    with appears_whole(directory) as partial:
+        _write(state, partial, staging)
 
 
 def load_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
@@ -56,8 +57,11 @@ def load_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
     _read(state, directory, "weights")
 
 
-def save_optimizer(state: OptimizerState, scheduler: LRScheduler | None, runtime: DeviceRuntime, directory: Path) -> None:
-    """Write optimizer state, schedule and every rank's random-number states to ``directory``. A collective over all ranks.
+def save_optimizer(
+    state: OptimizerState, scheduler: LRScheduler | None, runtime: DeviceRuntime, directory: Path, staging: StagingBuffer | None
+) -> None:
+    """Write optimizer state, schedule and every rank's random-number states to ``directory``; tensors may be staged. A collective over all
+    ranks.
 
     Raises:
         CheckpointError: ``directory`` is not empty, or cannot be written.
@@ -68,12 +72,12 @@ def save_optimizer(state: OptimizerState, scheduler: LRScheduler | None, runtime
         "param_groups": [{key: _plain(value) for key, value in group.items()} for group in state["param_groups"]],
         "schedule": None if scheduler is None else {"kind": type(scheduler).__name__, "state": scheduler.state_dict()},
     }
-    with appears_whole(directory) as staging:
-        _write(tensors, staging)
+    with appears_whole(directory) as partial:
+        _write(tensors, partial, staging)
         with failing_together(f"writing schedule and random-number states to {directory}"):
             if dist.get_rank() == 0:
-                torch.save(plain, staging / PLAIN_FILE)
-            save_file(runtime.rng_state(), staging / random_state_file(dist.get_rank()))
+                torch.save(plain, partial / PLAIN_FILE)
+            save_file(runtime.rng_state(), partial / random_state_file(dist.get_rank()))
 
 
 def load_optimizer(
@@ -191,10 +195,11 @@ def _restore_schedule(scheduler: LRScheduler | None, saved: Mapping[str, Any] | 
         scheduler.load_state_dict(saved["state"])
 
 
-def _write(state: Mapping[str, torch.Tensor], directory: Path) -> None:
+def _write(state: Mapping[str, torch.Tensor], directory: Path, staging: StagingBuffer | None) -> None:
+    writer = dcp.FileSystemWriter(str(directory), sync_files=False) if staging is None else StagingWriter(directory, staging)
     try:
         with warnings.catch_warnings(action="ignore"):  # DCP warns of its own future deprecations
-            dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(str(directory), sync_files=False))
+            dcp.save(dict(state), storage_writer=writer)
     except CheckpointException as error:  # raised on all ranks; not even an Exception
         raise CheckpointError(f"{directory} cannot be written: {error}. See to free space and permissions there") from error
 

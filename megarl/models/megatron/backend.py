@@ -22,6 +22,7 @@ from converters.checkpoint.source import HuggingFaceSource
 from converters.families.read import read_architecture
 from converters.model_config.architecture import Architecture
 from converters.model_config.prediction_layers import as_stored
+from megarl.checkpoint.staging import StagingBuffers
 from megarl.config.arithmetic import sequence_share
 from megarl.config.backend import scores
 from megarl.config.layout import pipeline_chunks
@@ -232,6 +233,7 @@ class MegatronBackend:
             self.chunks = wrap_for_data_parallel(stages, policy, self.groups)
             self.optimizer: MegatronOptimizer | None = build_optimizer(policy, self.chunks) if with_optimizer else None
             self.scheduler: OptimizerParamScheduler | None = build_scheduler(policy, self.optimizer) if self.optimizer else None
+        self._staging = StagingBuffers()
         self._mover = Mover(self.chunks, self.optimizer, self.runtime)
         balance = balance_settings(policy, self.architecture)
         self._recorded = RecordedPasses(self.chunks, balance, self.groups, self.experts, self.runtime.device) if balance else None
@@ -368,9 +370,9 @@ class MegatronBackend:
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
         self.sync_parameters()
         dtype, said = dtype_of(self.policy["precision"], "policy.precision"), said_of_scoring(self.hf_config) if scores(self.policy) else {}
-        checkpoint.save_weights(self.chunks, self._model_directory, dtype, weights, said)
+        checkpoint.save_weights(self.chunks, self._model_directory, dtype, weights, said, self._staging.of(weights))
         if optimizer is not None and trained is not None:
-            checkpoint.save_optimizer(self.chunks, trained, self.scheduler, self.runtime, optimizer)
+            checkpoint.save_optimizer(self.chunks, trained, self.scheduler, self.runtime, optimizer, self._staging.of(optimizer))
 
     def require_loadable(self, weights: Path, optimizer: Path | None) -> None:
         checkpoint.require(weights)
@@ -389,5 +391,6 @@ class MegatronBackend:
 
     def close(self) -> None:
         """Destroy the parallel groups and take the redirection back."""
+        self._staging.close()
         parallel.destroy()
         cuda_redirect.restore()

@@ -37,6 +37,7 @@ from converters.model_config.heads import OUTPUT_LAYER
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.checkpoint.collective import appears_whole, failing_alike, failing_together, random_state_file
 from megarl.checkpoint.restricted import read_plain, read_plain_index, restricted_loading
+from megarl.checkpoint.staging import StagingBuffer
 from megarl.checkpoint.storage import is_file, read_again
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError, MegarlError
@@ -93,19 +94,24 @@ def _sharded(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
 
 
 def save_weights(
-    chunks: Sequence[DistributedDataParallel], model: Path, dtype: torch.dtype, directory: Path, said: Mapping[str, Any]
+    chunks: Sequence[DistributedDataParallel],
+    model: Path,
+    dtype: torch.dtype,
+    directory: Path,
+    said: Mapping[str, Any],
+    staging: StagingBuffer | None,
 ) -> None:
-    """Write the weights to ``directory``. A collective over all ranks.
+    """Write the weights to ``directory``, or stage them. A collective over all ranks.
 
     Config, tokenizer and so on of the Hugging Face directory ``model`` go with them, so that the checkpoint can be exported by itself
     (``megarl convert export``); its config then says ``dtype``, and what else is ``said``.
     """
-    with appears_whole(directory) as staging, cuda_literals():
-        save_sharded(_sharded(chunks), staging, StateStream())
+    with appears_whole(directory) as partial, cuda_literals():
+        save_sharded(_sharded(chunks), partial, StateStream(), staging)
         with failing_together(f"copying config and tokenizer from {model} to {directory}"):
             if dist.get_rank() == 0:
-                copy_artifacts(model, staging / HF_DIRECTORY)
-                write_config(staging / HF_DIRECTORY, dtype, said)
+                copy_artifacts(model, partial / HF_DIRECTORY)
+                write_config(partial / HF_DIRECTORY, dtype, said)
 
 
 def load_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> None:
@@ -138,16 +144,18 @@ def save_optimizer(
     scheduler: OptimizerParamScheduler | None,
     runtime: DeviceRuntime,
     directory: Path,
+    staging: StagingBuffer | None,
 ) -> None:
-    """Write optimizer state, schedule and every rank's random-number states to ``directory``. A collective over all ranks."""
-    with appears_whole(directory) as staging, cuda_literals(), fused_style_adam(), exact_offsets() as stream:
+    """Write optimizer state, schedule and every rank's random-number states to ``directory``; the optimizer state may be staged. A
+    collective over all ranks."""
+    with appears_whole(directory) as partial, cuda_literals(), fused_style_adam(), exact_offsets() as stream:
         _initialize_state(optimizer)
         weights = _sharded(chunks)
-        save_sharded(optimizer.sharded_state_dict(weights, metadata=_metadata()), staging, stream)
+        save_sharded(optimizer.sharded_state_dict(weights, metadata=_metadata()), partial, stream, staging)
         with failing_together(f"writing schedule and random-number states to {directory}"):
             if dist.get_rank() == 0 and scheduler is not None:
-                (staging / SCHEDULE_FILE).write_text(json.dumps(scheduler.state_dict()))
-            save_file(runtime.rng_state(), staging / random_state_file(dist.get_rank()))
+                (partial / SCHEDULE_FILE).write_text(json.dumps(scheduler.state_dict()))
+            save_file(runtime.rng_state(), partial / random_state_file(dist.get_rank()))
 
 
 def load_optimizer(

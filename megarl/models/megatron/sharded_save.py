@@ -7,12 +7,14 @@ them out. Who writes what depends on the layout and the sizes of the tensors alo
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
@@ -24,23 +26,29 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.fully_parallel import distribute_main_replicas_with_precomputed_distribution
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint.collective import failing_together
+from megarl.checkpoint.staging import StagedTensor, StagingBuffer, staged, staged_results
 from megarl.errors import CheckpointError
 from megarl.models.megatron.parallel import holders
-from megarl.models.megatron.state_stream import StateStream
+from megarl.models.megatron.state_stream import StateStream, alone
 from megarl.patched import patched
 
+_Plain = Sequence[tuple[WriteItem, io.BytesIO]]
+_Tensors = Sequence[tuple[WriteItem, torch.Tensor]]
 _PIECES = "pieces of optimizer state"
 
 
-def save_sharded(state: dict[str, Any], directory: Path, stream: StateStream) -> None:
+def save_sharded(state: dict[str, Any], directory: Path, stream: StateStream, staging: StagingBuffer | None = None) -> None:
     """Write a sharded state dict of Megatron-Core to an empty directory. A collective over all ranks.
 
     Args:
         state: is changed.
         directory: of the files.
         stream: has the values of the outlines in ``state``.
+        staging: where this rank's file is staged; None: it is written.
 
     Raises:
         CheckpointError: on all ranks, with the reason, where one of them could not write.
@@ -49,7 +57,7 @@ def save_sharded(state: dict[str, Any], directory: Path, stream: StateStream) ->
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
     first = _FirstRank()
-    strategy = StreamedSave(stream, first.writes)
+    strategy = StreamedSave(stream, first.writes, staging)
     failure: CheckpointException | None = None
     try:
         with patched(*first.replacements()):
@@ -77,6 +85,10 @@ def shared_out(state: dict[str, Any], stream: StateStream) -> dict[str, Any]:
     for group in _groups_of_holders():
         distribution = determine_main_replica_uniform_distribution(rest, group)
         distribute_main_replicas_with_precomputed_distribution(rest, group, distribution)
+    for each in nested_values(rest):
+        # Megatron-Core would copy those that share memory with others, all of them at once
+        if isinstance(each, ShardedTensor) and type(each.data) in (torch.Tensor, torch.nn.Parameter) and each.data.is_cpu:
+            each.data = alone(each.data)
     pieces = dict(enumerate(itertools.chain.from_iterable(map(stream.pieces, nested_values(outlined)))))
     # what is empty would be saved among what all ranks share
     return {**rest, _PIECES: pieces} if pieces else rest
@@ -96,12 +108,15 @@ class StreamedSave(TorchDistSaveShardedStrategy):
     Args:
         stream: gives outlines their values.
         finishing: is given what writes the index on the first rank, and returns what is called in its place.
+        staging: where the file is staged; None: it is written.
     """
 
-    def __init__(self, stream: StateStream, finishing: Callable[[Callable[..., Any]], Callable[..., None]]) -> None:
+    def __init__(
+        self, stream: StateStream, finishing: Callable[[Callable[..., Any]], Callable[..., None]], staging: StagingBuffer | None = None
+    ) -> None:
         # one file a rank: more would only make more files
         super().__init__("torch_dist", 1, thread_count=1)
-        self._stream, self._finishing = stream, finishing
+        self._stream, self._finishing, self._staging = stream, finishing, staging
 
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, *arguments: Any) -> Any:
         writer.finish = self._finishing(writer.finish)
@@ -111,17 +126,37 @@ class StreamedSave(TorchDistSaveShardedStrategy):
     def _write(self, writer: FileSystemWriterAsync) -> None:
         """Write this rank's file. What fails here fails on all ranks, at the end of the save."""
         results: dict[int, Any] | Exception = {}
-        for path, key, (plain, tensors) in writer.write_buckets:
-            answer: queue.Queue[Any] = queue.Queue()
-            counter: queue.Queue[int] = queue.Queue()
-            counter.put(0)
-            transforms = [writer.transforms] if hasattr(writer, "transforms") else []
-            bucket = (path, key, (plain, self._stream.values(tensors)))
-            FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, answer, counter, use_fsync=True)
-            index, written = answer.get()
-            results = written if isinstance(written, Exception) else {index: written}
+        for path, name, (plain, tensors) in writer.write_buckets:
+            written = self._staged(path, name, plain, tensors) if self._staging else self._written(writer, path, name, plain, tensors)
+            results = written if isinstance(written, Exception) else {0: written}
         if writer.results_queue is not None:
             writer.results_queue.put(results)
+
+    def _written(
+        self, writer: FileSystemWriterAsync, path: str, name: str, plain: _Plain, tensors: _Tensors
+    ) -> list[WriteResult] | Exception:
+        """Where each piece of the file lies, or what failed."""
+        answer: queue.Queue[Any] = queue.Queue()
+        counter: queue.Queue[int] = queue.Queue()
+        counter.put(0)
+        transforms = [writer.transforms] if hasattr(writer, "transforms") else []
+        bucket = (path, name, (plain, self._stream.values(tensors)))
+        FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, answer, counter, use_fsync=True)
+        written: list[WriteResult] | Exception = answer.get()[1]
+        return written
+
+    def _staged(self, path: str, name: str, plain: _Plain, tensors: _Tensors) -> list[WriteResult] | Exception:
+        """The same of a file that is staged."""
+        assert self._staging is not None
+        try:
+            return staged_results(self._staging, Path(path), name, plain, [(item, self._to_stage(tensor)) for item, tensor in tensors])
+        except Exception as error:
+            return error
+
+    def _to_stage(self, tensor: torch.Tensor) -> StagedTensor:
+        if not tensor.is_meta:
+            return staged(tensor)
+        return StagedTensor(tensor.dtype, tuple(tensor.shape), tensor.stride(), functools.partial(self._stream.copy, tensor))
 
 
 class _FirstRank:

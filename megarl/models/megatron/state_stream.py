@@ -79,12 +79,14 @@ class _Source:
                 return
             yield own[number]
 
-    def values(self, buffer: int, state: str, first: int, last: int) -> torch.Tensor:
-        """[last - first] float32 on the host, in memory of its own: positions that this rank keeps, all of them one parameter's."""
+    def copy(self, buffer: int, state: str, first: int, target: torch.Tensor) -> None:
+        """Fill ``target``, [n] float32 on the host, with the positions from ``first`` on: such as this rank keeps, all of them one
+        parameter's."""
+        last = first + target.numel()
         ((begin, end, parameter),) = self._kept_between(buffer, first, last)
         assert begin <= first and last <= end, (begin, first, last, end)
         there = self._optimizer._get_main_param_and_optimizer_states(parameter)[state].detach()
-        return torch.empty(last - first, dtype=torch.float32).copy_(there.view(-1)[first - begin : last - begin])
+        target.copy_(there.view(-1)[first - begin : last - begin])
 
     def fill(self, buffer: int, state: str, start: int, stop: int, read: Callable[[int, int, torch.Tensor], None]) -> None:
         """Have ``read`` fill what this rank has of the positions from ``start`` to ``stop``, all of them one parameter's.
@@ -169,12 +171,21 @@ class StateStream:
             if not tensor.is_meta:
                 yield item, tensor.to("cpu")
                 continue
-            place = self._place_of(tensor)
-            first = int(tensor.storage_offset()) - place.first
-            flat = self._sources[place.source].values(place.buffer, place.state, first, first + tensor.numel())
-            yield item, flat.view(tensor.shape)
+            values = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self.copy(tensor, values)
+            yield item, values
             # whoever wrote it has a name for it until the next one is there
-            flat.untyped_storage().resize_(0)
+            values.untyped_storage().resize_(0)
+
+    def copy(self, outline: torch.Tensor, target: torch.Tensor) -> None:
+        """Fill ``target``, contiguous on the host and of the outline's shape, with the values of an outline.
+
+        Raises:
+            CheckpointError: it is that of no state.
+        """
+        place = self._place_of(outline)
+        first = int(outline.storage_offset()) - place.first
+        self._sources[place.source].copy(place.buffer, place.state, first, target.view(-1))
 
     def fill(self, outlines: Sequence[ShardedTensor], checkpoint: TorchDistCheckpoint) -> None:
         """Read what this rank keeps of the outlined tensors to where it is kept. Positions that the checkpoint does not have, which padding
@@ -220,6 +231,19 @@ def _read(outline: ShardedTensor, begin: int, checkpoint: TorchDistCheckpoint, f
             inside = relative(there, [start for start, _ in wanted])
             stored_part = read_again(functools.partial(checkpoint.read, key, there), f"{key} of {checkpoint.directory}")
             part(target.view(shape_of(wanted)), inside).copy_(stored_part)
+
+
+def alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in a storage that has no others, which would be saved as well. Contiguous host memory is not copied."""
+    tensor = tensor.detach()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    if not tensor.is_cpu or not tensor.is_contiguous() or not tensor.numel():
+        return tensor.clone()
+    # an array of numpy begins and ends where it does; it has not all dtypes
+    values = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy()).view(tensor.dtype)
+    # dimensions of size 1 may have any stride, which is saved
+    return values.as_strided(tensor.shape, tensor.stride())
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:

@@ -1,0 +1,169 @@
+"""Files of a checkpoint that ranks have staged (``megarl.checkpoint.staging``), made by the process that brings the checkpoint to the disk.
+
+A file NAME is described in NAME.staged: in which memory its pieces lie, in which order they are in the file, and how many bytes each takes
+there. Some are there as they are; a tensor becomes an archive of ``torch.save``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from megarl.checkpoint.manifest import ALGORITHM, Entry
+from megarl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+SUFFIX = ".staged"
+
+
+class StagedFile:
+    """A file that is described, with its memory open.
+
+    Args:
+        description: path of the description.
+
+    Raises:
+        CheckpointError: the memory is gone.
+        OSError: the description cannot be read.
+    """
+
+    def __init__(self, description: Path) -> None:
+        said = json.loads(description.read_text())
+        self._pieces: list[dict[str, Any]] = said["pieces"]
+        self._name = description.name.removesuffix(SUFFIX)
+        self._memory = None if said["memory"] is None else _opened(said["memory"], self._name)
+
+    def write(self, target: Path) -> Entry:
+        """Make the file in the directory ``target``, and wait until it is on the disk.
+
+        Returns:
+            Its size and hash, of what was to be written.
+
+        Raises:
+            OSError: it cannot be written.
+            CheckpointError: an archive has another length than was said, so that the checkpoint's index is wrong.
+        """
+        with (target / self._name).open("wb") as file:
+            stream = _Stream(file)
+            for piece in self._pieces:
+                begun = stream.length
+                self._write_piece(piece, stream)
+                if stream.length - begun != piece["length"]:
+                    what = f"a tensor of {self._name} takes {stream.length - begun} bytes, and its index says {piece['length']}"
+                    raise CheckpointError(f"{what}; a defect of megarl. Fix: checkpointing.async_save=false")
+            file.flush()
+            os.fsync(file.fileno())
+        return {"size": stream.length, "hash": stream.digest.hexdigest()}
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._memory = None
+
+    def _write_piece(self, piece: dict[str, Any], stream: _Stream) -> None:
+        place = piece["place"]
+        if "dtype" not in piece:
+            if self._memory is not None:
+                stream.write(memoryview(self._memory)[place : place + piece["length"]])
+            return
+        import torch
+
+        values = tensor_at(self._memory, place, getattr(torch, piece["dtype"]), piece["shape"], piece["stride"])
+        try:
+            torch.save(values, cast("BinaryIO", stream))
+        except RuntimeError as error:
+            # torch tells of what it could not write, not why
+            raise stream.failure or error from None
+
+
+@contextlib.contextmanager
+def staged_files(source: Path, names: Iterable[str]) -> Iterator[dict[str, StagedFile]]:
+    """Open the memory of all files that are described below ``source``. What is open stays, whatever becomes of the ranks.
+
+    Args:
+        source: a directory.
+        names: paths of files below it.
+
+    Yields:
+        By path of its description below ``source``, each file that is to be made.
+
+    Raises:
+        CheckpointError: the memory of one is gone.
+        OSError: a description cannot be read.
+    """
+    opened: dict[str, StagedFile] = {}
+    try:
+        for name in names:
+            if name.endswith(SUFFIX):
+                opened[name] = StagedFile(source / name)
+        yield opened
+    finally:
+        for each in opened.values():
+            each.close()
+
+
+def tensor_at(memory: mmap.mmap | None, place: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """The tensor that lies somewhere in memory, in a storage that holds nothing else."""
+    import torch
+
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.empty_strided(shape, stride, dtype=dtype)
+    assert memory is not None
+    # an array of bytes first: not every dtype can be asked for
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=place, count=size).view(dtype).as_strided(shape, stride)
+
+
+class _Stream:
+    """A file that is written to, with its hash.
+
+    Attributes:
+        length: bytes so far.
+        failure: why it could not be written, the first time.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.digest = hashlib.new(ALGORITHM)
+        self.length = 0
+        self.failure: OSError | None = None
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Add to the file."""
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        self.digest.update(data)
+        written = memoryview(data).nbytes
+        self.length += written
+        return written
+
+    def flush(self) -> None:
+        """Nothing: the file is flushed as a whole."""
+
+
+def _opened(address: dict[str, int], name: str) -> mmap.mmap:
+    """The memory of another process, to read."""
+    gone = f"process {address['process']} has ended before the memory that {name} is in could be opened"
+    try:
+        descriptor = os.open(f"/proc/{address['process']}/fd/{address['descriptor']}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"{gone}: {os.strerror(error.errno or 0)}") from None
+    try:
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) != (address["device"], address["inode"]):
+            raise CheckpointError(f"{gone}, and its number is another one's")
+        # private, for torch takes no memory that must not be written to
+        return mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
