@@ -130,6 +130,7 @@ def run(config: Config, make_policy: PolicyFactory | None = None, stop_at: float
         schedule = _schedule(config, len(inputs.train))
         sampler = _sampler(config, inputs.train, start)
         outcome = stack.enter_context(recorded_launch(run_dir, start.step, schedule.total_steps))
+        stack.enter_context(stop.keeping_exit_code())
         restarts = Restarts(most_restarts(config["cluster"]), stop, outcome)
         placed = _with_decided_device(config) if make_policy is None and restarts.most else config
         memory = watched_memory() if make_policy is None else SharedMemoryWatch(0)

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from megarl import env
 from megarl.algorithms.time_left import TimeLeft
@@ -84,6 +85,7 @@ class StopRequest:
         self._time_left = time_left
         self._signal: signal.Signals | None = None
         self._looping = False
+        self._ended_with: int | None = None
         # asked now: after a terminal is closed, nothing tells that it was one
         self._terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
 
@@ -108,6 +110,16 @@ class StopRequest:
             yield
         finally:
             self._looping = False
+
+    @contextmanager
+    def keeping_exit_code(self) -> Iterator[None]:
+        """What ends the block at once leaves it with the exit code that is meant. Inside a call of Ray it is 1, whatever was raised."""
+        try:
+            yield
+        except SystemExit as error:
+            if self._ended_with is None or error.code == self._ended_with:
+                raise
+            raise SystemExit(self._ended_with) from None
 
     def step_took(self, seconds: float) -> None:
         """A step has taken so long, with all that belongs to it but its checkpoint."""
@@ -142,12 +154,16 @@ class StopRequest:
             _say(f"{signal.Signals(number).name}: stopping at once, outside of the training loop")
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
-            raise SystemExit(STOPPED)
+            self._end(STOPPED)
         if self._signal is not None:
             _say(f"{signal.Signals(number).name} after {self._signal.name}: stopping at once, what came after the last checkpoint is lost")
-            raise SystemExit(128 + number)
+            self._end(128 + number)
         self._signal = signal.Signals(number)
         _say(f"{self._signal.name}: stopping after this step; a second signal stops at once")
+
+    def _end(self, code: int) -> NoReturn:
+        self._ended_with = code
+        raise SystemExit(code)
 
     def _leave_terminals(self) -> None:
         """Write to nowhere what went to a terminal: it is gone, and every write to it would be an error."""
@@ -179,7 +195,8 @@ def listening_for_stop(run_dir: Path, attempt: Attempt, time_left: TimeLeft | No
     heard = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
     before = {each: signal.signal(each, request.receive) for each in heard}
     try:
-        yield request
+        with request.keeping_exit_code():
+            yield request
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

@@ -22,6 +22,7 @@ from megarl.algorithms.stopping import INTERRUPTED, STOPPED
 from megarl.checkpoint.manifest import verify
 from megarl.errors import WorkerLostError
 from megarl.observe.launches import read_launches
+from tests.faults.workers import ranks_of
 from tests.system.test_resume import on_one_rank
 from tests.system.whole_runs import Launch, Launches, Material, comparable, write_config
 from tests.tiers import slow
@@ -91,6 +92,18 @@ def test_a_signal_to_the_whole_group_saves_and_exits_75(material: Material, laun
     assert SECRET not in launch.output()
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+
+
+@slow
+def test_a_launch_that_is_told_to_end_while_its_workers_start_exits_75(material: Material, launches: Launches, tmp_path: Path) -> None:
+    """The driver waits in a call of Ray then, out of which comes another exit code than went in."""
+    config = on_one_rank(write_config(tmp_path / "run.yaml", "grpo", material, save_period=NEVER_DUE))
+    launch = launches.start(config, tmp_path / "run", [])
+    launch.await_moment(lambda: bool(ranks_of(launch)))
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.finish() == STOPPED, launch.output()[-5000:]
+    assert "SIGTERM: stopping at once, outside of the training loop" in launch.output()
+    assert read_launches(tmp_path / "run")[-1].outcome == f"exit code {STOPPED}"
 
 
 @slow

@@ -188,6 +188,22 @@ def test_a_request_is_heard_also_when_nobody_can_be_told() -> None:
     assert caught.value.code == 128 + signal.SIGUSR1
 
 
+def test_the_exit_code_is_the_one_that_was_meant_whatever_becomes_of_it(tmp_path: Path) -> None:
+    """Ray turns what ends a program inside one of its calls into exit code 1 (``test_signals.py``)."""
+    with pytest.raises(SystemExit) as caught, listening_for_stop(tmp_path, Attempt()) as request:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except SystemExit:
+            raise SystemExit(1) from None
+    assert caught.value.code == STOPPED
+    with pytest.raises(SystemExit) as caught, request.keeping_exit_code(), StopRequest().keeping_exit_code():
+        raise SystemExit(3)
+    assert caught.value.code == STOPPED, "outside of the other one, which knows of no signal"
+    with pytest.raises(SystemExit) as caught, StopRequest().keeping_exit_code():
+        raise SystemExit(3)
+    assert caught.value.code == 3
+
+
 def test_notice_that_is_too_short_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEGARL_STOP_NOTICE_S", "100")
     with listening_for_stop(tmp_path, this_attempt()) as request, caplog.at_level(logging.WARNING):
