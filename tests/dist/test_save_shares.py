@@ -117,6 +117,7 @@ def test_ranks_of_the_torch_backends_share_out_a_save(pool: WorkerPool, tiny_mod
         assert evenly(tmp_path / part, tuple(range(world))), save_jobs.written(tmp_path / part)
 
 
+@newest_megatron(backend=["megatron"])
 @sampled(1, backend=["megatron"])
 @pytest.mark.parametrize("backend", save_jobs.BUILDERS)
 def test_what_ranks_of_two_nodes_stage_is_together_what_they_write_to_one_disk(
