@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms.loss_functions import NLLLoss
+from megarl.checkpoint.background import free_memory, move_files, take_memory
 from megarl.distributed.allocator import fast_pinning
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import FULL_FLOAT32, runtime
@@ -177,6 +178,21 @@ def save(config: Mapping[str, Any], batches: list[Batch], saved_after: int, dire
     measured = _steps(worker, batches[saved_after:])
     worker.backend.close()
     return {"state": state, "measured": measured}
+
+
+def save_staged(backend: str, config: Mapping[str, Any], batches: list[Batch], directory: Path) -> None:
+    """Save after each step to memory, from where it is brought to ``staged``, and after the last one at once as ``written``."""
+    worker = BUILDERS[backend](config, init_reference_model=False)
+    for batch in batches:
+        worker.train(data=fsdp1_jobs.my_share(worker, batch), loss_fn=NLLLoss())
+        memory = take_memory(directory, 1)
+        assert memory is not None
+        worker.save_checkpoint(str(memory / "weights"), str(memory / "optimizer"))
+        (directory / "staged").mkdir(exist_ok=True)
+        move_files(memory, directory / "staged")
+        free_memory(directory)
+    worker.save_checkpoint(*(str(directory / "written" / part) for part in ("weights", "optimizer")))
+    worker.backend.close()
 
 
 def resume(config: Mapping[str, Any], batches: list[Batch], directory: Path) -> dict[str, Any]:
