@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from megarl.checkpoint.manifest import ALGORITHM, Entry
+from megarl.checkpoint.storage import storage_error
 from megarl.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -80,8 +81,7 @@ class StagedFile:
         try:
             torch.save(values, cast("BinaryIO", stream))
         except RuntimeError as error:
-            # torch tells of what it could not write, not why
-            raise stream.failure or error from None
+            raise storage_error(error) from None
 
 
 @contextlib.contextmanager
@@ -127,22 +127,16 @@ class _Stream:
 
     Attributes:
         length: bytes so far.
-        failure: why it could not be written, the first time.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.digest = hashlib.new(ALGORITHM)
         self.length = 0
-        self.failure: OSError | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Add to the file."""
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self.failure = self.failure or error
-            raise
+        self._file.write(data)
         self.digest.update(data)
         written = memoryview(data).nbytes
         self.length += written

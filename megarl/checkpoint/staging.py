@@ -31,6 +31,7 @@ from torch.futures import Future
 
 from megarl.checkpoint.background import waits_in_memory
 from megarl.checkpoint.staged_file import SUFFIX, tensor_at
+from megarl.checkpoint.storage import storage_error
 from megarl.errors import CheckpointError
 
 _Bytes = bytes | bytearray | memoryview
@@ -188,20 +189,25 @@ def staged_results(
     return [WriteResult(item.index, size, _StorageInfo(name, start, size)) for item, (start, size) in zip(items, spans, strict=True)]
 
 
-class StagingWriter(dcp.FileSystemWriter):
-    """DCP's way of saving, but for the one file of this rank, which is staged.
+class RankWriter(dcp.FileSystemWriter):
+    """DCP's way of saving, in which the one file of this rank may be staged, and errors of the storage are told.
 
     Args:
         directory: of the files.
-        buffer: of this rank.
+        buffer: where the file is staged; None: it is written.
     """
 
-    def __init__(self, directory: Path, buffer: StagingBuffer) -> None:
+    def __init__(self, directory: Path, buffer: StagingBuffer | None) -> None:
         super().__init__(str(directory), sync_files=False)
         self._directory, self._buffer = directory, buffer
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """As of DCP."""
+        if self._buffer is None:
+            try:
+                return super().write_data(plan, planner)
+            except RuntimeError as error:
+                raise storage_error(error) from None
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         found: list[tuple[WriteItem, Any]] = [(item, planner.resolve_data(item)) for item in plan.items]
         plain = [(item, data) for item, data in found if item.type == WriteItemType.BYTE_IO]

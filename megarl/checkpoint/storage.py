@@ -113,6 +113,15 @@ def _sizes(paths: Iterator[Path]) -> Iterator[int]:
             continue
 
 
+def storage_error(error: Exception) -> Exception:
+    """The error of the storage that led to another one; where there is none, the other one. ``torch.save`` tells of what it could not write
+    only that it is at another position than it thought."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found or error
+
+
 def said_of_space(directory: Path, needed: int, error: BaseException) -> str:
     """``no space: ...`` with what is needed and what is free, where that may be why a checkpoint could not be written; else ``""``.
 

@@ -273,9 +273,10 @@ LOOKED_AT = {
 """Some of what the storage has to be asked for, or nothing would be shown."""
 
 
-# Megarl's own files hold some 5 kB a rank, the parts of weights and optimizer state more
+# Megarl's own files hold some 5 kB a rank, the parts of weights and optimizer state more; where the larger limit ends a file of Megatron's,
+# torch by itself tells of another position than it thought
 @sampled(2)
-@pytest.mark.parametrize("limit", [100, 12_000], ids=["nothing fits", "small files fit"])
+@pytest.mark.parametrize("limit", [100, 16_000], ids=["nothing fits", "small files fit"])
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("kind", ["megatron", "megatron-dp2", "dtensor"])
 def test_a_full_disk_of_one_rank(
@@ -285,6 +286,6 @@ def test_a_full_disk_of_one_rank(
     config = dtensor_config(model) if kind == "dtensor" else policy_config(model, tp=2 if kind == "megatron" else 1)
     kind, _, _ = kind.partition("-")
     for (name, message), after, again, files in pool.run(2, save_on_a_full_disk, kind, config, str(tmp_path), failing, limit):
-        assert name == "CheckpointError" and "weights" in message, message
+        assert name == "CheckpointError" and "weights" in message and "File too large" in message, message
         assert after == []
         assert again[0] == "no error" and files == ["optimizer", "weights"]

@@ -94,11 +94,11 @@ def test_a_run_goes_on_without_checkpoints_that_have_no_room(
 def test_the_commit_of_a_checkpoint_may_have_no_room_either(tmp_path: Path, model: str, data: str, undisturbed: Path) -> None:
     real, calls = background.write_manifest, []
 
-    def full_at_first(root: Path) -> dict[str, Any]:
+    def full_at_first(root: Path, known: Any = None) -> dict[str, Any]:
         calls.append(root)
         if len(calls) == 1:
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        return real(root)
+        return real(root, known)
 
     with mock.patch.object(background, "write_manifest", full_at_first):
         assert run(config_of(tmp_path, model, data), PolicyMaker()) == 0

@@ -18,8 +18,10 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat, _write_item
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -27,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint.background import memory_of, move_files, waits_in_memory
 from megarl.checkpoint.staged_file import SUFFIX, staged_files
-from megarl.checkpoint.staging import StagingBuffer, StagingBuffers, staged, staged_results
+from megarl.checkpoint.staging import RankWriter, StagingBuffer, StagingBuffers, staged, staged_results
 from megarl.errors import CheckpointError
 
 NAME = "__0_0.distcp"
@@ -211,6 +213,19 @@ def test_a_disk_that_has_room_for_the_beginning_is_told(buffer: StagingBuffer, t
             move_files(tmp_path / "memory", tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_tells_of_a_disk_that_has_room_for_the_beginning(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save({"it": torch.zeros(300_000)}, storage_writer=RankWriter(tmp_path, None))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    [(error, _)] = caught.value.failures.values()
+    assert isinstance(error, OSError) and error.errno == errno.EFBIG
 
 
 def test_an_archive_of_another_length_than_its_index_says_is_refused(buffer: StagingBuffer, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from megarl.checkpoint.collective import appears_whole, failing_alike, failing_together, random_state_file
 from megarl.checkpoint.restricted import METADATA_FILE, RestrictedReader, read_plain
-from megarl.checkpoint.staging import StagingBuffer, StagingWriter
+from megarl.checkpoint.staging import RankWriter, StagingBuffer
 from megarl.checkpoint.storage import is_file, read_again
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError, StorageError
@@ -196,10 +196,9 @@ def _restore_schedule(scheduler: LRScheduler | None, saved: Mapping[str, Any] | 
 
 
 def _write(state: Mapping[str, torch.Tensor], directory: Path, staging: StagingBuffer | None) -> None:
-    writer = dcp.FileSystemWriter(str(directory), sync_files=False) if staging is None else StagingWriter(directory, staging)
     try:
         with warnings.catch_warnings(action="ignore"):  # DCP warns of its own future deprecations
-            dcp.save(dict(state), storage_writer=writer)
+            dcp.save(dict(state), storage_writer=RankWriter(directory, staging))
     except CheckpointException as error:  # raised on all ranks; not even an Exception
         raise CheckpointError(f"{directory} cannot be written: {error}. See to free space and permissions there") from error
 

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint.collective import failing_together
 from megarl.checkpoint.staging import StagedTensor, StagingBuffer, staged, staged_results
+from megarl.checkpoint.storage import storage_error
 from megarl.errors import CheckpointError
 from megarl.models.megatron.parallel import holders
 from megarl.models.megatron.state_stream import StateStream, alone
@@ -143,7 +144,7 @@ class StreamedSave(TorchDistSaveShardedStrategy):
         bucket = (path, name, (plain, self._stream.values(tensors)))
         FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, answer, counter, use_fsync=True)
         written: list[WriteResult] | Exception = answer.get()[1]
-        return written
+        return storage_error(written) if isinstance(written, Exception) else written
 
     def _staged(self, path: str, name: str, plain: _Plain, tensors: _Tensors) -> list[WriteResult] | Exception:
         """The same of a file that is staged."""
