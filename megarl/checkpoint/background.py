@@ -25,7 +25,7 @@ from typing import Protocol
 
 from megarl.checkpoint.atomic import fsync_directory, fsync_tree, remove_tree
 from megarl.checkpoint.manifest import Entry, entry_of, in_parallel, write_manifest
-from megarl.checkpoint.staged_file import SUFFIX, staged_files
+from megarl.checkpoint.staged_file import SUFFIX, open_memory, staged_files
 from megarl.errors import CheckpointError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -174,23 +174,29 @@ class BackgroundWrite:
         target: a directory on the disk, which may hold further files of the checkpoint.
 
     Raises:
-        CheckpointError: no process can be started.
+        CheckpointError: no process can be started, or the memory of a rank is gone.
     """
 
     def __init__(self, source: Path, target: Path) -> None:
         self._source, self._target, self._begun = source, target, time.monotonic()
         program = f"import sys; sys.path[:] = {sys.path!r}; from megarl.checkpoint.background import main; main(*sys.argv[1:])"
+        # here: what becomes of the ranks while the process starts does not matter then
+        descriptors = open_memory(source)
         try:
             # a session of its own: a signal to the driver's group is the driver's to act upon
             self._process = subprocess.Popen(
-                [sys.executable, "-c", program, str(source), str(target)],
+                [sys.executable, "-c", program, str(source), str(target), json.dumps(descriptors)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
+                pass_fds=tuple(descriptors.values()),
             )
         except OSError as error:
             remove_tree(source)
             raise CheckpointError(f"no process can be started that writes {target}: {error}. Fix: see to memory and processes") from error
+        finally:
+            for descriptor in descriptors.values():
+                os.close(descriptor)
 
     @property
     def process_id(self) -> int:
@@ -236,11 +242,16 @@ def remove_tree_if_there(directory: Path) -> None:
         remove_tree(directory)
 
 
-def main(source: str, target: str) -> None:
-    """What the process does. Whoever started it reads the reason from its standard output, where it fails."""
+def main(source: str, target: str, descriptors: str) -> None:
+    """What the process does. Whoever started it reads the reason from its standard output, where it fails.
+
+    Args:
+        source, target: directories.
+        descriptors: of memory of ranks, as JSON.
+    """
     threading.Thread(target=_end_with_parent, args=(Path(source),), daemon=True).start()
     try:
-        seal(Path(target), move_files(Path(source), Path(target)))
+        seal(Path(target), move_files(Path(source), Path(target), json.loads(descriptors)))
     except Exception as error:
         text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         sys.stdout.write(json.dumps({"reason": f"{type(error).__name__}: {text}"}))
@@ -249,9 +260,13 @@ def main(source: str, target: str) -> None:
     os._exit(0)
 
 
-def move_files(source: Path, target: Path) -> dict[str, Entry]:
+def move_files(source: Path, target: Path, descriptors: Mapping[str, int] | None = None) -> dict[str, Entry]:
     """Bring all files below ``source`` to the same places below ``target``, and make those that ranks have staged; each is on the disk
     before it leaves shared memory.
+
+    Args:
+        source, target: directories.
+        descriptors: of memory of ranks that this process has open already, as of ``open_memory``; they are closed.
 
     Returns:
         Size and hash of each, as it was in memory, by its path below ``target``.
@@ -261,8 +276,7 @@ def move_files(source: Path, target: Path) -> dict[str, Entry]:
         CheckpointError: there is none, or the memory of a staged one is gone.
     """
     names = files_to_move(source, target)
-    # first of all: from now on it does not matter what becomes of the ranks
-    with staged_files(source, names) as staged:
+    with staged_files(source, names, descriptors or {}) as staged:
 
         def moved(name: str) -> tuple[str, Entry]:
             if name not in staged:

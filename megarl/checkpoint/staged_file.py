@@ -12,7 +12,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -31,17 +31,25 @@ class StagedFile:
 
     Args:
         description: path of the description.
+        descriptor: of the memory, where this process has it open; it is closed.
 
     Raises:
         CheckpointError: the memory is gone.
         OSError: the description cannot be read.
     """
 
-    def __init__(self, description: Path) -> None:
+    def __init__(self, description: Path, descriptor: int | None = None) -> None:
         said = json.loads(description.read_text())
         self._pieces: list[dict[str, Any]] = said["pieces"]
         self._name = description.name.removesuffix(SUFFIX)
-        self._memory = None if said["memory"] is None else _opened(said["memory"], self._name)
+        self._memory: mmap.mmap | None = None
+        opened = _opened(description) if descriptor is None else descriptor
+        if opened is not None:
+            try:
+                # private, for torch takes no memory that must not be written to
+                self._memory = mmap.mmap(opened, os.fstat(opened).st_size, access=mmap.ACCESS_COPY)
+            finally:
+                os.close(opened)
 
     def write(self, target: Path) -> Entry:
         """Make the file in the directory ``target``, and wait until it is on the disk.
@@ -84,13 +92,37 @@ class StagedFile:
             raise storage_error(error) from None
 
 
+def open_memory(source: Path) -> dict[str, int]:
+    """Open the memory of all files that are described below ``source``, for another process. What is open stays, whatever becomes of ranks.
+
+    Returns:
+        By path of its description below ``source``, a descriptor of each memory.
+
+    Raises:
+        CheckpointError: the memory of one is gone.
+        OSError: a description cannot be read.
+    """
+    opened: dict[str, int] = {}
+    try:
+        for path in sorted(source.rglob(f"*{SUFFIX}")):
+            descriptor = _opened(path)
+            if descriptor is not None:
+                opened[path.relative_to(source).as_posix()] = descriptor
+    except BaseException:
+        for descriptor in opened.values():
+            os.close(descriptor)
+        raise
+    return opened
+
+
 @contextlib.contextmanager
-def staged_files(source: Path, names: Iterable[str]) -> Iterator[dict[str, StagedFile]]:
-    """Open the memory of all files that are described below ``source``. What is open stays, whatever becomes of the ranks.
+def staged_files(source: Path, names: Iterable[str], descriptors: Mapping[str, int]) -> Iterator[dict[str, StagedFile]]:
+    """The files that are described below ``source``, with their memory open.
 
     Args:
         source: a directory.
         names: paths of files below it.
+        descriptors: of memory that this process has open already, by paths of descriptions below ``source``.
 
     Yields:
         By path of its description below ``source``, each file that is to be made.
@@ -103,7 +135,7 @@ def staged_files(source: Path, names: Iterable[str]) -> Iterator[dict[str, Stage
     try:
         for name in names:
             if name.endswith(SUFFIX):
-                opened[name] = StagedFile(source / name)
+                opened[name] = StagedFile(source / name, descriptors.get(name))
         yield opened
     finally:
         for each in opened.values():
@@ -146,18 +178,18 @@ class _Stream:
         """Nothing: the file is flushed as a whole."""
 
 
-def _opened(address: dict[str, int], name: str) -> mmap.mmap:
-    """The memory of another process, to read."""
-    gone = f"process {address['process']} has ended before the memory that {name} is in could be opened"
+def _opened(description: Path) -> int | None:
+    """A descriptor of the memory that a description names; None where it names none, for nothing is in it."""
+    address = json.loads(description.read_text())["memory"]
+    if address is None:
+        return None
+    gone = f"process {address['process']} has ended before the memory that {description.name.removesuffix(SUFFIX)} is in could be opened"
     try:
         descriptor = os.open(f"/proc/{address['process']}/fd/{address['descriptor']}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise CheckpointError(f"{gone}: {os.strerror(error.errno or 0)}") from None
-    try:
-        status = os.fstat(descriptor)
-        if (status.st_dev, status.st_ino) != (address["device"], address["inode"]):
-            raise CheckpointError(f"{gone}, and its number is another one's")
-        # private, for torch takes no memory that must not be written to
-        return mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY)
-    finally:
+    status = os.fstat(descriptor)
+    if (status.st_dev, status.st_ino) != (address["device"], address["inode"]):
         os.close(descriptor)
+        raise CheckpointError(f"{gone}, and its number is another one's")
+    return descriptor

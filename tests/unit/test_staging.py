@@ -8,6 +8,7 @@ import io
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.checkpoint.background import memory_of, move_files, waits_in_memory
+from megarl.checkpoint.background import BackgroundWrite, memory_of, move_files, waits_in_memory
 from megarl.checkpoint.staged_file import SUFFIX, staged_files
 from megarl.checkpoint.staging import RankWriter, StagingBuffer, StagingBuffers, staged, staged_results
 from megarl.errors import CheckpointError
@@ -168,7 +169,7 @@ def rank(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_rank_may_end_when_its_memory_is_open(rank: subprocess.Popen[str], tmp_path: Path) -> None:
     name = NAME + SUFFIX
-    with staged_files(tmp_path / "memory", [name]) as opened:
+    with staged_files(tmp_path / "memory", [name], {}) as opened:
         rank.kill()
         rank.communicate()
         opened[name].write(tmp_path)
@@ -176,11 +177,25 @@ def test_a_rank_may_end_when_its_memory_is_open(rank: subprocess.Popen[str], tmp
     assert (tmp_path / NAME).read_bytes() == (tmp_path / "expected").read_bytes()
 
 
+def test_a_rank_may_end_as_soon_as_a_write_has_begun(rank: subprocess.Popen[str], tmp_path: Path) -> None:
+    """The process that writes has not even started then."""
+    write = BackgroundWrite(tmp_path / "memory", tmp_path)
+    os.kill(write.process_id, signal.SIGSTOP)
+    rank.kill()
+    rank.communicate()
+    os.kill(write.process_id, signal.SIGCONT)
+    write.wait(60.0)
+    as_dcp_writes(tmp_path / "expected", [torch.arange(7.0), torch.ones(3, 5)])
+    assert (tmp_path / NAME).read_bytes() == (tmp_path / "expected").read_bytes()
+    assert not (tmp_path / "memory").exists()
+
+
 def test_a_rank_that_has_ended_is_told_of(rank: subprocess.Popen[str], tmp_path: Path) -> None:
     rank.kill()
     rank.communicate()
-    with pytest.raises(CheckpointError, match=rf"process {rank.pid} has ended before the memory that {NAME} is in could be opened"):
-        move_files(tmp_path / "memory", tmp_path)
+    for begin in (move_files, BackgroundWrite):
+        with pytest.raises(CheckpointError, match=rf"process {rank.pid} has ended before the memory that {NAME} is in could be opened"):
+            begin(tmp_path / "memory", tmp_path)
     assert not (tmp_path / NAME).exists()
 
 
