@@ -54,9 +54,10 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
 def _begin(worker: Any, manager: CheckpointManager, step: int, needed: int) -> tuple[Path, BackgroundWrite]:
     """What a run does before it goes on."""
     from megarl.checkpoint.background import BackgroundWrite, take_memory
+    from megarl.checkpoint.staged_file import open_memory
 
     memory = take_memory(manager.checkpoint_dir, needed)
-    assert memory is not None, f"/dev/shm has no room for {needed} bytes"
+    assert memory is not None, f"there is no memory for {needed} bytes"
     path = manager.init_tmp_checkpoint(step, {"step": step, "sampler": {}})
     worker.save_checkpoint(*parts_of(memory))
-    return path, BackgroundWrite(memory, path)
+    return path, BackgroundWrite(memory, path, open_memory(memory))

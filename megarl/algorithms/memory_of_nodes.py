@@ -1,7 +1,8 @@
 """Checkpoints that wait in the shared memory of several nodes, that of each rank in its own node's, while training goes on.
 
 On each node an actor holds the memory and the process that writes (``megarl.checkpoint.node_memory``). It is none of the workers: what they
-have written is brought to the disk also when they are lost. When all nodes are through, the manifest is written here, from what they said.
+have written is brought to the disk also when they are lost after ``hold``. When all nodes are through, the manifest is written here, from
+what they said.
 """
 
 from __future__ import annotations
@@ -66,6 +67,13 @@ class MemoryOfNodes:
     def directories(self, role: str) -> list[Path]:
         """As of ``CheckpointMemory``: one for each rank."""
         return [self._places[node] for node in self._nodes[role]]
+
+    def hold(self) -> None:
+        """As of ``CheckpointMemory``."""
+        failed = self._answers(self._begin("hold"))[1]
+        if failed:
+            said = "; ".join(f"node {self._names[node]}: {reason}" for node, reason in failed.items())
+            raise CheckpointError(f"what the ranks have left in memory cannot be opened: {said}")
 
     def write(self, target: Path) -> WriteOfNodes:
         """As of ``CheckpointMemory``."""

@@ -442,6 +442,7 @@ class CheckpointWriter:
             return None
         try:
             self._write_models(lambda role: memory.directories(role.name))
+            memory.hold()
         except DeadlineError:
             # as in ``saving``: they do not write to the disk either
             raise

@@ -24,14 +24,16 @@ from pathlib import Path
 from typing import Protocol
 
 from megarl.checkpoint.atomic import fsync_directory, fsync_tree, remove_tree
+from megarl.checkpoint.host_memory import available_bytes
 from megarl.checkpoint.manifest import Entry, entry_of, in_parallel, write_manifest
-from megarl.checkpoint.staged_file import SUFFIX, open_memory, staged_files
+from megarl.checkpoint.staged_file import close_all, open_memory, plain_name, staged_files
 from megarl.errors import CheckpointError
 
 SHARED_MEMORY = Path("/dev/shm")
 _NAME = "megarl-checkpoint-"
 _SPARE = 1.25
 """A checkpoint may be so much larger than the one before, or than it was estimated."""
+_ANSWER, _ERRORS = 1, 2
 _KILL_WAIT_S = 5.0
 
 
@@ -78,8 +80,15 @@ class CheckpointMemory(Protocol):
     def directories(self, role: str) -> Path | list[Path]:
         """Where the ranks of a role write, after ``take``: one directory for all of them, or a list with one for each."""
 
+    def hold(self) -> None:
+        """Open what the ranks have left, which is all there then: from now on it does not matter what becomes of them.
+
+        Raises:
+            CheckpointError: that cannot be opened.
+        """
+
     def write(self, target: Path) -> Write:
-        """Begin to bring what they have written to a directory on the disk, which may hold further files of the checkpoint.
+        """Begin to bring what they have written to a directory on the disk, which may hold further files of the checkpoint. After ``hold``.
 
         Raises:
             CheckpointError: that cannot be begun.
@@ -98,17 +107,26 @@ class OwnMemory:
 
     def __init__(self, checkpoint_dir: Path) -> None:
         self._checkpoint_dir = checkpoint_dir
+        self._descriptors: dict[str, int] = {}
+        self._kept_bytes = 0
 
     def take(self, needed: int) -> bool:
-        return take_memory(self._checkpoint_dir, needed) is not None
+        return take_memory(self._checkpoint_dir, needed, kept_bytes=self._kept_bytes) is not None
 
     def directories(self, role: str) -> Path:
         return memory_of(self._checkpoint_dir)
 
+    def hold(self) -> None:
+        self._descriptors = open_memory(memory_of(self._checkpoint_dir))
+        self._kept_bytes = sum(os.fstat(descriptor).st_size for descriptor in self._descriptors.values())
+
     def write(self, target: Path) -> BackgroundWrite:
-        return BackgroundWrite(memory_of(self._checkpoint_dir), target)
+        descriptors, self._descriptors = self._descriptors, {}
+        return BackgroundWrite(memory_of(self._checkpoint_dir), target, descriptors)
 
     def free(self) -> None:
+        close_all(self._descriptors)
+        self._descriptors = {}
         free_memory(self._checkpoint_dir)
 
 
@@ -128,15 +146,21 @@ def waits_in_memory(path: Path) -> bool:
     return any(parent.parent == SHARED_MEMORY and parent.name.startswith(_NAME) for parent in (path, *path.parents))
 
 
-def take_memory(checkpoint_dir: Path, needed: int, node: str = "") -> Path | None:
+def take_memory(checkpoint_dir: Path, needed: int, node: str = "", kept_bytes: int = 0) -> Path | None:
     """An empty directory in shared memory that only this user may open; None where there is no room for ``needed`` bytes and a little more.
 
     Hold the run's lock: there is one for a directory of checkpoints, and what a killed launch left there goes.
+
+    Args:
+        checkpoint_dir: directory of the checkpoints.
+        needed: bytes of the checkpoint on this node.
+        node: as of ``memory_of``.
+        kept_bytes: that the ranks have kept for it from an earlier one.
     """
     path = memory_of(checkpoint_dir, node)
     try:
         free_memory(checkpoint_dir, node)
-        if shutil.disk_usage(SHARED_MEMORY).free < _SPARE * needed:
+        if available_bytes() < _SPARE * needed - kept_bytes:
             return None
         # whatever another user has put there under this name is not ours to use
         path.mkdir(mode=0o700)
@@ -172,16 +196,15 @@ class BackgroundWrite:
     Args:
         source: its files, which are removed as they are written.
         target: a directory on the disk, which may hold further files of the checkpoint.
+        descriptors: of the memory of ranks, as of ``open_memory``; they are closed.
 
     Raises:
-        CheckpointError: no process can be started, or the memory of a rank is gone.
+        CheckpointError: no process can be started.
     """
 
-    def __init__(self, source: Path, target: Path) -> None:
+    def __init__(self, source: Path, target: Path, descriptors: Mapping[str, int]) -> None:
         self._source, self._target, self._begun = source, target, time.monotonic()
         program = f"import sys; sys.path[:] = {sys.path!r}; from megarl.checkpoint.background import main; main(*sys.argv[1:])"
-        # here: what becomes of the ranks while the process starts does not matter then
-        descriptors = open_memory(source)
         try:
             # a session of its own: a signal to the driver's group is the driver's to act upon
             self._process = subprocess.Popen(
@@ -195,8 +218,7 @@ class BackgroundWrite:
             remove_tree(source)
             raise CheckpointError(f"no process can be started that writes {target}: {error}. Fix: see to memory and processes") from error
         finally:
-            for descriptor in descriptors.values():
-                os.close(descriptor)
+            close_all(descriptors)
 
     @property
     def process_id(self) -> int:
@@ -249,34 +271,41 @@ def main(source: str, target: str, descriptors: str) -> None:
         source, target: directories.
         descriptors: of memory of ranks, as JSON.
     """
+    answer = take_standard_output()
     threading.Thread(target=_end_with_parent, args=(Path(source),), daemon=True).start()
     try:
         seal(Path(target), move_files(Path(source), Path(target), json.loads(descriptors)))
     except Exception as error:
         text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        sys.stdout.write(json.dumps({"reason": f"{type(error).__name__}: {text}"}))
-        sys.stdout.flush()
+        os.write(answer, json.dumps({"reason": f"{type(error).__name__}: {text}"}).encode())
         os._exit(1)
     os._exit(0)
 
 
-def move_files(source: Path, target: Path, descriptors: Mapping[str, int] | None = None) -> dict[str, Entry]:
+def take_standard_output() -> int:
+    """A descriptor of standard output, over which answers go; what libraries print goes to standard error from now on."""
+    answer = os.dup(_ANSWER)
+    os.dup2(_ERRORS, _ANSWER)
+    return answer
+
+
+def move_files(source: Path, target: Path, descriptors: Mapping[str, int]) -> dict[str, Entry]:
     """Bring all files below ``source`` to the same places below ``target``, and make those that ranks have staged; each is on the disk
     before it leaves shared memory.
 
     Args:
         source, target: directories.
-        descriptors: of memory of ranks that this process has open already, as of ``open_memory``; they are closed.
+        descriptors: of memory of ranks, as of ``open_memory``; they are closed.
 
     Returns:
         Size and hash of each, as it was in memory, by its path below ``target``.
 
     Raises:
         OSError: a file cannot be written.
-        CheckpointError: there is none, or the memory of a staged one is gone.
+        CheckpointError: there is none, or one is staged in memory that is not open.
     """
     names = files_to_move(source, target)
-    with staged_files(source, names, descriptors or {}) as staged:
+    with staged_files(source, names, descriptors) as staged:
 
         def moved(name: str) -> tuple[str, Entry]:
             if name not in staged:
@@ -285,7 +314,7 @@ def move_files(source: Path, target: Path, descriptors: Mapping[str, int] | None
             else:
                 entry = staged[name].write((target / name).parent)
             (source / name).unlink()
-            return name.removesuffix(SUFFIX) if name in staged else name, entry
+            return plain_name(name), entry
 
         return dict(in_parallel(moved, names))
 

@@ -17,15 +17,25 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint.atomic import fsync_directory
-from megarl.checkpoint.background import free_memory, move_files, remove_tree_if_there, take_memory, tidy_memory
+from megarl.checkpoint.background import (
+    free_memory,
+    move_files,
+    remove_tree_if_there,
+    take_memory,
+    take_standard_output,
+    tidy_memory,
+)
 from megarl.checkpoint.manifest import Entry
+from megarl.checkpoint.staged_file import open_memory
 from megarl.errors import CheckpointError
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_NOTHING = "nothing waits in the memory of this node: its process was begun anew since"
 _END_S = 2.0
 """Until a process that is no longer wanted is killed, and until one that was killed is given up."""
 _REMOVALS, _REMOVAL_S = 50, 0.1
@@ -43,6 +53,7 @@ class NodeMemory:
     def __init__(self, checkpoint_dir: str, node: str) -> None:
         self._checkpoint_dir, self._node = Path(checkpoint_dir), node
         self._process: _Writer | None = None
+        self._kept_bytes = 0
 
     def tidy(self) -> None:
         """Remove what killed launches have left on this machine."""
@@ -51,7 +62,7 @@ class NodeMemory:
     def take(self, needed: int) -> str | None:
         """The path of an empty directory for ``needed`` bytes and a little more; None where there is no room."""
         self.free()
-        path = take_memory(self._checkpoint_dir, needed, self._node)
+        path = take_memory(self._checkpoint_dir, needed, self._node, self._kept_bytes)
         if path is None:
             return None
         try:
@@ -60,6 +71,20 @@ class NodeMemory:
             free_memory(self._checkpoint_dir, self._node)
             raise
         return str(path)
+
+    def hold(self) -> int:
+        """Open what the ranks have staged. Afterwards it does not matter what becomes of them.
+
+        Returns:
+            Bytes of memory that they keep for the next checkpoint.
+
+        Raises:
+            CheckpointError: that cannot be opened, or is no longer wanted; without the node's name.
+        """
+        if self._process is None:
+            raise CheckpointError(_NOTHING)
+        self._kept_bytes = self._process.hold()
+        return self._kept_bytes
 
     def write(self, target: str) -> dict[str, Entry]:
         """Bring what is in the directory to one on the disk, and remove it here. After an error ``free`` removes it.
@@ -71,11 +96,8 @@ class NodeMemory:
             CheckpointError: they could not be written, or are no longer wanted; without the node's name.
         """
         if self._process is None:
-            raise CheckpointError("nothing waits in the memory of this node: its process was begun anew since")
-        said = self._process.write(target)
-        if "files" not in said:
-            raise CheckpointError(said.get("reason", "the process that writes there was killed"))
-        files: dict[str, Entry] = said["files"]
+            raise CheckpointError(_NOTHING)
+        files: dict[str, Entry] = self._process.write(target)
         return files
 
     def free(self) -> None:
@@ -99,18 +121,27 @@ class _Writer:
             [sys.executable, "-c", program, str(source)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
         self._said: dict[str, Any] = {}
-        self._has_begun, self._has_ended = threading.Event(), threading.Event()
+        self._has_begun, self._holds, self._has_ended = threading.Event(), threading.Event(), threading.Event()
         threading.Thread(target=self._listen, name="listens to the writer of checkpoints", daemon=True).start()
 
-    def write(self, target: str) -> dict[str, Any]:
-        """What it says at its end."""
+    def hold(self) -> int:
+        """Have it open the memory of ranks; the bytes of that."""
+        return int(self._told(None, self._holds, "kept_bytes"))
+
+    def write(self, target: str) -> Any:
+        """Have it write to a directory; the entries of the files."""
+        return self._told(target, self._has_ended, "files")
+
+    def _told(self, order: str | None, answered: threading.Event, answer: str) -> Any:
         assert self._first.stdin is not None
         # one that is gone is told by the end of what it says
         with contextlib.suppress(OSError, ValueError):
-            self._first.stdin.write(f"{json.dumps(target)}\n".encode())
+            self._first.stdin.write(f"{json.dumps(order)}\n".encode())
             self._first.stdin.flush()
-        self._has_ended.wait()
-        return self._said
+        answered.wait()
+        if answer not in self._said:
+            raise CheckpointError(self._said.get("reason", "the process that writes there was killed"))
+        return self._said[answer]
 
     def end(self) -> None:
         """Take what it is to read from it: that is its end."""
@@ -130,31 +161,50 @@ class _Writer:
                 with contextlib.suppress(ValueError):
                     self._said |= json.loads(line)
                     self._has_begun.set()
+                    if "kept_bytes" in self._said:
+                        self._holds.set()
         self._first.wait()
+        self._holds.set()
         self._has_ended.set()
 
 
 def main(source: str) -> None:
-    """What the process does: wait for a directory on standard input, move the files there, and say on standard output what it has done."""
+    """What the process does: open the memory of ranks when that is asked for on standard input, wait for a directory there, move the files
+    to it, and say on standard output what it has done."""
     for each in _IGNORED:
         signal.signal(each, signal.SIG_IGN)
-    line = sys.stdin.buffer.readline()
-    if not line:
-        _leave(Path(source), 2)
-    threading.Thread(target=_end_with_asker, args=(Path(source),), daemon=True).start()
+    answer = take_standard_output()
+    descriptors: dict[str, int] = {}
     try:
-        files = written(Path(source), Path(json.loads(line)))
+        while (target := _order(Path(source))) is None:
+            descriptors = open_memory(Path(source))
+            _say(answer, kept_bytes=sum(os.fstat(descriptor).st_size for descriptor in descriptors.values()))
+        threading.Thread(target=_end_with_asker, args=(Path(source),), daemon=True).start()
+        files = written(Path(source), Path(target), descriptors)
         remove_tree_if_there(Path(source))
     except Exception as error:
         text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        _say(reason=f"{type(error).__name__}: {text}")
+        _say(answer, reason=f"{type(error).__name__}: {text}")
         _leave(Path(source), 1)
-    _say(files=files)
+    _say(answer, files=files)
     os._exit(0)
 
 
-def written(source: Path, target: Path) -> dict[str, Entry]:
+def _order(source: Path) -> str | None:
+    """What is asked for next: a directory to write to, or, None, that memory be opened. Leaves where whoever asks is gone."""
+    line = sys.stdin.buffer.readline()
+    if not line:
+        _leave(source, 2)
+    order: str | None = json.loads(line)
+    return order
+
+
+def written(source: Path, target: Path, descriptors: Mapping[str, int]) -> dict[str, Entry]:
     """Move the files of this node to the disk.
+
+    Args:
+        source, target: directories.
+        descriptors: of the memory of its ranks, as of ``open_memory``; they are closed.
 
     Returns:
         Size and hash of each, as it was in memory, by its path below ``target``.
@@ -163,18 +213,17 @@ def written(source: Path, target: Path) -> dict[str, Entry]:
         OSError: one cannot be written.
         CheckpointError: there is none.
     """
-    entries = move_files(source, target)
+    entries = move_files(source, target, descriptors)
     directories = {parent for name in entries for parent in (target / name).parents if parent == target or target in parent.parents}
     for directory in sorted(directories, reverse=True):
         fsync_directory(directory)
     return entries
 
 
-def _say(**said: Any) -> None:
+def _say(answer: int, **said: Any) -> None:
     # nobody may be there to hear it, and then the memory has to go all the same
-    with contextlib.suppress(OSError):
-        sys.stdout.write(f"{json.dumps(said)}\n")
-        sys.stdout.flush()
+    with contextlib.suppress(OSError), open(answer, "w", closefd=False) as stream:
+        stream.write(f"{json.dumps(said)}\n")
 
 
 def _end_with_asker(source: Path) -> None:

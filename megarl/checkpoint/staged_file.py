@@ -23,7 +23,19 @@ from megarl.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-SUFFIX = ".staged"
+SUFFIX = ".distcp.staged"
+"""Of a description. No other file of a checkpoint is called so."""
+_PLAIN_SUFFIX = ".distcp"
+
+
+def description_name(name: str) -> str:
+    """Name of the description of a file."""
+    return f"{name.removesuffix(_PLAIN_SUFFIX)}{SUFFIX}"
+
+
+def plain_name(name: str) -> str:
+    """Name of the file that a description is of; of another file, its own."""
+    return f"{name.removesuffix(SUFFIX)}{_PLAIN_SUFFIX}" if name.endswith(SUFFIX) else name
 
 
 class StagedFile:
@@ -31,25 +43,26 @@ class StagedFile:
 
     Args:
         description: path of the description.
-        descriptor: of the memory, where this process has it open; it is closed.
+        descriptor: of the memory, which is closed; None where nothing is in it.
 
     Raises:
-        CheckpointError: the memory is gone.
+        CheckpointError: it is no description, or its memory is not open.
         OSError: the description cannot be read.
     """
 
-    def __init__(self, description: Path, descriptor: int | None = None) -> None:
-        said = json.loads(description.read_text())
+    def __init__(self, description: Path, descriptor: int | None) -> None:
+        said = _read(description)
         self._pieces: list[dict[str, Any]] = said["pieces"]
-        self._name = description.name.removesuffix(SUFFIX)
+        self._name = plain_name(description.name)
         self._memory: mmap.mmap | None = None
-        opened = _opened(description) if descriptor is None else descriptor
-        if opened is not None:
+        if descriptor is not None:
             try:
                 # private, for torch takes no memory that must not be written to
-                self._memory = mmap.mmap(opened, os.fstat(opened).st_size, access=mmap.ACCESS_COPY)
+                self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=mmap.ACCESS_COPY)
             finally:
-                os.close(opened)
+                os.close(descriptor)
+        elif said["memory"] is not None:
+            raise CheckpointError(f"the memory that {self._name} is in is not open; a defect of megarl")
 
     def write(self, target: Path) -> Entry:
         """Make the file in the directory ``target``, and wait until it is on the disk.
@@ -99,7 +112,7 @@ def open_memory(source: Path) -> dict[str, int]:
         By path of its description below ``source``, a descriptor of each memory.
 
     Raises:
-        CheckpointError: the memory of one is gone.
+        CheckpointError: one is no description, or its memory cannot be opened.
         OSError: a description cannot be read.
     """
     opened: dict[str, int] = {}
@@ -109,10 +122,15 @@ def open_memory(source: Path) -> dict[str, int]:
             if descriptor is not None:
                 opened[path.relative_to(source).as_posix()] = descriptor
     except BaseException:
-        for descriptor in opened.values():
-            os.close(descriptor)
+        close_all(opened)
         raise
     return opened
+
+
+def close_all(descriptors: Mapping[str, int]) -> None:
+    """Close what ``open_memory`` has opened."""
+    for descriptor in descriptors.values():
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -122,13 +140,13 @@ def staged_files(source: Path, names: Iterable[str], descriptors: Mapping[str, i
     Args:
         source: a directory.
         names: paths of files below it.
-        descriptors: of memory that this process has open already, by paths of descriptions below ``source``.
+        descriptors: of their memory, by paths of descriptions below ``source``; they are closed.
 
     Yields:
         By path of its description below ``source``, each file that is to be made.
 
     Raises:
-        CheckpointError: the memory of one is gone.
+        CheckpointError: one is no description, or its memory is not open.
         OSError: a description cannot be read.
     """
     opened: dict[str, StagedFile] = {}
@@ -178,18 +196,36 @@ class _Stream:
         """Nothing: the file is flushed as a whole."""
 
 
+def _read(description: Path) -> dict[str, Any]:
+    """What a description says.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    try:
+        said = json.loads(description.read_text())
+        if said.keys() == {"memory", "pieces"}:
+            return dict(said)
+    except (ValueError, AttributeError):
+        pass
+    raise CheckpointError(f"{description} is no file of megarl's. Fix: no file of the model may be called *{SUFFIX}")
+
+
 def _opened(description: Path) -> int | None:
     """A descriptor of the memory that a description names; None where it names none, for nothing is in it."""
-    address = json.loads(description.read_text())["memory"]
+    address = _read(description)["memory"]
     if address is None:
         return None
-    gone = f"process {address['process']} has ended before the memory that {description.name.removesuffix(SUFFIX)} is in could be opened"
+    what = f"the memory of process {address['process']} that {plain_name(description.name)} is in cannot be opened"
     try:
-        descriptor = os.open(f"/proc/{address['process']}/fd/{address['descriptor']}", os.O_RDONLY | os.O_CLOEXEC)
+        # what it leads to by now may be a pipe
+        descriptor = os.open(f"/proc/{address['process']}/fd/{address['descriptor']}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise CheckpointError(f"{what}: the process has ended") from None
     except OSError as error:
-        raise CheckpointError(f"{gone}: {os.strerror(error.errno or 0)}") from None
+        raise CheckpointError(f"{what}: {error.strerror}. Fix: run driver and ranks of a node in one container") from None
     status = os.fstat(descriptor)
     if (status.st_dev, status.st_ino) != (address["device"], address["inode"]):
         os.close(descriptor)
-        raise CheckpointError(f"{gone}, and its number is another one's")
+        raise CheckpointError(f"{what}: the process has ended, and its number is another one's")
     return descriptor

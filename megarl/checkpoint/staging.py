@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import psutil
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _item_size, _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megarl.checkpoint.background import waits_in_memory
-from megarl.checkpoint.staged_file import SUFFIX, tensor_at
+from megarl.checkpoint.host_memory import available_bytes
+from megarl.checkpoint.staged_file import description_name, tensor_at
 from megarl.checkpoint.storage import storage_error
 from megarl.errors import CheckpointError
 
@@ -54,7 +54,7 @@ class StagedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of its values."""
+        """Bytes of the values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -101,7 +101,7 @@ class StagingBuffer:
             spans.append((length, each["length"]))
             length += each["length"]
         description = {"memory": self._address(), "pieces": described}
-        path.with_name(path.name + SUFFIX).write_text(json.dumps(description))
+        path.with_name(description_name(path.name)).write_text(json.dumps(description))
         return spans
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class StagingBuffer:
     def _reserve(self, size: int) -> None:
         if size <= self._capacity:
             return
-        available = psutil.virtual_memory().available
+        available = available_bytes()
         if size - self._capacity > available:
             raise CheckpointError(f"{size - self._capacity} bytes more of memory are needed to copy it, and {available} are available")
         if self._descriptor is None:
@@ -154,8 +154,12 @@ class StagingBuffers:
         self._buffers: dict[str, StagingBuffer] = {}
 
     def of(self, directory: Path) -> StagingBuffer | None:
-        """The buffer of ``directory``, and of directories of its name in other checkpoints; None where it is on the disk already."""
-        return self._buffers.setdefault(directory.name, StagingBuffer()) if waits_in_memory(directory) else None
+        """The buffer of ``directory``, and of directories of its name in other checkpoints. None where it is on the disk already: then the
+        memory of all is given back."""
+        if waits_in_memory(directory):
+            return self._buffers.setdefault(directory.name, StagingBuffer())
+        self.close()
+        return None
 
     def close(self) -> None:
         """Give all of the memory back."""
@@ -202,7 +206,7 @@ class RankWriter(dcp.FileSystemWriter):
         self._directory, self._buffer = directory, buffer
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """As of DCP."""
+        """Write or stage what a plan gives to this rank; as of DCP."""
         if self._buffer is None:
             try:
                 return super().write_data(plan, planner)
@@ -212,13 +216,16 @@ class RankWriter(dcp.FileSystemWriter):
         found: list[tuple[WriteItem, Any]] = [(item, planner.resolve_data(item)) for item in plan.items]
         plain = [(item, data) for item, data in found if item.type == WriteItemType.BYTE_IO]
         tensors = [(item, staged(data)) for item, data in found if item.type != WriteItemType.BYTE_IO]
+        if torch.cuda.is_available():
+            # so does DCP, which copies from the device while it writes
+            tensors.sort(key=lambda each: _item_size(each[0]))
         future: Future[list[WriteResult]] = Future()
         future.set_result(staged_results(self._buffer, self._directory / name, name, plain, tensors))
         return future
 
 
 class _Counted:
-    """Is written to, and keeps how much alone."""
+    """A stream that counts bytes and keeps none."""
 
     def __init__(self) -> None:
         self.length = 0

@@ -163,9 +163,9 @@ class CheckpointingConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "training goes on when a checkpoint lies in shared memory (/dev/shm), what each rank has of it on its own node, from where "
-                "a process of each node writes it; the last one, and one that has no room there on some node, is written as without. The "
-                "memory of a rank's tensors is kept from one checkpoint to the next.",
+                "training goes on when a checkpoint lies in shared memory, what each rank has of it on its own node, from where a process "
+                "of each node writes it; the last one, and one for which some node has not the memory, is written as without. The memory "
+                "of a rank's tensors is kept from one checkpoint to the next.",
                 default=False,
             ),
         ]

@@ -12,7 +12,7 @@ import pytest
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
-from tests.dist.save_jobs import PARTS, differences
+from tests.dist.save_jobs import PARTS, differences, files_of
 from tests.gpu import jobs
 from tests.gpu.conftest import DeviceProcess, needs_device
 from tests.models import policy_config
@@ -31,3 +31,4 @@ def test_a_staged_checkpoint_is_the_one_that_is_written(
     cuda.run(jobs.save_staged, backend, config, BATCHES, tmp_path)
     for part in PARTS:
         assert differences(tmp_path / "staged" / part, tmp_path / "written" / part) == []
+    assert files_of(tmp_path / "staged") == files_of(tmp_path / "written")

@@ -72,12 +72,10 @@ class EngineInActor(RolloutEngine):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self.hangs, self._connected, self._version = False, False, None
-        options: dict[str, Any] = {"num_cpus": 0}
+        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": {run_secret.VARIABLE: run_secret.drawn_secret()}}}
         if self.cluster is not None:
             [place] = self.cluster.get_placement_groups()
-            secret = {run_secret.VARIABLE: run_secret.drawn_secret()}
-            options = {"num_cpus": 1, "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=place)}
-            options["runtime_env"] = {"env_vars": secret}
+            options |= {"num_cpus": 1, "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=place)}
         self.actor: Any = ray.remote(Served).options(**options).remote(self.config)
         if self.info is not None:
             self.results([self.actor.expect.remote(self.info)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -136,7 +135,7 @@ def test_a_run_that_is_to_end_at_once_leaves_nothing_half_done(tmp_path: Path, m
 
 
 def test_without_room_in_memory_it_is_written_as_without(tmp_path: Path, model: str, data: str) -> None:
-    full = mock.patch.object(background.shutil, "disk_usage", return_value=shutil._ntuple_diskusage(10, 9, 1))  # type: ignore[attr-defined]
+    full = mock.patch.object(background, "available_bytes", return_value=1)
     with full, watched_writes() as writes:
         assert run(config_of(tmp_path, model, data), PolicyMaker()) == 0
     assert writes == [] and checkpoints(tmp_path) == STEPS_OF_RUN
@@ -208,6 +207,25 @@ def test_what_has_no_room_in_memory_after_all_is_written_at_once(
     assert "is written to the disk at once: No space left on device" in caplog.text and not memory.exists()
 
 
+def test_memory_that_cannot_be_opened_costs_no_checkpoint(
+    tmp_path: Path, model: str, data: str, synchronous: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = CheckpointError("cannot be opened: Permission denied")
+    with mock.patch.object(background, "open_memory", side_effect=refused), watched_writes() as writes:
+        assert run(config_of(tmp_path, model, data), PolicyMaker()) == 0
+    assert writes == [] and checkpoints(tmp_path) == STEPS_OF_RUN
+    assert "is written to the disk at once: cannot be opened: Permission denied" in caplog.text
+    assert comparable(tmp_path) == comparable(synchronous) and not memory_of(tmp_path / "checkpoints").exists()
+
+
+def test_memory_that_ranks_keep_is_not_needed_once_more(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with mock.patch.object(background, "available_bytes", return_value=500):
+        assert take_memory(tmp_path, 900) is None and take_memory(tmp_path, 900, kept_bytes=600) is None
+        assert take_memory(tmp_path, 900, kept_bytes=900) is not None and take_memory(tmp_path, 400) is not None
+    free_memory(tmp_path)
+
+
 def test_a_run_that_ends_while_the_workers_write_leaves_nothing_in_memory(tmp_path: Path, model: str, data: str) -> None:
     def end_at_once(number: int, weights: Path) -> bool:
         if number == 2:
@@ -252,13 +270,13 @@ def test_a_full_disk_is_told_by_the_writer(tmp_path: Path) -> None:
     (target / "policy" / "weights").mkdir(parents=True)
     (target / "policy" / "weights" / "b").symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match="No space left on device"):
-        BackgroundWrite(source, target).wait(60.0)
+        BackgroundWrite(source, target, {}).wait(60.0)
     assert not source.exists()
 
 
 def test_a_writer_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     source, target = prepared(tmp_path)
-    write = BackgroundWrite(source, target)
+    write = BackgroundWrite(source, target, {})
     os.kill(write.process_id, signal.SIGSTOP)
     with pytest.raises(CheckpointError, match=r"not written within 0\.1 s"):
         write.wait(0.1)
@@ -271,7 +289,7 @@ sys.path[:] = {path!r}
 import os, signal
 from pathlib import Path
 from megarl.checkpoint.background import BackgroundWrite
-write = BackgroundWrite(Path(sys.argv[1]), Path(sys.argv[2]))
+write = BackgroundWrite(Path(sys.argv[1]), Path(sys.argv[2]), {{}})
 os.kill(write.process_id, signal.SIGSTOP)
 print(write.process_id, flush=True)
 sys.stdin.read()

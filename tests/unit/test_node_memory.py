@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +14,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from megarl.checkpoint import background, node_memory
 from megarl.checkpoint.background import memory_of, seal, take_memory, tidy_memory
 from megarl.checkpoint.manifest import MANIFEST_NAME, verify, write_manifest
 from megarl.checkpoint.node_memory import NodeMemory
+from megarl.checkpoint.staging import StagingBuffer, staged
 from megarl.errors import CheckpointError
 from tests.node_writers import LONGEST_S, await_end, writer_of, writers
 
@@ -90,7 +92,7 @@ def test_each_file_is_on_the_disk_before_it_leaves_memory_and_so_are_the_directo
         real(descriptor)
 
     with mock.patch.object(os, "fsync", fsync):
-        node_memory.written(source, target)
+        node_memory.written(source, target, {})
     files = {target / name for name in FILES["n1"]}
     directories = [target / name for name in ("policy/weights/hf", "policy/weights", "policy/optimizer", "policy", ".")]
     assert set(order[: len(files)]) == files and order[len(files) :] == directories
@@ -98,7 +100,7 @@ def test_each_file_is_on_the_disk_before_it_leaves_memory_and_so_are_the_directo
 
 
 def test_no_room_is_known_before(target: Path, memories: dict[str, NodeMemory]) -> None:
-    full = mock.patch.object(background.shutil, "disk_usage", return_value=shutil._ntuple_diskusage(10, 9, 1))  # type: ignore[attr-defined]
+    full = mock.patch.object(background, "available_bytes", return_value=1)
     with full:
         assert memories["n1"].take(1) is None
     assert writers(target.parent) == [] and not memory_of(target.parent, "n1").exists()
@@ -124,6 +126,34 @@ def test_memory_that_was_freed_has_nothing_to_write(target: Path, memories: dict
     memories["n1"].free()
     with pytest.raises(CheckpointError, match="nothing waits in the memory of this node"):
         memories["n1"].write(str(target))
+
+
+def test_ranks_may_end_when_their_memory_is_held(target: Path, memories: dict[str, NodeMemory]) -> None:
+    """And what they keep for the next checkpoint is not needed once more."""
+    place = fill(memories["n1"].take(1), FILES["n1"])
+    buffer = StagingBuffer()
+    buffer.write(place / "policy" / "weights" / "__9_0.distcp", [b"bytes", staged(torch.arange(7.0))])
+    assert memories["n1"].hold() == 128
+    buffer.close()
+    files = memories["n1"].write(str(target))
+    assert files.keys() == FILES["n1"].keys() | {"policy/weights/__9_0.distcp"}
+    content = (target / "policy" / "weights" / "__9_0.distcp").read_bytes()
+    assert content.startswith(b"bytes") and torch.equal(torch.load(io.BytesIO(content[5:])), torch.arange(7.0))
+    with mock.patch.object(background, "available_bytes", return_value=0):
+        assert memories["n1"].take(100) is not None and memories["n1"].take(104) is None
+
+
+def test_memory_that_cannot_be_held_is_told_of(target: Path, memories: dict[str, NodeMemory]) -> None:
+    place = fill(memories["n1"].take(1), FILES["n1"])
+    buffer = StagingBuffer()
+    buffer.write(place / "__9_0.distcp", [b"bytes"])
+    buffer.close()
+    with pytest.raises(CheckpointError, match=rf"the memory of process {os.getpid()} that __9_0\.distcp is in cannot be opened"):
+        memories["n1"].hold()
+    assert not place.exists() and writers(target.parent) == []
+    memories["n1"].free()
+    with pytest.raises(CheckpointError, match="nothing waits in the memory of this node"):
+        memories["n1"].hold()
 
 
 def test_a_process_that_is_killed_is_told_of_and_nothing_is_left(target: Path, memories: dict[str, NodeMemory]) -> None:

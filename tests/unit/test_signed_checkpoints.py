@@ -205,7 +205,7 @@ def test_a_checkpoint_that_is_written_beside_the_steps_is_signed(tmp_path: Path,
     memory = take_memory(directory, 1000)
     assert memory is not None
     (memory / "weights").write_bytes(b"weights")
-    BackgroundWrite(memory, path).wait(60.0)
+    BackgroundWrite(memory, path, {}).wait(60.0)
     final = writer.finalize_checkpoint(path, is_sealed=True)
     assert verify(final, key=KEY.encode()) == [] and verify(final, key=b"k" * 32) != []
 

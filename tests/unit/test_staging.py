@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -28,12 +27,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.checkpoint.background import BackgroundWrite, memory_of, move_files, waits_in_memory
-from megarl.checkpoint.staged_file import SUFFIX, staged_files
+from megarl.checkpoint import background, staging
+from megarl.checkpoint.background import BackgroundWrite, memory_of, waits_in_memory
+from megarl.checkpoint.staged_file import description_name, open_memory, staged_files
 from megarl.checkpoint.staging import RankWriter, StagingBuffer, StagingBuffers, staged, staged_results
 from megarl.errors import CheckpointError
 
 NAME = "__0_0.distcp"
+DESCRIPTION = description_name(NAME)
 DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -90,6 +91,10 @@ def stage(buffer: StagingBuffer, directory: Path, data: list[Any]) -> list[Write
     return staged_results(buffer, directory / NAME, NAME, plain, [(item, staged(each)) for item, each in tensors])
 
 
+def move_files(source: Path, target: Path) -> Any:
+    return background.move_files(source, target, open_memory(source))
+
+
 @pytest.fixture
 def buffer() -> Iterator[StagingBuffer]:
     buffer = StagingBuffer()
@@ -131,7 +136,7 @@ def test_values_are_those_of_the_copy(buffer: StagingBuffer, tmp_path: Path) -> 
 
 def test_memory_is_kept_from_save_to_save(buffer: StagingBuffer, tmp_path: Path) -> None:
     def inode_and_size() -> tuple[int, int]:
-        memory = json.loads((tmp_path / (NAME + SUFFIX)).read_text())["memory"]
+        memory = json.loads((tmp_path / DESCRIPTION).read_text())["memory"]
         status = os.stat(f"/proc/self/fd/{memory['descriptor']}")
         return status.st_ino, status.st_size
 
@@ -168,18 +173,18 @@ def rank(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_rank_may_end_when_its_memory_is_open(rank: subprocess.Popen[str], tmp_path: Path) -> None:
-    name = NAME + SUFFIX
-    with staged_files(tmp_path / "memory", [name], {}) as opened:
+    source = tmp_path / "memory"
+    with staged_files(source, [DESCRIPTION], open_memory(source)) as opened:
         rank.kill()
         rank.communicate()
-        opened[name].write(tmp_path)
+        opened[DESCRIPTION].write(tmp_path)
     as_dcp_writes(tmp_path / "expected", [torch.arange(7.0), torch.ones(3, 5)])
     assert (tmp_path / NAME).read_bytes() == (tmp_path / "expected").read_bytes()
 
 
 def test_a_rank_may_end_as_soon_as_a_write_has_begun(rank: subprocess.Popen[str], tmp_path: Path) -> None:
     """The process that writes has not even started then."""
-    write = BackgroundWrite(tmp_path / "memory", tmp_path)
+    write = BackgroundWrite(tmp_path / "memory", tmp_path, open_memory(tmp_path / "memory"))
     os.kill(write.process_id, signal.SIGSTOP)
     rank.kill()
     rank.communicate()
@@ -193,15 +198,15 @@ def test_a_rank_may_end_as_soon_as_a_write_has_begun(rank: subprocess.Popen[str]
 def test_a_rank_that_has_ended_is_told_of(rank: subprocess.Popen[str], tmp_path: Path) -> None:
     rank.kill()
     rank.communicate()
-    for begin in (move_files, BackgroundWrite):
-        with pytest.raises(CheckpointError, match=rf"process {rank.pid} has ended before the memory that {NAME} is in could be opened"):
-            begin(tmp_path / "memory", tmp_path)
-    assert not (tmp_path / NAME).exists()
+    with pytest.raises(
+        CheckpointError, match=rf"the memory of process {rank.pid} that {NAME} is in cannot be opened: the process has ended"
+    ):
+        open_memory(tmp_path / "memory")
 
 
 def test_memory_of_another_one_under_the_same_number_is_not_taken(buffer: StagingBuffer, tmp_path: Path) -> None:
     stage(buffer, tmp_path, [torch.arange(7.0)])
-    description = tmp_path / (NAME + SUFFIX)
+    description = tmp_path / DESCRIPTION
     said = json.loads(description.read_text())
     said["memory"]["inode"] += 1
     description.write_text(json.dumps(said))
@@ -245,7 +250,7 @@ def test_dcp_tells_of_a_disk_that_has_room_for_the_beginning(tmp_path: Path) -> 
 
 def test_an_archive_of_another_length_than_its_index_says_is_refused(buffer: StagingBuffer, tmp_path: Path) -> None:
     stage(buffer, tmp_path, [torch.arange(7.0)])
-    description = tmp_path / (NAME + SUFFIX)
+    description = tmp_path / DESCRIPTION
     said = json.loads(description.read_text())
     said["pieces"][0]["length"] += 64
     description.write_text(json.dumps(said))
@@ -254,8 +259,7 @@ def test_an_archive_of_another_length_than_its_index_says_is_refused(buffer: Sta
 
 
 def test_without_memory_it_is_not_begun(buffer: StagingBuffer, tmp_path: Path) -> None:
-    little = mock.Mock(available=5000)
-    with mock.patch.object(psutil, "virtual_memory", return_value=little):
+    with mock.patch.object(staging, "available_bytes", return_value=5000):
         stage(buffer, tmp_path, [torch.zeros(1000)])
         with pytest.raises(CheckpointError, match="8000 bytes more of memory are needed to copy it, and 5000 are available"):
             stage(buffer, tmp_path / "more", [torch.zeros(3000)])
@@ -276,3 +280,53 @@ def test_only_what_waits_in_memory_is_staged(tmp_path: Path) -> None:
     weights = buffers.of(memory / "policy" / "weights")
     assert weights is not None and weights is buffers.of(memory / "policy" / "weights")
     assert weights is not buffers.of(memory / "policy" / "optimizer")
+
+
+def test_memory_is_given_back_where_a_checkpoint_is_written_at_once(tmp_path: Path) -> None:
+    """Also what was staged before the next directory had no room."""
+    buffers = StagingBuffers()
+    weights = buffers.of(memory_of(tmp_path) / "policy" / "weights")
+    assert weights is not None
+    stage(weights, tmp_path, [torch.arange(7.0)])
+    descriptor = json.loads((tmp_path / DESCRIPTION).read_text())["memory"]["descriptor"]
+    assert os.path.exists(f"/proc/self/fd/{descriptor}") and buffers.of(tmp_path / "weights") is None
+    assert not os.path.exists(f"/proc/self/fd/{descriptor}")
+
+
+@pytest.mark.parametrize("content", ["plain text", "[]", "{}", '{"pieces": []}', "3"])
+def test_a_file_of_the_model_is_not_taken_for_one_of_ours(tmp_path: Path, content: str) -> None:
+    (tmp_path / DESCRIPTION).write_text(content)
+    with pytest.raises(CheckpointError, match=r"is no file of megarl's. Fix: no file of the model may be called \*\.distcp\.staged"):
+        open_memory(tmp_path)
+    (tmp_path / DESCRIPTION).rename(tmp_path / "a.staged")
+    assert open_memory(tmp_path) == {}
+
+
+def test_a_process_that_may_not_be_looked_into_is_told_of(buffer: StagingBuffer, tmp_path: Path) -> None:
+    stage(buffer, tmp_path, [torch.arange(7.0)])
+    refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    with mock.patch.object(os, "open", side_effect=refused), pytest.raises(CheckpointError, match=r"Permission denied\. Fix: run driver"):
+        open_memory(tmp_path)
+
+
+PRINTING = """
+import sys
+sys.path[:] = {path!r}
+sys.modules["torch"] = type(sys)("torch")
+sys.modules["torch"].__getattr__ = lambda name: print("hello from a library") or 1 / 0
+from megarl.checkpoint.background import main
+main(*sys.argv[1:])
+"""
+
+
+def test_what_a_library_prints_is_no_answer(buffer: StagingBuffer, tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    stage(buffer, tmp_path / "memory", [torch.arange(7.0)])
+    descriptors = open_memory(tmp_path / "memory")
+    command = [sys.executable, "-c", PRINTING.format(path=sys.path), str(tmp_path / "memory"), str(tmp_path), json.dumps(descriptors)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=tuple(descriptors.values())) as process:
+        assert process.stdout is not None and process.stderr is not None
+        answer, beside = process.stdout.read(), process.stderr.read()
+    assert process.returncode == 1 and json.loads(answer) == {"reason": "ZeroDivisionError: division by zero"}
+    assert b"hello from a library" in beside

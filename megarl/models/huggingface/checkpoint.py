@@ -38,14 +38,14 @@ OptimizerState = dict[str, Any]
 """``state``: {parameter name: {key: tensor or number}}; ``param_groups``: hyperparameters and ``params``, a list of parameter names."""
 
 
-def save_weights(state: Mapping[str, torch.Tensor], directory: Path, staging: StagingBuffer | None) -> None:
+def save_weights(state: Mapping[str, torch.Tensor], directory: Path, buffer: StagingBuffer | None) -> None:
     """Write the weights to ``directory``, or stage them. A collective over all ranks.
 
     Raises:
         CheckpointError: ``directory`` is not empty, or cannot be written.
     """
     with appears_whole(directory) as partial:
-        _write(state, partial, staging)
+        _write(state, partial, buffer)
 
 
 def load_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
@@ -58,7 +58,7 @@ def load_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
 
 
 def save_optimizer(
-    state: OptimizerState, scheduler: LRScheduler | None, runtime: DeviceRuntime, directory: Path, staging: StagingBuffer | None
+    state: OptimizerState, scheduler: LRScheduler | None, runtime: DeviceRuntime, directory: Path, buffer: StagingBuffer | None
 ) -> None:
     """Write optimizer state, schedule and every rank's random-number states to ``directory``; tensors may be staged. A collective over all
     ranks.
@@ -73,7 +73,7 @@ def save_optimizer(
         "schedule": None if scheduler is None else {"kind": type(scheduler).__name__, "state": scheduler.state_dict()},
     }
     with appears_whole(directory) as partial:
-        _write(tensors, partial, staging)
+        _write(tensors, partial, buffer)
         with failing_together(f"writing schedule and random-number states to {directory}"):
             if dist.get_rank() == 0:
                 torch.save(plain, partial / PLAIN_FILE)
@@ -195,10 +195,10 @@ def _restore_schedule(scheduler: LRScheduler | None, saved: Mapping[str, Any] | 
         scheduler.load_state_dict(saved["state"])
 
 
-def _write(state: Mapping[str, torch.Tensor], directory: Path, staging: StagingBuffer | None) -> None:
+def _write(state: Mapping[str, torch.Tensor], directory: Path, buffer: StagingBuffer | None) -> None:
     try:
         with warnings.catch_warnings(action="ignore"):  # DCP warns of its own future deprecations
-            dcp.save(dict(state), storage_writer=RankWriter(directory, staging))
+            dcp.save(dict(state), storage_writer=RankWriter(directory, buffer))
     except CheckpointException as error:  # raised on all ranks; not even an Exception
         raise CheckpointError(f"{directory} cannot be written: {error}. See to free space and permissions there") from error
 

@@ -99,7 +99,7 @@ def save_weights(
     dtype: torch.dtype,
     directory: Path,
     said: Mapping[str, Any],
-    staging: StagingBuffer | None,
+    buffer: StagingBuffer | None,
 ) -> None:
     """Write the weights to ``directory``, or stage them. A collective over all ranks.
 
@@ -107,7 +107,7 @@ def save_weights(
     (``megarl convert export``); its config then says ``dtype``, and what else is ``said``.
     """
     with appears_whole(directory) as partial, cuda_literals():
-        save_sharded(_sharded(chunks), partial, StateStream(), staging)
+        save_sharded(_sharded(chunks), partial, StateStream(), buffer)
         with failing_together(f"copying config and tokenizer from {model} to {directory}"):
             if dist.get_rank() == 0:
                 copy_artifacts(model, partial / HF_DIRECTORY)
@@ -144,14 +144,14 @@ def save_optimizer(
     scheduler: OptimizerParamScheduler | None,
     runtime: DeviceRuntime,
     directory: Path,
-    staging: StagingBuffer | None,
+    buffer: StagingBuffer | None,
 ) -> None:
     """Write optimizer state, schedule and every rank's random-number states to ``directory``; the optimizer state may be staged. A
     collective over all ranks."""
     with appears_whole(directory) as partial, cuda_literals(), fused_style_adam(), exact_offsets() as stream:
         _initialize_state(optimizer)
         weights = _sharded(chunks)
-        save_sharded(optimizer.sharded_state_dict(weights, metadata=_metadata()), partial, stream, staging)
+        save_sharded(optimizer.sharded_state_dict(weights, metadata=_metadata()), partial, stream, buffer)
         with failing_together(f"writing schedule and random-number states to {directory}"):
             if dist.get_rank() == 0 and scheduler is not None:
                 (partial / SCHEDULE_FILE).write_text(json.dumps(scheduler.state_dict()))

@@ -42,14 +42,14 @@ _Tensors = Sequence[tuple[WriteItem, torch.Tensor]]
 _PIECES = "pieces of optimizer state"
 
 
-def save_sharded(state: dict[str, Any], directory: Path, stream: StateStream, staging: StagingBuffer | None = None) -> None:
+def save_sharded(state: dict[str, Any], directory: Path, stream: StateStream, buffer: StagingBuffer | None = None) -> None:
     """Write a sharded state dict of Megatron-Core to an empty directory. A collective over all ranks.
 
     Args:
         state: is changed.
         directory: of the files.
         stream: has the values of the outlines in ``state``.
-        staging: where this rank's file is staged; None: it is written.
+        buffer: where this rank's file is staged; None: it is written.
 
     Raises:
         CheckpointError: on all ranks, with the reason, where one of them could not write.
@@ -58,7 +58,7 @@ def save_sharded(state: dict[str, Any], directory: Path, stream: StateStream, st
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
     first = _FirstRank()
-    strategy = StreamedSave(stream, first.writes, staging)
+    strategy = StreamedSave(stream, first.writes, buffer)
     failure: CheckpointException | None = None
     try:
         with patched(*first.replacements()):
@@ -109,15 +109,15 @@ class StreamedSave(TorchDistSaveShardedStrategy):
     Args:
         stream: gives outlines their values.
         finishing: is given what writes the index on the first rank, and returns what is called in its place.
-        staging: where the file is staged; None: it is written.
+        buffer: where the file is staged; None: it is written.
     """
 
     def __init__(
-        self, stream: StateStream, finishing: Callable[[Callable[..., Any]], Callable[..., None]], staging: StagingBuffer | None = None
+        self, stream: StateStream, finishing: Callable[[Callable[..., Any]], Callable[..., None]], buffer: StagingBuffer | None = None
     ) -> None:
         # one file a rank: more would only make more files
         super().__init__("torch_dist", 1, thread_count=1)
-        self._stream, self._finishing, self._staging = stream, finishing, staging
+        self._stream, self._finishing, self._buffer = stream, finishing, buffer
 
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, *arguments: Any) -> Any:
         writer.finish = self._finishing(writer.finish)
@@ -128,7 +128,7 @@ class StreamedSave(TorchDistSaveShardedStrategy):
         """Write this rank's file. What fails here fails on all ranks, at the end of the save."""
         results: dict[int, Any] | Exception = {}
         for path, name, (plain, tensors) in writer.write_buckets:
-            written = self._staged(path, name, plain, tensors) if self._staging else self._written(writer, path, name, plain, tensors)
+            written = self._staged(path, name, plain, tensors) if self._buffer else self._written(writer, path, name, plain, tensors)
             results = written if isinstance(written, Exception) else {0: written}
         if writer.results_queue is not None:
             writer.results_queue.put(results)
@@ -147,10 +147,10 @@ class StreamedSave(TorchDistSaveShardedStrategy):
         return storage_error(written) if isinstance(written, Exception) else written
 
     def _staged(self, path: str, name: str, plain: _Plain, tensors: _Tensors) -> list[WriteResult] | Exception:
-        """The same of a file that is staged."""
-        assert self._staging is not None
+        """Where each piece of a file that is staged will lie, or what failed."""
+        assert self._buffer is not None
         try:
-            return staged_results(self._staging, Path(path), name, plain, [(item, self._to_stage(tensor)) for item, tensor in tensors])
+            return staged_results(self._buffer, Path(path), name, plain, [(item, self._to_stage(tensor)) for item, tensor in tensors])
         except Exception as error:
             return error
 

@@ -1,0 +1,26 @@
+"""Memory that a process of this machine may still take: what the system has, and what the control group of a container allows."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import psutil
+
+_VERSIONS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of control groups: directory, files of limit and usage, and the line of ``memory.stat`` with what is given back when it is needed."""
+
+
+def available_bytes() -> int:
+    """Bytes that can be taken without anything having to go."""
+    limits = [psutil.virtual_memory().available]
+    for directory, limit, usage, cached in _VERSIONS:
+        # absent, or "max" where there is no limit
+        with contextlib.suppress(OSError, ValueError):
+            stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+            used = int((directory / usage).read_text()) - int(stat.get(cached, 0))
+            limits.append(int((directory / limit).read_text()) - used)
+    return max(0, min(limits))
