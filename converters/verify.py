@@ -221,6 +221,21 @@ def logits_difference(one: Opened, other: Opened, tokens: int = 16) -> float:
     return float((results[0] - results[1]).abs().max())
 
 
+def require_known(directory: Path) -> None:
+    """Refuse a model that transformers does not know.
+
+    Raises:
+        ConversionError: it does not know what ``config.json`` calls the model.
+    """
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(directory)
+    except ValueError as error:
+        what = f"--logits: transformers does not compute this model: {str(error).splitlines()[0]}"
+        raise ConversionError(what, "leave --logits out") from error
+
+
 def _logits(opened: Opened, tokens: int) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -238,6 +253,7 @@ def _logits(opened: Opened, tokens: int) -> Any:
             directory, imported = Path(temporary) / "model", Path(temporary) / "imported"
             import_model(plan_import(opened.model.source, allow_unsupported=True), imported)
             export_model(plan_export(open_megatron(imported)), directory)
+        require_known(directory)
         # the grouped product of experts that transformers prefers does not take every width
         options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
         model = model_class.from_pretrained(directory, **options).eval()

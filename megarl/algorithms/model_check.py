@@ -179,7 +179,8 @@ def _read_config(policy: Mapping[str, Any], place: str | Path, **options: Any) -
         # Model code, the checks of a config's fields and the file system raise errors of many unrelated classes.
         raise ModelError(
             f"policy.model_name = {policy['model_name']!r}: its config.json cannot be used: {type(error).__name__}: {error}. "
-            "Fix: give the directory of a complete Hugging Face model"
+            "Fix: give the directory of a complete Hugging Face model; where transformers does not know its kind, one with a config class "
+            "beside it (auto_map in config.json) and policy.trust_remote_code=true"
         ) from error
 
 

@@ -175,12 +175,13 @@ def mean(values: Tensor) -> float:
 
 
 def answer_metrics(judged: Mapping[str, Tensor]) -> dict[str, float]:
-    """Figures of the answers that a step judged; rewards without those that are masked, and the accuracy where it is not the reward."""
+    """Figures of the answers that a step judged: rewards without those that are masked, and the accuracy where it is not the reward;
+    neither where there are none."""
     counted = ~judged["masked"]
-    accuracies = judged["accuracy"][counted] if "accuracy" in judged else None
+    accuracies = judged["accuracy"][counted] if "accuracy" in judged else judged["reward"][:0]
+    found = {"accuracy": accuracies[~accuracies.isnan()], "reward": judged["reward"][counted]}
     return {
-        **({} if accuracies is None else {"accuracy": mean(accuracies[~accuracies.isnan()])}),
-        "reward": mean(judged["reward"][counted]),
+        **{name: mean(values) for name, values in found.items() if len(values)},
         "generation_length": float(judged["generation_lengths"].double().mean()),
         "truncated": float(judged["truncated"].double().mean()),
     }

@@ -56,7 +56,10 @@ class DataSource(TypedDict):
     rejected_key: NotRequired[Annotated[str, Key("DPO and reward models: field with the worse answer, likewise.")]]
     tools_key: NotRequired[Annotated[str, Key("field with the list of tools that the chat template is told of; may be JSON text.")]]
     extra_keys: NotRequired[
-        Annotated[list[str], Key("further fields of a record; an environment finds their values in the ``fields`` of its records.")]
+        Annotated[
+            list[str],
+            Key("further fields of a record; a reward finds them in its ``record``, an environment in the ``fields`` of its records."),
+        ]
     ]
     env_name: NotRequired[Annotated[str, Key("name of the environment that judges answers to these prompts, a section of ``env``.")]]
     weight: NotRequired[

@@ -220,7 +220,7 @@ class SingleTurn:
 
     def _masked(self, columns: Sequence[Sequence[Score]], turn: Turn) -> list[bool]:
         """Whether each sample is left out of training; reports those without a reward, and refuses to go on where all are."""
-        masked, untold = [False] * len(turn.responses), list[str]()
+        masked, untold, told_before = [False] * len(turn.responses), list[str](), self._told
         for part, column in zip(self._parts, columns, strict=True):
             for row, score in enumerate(column):
                 if score.fault is not None:
@@ -229,7 +229,8 @@ class SingleTurn:
                     self._told += 1
                     untold += [] if tell else [f"record {turn.records[row].index}: {score.message}"]
         if untold:
-            logger.warning("%d further rewards of this batch could not be computed, the first of %s", len(untold), untold[0])
+            further = "further " if told_before < _TOLD else ""
+            logger.warning("%d %srewards of this batch could not be computed, the first of %s", len(untold), further, untold[0])
         self._batches_without_scores = self._batches_without_scores + 1 if masked and all(masked) else 0
         if self._batches_without_scores >= _BATCHES:
             first = next(score.message for column in columns for score in column if score.fault is not None)
@@ -252,8 +253,8 @@ class SingleTurn:
         if decision == "mask" and score.fault == "error" and is_import_path(part.spec.name) and not self._advised:
             self._advised = True
             logger.warning(
-                "%s: a response that it raises on is neither rewarded nor punished, and a policy may learn to give such ones. Where the "
-                "response is at fault, return 0, or set env.on_error to zero",
+                "%s: a response that it does not score, because it raises, dies or returns no number, is neither rewarded nor punished, "
+                "and a policy may learn to give such ones. Where the response is at fault, return 0, or set env.on_error to zero",
                 part.spec.name,
             )
         return bool(decision == "mask")

@@ -29,6 +29,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any, Literal
 
 from megarl import env
@@ -38,7 +39,7 @@ from megarl.import_path import is_import_path
 from megarl.redaction import LineRedactor, learn, redact_log, redacted_text
 from megarl.rollout.mathematics import JudgementTimeoutError, math_verify
 from megarl.rollout.mathematics import fault_of_reference as fault_of_mathematics
-from megarl.rollout.rewards import Reward, RewardSpec, Task, get_reward, verdict
+from megarl.rollout.rewards import Reward, RewardSpec, Task, VerdictError, get_reward, verdict
 from megarl.time_limit import OutOfTimeError, time_limit
 
 logger = logging.getLogger(__name__)
@@ -451,6 +452,14 @@ def _late(spec: RewardSpec) -> Score:
     return Score(None, "timeout" if spec.blames_answer else "error", f"no answer within {spec.timeout_s:g} s")
 
 
+def _place_of(error: BaseException) -> str:
+    """File and line that raised an error, in parentheses."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})"
+
+
 def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:
     """What a reward makes of a task, here and now.
 
@@ -466,9 +475,11 @@ def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:
         return _late(spec)
     except KeyboardInterrupt:
         raise
+    except VerdictError as error:
+        return Score(None, "error", str(error))
     # a user's function may raise anything, SystemExit too
     except BaseException as error:
-        return Score(None, "error", f"{type(error).__name__}: {error}")
+        return Score(None, "error", f"{type(error).__name__}: {error}{_place_of(error)}")
     if not abs(value) <= _LARGEST:
         return Score(None, "error", f"it returned {value}, and a finite number is wanted")
     if accuracy is None:

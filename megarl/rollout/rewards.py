@@ -22,6 +22,7 @@ import http.client
 import inspect
 import json
 import re
+import reprlib
 import time
 import urllib.error
 import urllib.request
@@ -228,6 +229,7 @@ def _code(
     )
 
 
+_PROMPT = "prompt"
 REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
     {
         "exact_match": _exact_match,
@@ -261,6 +263,9 @@ def _of_function(name: str, function: Callable[..., Any]) -> Reward:
     """A user's function, which says by its parameters what it takes."""
     fault, final = (getattr(function, name, None) for name in ("fault_of_reference", "final_answer"))
     if _takes(function, 2):
+        if next(iter(inspect.signature(function).parameters), "") == _PROMPT:
+            bound = f"it takes {inspect.signature(function)}; a function of two is given (response, answer), whatever it calls them"
+            raise ConfigError([Violation(REWARD, name, bound, "take (response, answer), or all of (prompt, response, record)")])
         return Reward(lambda task: function(task.response, task.answer), fault, final_answer=final)
     if _takes(function, 3):
         return Reward(lambda task: function(task.prompt, task.response, dict(task.record)), fault, wants_record=True, final_answer=final)
@@ -285,14 +290,25 @@ def verdict(value: Any) -> tuple[float, float | None]:
     """Score and accuracy of what a reward returned; no accuracy where it does not tell one.
 
     Raises:
-        TypeError, ValueError: it is no number, nor a mapping with one under ``score``.
+        VerdictError: it is no number, nor a mapping with one under ``score``.
     """
     if not isinstance(value, Mapping):
-        return float(value), None
+        return _number(value, "a number"), None
     if "score" not in value:
-        raise ValueError(f"it returned the keys {', '.join(map(str, value))}, and score is wanted")
+        raise VerdictError(f"it returned the keys {', '.join(map(str, value))}, and score is wanted")
     accuracy = value.get("acc")
-    return float(value["score"]), None if accuracy is None else float(accuracy)
+    return _number(value["score"], "a number as score"), None if accuracy is None else _number(accuracy, "a number as acc")
+
+
+class VerdictError(ValueError):
+    """A reward has returned what is none."""
+
+
+def _number(value: Any, wanted: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise VerdictError(f"it returned {reprlib.repr(value)}, and {wanted} is wanted") from None
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):

@@ -19,6 +19,7 @@ from megarl.algorithms.stopping import STOPPED
 from megarl.checkpoint.background import memory_of
 from megarl.checkpoint.manifest import MANIFEST_NAME, verify
 from megarl.checkpoint.restricted import METADATA_FILE, read_plain_index
+from megarl.checkpoint.staged_file import description_name
 from megarl.observe.launches import WORKERS, read_launches
 from tests.node_writers import await_end, writers
 from tests.system.test_resume import check_same
@@ -154,7 +155,8 @@ def test_each_node_writes_its_own_files_and_they_are_those_of_a_save_that_is_wai
         assert files.keys() == {"n1", "n2"} and not set(files["n1"]) & set(files["n2"])
         for part in ("weights", "optimizer"):
             shards = {node: [name for name in names if name.startswith(f"policy/{part}/__")] for node, names in files.items()}
-            assert shards == {node: [f"policy/{part}/__{rank}_0.distcp"] for rank, node in enumerate(("n1", "n2"))}
+            described = {node: [description_name(f"policy/{part}/__{rank}_0.distcp")] for rank, node in enumerate(("n1", "n2"))}
+            assert shards == described
         assert "policy/weights/.metadata" in files["n1"] and "policy/optimizer/rng_00001.safetensors" in files["n2"]
     assert checkpoints(tmp_path / "run") == STEPS_OF_RUN
     for name in STEPS_OF_RUN:

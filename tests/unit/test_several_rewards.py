@@ -129,11 +129,12 @@ def test_a_function_that_keeps_failing_is_said_in_a_line_a_batch(users: str, mad
     made[0].step(turn(["raises", "a", "raises", "raises"]))
     assert caplog.messages == [
         caplog.messages[0],
-        "2 further rewards of this batch could not be computed, the first of record 2: KeyError: 'abc'",
+        "2 further rewards of this batch could not be computed, the first of record 2: KeyError: 'abc' (users.py, line 6)",
     ]
     caplog.clear()
     made[0].step(turn(["a", "raises"]))
-    assert caplog.messages == ["1 further rewards of this batch could not be computed, the first of record 1: KeyError: 'abc'"]
+    said = "1 rewards of this batch could not be computed, the first of record 1: KeyError: 'abc' (users.py, line 6)"
+    assert caplog.messages == [said], "none was told one by one before"
 
 
 def test_each_reward_may_take_its_own_time(users: str, made: list[Any], tmp_path: Path) -> None:
@@ -149,7 +150,10 @@ def test_a_run_in_which_nothing_can_be_scored_ends(users: str, made: list[Any]) 
     made.append(SingleTurn(section(reward=f"{users}vowels")))
     for batch in (["raises"], ["raises", "raises"], ["a", "raises"], ["raises"], ["raises"]):
         assert made[0].step(turn(batch)).masked == [response == "raises" for response in batch]
-    with pytest.raises(RewardError, match=r"no response of 3 batches in a row could be scored; .* first fault is: KeyError: 'abc'\. Fix"):
+    with pytest.raises(
+        RewardError,
+        match=r"no response of 3 batches in a row could be scored; .* first fault is: KeyError: 'abc' \(users\.py, line 6\)\. Fix",
+    ):
         made[0].step(turn(["raises"]))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypeAlia
 
 from typing_extensions import TypedDict
 
-from megarl.errors import BatchError
+from megarl.errors import BatchError, ConfigError, Violation
 from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, POSITIVE_SHARE, SHARE, Key
 
 if TYPE_CHECKING:
@@ -400,7 +400,9 @@ class RolloutEngine(GenerationInterface):
         Returns:
             A number by which the policy's ranks tell the ranks of these engines from others (``Policy.hand_over_weights``).
         """
-        raise NotImplementedError(f"{type(self).__name__} takes no weights on the policy's devices: write colocated.enabled: false")
+        bound = f"{type(self).__name__} takes no weights on the policy's devices: it has no meet"
+        fix = "write policy.generation.colocated: {enabled: false, resources: {gpus_per_node: 1}}, and as many ranks more in cluster"
+        raise ConfigError([Violation("policy.generation.colocated.enabled", True, bound, fix)])
 
     def slices_wanted(self) -> WantedSlices | None:
         """What the engines' ranks read of the weights, asked of them once; None where they take whole weights. For
