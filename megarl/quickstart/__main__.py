@@ -86,7 +86,7 @@ def _run_all(chosen: argparse.Namespace, console: Console, stack: ExitStack) -> 
     except MegarlError as error:
         console.print(f"[bold red]quickstart failed[/]: {error}", markup=True, highlight=False)
         return error.exit_code
-    _report(summaries, console)
+    _report(summaries, console, shaped=any("env.reward" in change for change in chosen.overrides))
     if len(summaries) > 1:
         from megarl.observe.plots import compare_runs
 
@@ -194,8 +194,16 @@ def _validation_accuracies(metrics: Path) -> list[float]:
     return [row["validation/accuracy"] for row in rows if row.get("validation/accuracy") is not None]
 
 
-def _report(summaries: Sequence[Summary], console: Console) -> None:
-    table = Table(title="greedy validation accuracy over the same 256 problems")
+def _report(summaries: Sequence[Summary], console: Console, *, shaped: bool) -> None:
+    """Print a table of the runs.
+
+    Args:
+        summaries: a line each.
+        console: that prints.
+        shaped: the reward was not that of the quickstart, by which plain transformers count.
+    """
+    caption = "plain transformers: the share of exact matches, whatever env.reward says" if shaped else None
+    table = Table(title="greedy validation accuracy over the same 256 problems", caption=caption)
     for heading in ("seed", "before GRPO", "after GRPO", "gain", "plain transformers", "seconds"):
         table.add_column(heading, justify="right")
     for summary in summaries:

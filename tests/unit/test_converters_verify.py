@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from converters.command import main
+from converters.errors import ConversionError
 from converters.torch_dist.index import read_index, write_index
+from converters.verify import require_known
 from tests.unit.converters_tiny import save_tiny
 
 
@@ -171,3 +173,9 @@ def test_values_that_are_not_finite_are_said_by_import_and_verify(
     for path in ("hf", "mcore"):
         code, facts = run("verify", tmp_path / path)
         assert code == 1 and [(each["kind"], each["name"]) for each in facts["differences"]] == [("values", name)]
+
+
+def test_a_model_that_transformers_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "of_ones_own"}')
+    with pytest.raises(ConversionError, match=r"--logits: transformers does not compute this model: .*of_ones_own.*leave --logits out"):
+        require_known(tmp_path)
