@@ -288,6 +288,24 @@ BREAKS: Mapping[str, Break] = {
         "        if not",
         ("unit/test_node_memory.py",),
     ),
+    "checkpoints: a staged part of a tensor has the strides of the whole": Break(
+        "megarl/checkpoint/staging.py",
+        'like = values if is_alone else torch.empty_like(values, device="meta")',
+        "like = values",
+        ("unit/test_staging.py",),
+    ),
+    "checkpoints: another process's memory is taken for a rank's": Break(
+        "megarl/checkpoint/staged_file.py",
+        '(status.st_dev, status.st_ino) != (address["device"], address["inode"])',
+        "False",
+        ("unit/test_staging.py",),
+    ),
+    "stopping: what ends a run inside Ray ends it with 1": Break(
+        "megarl/algorithms/stopping.py", "raise SystemExit(self._ended_with) from None", "raise", ("unit/test_stopping.py",)
+    ),
+    "rewards: a function (prompt, response) judges the answer": Break(
+        "megarl/rollout/rewards.py", '"") == _PROMPT:', '"") == "":', ("unit/test_rewards.py",)
+    ),
     "out of memory: half a pass counts": Break(
         "megarl/models/engine/out_of_memory.py",
         "                backend.zero_grad()",

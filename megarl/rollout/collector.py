@@ -243,6 +243,10 @@ def _checked(result: EnvironmentReturn, rows: int) -> tuple[Tensor, Tensor]:
     Raises:
         BatchError: the answer does not fit the responses.
     """
+    if not isinstance(result, EnvironmentReturn):
+        raise BatchError(
+            f"the environment returned a {type(result).__name__}. Fix: return an EnvironmentReturn (megarl.rollout.environment)"
+        )
     sizes = {"rewards": len(result.rewards), "terminated": len(result.terminated), "masked": len(result.masked)}
     wrong = {name: size for name, size in sizes.items() if size != rows}
     if wrong:

@@ -453,6 +453,7 @@ class Answering:
         (EnvironmentReturn([1.0, None], [True, True], [True, False]), "the reward None"),
         (EnvironmentReturn([1.0, "1"], [True, True], [False, False]), "the reward '1'"),  # type: ignore[list-item]
         (EnvironmentReturn([1.0, 1.0], [True, True], [0.4, False]), r"masked = 0\.4"),  # type: ignore[list-item]
+        ([1.0, 1.0], r"returned a list\. Fix: return an EnvironmentReturn"),
     ],
 )
 def test_what_an_environment_returns_has_to_fit(result: EnvironmentReturn, message: str) -> None:
