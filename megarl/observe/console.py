@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from megarl.observe.step_line import format_number, format_seconds, step_fields, throughput_line
+from megarl.observe.step_line import REWARD_FAULTS, format_number, format_seconds, step_fields, throughput_line
 from megarl.observe.timing import STEP_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -27,16 +27,13 @@ _STYLES = {
     "progress": "bold",
     "loss": "cyan",
     "reward": "bold green",
+    "fault": "bold yellow",
     "grad": "yellow",
     "time": "white",
     "phases": "dim",
     "throughput": "magenta",
     "eta": "bright_black",
 }
-
-
-_FAULTS = frozenset({"reward_errors", "reward_timeouts"})
-"""Figures of a validation that are shown where they are not 0."""
 
 _OF_A_SET = "/samples"
 """Ends the name of the metric that every validation set has."""
@@ -128,7 +125,7 @@ class TrainingConsole:
         for name, value in metrics.items():
             of_set = next((each for each in sets if name.startswith(f"{each}/")), "")
             bare = name.removeprefix(f"{of_set}/") if of_set else name
-            if value or bare not in _FAULTS:
+            if value or bare not in REWARD_FAULTS:
                 lines[of_set][bare] = _number(value)
         for of_set, numbers in lines.items():
             shown = "  ".join(f"{name} {number}" for name, number in numbers.items() if number)

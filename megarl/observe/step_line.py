@@ -11,6 +11,8 @@ from megarl.observe.timing import STEP_SECONDS
 
 LOSS_NAMES = ("train/loss", "loss")
 REWARD_NAMES = ("train/reward", "reward", "train/reward_mean", "reward_mean", "train/mean_reward", "mean_reward")
+REWARD_FAULTS = ("reward_errors", "reward_timeouts")
+"""Counts of responses without a reward, shown where there are any."""
 ACCURACY_NAMES = ("validation/accuracy", "validation/reward")
 GRAD_NORM_NAMES = ("train/grad_norm", "grad_norm")
 THROUGHPUT_NAMES = ("performance/tokens_per_s", "train/tokens_per_s", "tokens_per_s", "tokens_per_second")
@@ -95,7 +97,7 @@ def step_fields(step: int, total_steps: int, metrics: Mapping[str, Any], eta_s: 
     """The parts of the line as (kind, text); two spaces join them.
 
     When the line would be wider than ``width`` columns, the parts that matter least go first: phases (shortest first), then
-    ETA, then throughput, then the time of the step. Progress, loss, reward and gradient norm always stay. Phases of less
+    ETA, then throughput, then the time of the step. Progress, loss, reward, what has none and gradient norm always stay. Phases of less
     than 0.05 s are not worth a column.
     """
     fields = [("progress", f"step {step:>{len(str(total_steps))}}/{total_steps}")]
@@ -104,6 +106,10 @@ def step_fields(step: int, total_steps: int, metrics: Mapping[str, Any], eta_s: 
         fields.append(("loss", f"loss {format_number(loss):>7}"))
     if reward is not None:
         fields.append(("reward", f"reward {reward:.3f}"))
+    for name in REWARD_FAULTS:
+        count = first_number(metrics, (f"train/{name}", name))
+        if count:
+            fields.append(("fault", f"{name} {count:.0f}"))
     if grad_norm is not None:
         fields.append(("grad", f"grad {grad_norm:>4.3g}"))
     optional: list[tuple[str, str]] = []

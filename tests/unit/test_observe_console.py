@@ -122,6 +122,14 @@ def test_missing_metrics_and_no_steps() -> None:
     assert re.search(r"step 4/7 +\d\.\d\ds", stream.getvalue())
 
 
+def test_responses_without_a_reward_are_counted_where_there_are_any() -> None:
+    metrics = {"train/loss": 1.0, "train/reward": 0.25, "train/reward_errors": 3, "train/reward_timeouts": 0}
+    fields = step_fields(3, 20, metrics, None, 100)
+    assert [text for _, text in fields[2:4]] == ["reward 0.250", "reward_errors 3"]
+    assert "reward_timeouts" not in str(fields)
+    assert "reward" not in str(step_fields(3, 20, {**metrics, "train/reward": None, "train/reward_errors": 0}, None, 100))
+
+
 def test_eta_is_the_median_step_times_the_steps_left() -> None:
     stream, clock = io.StringIO(), Clock()
     view = TrainingConsole(10, "t", console=Console(file=stream), clock=clock)
