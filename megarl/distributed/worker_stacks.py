@@ -13,7 +13,7 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,6 +45,8 @@ _MOST_FAULTS = 100
 _FAULTS, _CPU = slice(9, 11), slice(11, 15)
 """Places in ``/proc/PID/stat`` behind the name: page faults that read a disk, and ticks of CPU, each with those of ended children."""
 _GOING_ON = ("R", "D")
+_LOOKS_AGAIN, _PAUSE_S = 4, 0.023
+"""A thread that asks every few milliseconds whether it may go on runs at some moments, and one that computes at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,9 @@ def look_at(process_id: int, with_stack: bool = True) -> ProcessLook:
     state = read_state(process_id)
     if not with_stack or state in (STOPPED, GONE):
         return ProcessLook(state)
-    return ProcessLook(state, read_stack(process_id), read_activity(process_id))
+    # before its threads wake to write their stacks
+    activity = read_activity(process_id)
+    return ProcessLook(state, read_stack(process_id), activity)
 
 
 def kill_worker(process_id: int) -> None:
@@ -170,8 +174,18 @@ def read_activity(process_id: int) -> Activity | None:
         return None
     ticks = sum(sum(map(int, stat[_CPU])) for stat, _ in own)
     faults = sum(sum(map(int, stat[_FAULTS])) for stat, _ in own)
-    goes_on = any(stat[0] in _GOING_ON for each in processes for stat in _threads(each))
+    goes_on = _goes_on(processes) and all(_goes_on_after(_PAUSE_S, processes) for _ in range(_LOOKS_AGAIN))
     return Activity(at, ticks / os.sysconf("SC_CLK_TCK"), sum(count for _, count in own), faults, processes, goes_on)
+
+
+def _goes_on_after(seconds: float, processes: Iterable[int]) -> bool:
+    time.sleep(seconds)
+    return _goes_on(processes)
+
+
+def _goes_on(processes: Iterable[int]) -> bool:
+    """Whether a thread runs, or would if it had a processor, or waits for a disk or a network file system, at this moment."""
+    return any(stat[0] in _GOING_ON for each in processes for stat in _threads(each))
 
 
 def _stat(path: Path) -> list[str]:

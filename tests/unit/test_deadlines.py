@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.defaults import complete_run
+from megarl.distributed import worker_stacks
 from megarl.distributed.deadlines import PHASES, Call, PhaseDeadlines, at_step, keeping_durations, validating
 from megarl.distributed.worker_results import Deadline, blame
-from megarl.distributed.worker_stacks import GONE, RUNS, STOPPED, ProcessLook, look_at, read_state, register_stacks, worker_of
+from megarl.distributed.worker_stacks import (
+    GONE,
+    RUNS,
+    STOPPED,
+    ProcessLook,
+    look_at,
+    read_activity,
+    read_state,
+    register_stacks,
+    worker_of,
+)
 from megarl.errors import DeadlineError
 
 SECONDS = st.floats(0.0, 1e5)
@@ -216,3 +229,41 @@ IN_A_LAYER = ProcessLook(RUNS, f'Thread 0x2:\n  File "/x/transformers/modeling_q
 )
 def test_who_keeps_the_others_waiting(looks: list[ProcessLook | None], said: str) -> None:
     assert blame(["[a]", "[b]", "[c]"], looks) == said
+
+
+ASKING = """
+import threading, time
+def ask():
+    while True:
+        time.sleep(0.002)
+for _ in range(5):
+    threading.Thread(target=ask, daemon=True).start()
+print("asks", flush=True)
+ask()
+"""
+COMPUTING = """
+print("computes", flush=True)
+while True:
+    pass
+"""
+
+
+@pytest.mark.parametrize(("program", "computes"), [(ASKING, False), (COMPUTING, True)], ids=["asks", "computes"])
+def test_a_process_that_asks_again_and_again_whether_it_may_go_on_is_at_rest(program: str, computes: bool) -> None:
+    """At some moments one of its threads runs, and at all moments where it computes."""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None and child.stdout.readline()
+            seen = [read_activity(child.pid) for _ in range(8)]
+        finally:
+            child.kill()
+    goes_on = [each is not None and each.goes_on for each in seen]
+    assert all(goes_on) if computes else goes_on.count(False) > 4, goes_on
+
+
+@pytest.mark.parametrize(("states", "goes_on"), [("RS", False), ("RRRRS", False), ("S", False), ("RDRRR", True)])
+def test_a_thread_has_to_run_at_all_moments_to_count(states: str, goes_on: bool) -> None:
+    seen = iter(states)
+    with mock.patch.object(worker_stacks, "_threads", lambda process_id: iter([[next(seen)]])):
+        activity = read_activity(os.getpid())
+    assert activity is not None and activity.goes_on is goes_on and not [*seen]
