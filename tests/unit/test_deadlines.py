@@ -264,6 +264,6 @@ def test_a_process_that_asks_again_and_again_whether_it_may_go_on_is_at_rest(pro
 @pytest.mark.parametrize(("states", "goes_on"), [("RS", False), ("RRRRS", False), ("S", False), ("RDRRR", True)])
 def test_a_thread_has_to_run_at_all_moments_to_count(states: str, goes_on: bool) -> None:
     seen = iter(states)
-    with mock.patch.object(worker_stacks, "_threads", lambda process_id: iter([[next(seen)]])):
+    with mock.patch.object(worker_stacks, "_goes_on", lambda processes: next(seen) in worker_stacks._GOING_ON):
         activity = read_activity(os.getpid())
     assert activity is not None and activity.goes_on is goes_on and not [*seen]

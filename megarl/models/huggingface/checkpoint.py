@@ -38,7 +38,7 @@ OptimizerState = dict[str, Any]
 """``state``: {parameter name: {key: tensor or number}}; ``param_groups``: hyperparameters and ``params``, a list of parameter names."""
 
 
-def save_weights(state: Mapping[str, torch.Tensor], directory: Path, buffer: StagingBuffer | None) -> None:
+def save_weights(state: Mapping[str, torch.Tensor], directory: Path, buffer: StagingBuffer | None = None) -> None:
     """Write the weights to ``directory``, or stage them. A collective over all ranks.
 
     Raises:
@@ -58,7 +58,7 @@ def load_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
 
 
 def save_optimizer(
-    state: OptimizerState, scheduler: LRScheduler | None, runtime: DeviceRuntime, directory: Path, buffer: StagingBuffer | None
+    state: OptimizerState, scheduler: LRScheduler | None, runtime: DeviceRuntime, directory: Path, buffer: StagingBuffer | None = None
 ) -> None:
     """Write optimizer state, schedule and every rank's random-number states to ``directory``; tensors may be staged. A collective over all
     ranks.
@@ -195,7 +195,7 @@ def _restore_schedule(scheduler: LRScheduler | None, saved: Mapping[str, Any] | 
         scheduler.load_state_dict(saved["state"])
 
 
-def _write(state: Mapping[str, torch.Tensor], directory: Path, buffer: StagingBuffer | None) -> None:
+def _write(state: Mapping[str, torch.Tensor], directory: Path, buffer: StagingBuffer | None = None) -> None:
     try:
         with warnings.catch_warnings(action="ignore"):  # DCP warns of its own future deprecations
             dcp.save(dict(state), storage_writer=RankWriter(directory, buffer))

@@ -184,6 +184,7 @@ class MegatronBackend:
     ) -> None:
         self.policy = policy
         self._model_directory = source.directory
+        self._staging = StagingBuffers()
         self.runtime = runtime
         self.hf_config = AutoConfig.from_pretrained(source.directory, trust_remote_code=policy["trust_remote_code"])
         if scores(policy):
@@ -233,7 +234,6 @@ class MegatronBackend:
             self.chunks = wrap_for_data_parallel(stages, policy, self.groups)
             self.optimizer: MegatronOptimizer | None = build_optimizer(policy, self.chunks) if with_optimizer else None
             self.scheduler: OptimizerParamScheduler | None = build_scheduler(policy, self.optimizer) if self.optimizer else None
-        self._staging = StagingBuffers()
         self._mover = Mover(self.chunks, self.optimizer, self.runtime)
         balance = balance_settings(policy, self.architecture)
         self._recorded = RecordedPasses(self.chunks, balance, self.groups, self.experts, self.runtime.device) if balance else None

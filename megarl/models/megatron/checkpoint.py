@@ -99,7 +99,7 @@ def save_weights(
     dtype: torch.dtype,
     directory: Path,
     said: Mapping[str, Any],
-    buffer: StagingBuffer | None,
+    buffer: StagingBuffer | None = None,
 ) -> None:
     """Write the weights to ``directory``, or stage them. A collective over all ranks.
 
@@ -144,7 +144,7 @@ def save_optimizer(
     scheduler: OptimizerParamScheduler | None,
     runtime: DeviceRuntime,
     directory: Path,
-    buffer: StagingBuffer | None,
+    buffer: StagingBuffer | None = None,
 ) -> None:
     """Write optimizer state, schedule and every rank's random-number states to ``directory``; the optimizer state may be staged. A
     collective over all ranks."""
