@@ -8,19 +8,22 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megarl.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 TEMPORARY_PREFIX = "tmp_"
 """Start of the name of every directory that is not finished or on its way out; readers never look inside."""
-_SYNCING_THREADS = 8
+_THREADS = 8
+"""More only compete for the disk."""
 
 
 @contextmanager
@@ -102,6 +105,40 @@ def json_bytes(content: Any) -> bytes:
     return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
 
 
+def in_parallel(function: Callable[[Item], Result], items: Sequence[Item], threads: int | None = None) -> list[Result]:
+    """What a function that reads or writes files returns for each item, in their order. Its threads do not keep the program from ending
+    where one of them waits for a dead mount, as those of an executor would.
+
+    Args:
+        function: is called for each, by one thread.
+        items: paths or names of files.
+        threads: at most; None for as many as cores, and no more than compete for a disk.
+    """
+    if len(items) < 2:
+        return [function(item) for item in items]
+    found: list[Any] = [None] * len(items)
+    failures: list[BaseException] = []
+    numbers = iter(range(len(items)))
+
+    def work() -> None:
+        try:
+            # each number goes to one of them
+            for number in numbers:
+                found[number] = function(items[number])
+        except BaseException as error:
+            failures.append(error)
+
+    count = min(len(items), threads or min(_THREADS, os.cpu_count() or 1))
+    started = [threading.Thread(target=work, name="files", daemon=True) for _ in range(count)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return found
+
+
 def fsync_tree(root: Path) -> None:
     """Wait until every regular file and directory below ``root``, and ``root`` itself, is on disk."""
     directories: list[Path] = []
@@ -110,9 +147,7 @@ def fsync_tree(root: Path) -> None:
         directories.append(Path(directory))
         files += [path for path in (Path(directory) / name for name in names) if stat.S_ISREG(path.lstat().st_mode)]
     # a disk that is told of several files at once makes fewer journeys
-    with ThreadPoolExecutor(_SYNCING_THREADS) as pool:
-        for done in [pool.submit(_fsync, path, os.O_RDONLY | os.O_NOFOLLOW) for path in files]:
-            done.result()
+    in_parallel(lambda path: _fsync(path, os.O_RDONLY | os.O_NOFOLLOW), files, _THREADS)
     for path in directories:
         fsync_directory(path)
 

@@ -23,10 +23,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from megarl.checkpoint.atomic import fsync_directory, fsync_tree, remove_tree
+from megarl.checkpoint.atomic import fsync_directory, fsync_tree, in_parallel, remove_tree
 from megarl.checkpoint.host_memory import available_bytes
-from megarl.checkpoint.manifest import Entry, entry_of, in_parallel, write_manifest
-from megarl.checkpoint.staged_file import close_all, open_memory, plain_name, staged_files
+from megarl.checkpoint.manifest import Entry, entry_of, write_manifest
+from megarl.checkpoint.staged_file import close_all, memory_bytes, open_memory, plain_name, staged_files
 from megarl.errors import CheckpointError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -118,7 +118,7 @@ class OwnMemory:
 
     def hold(self) -> None:
         self._descriptors = open_memory(memory_of(self._checkpoint_dir))
-        self._kept_bytes = sum(os.fstat(descriptor).st_size for descriptor in self._descriptors.values())
+        self._kept_bytes = memory_bytes(self._descriptors)
 
     def write(self, target: Path) -> BackgroundWrite:
         descriptors, self._descriptors = self._descriptors, {}
@@ -276,10 +276,15 @@ def main(source: str, target: str, descriptors: str) -> None:
     try:
         seal(Path(target), move_files(Path(source), Path(target), json.loads(descriptors)))
     except Exception as error:
-        text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        os.write(answer, json.dumps({"reason": f"{type(error).__name__}: {text}"}).encode())
+        os.write(answer, json.dumps({"reason": reason_of(error)}).encode())
         os._exit(1)
     os._exit(0)
+
+
+def reason_of(error: Exception) -> str:
+    """Why files could not be written, in one line."""
+    text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+    return f"{type(error).__name__}: {text}"
 
 
 def take_standard_output() -> int:

@@ -11,16 +11,15 @@ import hashlib
 import json
 import os
 import stat
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from converters.checkpoint.signature import FIELD as SIGNATURE
 from converters.checkpoint.signature import MANIFEST_NAME, fault_of_signature, read_key, signature_of
 from converters.errors import ConversionError
-from megarl.checkpoint.atomic import fsync_directory, json_bytes, write_bytes_durably
+from megarl.checkpoint.atomic import fsync_directory, in_parallel, json_bytes, write_bytes_durably
 from megarl.checkpoint.storage import read_again
 from megarl.errors import CheckpointError, ConfigError, StorageError, Violation
 
@@ -29,18 +28,15 @@ __all__ = [
     "MANIFEST_NAME",
     "Entry",
     "entry_of",
-    "in_parallel",
     "read_signing_key",
     "sign_manifest",
     "verify",
     "write_manifest",
 ]
 
-Result = TypeVar("Result")
 SIGNING_KEY = "checkpointing.signing_key_file"
 _VERSION = 1
 ALGORITHM = "sha256"
-_HASHING_THREADS = 8  # hashlib lets go of the interpreter lock; more threads only compete for the disk
 
 
 Entry = dict[str, Any]
@@ -212,34 +208,6 @@ def _file_names(root: Path) -> Iterable[str]:
                 raise CheckpointError(f"{path} is a symbolic link or special file. Fix: put a copy of the file into the checkpoint")
             if path != root / MANIFEST_NAME:
                 yield path.relative_to(root).as_posix()
-
-
-def in_parallel(function: Callable[[str], Result], names: Sequence[str]) -> list[Result]:
-    """What a function that reads or writes files returns for each name, in their order. Its threads do not keep the program from ending
-    where one of them waits for a dead mount, as those of an executor would."""
-    if len(names) < 2:
-        return [function(name) for name in names]
-    found: list[Any] = [None] * len(names)
-    failures: list[BaseException] = []
-    numbers = iter(range(len(names)))
-
-    def work() -> None:
-        try:
-            # each number goes to one of them
-            for number in numbers:
-                found[number] = function(names[number])
-        except BaseException as error:
-            failures.append(error)
-
-    count = min(len(names), _HASHING_THREADS, os.cpu_count() or 1)
-    threads = [threading.Thread(target=work, name="hashing", daemon=True) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return found
 
 
 def _hash(path: Path) -> str:

@@ -25,13 +25,14 @@ from megarl.checkpoint.atomic import fsync_directory
 from megarl.checkpoint.background import (
     free_memory,
     move_files,
+    reason_of,
     remove_tree_if_there,
     take_memory,
     take_standard_output,
     tidy_memory,
 )
 from megarl.checkpoint.manifest import Entry
-from megarl.checkpoint.staged_file import open_memory
+from megarl.checkpoint.staged_file import memory_bytes, open_memory
 from megarl.errors import CheckpointError
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -178,13 +179,12 @@ def main(source: str) -> None:
     try:
         while (target := _order(Path(source))) is None:
             descriptors = open_memory(Path(source))
-            _say(answer, kept_bytes=sum(os.fstat(descriptor).st_size for descriptor in descriptors.values()))
+            _say(answer, kept_bytes=memory_bytes(descriptors))
         threading.Thread(target=_end_with_asker, args=(Path(source),), daemon=True).start()
         files = written(Path(source), Path(target), descriptors)
         remove_tree_if_there(Path(source))
     except Exception as error:
-        text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        _say(answer, reason=f"{type(error).__name__}: {text}")
+        _say(answer, reason=reason_of(error))
         _leave(Path(source), 1)
     _say(answer, files=files)
     os._exit(0)
