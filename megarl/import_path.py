@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from converters.python_file import PythonFileError, module_of_file
 from megarl.errors import ConfigError, Violation
+
+logger = logging.getLogger(__name__)
+
+_SLOW_S = 10.0
+"""Seconds after which a person is told that a module is still being run: one that never ends would look like a hanging program."""
 
 
 def is_import_path(text: str) -> bool:
@@ -32,7 +41,8 @@ def load_object(path: str, key: str) -> Any:
     if source.endswith(".py") and not file.is_file():
         raise _refused(key, path, f"there is no file {file.absolute()}", "give the path of a Python file")
     try:
-        module = module_of_file(file) if source.endswith(".py") else importlib.import_module(source)
+        with _told_when_slow(source, key):
+            module = module_of_file(file) if source.endswith(".py") else importlib.import_module(source)
     except PythonFileError as error:
         raise _refused(key, path, f"{source} {error}", f"mend {source}") from error
     # a user's code may fail in any way, and end itself
@@ -42,6 +52,19 @@ def load_object(path: str, key: str) -> Any:
         there = ", ".join(sorted(each for each in vars(module) if not each.startswith("_"))[:8])
         raise _refused(key, path, f"{source} has no {name}", f"write one of its names ({there})")
     return getattr(module, name)
+
+
+@contextlib.contextmanager
+def _told_when_slow(source: str, key: str) -> Iterator[None]:
+    """Say once that a module is still being run, if it takes long."""
+    text = "%s: %s is still being imported after %g s, and is waited for. Fix: keep what takes long out of the module's own lines"
+    timer = threading.Timer(_SLOW_S, logger.warning, (text, key, source, _SLOW_S))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _refused(key: str, path: str, bound: str, fix: str) -> ConfigError:

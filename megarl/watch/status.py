@@ -22,6 +22,7 @@ from megarl.observe.step_line import (
     ACCURACY_NAMES,
     LOSS_NAMES,
     RATED_PHASES,
+    REWARD_FAULTS,
     REWARD_NAMES,
     format_number,
     format_seconds,
@@ -46,6 +47,7 @@ _STYLES = {"running": "bold green", "finished": "bold green", "elsewhere": "bold
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _TREND, _BAR = 24, 24
 _NAMED = 6
+_NOTHING = Series((), ())
 
 
 def run(directory: str, as_json: bool = False, hashes: bool = False) -> int:
@@ -64,7 +66,8 @@ def run(directory: str, as_json: bool = False, hashes: bool = False) -> int:
 
 
 def as_plain(state: RunState) -> dict[str, Any]:
-    """The state as JSON holds it; of each metric that is shown, and of mismatch and memory, the last, first, smallest and largest value."""
+    """The state as JSON holds it; of each metric that is shown, and of mismatch and memory, the last, first, smallest and largest value; of
+    ``reward_errors`` and ``reward_timeouts`` the sum over all steps, where there are any."""
     fields = asdict(replace(state, series={}))  # which would be copied number by number
     del fields["series"]
     wanted = {name: curve for name, curve, _ in _shown_metrics(state.series)}
@@ -81,6 +84,7 @@ def as_plain(state: RunState) -> dict[str, Any]:
         }
         for name, curve in wanted.items()
     }
+    fields["reward_faults"] = {name: sum(curve.values) for name, curve in _fault_curves(state.series).items()}
     fields["restarts"] = max(len(state.launches) - 1, 0)
     fields["worker_restarts"], fields["engine_restarts"] = (restarts_within(state.launches, what) for what in (WORKERS, ENGINES))
     return fields
@@ -127,6 +131,9 @@ def _facts(state: RunState) -> Iterator[tuple[str, RenderableType]]:
         yield "memory", Text(f"{now:.2f} GiB on the fullest rank, {peak:.2f} GiB at its peak")
     if MISMATCH in state.series:
         yield "mismatch", _mismatch(state.series[MISMATCH])
+    faults = _reward_faults(state.series)
+    if faults:
+        yield "rewards", Text(faults, style="bold red")
     if state.not_finite:
         yield "not finite", Text(not_finite_text(state), style="bold red")
     yield "disk", Text(f"{size_text(state.free_bytes)} free")
@@ -188,6 +195,20 @@ def _mismatch(curve: Series) -> Text:
         f"{curve.values[-1]:.6f} between generation and training (1 is none), {curve.values[worst]:.6f} at worst, step {curve.steps[worst]}"
     )
     return Text(text, style="" if abs(curve.values[-1] - 1) < 0.05 else "bold red")
+
+
+def _fault_curves(series: Mapping[str, Series]) -> dict[str, Series]:
+    """Counts of training responses without a reward, those of which there are any."""
+    return {name: series[f"train/{name}"] for name in REWARD_FAULTS if any(series.get(f"train/{name}", _NOTHING).values)}
+
+
+def _reward_faults(series: Mapping[str, Series]) -> str:
+    """``reward_errors 12 in all, the last 3 in step 7``; empty where every response had a reward."""
+    said = []
+    for name, curve in _fault_curves(series).items():
+        last = max(index for index, value in enumerate(curve.values) if value)
+        said.append(f"{name} {sum(curve.values):,.0f} in all, the last {curve.values[last]:,.0f} in step {curve.steps[last]}")
+    return "; ".join(said)
 
 
 def _shown_metrics(series: Mapping[str, Series]) -> list[tuple[str, Series, bool | None]]:

@@ -20,6 +20,7 @@ from megarl import redaction
 from megarl.config.environments import BUILT_IN_REWARDS
 from megarl.data.datasets import Example
 from megarl.errors import BatchError, ConfigError, RewardError, StateError
+from megarl.import_path import load_object
 from megarl.rollout import collector, reward_pool
 from megarl.rollout.environment import EnvironmentReturn, SingleTurn, Turn, find_faults, make_environment
 from megarl.rollout.reward_pool import RewardPool, Score
@@ -139,6 +140,20 @@ def test_mathematics_in_processes() -> None:
         pool.close()
     assert [score.value for score in scores] == [expected for _, _, expected in with_bomb]
     assert scores[-1] == Score(None, "timeout", "no answer within 8 s")
+
+
+def test_a_module_that_takes_long_is_named_while_it_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("megarl.import_path._SLOW_S", 0.0)
+    slow = tmp_path / "slow.py"
+    # it goes on when it has been named
+    waits = "for thread in threading.enumerate():\n    if isinstance(thread, threading.Timer):\n        thread.join()"
+    slow.write_text(f"import threading\n{waits}\nx = 1\n")
+    assert load_object(f"{slow}:x", "env.reward") == 1
+    assert [record.getMessage() for record in caplog.records if record.name == "megarl.import_path"] == [
+        f"env.reward: {slow} is still being imported after 0 s, and is waited for. Fix: keep what takes long out of the module's own lines"
+    ]
 
 
 def test_unknown_rewards_are_refused(users: str, tmp_path: Path) -> None:

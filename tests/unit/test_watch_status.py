@@ -190,6 +190,18 @@ def test_mismatch_is_shown_only_where_it_was_logged(tmp_path: Path) -> None:
     assert "\nmismatch    1.250000" in shown(make_run(tmp_path / "grpo", token_mult_prob_error=1.25))
 
 
+def test_responses_without_a_reward_are_counted_where_there_are_any(tmp_path: Path) -> None:
+    assert "reward_" not in shown(make_run(tmp_path / "healthy"))
+    run_dir = make_run(tmp_path / "run", steps=4)
+    file = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        row |= {"train/reward_errors": {2: 2, 3: 1005}.get(row["step"], 0), "train/reward_timeouts": 0}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "rewards     reward_errors 1,007 in all, the last 1,005 in step 3" in shown(run_dir)
+    assert as_plain(read_run_state(run_dir))["reward_faults"] == {"reward_errors": 1007}
+
+
 def test_a_run_before_its_first_step(tmp_path: Path) -> None:
     make_run(tmp_path, steps=0)
     (tmp_path / "metrics.jsonl").write_text("")
