@@ -100,7 +100,8 @@ def run_loop(
 ) -> int:
     """Train from after ``first_step`` to the last step, or until somebody asks to stop. Returns the last step done.
 
-    A step that is stopped after has its checkpoint (where there are any) also when none was due.
+    A step that is stopped after has its checkpoint (where there are any) also when none was due. A run that saves because its time may be
+    over goes on where that save was so quick that another step fits.
     """
     stop = stop or StopRequest()
     reporting.timer.collect()

@@ -218,4 +218,6 @@ def test_it_looks_ahead_to_its_time_limit(way: str, material: Material, launches
     print(f"ended {limit - ended:.1f} s before the limit")
     told = re.search(r"stopped after step (\d+) \((\S+) ", " ".join(launch.output().split()))
     assert told and told[2] == way, launch.output()[-3000:]
-    assert saved_steps(tmp_path / "run") == [int(told[1])]
+    *earlier, last = saved_steps(tmp_path / "run")
+    # the first save counts like a step until it is measured, and may leave time for more
+    assert last == int(told[1]) and len(earlier) <= 1

@@ -238,20 +238,26 @@ def test_the_files_name_the_reason(tmp_path: Path) -> None:
     assert request.reason is None
 
 
-def test_a_run_stops_while_there_is_time_for_it(tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    """The end of its Slurm job is an hour away, and the second step takes longer than that."""
+@pytest.mark.parametrize(("second_step_s", "code"), [(4000.0, STOPPED), (1600.0, 0)])
+def test_a_run_stops_while_there_is_time_for_it(
+    second_step_s: float, code: int, tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """The end of its Slurm job is an hour away, and the second step takes longer than that; or less than half, and its save, of which
+    nothing is known before the first, turns out to be so quick that others fit."""
     now = [1_000_000.0]
     monkeypatch.setattr("megarl.algorithms.run.time_left", lambda stop_at: TimeLeft(stop_at, "limit", lambda: now[0]))
     step_took = StopRequest.step_took
 
     def slow_second_step(request: StopRequest, seconds: float) -> None:
-        step_took(request, 4000.0 if len(request._time_left._steps) == 1 else seconds)  # type: ignore[union-attr]
+        step_took(request, second_step_s if len(request._time_left._steps) == 1 else seconds)  # type: ignore[union-attr]
 
     monkeypatch.setattr(StopRequest, "step_took", slow_second_step)
     config = make_config("sft", tmp_path / "run", model, data)
-    assert run(config, PolicyMaker(), stop_at=now[0] + 3600.0) == STOPPED
-    assert "stopped after step 2 (limit " in " ".join(capfd.readouterr().out.split())
-    assert (tmp_path / "run" / "checkpoints" / "step_2").is_dir()
+    config["checkpointing"]["save_period"] = 1000
+    assert run(config, PolicyMaker(), stop_at=now[0] + 3600.0) == code
+    assert ("stopped after step 2 (limit " in " ".join(capfd.readouterr().out.split())) == (code == STOPPED)
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert saved == (["step_2"] if code == STOPPED else ["step_2", f"step_{config['sft']['max_num_steps']}"])
 
 
 def test_ctrl_c_outside_of_the_loop_is_what_it_always_is() -> None:
