@@ -44,12 +44,16 @@ class Part:
 
 
 DTENSOR, EXPERTS = ("dist/test_dtensor*",), ("dist/test_megatron_experts.py",)
+DISTRIBUTED = ("dist/*",)
 RESUME, VLLM_ENGINES, REAL_SLURM = ("system/test_resume.py",), ("system/test_vllm.py",), ("launch/test_real_slurm.py",)
 PARTS: Mapping[str, Part] = {
     **{f"dtensor-{k + 1}": Part("DTensor: layouts, families, resume", DTENSOR, share=(k, 3), spread="no") for k in range(3)},
     **{f"experts-{k + 1}": Part("mixtures of experts in every layout", EXPERTS, share=(k, 2), spread="no") for k in range(2)},
     "megatron": Part("Megatron in every layout, other mixtures", ("dist/test_megatron_*",), spread="no"),
-    "distributed": Part("FSDP1, refit, keys, foreign checkpoints, the parity fuzzer", ("dist/*",), spread="no"),
+    **{
+        f"distributed-{k + 1}": Part("FSDP1, refit, keys, foreign checkpoints, the parity fuzzer", DISTRIBUTED, share=(k, 2), spread="no")
+        for k in range(2)
+    },
     "kernels": Part("Triton kernels, interpreted and compiled", ("unit/test_logprob_kernels.py",), TRITON, spread="no"),
     "units": Part("converters, checkpoints, weight transport", ("unit/*",)),
     **{f"resume-{k + 1}": Part("runs killed at every step and moment", RESUME, share=(k, 3), spread="no") for k in range(3)},
@@ -66,7 +70,7 @@ PARTS: Mapping[str, Part] = {
     "benchmarks": Part("whole cases of the benchmarks, small", ("system/test_benchmarks.py",), spread="no"),
     "programs": Part("whole programs, launch scripts", ("system/*", "launch/*")),
     "newest-converters": Part("converters on the newest Megatron-Core", ("unit/*",), NEWEST),
-    GPU_STACK: Part("layouts on the newest Megatron-Core", ("dist/*",), NEWEST, spread="no"),
+    GPU_STACK: Part("layouts on the newest Megatron-Core", DISTRIBUTED, NEWEST, spread="no"),
 }
 
 

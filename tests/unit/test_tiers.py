@@ -117,7 +117,7 @@ def test_every_test_is_in_the_default_tier_or_in_one_part(tmp_path: Path) -> Non
     assert {"test_slow", "test_sampled[a-3]"}.isdisjoint(default)
     assert [name for name in default if not name.startswith("test_sampled")] == [*everything[:10]]
     assert sorted(default + collected(tmp_path, MARKED, "--part", "units", "tests")[0]) == sorted(everything)
-    assert collected(tmp_path, MARKED, "--part", "distributed", "tests")[0] == []
+    assert collected(tmp_path, MARKED, "--part", "distributed-1", "tests")[0] == []
 
 
 def test_a_case_that_is_named_runs_in_whatever_tier_it_is(tmp_path: Path) -> None:
