@@ -42,6 +42,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
         "export",
         "ipc",
         "checkpoint",
+        "generation",
     }
 
 
