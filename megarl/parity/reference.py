@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,10 @@ class _Step:
     scales: dict[str, float]
 
 
+def _as_it_is(scores: torch.Tensor) -> torch.Tensor:
+    return scores
+
+
 class ReferenceTrainer:
     """Trains ``model`` in place: gradient of the whole global batch, clipped by its norm, then one optimizer step.
 
@@ -151,12 +155,20 @@ class ReferenceTrainer:
         loss_fn: a ``LossFunction``.
         sampling: how tokens count as drawn.
         loss_scale: factor of the loss on its way backward.
+        read: what the loss reads instead of each of the model's scores.
     """
 
     def __init__(
-        self, model: torch.nn.Module, hyper: Hyperparameters, loss_fn: Any, sampling: SamplingSettings, loss_scale: float = 1.0
+        self,
+        model: torch.nn.Module,
+        hyper: Hyperparameters,
+        loss_fn: Any,
+        sampling: SamplingSettings,
+        loss_scale: float = 1.0,
+        read: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
     ) -> None:
         self.model = model.train()
+        self._read = read
         self._loss_scale = loss_scale
         self._hyper = hyper
         self._loss_fn = loss_fn
@@ -182,7 +194,7 @@ class ReferenceTrainer:
         tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
         self.model.zero_grad()
         self._routers.forget()
-        scores = self._scores(data)
+        scores = [self._read(each) for each in self._scores(data)]
         loss, metrics = self._loss_fn(data, sequences, tokens, *scores)
         routing = self._routers.judged(data)
         balancing = self._size_of_gradients(routing.by_expert)
@@ -288,8 +300,15 @@ def _optimizer(parameters: Sequence[torch.Tensor], hyper: Hyperparameters) -> to
     return torch.optim.AdamW(groups, lr=hyper.peak, betas=BETAS, eps=hyper.epsilon)
 
 
-def trained(case: Case, model: torch.nn.Module, batch: Batch, loss_scale: float = 1.0) -> Expected:
-    """Return what training ``model`` on the whole batch of a case, call by call, has to report. Trains it in place."""
+def trained(
+    case: Case,
+    model: torch.nn.Module,
+    batch: Batch,
+    loss_scale: float = 1.0,
+    read: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
+) -> Expected:
+    """Return what training ``model`` on the whole batch of a case, call by call, has to report. Trains it in place; the loss reads ``read``
+    of its scores."""
     expected = Expected()
 
     def look() -> None:
@@ -298,7 +317,7 @@ def trained(case: Case, model: torch.nn.Module, batch: Batch, loss_scale: float 
                 expected.distributions.append(distributions(model.eval(), batch, case.sampling))
 
     look()
-    trainer = ReferenceTrainer(model, hyperparameters(case), reference_loss(case), case.sampling, loss_scale)
+    trainer = ReferenceTrainer(model, hyperparameters(case), reference_loss(case), case.sampling, loss_scale, read)
     for number, data in enumerate(calls_of(case, batch)):
         rows = case.global_batch
         steps = [{key: value[first : first + rows] for key, value in data.items()} for first in range(0, len(data["input_ids"]), rows)]

@@ -100,7 +100,9 @@ class CaseRunner:
             late = isinstance(error, TimeoutError)
             return CaseOutcome(case, error=str(error), timed_out=late, seconds=time.monotonic() - started)
         outcome = self._judged(case, ready, shares)
-        if not outcome.passes and case.has_measured_bounds and not ready.confirms:
+        # a known fault that the fixed bounds of float32 catch is caught: before it is planted, its case has passed
+        measures = case.has_measured_bounds or mutation is None
+        if not outcome.passes and measures and not ready.confirms:
             ready = self._keep(case, self._with_more_members(case, ready))
             outcome = self._judged(case, ready, shares)
         return replace(outcome, seconds=time.monotonic() - started)
@@ -114,7 +116,8 @@ class CaseRunner:
         """Return the same case with bounds from many more runs of the reference.
 
         A token whose ratio of probabilities is about to be clipped makes a gradient that jumps, one way in a few runs of many, which the
-        first eight may all miss.
+        first eight may all miss. And where gradients of tokens cancel, plain transformers in float32 may be farther from float64 than the
+        fixed bound.
         """
         bounds = bounds_of(case, ready.model, ready.batch, ready.logprobs, ready.expected, members=MEMBERS_TO_CONFIRM)
         return replace(ready, bounds=bounds, confirms=True)
@@ -129,7 +132,7 @@ class CaseRunner:
             logprobs = token_logprobs(reference, tokens, case.sampling)
             batch = with_signals(case, tokens, logprobs)
             expected = trained(case, reference, batch)
-            bounds = bounds_of(case, model, batch, logprobs, expected)
+            bounds = bounds_of(case, model, batch, logprobs, expected) if case.has_measured_bounds else Bounds()
             return self._keep(case, _Prepared(model, config, batch, logprobs, expected, bounds))
         return self._prepared[1]
 

@@ -77,6 +77,10 @@ FIXED = (
     "loss=value+clip advantages=gae+bootstrap",
     "family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 cp=2 batching=dynamic mbs=2 micro=2 room=12 round=4 length=13 "
     "loss=pg+seq+gspo+cliprange:0.0003:0.0004+entropy:0.05 advantages=teacher+clip:-0.5:none",
+    # gradients that cancel: plain transformers in float32 is farther from float64 than one bound for all allows
+    "seed=229145 tied=1 kv=2 group=2 vocab=15 length=9 loss=pg+kl+kl-output-clamp:0.06 advantages=gae",
+    "seed=900890 family=qwen2 group=3 head=12 width=9 ffn=18 vocab=31 dp=2 micro=3 length=16 lpbs=2 loss=distill+renorm+forward "
+    "temperature=0.7 eps=1e-08 clip=1 distopt=1",
 )
 FAULTS = {
     "loss-not-summed-over-data": "dp=2 mbs=2 length=6",

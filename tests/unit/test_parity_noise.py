@@ -50,9 +50,15 @@ def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Prepared(tmp_path_factory.mktemp("models"), replace(CASE, precision=request.param))
 
 
-def test_float32_has_one_bound(tmp_path: Path) -> None:
-    assert Prepared(tmp_path, CASE).bounds == Bounds()
-    assert Bounds().of(LOGPROBS) == BOUND
+CANCELLING = parse("seed=229145 tied=1 kv=2 group=2 vocab=15 length=9 loss=pg+kl+kl-output-clamp:0.06 advantages=gae")
+"""Gradients of its tokens cancel so far that the norm of plain transformers in float32 is 2e-5 from that in float64."""
+
+
+def test_what_float32_may_differ_by_is_more_than_its_one_bound_only_where_gradients_cancel(tmp_path: Path) -> None:
+    assert Bounds().of(LOGPROBS) == BOUND and not CASE.has_measured_bounds and not CANCELLING.has_measured_bounds
+    usual, cancelling = (Prepared(tmp_path, case).bounds for case in (CASE, CANCELLING))
+    assert {name for name in usual.noise if usual.of(name) > BOUND} == set()
+    assert BOUND < cancelling.of("call 1 grad_norm") < 20 * BOUND
 
 
 def test_adam_with_the_epsilon_of_recipes_has_measured_bounds_that_see_another(tmp_path: Path) -> None:
