@@ -96,8 +96,7 @@ def _member(case: Case, model: torch.nn.Module, batch: Batch, number: int) -> tu
 
     def read(scores: torch.Tensor) -> torch.Tensor:
         """What a loss reads is float32 in every precision. Gradients of a distribution's tokens that should cancel, do so up to these."""
-        disturbed: torch.Tensor = _Noisy.apply(scores, SPREAD * torch.finfo(torch.float32).eps, generator)  # type: ignore[no-untyped-call]
-        return disturbed
+        return _noisy(scores, SPREAD * torch.finfo(torch.float32).eps, generator)
 
     return logprobs, trained(case, model, batch, LOSS_SCALES[case.precision], read)
 
@@ -119,21 +118,25 @@ def _disturbed(value: torch.Tensor, spread: float, generator: torch.Generator) -
     return (value.float() * (1 + spread * torch.randn(value.shape, generator=generator))).to(value.dtype)
 
 
+def _noisy(value: torch.Tensor, spread: float, generator: torch.Generator) -> torch.Tensor:
+    """The value disturbed, forward and backward; what is no floating-point number as it is."""
+    if not value.is_floating_point():
+        return value
+    disturbed: torch.Tensor = _Noisy.apply(value, spread, generator)  # type: ignore[no-untyped-call]
+    return disturbed
+
+
 def _make_noisy(model: torch.nn.Module, spread: float, generator: torch.Generator) -> None:
     """Disturb what every innermost module gives (projections, norms, embeddings, experts) and what routers get."""
 
-    def noisy(value: torch.Tensor, spread: float) -> torch.Tensor:
-        if not value.is_floating_point():
-            return value
-        disturbed: torch.Tensor = _Noisy.apply(value, spread, generator)  # type: ignore[no-untyped-call]
-        return disturbed
-
     gates = set(gates_of(model))
     for gate in gates:
-        gate.register_forward_pre_hook(lambda _, given: (noisy(given[0], ROUTER_FACTOR * spread),))
+        gate.register_forward_pre_hook(lambda _, given: (_noisy(given[0], ROUTER_FACTOR * spread, generator),))
     for module in model.modules():
         if module not in gates and not any(True for _ in module.children()):
-            module.register_forward_hook(lambda _, given, answer: noisy(answer, spread) if isinstance(answer, torch.Tensor) else answer)
+            module.register_forward_hook(
+                lambda _, given, answer: _noisy(answer, spread, generator) if isinstance(answer, torch.Tensor) else answer
+            )
 
 
 def _errors(case: Case, found: torch.Tensor, member: Expected, logprobs: torch.Tensor, expected: Expected) -> dict[str, float]:
