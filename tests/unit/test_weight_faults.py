@@ -10,8 +10,9 @@ import pytest
 
 from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import RefitError
+from tests.open_files import open_files
 from tests.tiers import sampled, slow
-from tests.unit.weight_processes import HOST, Actor, Engine, Policy, expected, open_files, shared_files
+from tests.unit.weight_processes import HOST, Actor, Engine, Policy, expected, shared_files
 
 Start = Callable[..., Actor]
 
@@ -33,7 +34,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         actor.kill()
     assert not shared_files([actor.number for actor in actors])
     actors.clear()
-    assert open_files() <= descriptors
+    assert not open_files() - descriptors
 
 
 def refit(policy: Actor, engines: list[Actor], step: int) -> list[Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import multiprocessing
 import os
 import re
 import resource
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -28,6 +28,7 @@ from megarl.weight_sync.ipc_buffer import SLOTS, IpcBuffer, IpcBufferReader, Sha
 from megarl.weight_sync.layout import checksum
 from megarl.weight_sync.manifest import LIST_BYTES, Manifest, groups_within, pack
 from tests.memory_limit import no_more_memory_than
+from tests.open_files import open_files
 
 CPU = torch.device("cpu")
 SPAWN = multiprocessing.get_context("spawn")
@@ -192,7 +193,7 @@ def test_another_process_reads_the_same_memory_and_may_be_killed(sender: WeightS
 
 def test_no_file_and_no_page_is_left_when_both_sides_are_gone() -> None:
     before = named_memory()
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = open_files()
     block = SharedBlock.create(1 << 20)
     other = SharedBlock.attach(block.handle())
     other.bytes[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
@@ -201,7 +202,7 @@ def test_no_file_and_no_page_is_left_when_both_sides_are_gone() -> None:
     block.close()
     other.close()
     del block, other
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not open_files() - descriptors
 
 
 def named_memory() -> list[str]:
@@ -211,12 +212,10 @@ def named_memory() -> list[str]:
 
 def test_a_hundred_refits_take_no_more_memory_or_files_than_one(sender: WeightSender, receiver: WeightReceiver) -> None:
     transfer(sender, receiver, 0)
-    # what earlier tests have left in circles goes now, not while it is counted
-    gc.collect()
-    descriptors, views = len(os.listdir("/proc/self/fd")), len(receiver._views)
+    descriptors, views = open_files(), len(receiver._views)
     for version in range(100):
         transfer(sender, receiver, version)
-    assert (len(os.listdir("/proc/self/fd")), len(receiver._views)) == (descriptors, views)
+    assert (open_files() - descriptors, len(receiver._views)) == (Counter(), views)
 
 
 # what is refused
@@ -359,7 +358,7 @@ def test_a_dead_policy_s_memory_and_another_host_s_are_refused() -> None:
 def test_an_engine_without_room_for_the_buffer_says_so_and_leaves_nothing() -> None:
     ipc_buffer = IpcBuffer(2**27, CPU)
     handle = ipc_buffer.handle()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     with (
         no_more_memory_than(2**24, [os.getpid()], resource.RLIMIT_AS),
         pytest.raises(
@@ -367,7 +366,7 @@ def test_an_engine_without_room_for_the_buffer_says_so_and_leaves_nothing() -> N
         ),
     ):
         IpcBufferReader(handle, CPU)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_files() - before
     reader = IpcBufferReader(handle, CPU)
     reader.close()
     ipc_buffer.close()

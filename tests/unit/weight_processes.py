@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import multiprocessing
 import os
@@ -58,12 +57,6 @@ def fingerprint(state: Iterator[tuple[str, torch.Tensor]]) -> str:
 def expected(step: int) -> str:
     """Fingerprint of ``weights``."""
     return fingerprint(iter(weights(step).items()))
-
-
-def open_files() -> int:
-    """Of this process."""
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
 
 
 def shared_files(processes: list[int]) -> list[str]:
