@@ -68,7 +68,8 @@ PARTS: Mapping[str, Part] = {
     "gpu": Part("versions, test bodies and the probe for GPUs", ("launch/test_gpu_constraints.py", "system/test_gpu_*.py"), spread="no"),
     "audit": Part("known holes of the pinned versions", ("launch/test_dependencies.py",), PIP_AUDIT, spread="no"),
     "benchmarks": Part("whole cases of the benchmarks, small", ("system/test_benchmarks.py",), spread="no"),
-    "programs": Part("whole programs, launch scripts", ("system/*", "launch/*")),
+    "programs": Part("whole programs", ("system/*",)),
+    "launch": Part("launch scripts, with replacements for pip and Slurm", ("launch/*",)),
     "newest-converters": Part("converters on the newest Megatron-Core", ("unit/*",), NEWEST),
     GPU_STACK: Part("layouts on the newest Megatron-Core", DISTRIBUTED, NEWEST, spread="no"),
 }

@@ -16,7 +16,7 @@ from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
 from tests.dist.reference import logprobs
 from tests.models import make_tiny, policy_config
-from tests.tiers import newest_megatron
+from tests.tiers import newest_megatron, sampled
 
 pytestmark = newest_megatron
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -42,6 +42,7 @@ def logprobs_in_peft(model: Path, directory: Path, batch: dict[str, torch.Tensor
     return logprobs(PeftModel.from_pretrained(mixtures.load(model), directory).eval(), batch)
 
 
+@sampled(1)
 @pytest.mark.parametrize(("family", "world", "layout", "targets"), CASES, ids=[f"{family}-{layout}" for family, _, layout, _ in CASES])
 def test_adapters_compute_on_both_sides_what_they_do_in_peft(
     family: str,

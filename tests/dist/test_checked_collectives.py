@@ -74,6 +74,7 @@ def train(kind: str, config: Mapping[str, Any], batch: Mapping[str, Any], check:
     return {"loss": result["global_loss"], "norm": result["grad_norm"], "weights": weights, "backend": wrapped}
 
 
+@sampled(1)
 @pytest.mark.parametrize("kind", ["megatron", "dtensor"])
 def test_a_step_whose_collectives_are_compared_is_the_same_step(pool: WorkerPool, tiny_models: dict[str, Path], kind: str) -> None:
     model = tiny_models["qwen2"]

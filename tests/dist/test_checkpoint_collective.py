@@ -244,6 +244,7 @@ if not hasattr(common, "TorchCommonSaveStrategy"):
     ALL_READ["megatron"].remove("common.pt")
 
 
+@sampled(1)
 @pytest.mark.parametrize("kind", ALL_READ)
 def test_a_read_that_fails_for_a_moment_is_tried_again_and_one_that_stays_broken_is_no_damage(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, kind: str

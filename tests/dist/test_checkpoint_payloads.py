@@ -22,7 +22,7 @@ from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
 from tests.dist.pool import WorkerPool
 from tests.models import policy_config
-from tests.tiers import newest_megatron
+from tests.tiers import newest_megatron, sampled
 
 CONFIGS: dict[str, Callable[..., dict[str, Any]]] = {
     "megatron": lambda model: policy_config(model, tp=2),
@@ -62,6 +62,7 @@ def put_among_the_tensors(directory: Path, payload: Payload) -> bool:
     return bool(objects)
 
 
+@sampled(1)
 @newest_megatron(backend=["megatron"])
 @pytest.mark.parametrize("backend", CONFIGS)
 def test_code_in_a_checkpoint_is_not_run(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, backend: str) -> None:

@@ -13,7 +13,7 @@ import torch.multiprocessing as multiprocessing
 
 from megarl.distributed.batched_data_dict import BatchedDataDict, gather_jagged_object_lists, rebalance_nd_tensor
 from megarl.errors import BatchError
-from tests.tiers import sampled
+from tests.tiers import sampled, slow
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool]
 TRAILING = [(), (3,), (2, 5), (0,)]
@@ -126,5 +126,6 @@ def check_three_ranks() -> None:
     check_subgroup()
 
 
+@slow
 def test_collectives_on_three_ranks_and_a_subgroup(tmp_path: Path) -> None:
     multiprocessing.spawn(run_rank, args=(3, str(tmp_path / "store"), check_three_ranks, ()), nprocs=3)

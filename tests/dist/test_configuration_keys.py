@@ -127,7 +127,7 @@ def test_the_key_is_refused_with_a_reason(keys: Keys, backend: str, key: str) ->
 # what makes the demonstrations sound
 
 
-@sampled(5)
+@sampled(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("observation", key_observations.OBSERVATIONS)
 def test_what_is_seen_is_the_same_twice(keys: Keys, backend: str, observation: str) -> None:

@@ -79,7 +79,7 @@ def tiny(directory: Path, name: str, seed: int) -> Path:
     return make_tiny(directory, family, tied="tied" in options, seed=seed, **({"layers": 4} if "four" in options else {}))
 
 
-@sampled(5)
+@sampled(2)
 @pytest.mark.parametrize(("name", "world", "layout"), CASES, ids=lambda value: str(value).replace("'", ""))
 def test_megatron_core_loads_and_saves_what_is_converted(
     pool: WorkerPool, tmp_path: Path, name: str, world: int, layout: dict[str, Any]

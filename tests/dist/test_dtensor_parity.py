@@ -42,7 +42,7 @@ def models(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     return {**tiny_models, **{name: make_tiny(root / name, name, tied=False, seed=11) for name in ("mistral", "mistral_window")}}
 
 
-@sampled("values")
+@sampled(5)
 @pytest.mark.parametrize(("family", "layout", "batching"), CASES)
 def test_logprobs_equal_transformers(pool: WorkerPool, models: dict[str, Path], family: str, layout: str, batching: str) -> None:
     world, changes = LAYOUTS[layout]
@@ -54,7 +54,7 @@ def test_logprobs_equal_transformers(pool: WorkerPool, models: dict[str, Path], 
         assert result[:, 0].eq(0).all()
 
 
-@sampled("values")
+@sampled(3)
 @pytest.mark.parametrize(("family", "layout", "batching"), CASES)
 def test_three_adam_steps_equal_transformers(pool: WorkerPool, models: dict[str, Path], family: str, layout: str, batching: str) -> None:
     world, changes = LAYOUTS[layout]
@@ -80,7 +80,7 @@ def check_training(
     return results
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(
     ("layout", "shared", "changes"),
     [

@@ -100,7 +100,7 @@ def test_a_module_that_works_on_a_part_is_named(
         assert all(word in message for word in words) and not any(word in message for word in others), message
 
 
-@sampled(1)
+@slow
 @pytest.mark.parametrize(
     ("layout", "plan"),
     [("tp2", "with_head_norms"), ("tp2-dp2", "with_head_norms"), ("tp2-sp", "over_the_sequence"), ("tp2-dp2", "unseen_and_right")],

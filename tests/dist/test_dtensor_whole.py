@@ -17,6 +17,7 @@ from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.pool import WorkerPool
 from tests.dist.test_dtensor_parity import LAYOUTS
 from tests.dist.worker_jobs import differences
+from tests.tiers import sampled
 
 HERE = "tests.dist.test_dtensor_whole"
 
@@ -56,6 +57,7 @@ def both_ways(config: dict[str, Any], batches: list[dict[str, Any]], keeps_gradi
     return differences(*outcomes), facts
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("layout", "changes", "keeps_gradients"),
     [("dp1", {}, False), ("tp2", {"recompute": True}, True), ("tp2-sp", {}, False), ("tp2-sp", {"recompute": True}, True)],

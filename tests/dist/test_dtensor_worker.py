@@ -129,7 +129,7 @@ def test_replicas_agree_to_the_bit(pool: WorkerPool, tiny_models: dict[str, Path
     assert pool.run(world, dtensor_jobs.replicas_agree, config, BATCHES[:3]) == [[]] * world
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("masked", ["one rank", "all"])
 @pytest.mark.parametrize("layout", ["dp2", "tp2-dp2"])
 def test_batches_without_valid_tokens(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, masked: str) -> None:
@@ -216,7 +216,7 @@ def test_resume_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_pat
         assert differences(after["weights"], before["weights"]) == []
 
 
-@sampled(2)
+@slow
 @pytest.mark.parametrize("written", ["open", "plain"])
 @pytest.mark.parametrize("layout", ["fsdp1", "dp2", "tp2-sp", pytest.param("tp2-dp2", marks=slow)])
 def test_an_open_kernel_goes_on_as_the_checkpoint_was_written(
@@ -281,7 +281,7 @@ def check_continuation(undisturbed: dict[str, Any], resumed: dict[str, Any]) -> 
 # export and loading
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("layout", ANY)
 @pytest.mark.parametrize("family", ["llama", "qwen2-tied"])
 def test_export_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, family: str, layout: str) -> None:
@@ -337,7 +337,7 @@ def test_every_rank_reads_its_own_slices_alone(pool: WorkerPool, tiny_models: di
 # generation
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("layout", ANY)
 @pytest.mark.parametrize("family", ["llama", "qwen2-tied", "qwen3"])
 def test_greedy_equals_transformers(pool: WorkerPool, tiny_models: dict[str, Path], family: str, layout: str) -> None:
@@ -364,6 +364,7 @@ def test_sampling_equals_megatron(pool: WorkerPool, tiny_models: dict[str, Path]
         check_rows(rows)
 
 
+@sampled(1)
 @pytest.mark.parametrize(("layout", "precision"), [("dp2", "bfloat16"), ("tp2-sp", "bfloat16"), ("dp2", "float32")])
 def test_the_model_that_generates_is_the_trained_one(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, precision: str) -> None:
     """Its rotary frequencies too: rounded to bfloat16 they turn far positions elsewhere than in training."""

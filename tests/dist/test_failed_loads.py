@@ -23,7 +23,7 @@ from tests.dist.memory_jobs import build
 from tests.dist.pool import WorkerPool
 from tests.dist.test_checkpoint_payloads import CONFIGS
 from tests.models import policy_config
-from tests.tiers import newest_megatron, sampled
+from tests.tiers import newest_megatron, sampled, slow
 
 BATCH = make_batch(8, 9, seed=0)
 
@@ -89,6 +89,7 @@ def after_a_failed_load(config: Mapping[str, Any], root: str) -> dict[str, Any]:
     return facts
 
 
+@slow
 @newest_megatron(backend=["megatron"])
 @sampled(1)
 @pytest.mark.parametrize("backend", CONFIGS)

@@ -21,7 +21,7 @@ FAMILIES = ["llama", "qwen2-tied", "qwen3"]
 WORLDS = {"dp1": 1, "dp2": 2, "dp3": 3}
 
 
-@sampled("pairs")
+@sampled(5)
 @pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -33,7 +33,7 @@ def test_logprobs_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Pa
         assert result[:, 0].eq(0).all()
 
 
-@sampled("pairs")
+@sampled(5)
 @pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -43,7 +43,7 @@ def test_three_adam_steps_equal_transformers(
     check_training(pool, world, tiny_models[family], ClippedPGLossFn(PG_LOSS), batching, mbs=2, clip=0.5)
 
 
-@sampled("values")
+@sampled(2)
 @pytest.mark.parametrize("world", [1, 2], ids=["dp1", "dp2"])
 @pytest.mark.parametrize(
     "changes",

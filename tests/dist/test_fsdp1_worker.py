@@ -18,7 +18,7 @@ from tests.dist.fsdp1_jobs import fsdp1_config
 from tests.dist.pool import WorkerPool
 from tests.dist.test_megatron_generation import likely_stop, prompts, transformers_greedy
 from tests.models import policy_config
-from tests.tiers import sampled
+from tests.tiers import sampled, slow
 
 BATCHES = [make_batch(rows=12, length=12, seed=seed) for seed in range(4)]
 SAVED_AFTER = 2
@@ -85,7 +85,7 @@ def test_reference_policy(pool: WorkerPool, tiny_models: dict[str, Path], world:
 # checkpoints
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("live", [False, True], ids=["new-worker", "live-worker"])
 @pytest.mark.parametrize(("world", "precision"), [(1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16"), (2, "bfloat16")])
 def test_resume_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, world: int, precision: str, live: bool) -> None:
@@ -98,7 +98,7 @@ def test_resume_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_pat
         assert fsdp1_jobs.differences(after["weights"], before["weights"]) == []
 
 
-@sampled(2)
+@slow
 @pytest.mark.parametrize("live", [False, True], ids=["new-worker", "live-worker"])
 @pytest.mark.parametrize(
     "optimizer",
@@ -125,7 +125,7 @@ def test_resume_of_other_optimizers_and_before_the_first_step(
     assert fsdp1_jobs.differences(resumed["snapshot"], undisturbed["snapshot"]) == []
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(("world", "new_world"), [(1, 2), (2, 1), (3, 2), (2, 3)])
 def test_any_number_of_ranks_reads_any_other(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, world: int, new_world: int

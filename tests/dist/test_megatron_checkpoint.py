@@ -20,7 +20,7 @@ from tests.dist import jobs
 from tests.dist.batches import make_batch
 from tests.dist.pool import WorkerPool
 from tests.models import policy_config
-from tests.tiers import newest_megatron, sampled
+from tests.tiers import newest_megatron, sampled, slow
 
 BATCHES = [make_batch(rows=8, length=12, seed=seed) for seed in range(5)]
 SAVED_AFTER = 2
@@ -75,7 +75,7 @@ def model_for(tiny_models: dict[str, Path], family: str, *layouts: dict[str, Any
 
 
 @newest_megatron(live=[False])
-@sampled(3)
+@sampled(2)
 @pytest.mark.parametrize("live", [False, True], ids=["new-worker", "live-worker"])
 @pytest.mark.parametrize(("world", "changes"), [case[1:] for case in SAME], ids=[case[0] for case in SAME])
 def test_resume_in_the_same_layout_is_exact(
@@ -89,6 +89,7 @@ def test_resume_in_the_same_layout_is_exact(
         assert torch.equal(resumed["weights"][name], tensor), name
 
 
+@slow
 @newest_megatron
 @sampled(1)
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
@@ -113,7 +114,7 @@ OTHER = [
 
 
 @newest_megatron
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(("world", "changes", "new_world", "new_changes"), [case[1:] for case in OTHER], ids=[case[0] for case in OTHER])
 def test_resume_in_another_layout(
     pool: WorkerPool,

@@ -85,6 +85,7 @@ def test_half_precision_equals_the_loop(pool: WorkerPool, models: dict[str, Path
     check_equal(pool, 2, models["mixtral"], {"ep": 2, "precision": precision, "recompute": True})
 
 
+@slow
 @newest_megatron
 def test_experts_with_biases_equal_transformers(pool: WorkerPool, models: dict[str, Path]) -> None:
     """Gradients of biases are summed up in another order than in the loop."""
@@ -102,6 +103,7 @@ def test_mixtures_equal_transformers(pool: WorkerPool, models: dict[str, Path], 
     check_training(pool, world, models["mixtral"], config, NLLLoss())
 
 
+@slow
 @newest_megatron
 @sampled(1)
 @pytest.mark.parametrize("options", [{}, {"distributed_optimizer": False}, {"overlap": True}], ids=["sharded", "plain", "overlap"])

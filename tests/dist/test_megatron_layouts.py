@@ -49,7 +49,7 @@ def family_for(layout: str) -> str:
     return "qwen3-tied-four" if "vpp" in layout else "llama"
 
 
-@sampled("values")
+@sampled(5)
 @pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logprobs_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, batching: str) -> None:
@@ -64,7 +64,7 @@ def test_logprobs_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Pa
 
 
 @newest_megatron(layout=["cp2-tp2-sp", "cp2-pp2", "pp2-vpp2-tp2-sp", "cp3-ring"])
-@sampled("values")
+@sampled(5)
 @pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_three_adam_steps_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, batching: str) -> None:
@@ -97,7 +97,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @newest_megatron(layout=["cp2-dp2"])
-@sampled("values")
+@sampled(3)
 @pytest.mark.parametrize("changes", OPTIONS, ids=lambda c: "-".join(map(str, chain(*c.items()))))
 @pytest.mark.parametrize("layout", ["cp2-dp2", "cp3-ring", "pp2-vpp2"])
 def test_options_change_nothing(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, changes: dict[str, Any]) -> None:
@@ -107,6 +107,7 @@ def test_options_change_nothing(pool: WorkerPool, tiny_models: dict[str, Path], 
     check_training(pool, world, model, config, NLLLoss())
 
 
+@sampled(1)
 @newest_megatron
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_reductions_in_overlap_change_no_bit(pool: WorkerPool, tiny_models: dict[str, Path], precision: str) -> None:
@@ -124,6 +125,7 @@ def test_reductions_in_overlap_change_no_bit(pool: WorkerPool, tiny_models: dict
         assert torch.equal(seen[1]["weights"][name], tensor), name
 
 
+@sampled(1)
 @newest_megatron
 @pytest.mark.parametrize("changes", [{}, {"recompute": ["mlp"]}], ids=["kept", "recomputed"])
 def test_functions_that_a_gpu_fuses_give_the_same(pool: WorkerPool, tiny_models: dict[str, Path], changes: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ def _run_reference(model: Path, config: dict[str, Any], batches: list[dict[str, 
 
 
 @newest_megatron(layout=["tp2-pp2", "tp2-dp2"])
-@sampled("values")
+@sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", TRAINED)
 def test_three_adam_steps_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Path], family: str, layout: str) -> None:
@@ -86,7 +86,7 @@ def test_micro_batch_size_changes_nothing(pool: WorkerPool, tiny_models: dict[st
 
 
 @newest_megatron
-@sampled(3)
+@sampled(2)
 @pytest.mark.parametrize(
     "changes",
     [

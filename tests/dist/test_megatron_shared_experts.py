@@ -49,6 +49,7 @@ def name_for(layout: str, otherwise: str) -> str:
     return "four" if "vpp" in layout else otherwise
 
 
+@slow
 def test_functions_that_a_gpu_fuses_give_the_same(pool: WorkerPool, models: dict[str, Path]) -> None:
     check_fusions(pool, policy_config(models["qwen2_moe_mixed"]))
 
@@ -65,7 +66,7 @@ def test_logprobs_equal_transformers(pool: WorkerPool, models: dict[str, Path], 
 
 
 @newest_megatron(layout=NEWEST)
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(("layout", "batching", "dispatcher"), PLACED)
 def test_three_adam_steps_equal_transformers(
     pool: WorkerPool, models: dict[str, Path], tmp_path: Path, layout: str, batching: str, dispatcher: str
@@ -79,7 +80,7 @@ def test_three_adam_steps_equal_transformers(
     assert len(moved) == (4 if "vpp" in layout else 3)
 
 
-@sampled(1)
+@slow
 @pytest.mark.parametrize(
     "options",
     [{"recompute": True}, {"overlap": True}, {"distributed_optimizer": False}, {"balancing": "aux_loss", "aux": 0.7, "z": 0.3}],
@@ -91,6 +92,7 @@ def test_options_change_nothing(pool: WorkerPool, models: dict[str, Path], optio
     check_training(pool, world, models["qwen2_moe_mixed"], config, NLLLoss())
 
 
+@slow
 @newest_megatron(layout=NEWEST)
 @sampled(1)
 @pytest.mark.parametrize("layout", ["ep2-dp2", "tp2-sp-ep2-etp2", "cp2-ep2", "pp2-ep2"])
@@ -131,7 +133,7 @@ def test_resume(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, writt
         assert written != read or torch.equal(resumed["weights"][name], tensor), name
 
 
-@sampled(1)
+@slow
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_trains_in_step(pool: WorkerPool, models: dict[str, Path], precision: str) -> None:
     norms = {}

@@ -44,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @newest_megatron(layout=NEWEST)
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(("layout", "family", "batching", "dispatcher", "balancing"), PLACED)
 def test_three_adam_steps_equal_transformers(
     pool: WorkerPool,
@@ -74,7 +74,7 @@ def test_three_adam_steps_equal_transformers(
         assert result["weights"][name].dtype == torch.float32 and torch.equal(result["weights"][name], before[name])
 
 
-@sampled(1)
+@slow
 @pytest.mark.parametrize("layout", ["tp2-sp-ep2-etp2", "pp2-ep2"])
 def test_greedy_equals_transformers(pool: WorkerPool, models: dict[str, Path], layout: str) -> None:
     world, changes = LAYOUTS[layout]

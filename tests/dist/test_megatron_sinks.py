@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @newest_megatron(layout=NEWEST)
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(("layout", "batching", "dispatcher", "balancing"), PLACED)
 def test_three_adam_steps_equal_transformers(
     pool: WorkerPool, model: Path, tmp_path: Path, layout: str, batching: str, dispatcher: str, balancing: str
@@ -50,12 +50,13 @@ def test_three_adam_steps_equal_transformers(
     assert all(not torch.equal(result["weights"][name], tensor) for name, tensor in before.items()), "everything learns"
 
 
+@slow
 def test_functions_that_a_gpu_fuses_give_the_same(pool: WorkerPool, model: Path) -> None:
     """Without that of gates, which Megatron-Core would limit before their bias is added."""
     check_fusions(pool, policy_config(model))
 
 
-@sampled(1)
+@slow
 @pytest.mark.parametrize("layout", ["tp2-sp-ep2", "pp2-ep2"])
 def test_greedy_equals_transformers(pool: WorkerPool, model: Path, layout: str) -> None:
     (world, changes), batch = LAYOUTS[layout], prompts(rows=8)

@@ -69,7 +69,7 @@ def check_logprobs_equal_transformers(pool: WorkerPool, model: Path, layout: str
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("layout", ROPE_LAYOUTS)
 def test_other_llama3_scaling(pool: WorkerPool, models: dict[str, Path], layout: str) -> None:
     world, changes = LAYOUTS[layout]
@@ -97,7 +97,7 @@ def test_mixtures_log_probabilities(pool: WorkerPool, models: dict[str, Path], n
     check_logprobs_equal_transformers(pool, models[name], layout)
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("layout", MIXTURE_LAYOUTS)
 @pytest.mark.parametrize(
     ("name", "options"),

@@ -21,7 +21,7 @@ from tests.dist.batches import make_batch
 from tests.dist.contract import parameters_of
 from tests.dist.pool import WorkerPool
 from tests.models import policy_config
-from tests.tiers import newest_megatron, sampled
+from tests.tiers import newest_megatron, sampled, slow
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
@@ -101,7 +101,7 @@ def test_every_method_of_the_contract_has_its_signature() -> None:
 
 
 @newest_megatron(layout=["pp2", "dp2-overlap"])
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_evaluation_changes_no_bit(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
     world, changes = LAYOUTS[layout]
@@ -178,7 +178,7 @@ def test_batches_without_valid_tokens(pool: WorkerPool, tiny_models: dict[str, P
 
 
 @newest_megatron
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("world", "changes"), [(2, {"overlap": True}), (2, {"tp": 2}), (2, {"pp": 2, "first": 1, "last": 2})])
 def test_half_precision_follows_float32(
@@ -534,6 +534,7 @@ worker.shutdown()
 """
 
 
+@slow
 @newest_megatron
 def test_torchrun_needs_no_ray(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     """Two processes start under torchrun, which takes twenty seconds: nothing else shows that a worker needs no Ray."""

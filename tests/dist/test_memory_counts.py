@@ -18,7 +18,7 @@ from tests.dist.memory_jobs import kept_for_backward, load_and_count, load_weigh
 from tests.dist.pool import WorkerPool
 from tests.dist.save_jobs import differences, files_of, largest_piece
 from tests.models import LAYERS, policy_config, tiny_config
-from tests.tiers import newest_megatron
+from tests.tiers import newest_megatron, sampled
 
 SLICE = 4096
 SMALL = 64
@@ -50,6 +50,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@sampled(1)
 @newest_megatron
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_save_takes_a_piece(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str) -> None:
@@ -66,6 +67,7 @@ def test_a_save_takes_a_piece(pool: WorkerPool, tiny_models: dict[str, Path], tm
     assert differences(tmp_path / "pieces", tmp_path / "whole") == []
 
 
+@sampled(1)
 @newest_megatron
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_load_takes_a_slice(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str) -> None:

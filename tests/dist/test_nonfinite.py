@@ -16,7 +16,7 @@ from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
 from tests.dist.pool import WorkerPool
 from tests.models import policy_config
-from tests.tiers import newest_megatron, sampled
+from tests.tiers import newest_megatron, sampled, slow
 
 SCHEDULE = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 7}}
 # name -> ranks, configuration of a model
@@ -45,7 +45,7 @@ def batches(*poisoned: int, count: int = 4, rows: int = 8) -> list[dict[str, tor
 
 
 @newest_megatron(layout=["megatron-dp2", "megatron-pp2-tp2-sp"])
-@sampled(4)
+@sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantity", ["loss", "gradient"])
@@ -72,7 +72,7 @@ def test_a_batch_that_is_not_finite_is_as_if_it_had_not_been(
 
 
 @newest_megatron
-@sampled("values")
+@sampled(1)
 @pytest.mark.parametrize("layout", ["megatron-dp2", "dtensor-dp2", "fsdp1-dp2"])
 @pytest.mark.parametrize("quantity", ["loss", "gradient"])
 def test_all_ranks_end_where_it_is_not_allowed(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, quantity: str) -> None:
@@ -90,6 +90,7 @@ def test_all_ranks_end_where_it_is_not_allowed(pool: WorkerPool, tiny_models: di
             assert torch.equal(run["weights"][name], tensor), name
 
 
+@sampled(1)
 @pytest.mark.parametrize("layout", ["megatron-dp2", "dtensor-dp2", "fsdp1-dp2"])
 def test_too_many_in_a_row_end_the_run(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
     world, configured = LAYOUTS[layout]
@@ -100,6 +101,7 @@ def test_too_many_in_a_row_end_the_run(pool: WorkerPool, tiny_models: dict[str, 
         assert "2 optimizer steps in a row were skipped, policy.max_consecutive_skips = 2; the last: global batch 0" in run["error"][1]
 
 
+@slow
 def test_one_of_two_global_batches_of_a_call(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
     for layout in ("megatron-dp2", "dtensor-dp2", "fsdp1-dp2"):
         world, configured = LAYOUTS[layout]
@@ -114,6 +116,7 @@ def test_one_of_two_global_batches_of_a_call(pool: WorkerPool, tiny_models: dict
             assert torch.equal(run["weights"][name], tensor), f"{layout}: {name}"
 
 
+@sampled(1)
 @pytest.mark.parametrize("layout", ["megatron-pp2-tp2-sp", "dtensor-tp2-dp2", "fsdp1-dp2"])
 def test_weights_that_are_not_finite_are_neither_saved_nor_exported(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str
@@ -125,7 +128,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "good", "good-optimizer"]
 
 
-@sampled(3)
+@sampled(2)
 @pytest.mark.parametrize("layout", ["megatron-dp2", "megatron-pp2-tp2-sp", "dtensor-dp2", "dtensor-tp2-dp2", "fsdp1-dp2", "fsdp1-alone"])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_a_model_that_arrives_so_is_refused(

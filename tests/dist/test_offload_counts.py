@@ -11,6 +11,7 @@ from tests.dist.fsdp1_jobs import fsdp1_config
 from tests.dist.memory_jobs import move_and_train, step_and_count, swap_and_count
 from tests.dist.pool import WorkerPool
 from tests.models import policy_config
+from tests.tiers import sampled
 
 MAKE = {"megatron": policy_config, "dtensor": dtensor_config, "fsdp1": fsdp1_config}
 # two float32 moments there and back; Megatron also the copies that it has of half-precision weights
@@ -24,6 +25,7 @@ WITH_AN_ENGINE = [
 ]
 
 
+@sampled(1)
 @pytest.mark.parametrize("backend", MAKE)
 def test_the_optimizer_leaves_for_an_engine_or_when_asked(pool: WorkerPool, tiny_models: dict[str, Path], backend: str) -> None:
     config = MAKE[backend](tiny_models["qwen3"], precision="bfloat16")
@@ -33,12 +35,14 @@ def test_the_optimizer_leaves_for_an_engine_or_when_asked(pool: WorkerPool, tiny
     assert pool.run(1, step_and_count, config, True) == [{"bytes a parameter": STATE[backend], "moves": WITH_AN_ENGINE}]
 
 
+@sampled(1)
 @pytest.mark.parametrize("backend", MAKE)
 def test_host_copies_are_kept_and_change_nothing(pool: WorkerPool, tiny_models: dict[str, Path], backend: str) -> None:
     config = MAKE[backend](tiny_models["qwen3"], precision="bfloat16")
     assert pool.run(2, move_and_train, config) == [[], []]
 
 
+@sampled(1)
 @pytest.mark.parametrize("backend", MAKE)
 def test_the_reference_policy_needs_memory_once(pool: WorkerPool, tiny_models: dict[str, Path], backend: str) -> None:
     config = MAKE[backend](tiny_models["qwen3"], precision="bfloat16")

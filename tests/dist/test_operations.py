@@ -9,7 +9,7 @@ import torch
 from benchmarks import tiny
 from benchmarks.cases.operations import TOKENS, counting, counts_of, mixture_counts, require_as_many, require_few, require_fewer
 from tests.dist.pool import WorkerPool
-from tests.tiers import newest_megatron
+from tests.tiers import newest_megatron, slow
 
 
 @newest_megatron
@@ -20,6 +20,7 @@ def test_a_packed_micro_batch_has_few_operations_and_waits_for_nothing(pool: Wor
     require_fewer(counts_of(pool, model, 2, compiled=True), counts[2])
 
 
+@slow
 @newest_megatron
 def test_grouped_experts_have_as_many_operations_whatever_their_number(pool: WorkerPool, tmp_path: Path) -> None:
     mixtures = {experts: mixture_counts(pool, tmp_path / str(experts), experts) for experts in (4, 8)}

@@ -85,7 +85,7 @@ def configured(layout: str, model: Path, on_oom: str = "split", **changes: Any) 
     return world, make(model, **{"gbs": ROWS, "mbs": 4, **changes}) | {"on_oom": on_oom}
 
 
-@sampled(4)
+@sampled(2)
 @pytest.mark.parametrize("way", ["forward", "backward"])
 @pytest.mark.parametrize("batching", ["fixed", "dynamic", "packed"])
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -136,7 +136,7 @@ def check(runner: CaseRunner, case: Case) -> None:
 
 
 @newest_megatron(line=[line for line in FIXED if "backend=" not in line])
-@sampled(6)
+@sampled(2)
 @pytest.mark.parametrize("line", FIXED, ids=lambda line: "-".join(line.split()[:2]))
 def test_fixed_cases_agree(runner: CaseRunner, line: str) -> None:
     check(runner, parse(line))
@@ -153,7 +153,7 @@ def test_fresh_cases_agree(runner: CaseRunner, shelf: ModelShelf, backend: str, 
 
 
 @newest_megatron
-@sampled(4)
+@sampled(2)
 @pytest.mark.parametrize("name", FAULTS)
 def test_known_faults_are_caught(runner: CaseRunner, name: str) -> None:
     case = parse(FAULTS[name])
@@ -164,7 +164,7 @@ def test_known_faults_are_caught(runner: CaseRunner, name: str) -> None:
     assert not outcome.error
 
 
-@sampled(1)
+@slow
 @pytest.mark.parametrize("name", HALF_FAULTS)
 def test_known_faults_are_caught_in_16_bit(runner: CaseRunner, name: str) -> None:
     case = parse(HALF_FAULTS[name])

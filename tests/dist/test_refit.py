@@ -58,7 +58,7 @@ def stored(model: Path) -> dict[str, torch.Tensor]:
     return {name: source.read(name) for name in source.names()}
 
 
-@sampled(3)
+@sampled(2)
 @pytest.mark.parametrize(
     ("layout", "family"), [(layout, "qwen3-tied-four") for layout in LAYOUTS] + [("megatron-tp2-sp", "qwen2"), ("fsdp1-dp3", "qwen2")]
 )
@@ -69,7 +69,7 @@ def test_an_engine_reads_the_policy_s_weights_at_every_step(
     check(pool.run(world, refit_jobs.refits, configured(backend, tiny_models[family], changes), BUDGET), expected[family])
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("layout", SPARSE)
 def test_experts_come_in_one_order_from_wherever_they_are(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     world, changes = SPARSE[layout]
@@ -90,7 +90,7 @@ def test_how_many_parameters_are_gathered_at_once_changes_no_bit(pool: WorkerPoo
             assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(
     "layout", ["megatron-tp2-pp2", "megatron-pp2-vpp2", pytest.param("megatron-pp2", marks=slow), "dtensor-dp2", "fsdp1-dp3"]
 )
@@ -99,6 +99,7 @@ def test_engines_apart_get_the_policy_s_weights_at_every_step(pool: WorkerPool, 
     check_apart(pool, world, configured(backend, tiny_models["qwen3-tied-four"], changes), changes.get("pp", 1))
 
 
+@slow
 @pytest.mark.parametrize(
     ("family", "layout"),
     [("qwen3_moe_mixed", {"ep": 2, "pp": 2}), pytest.param("gpt_oss", {"ep": 2, "pp": 2, "vpp": 2}, marks=slow)],

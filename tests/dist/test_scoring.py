@@ -116,7 +116,7 @@ LOSSES = {"preference": PreferenceLoss(), "value": ValueLoss(0.2)}
 
 
 @newest_megatron(layout=["tp2-sp-pp2"])
-@sampled(5)
+@sampled(3)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("layout", LAYOUTS)

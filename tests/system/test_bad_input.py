@@ -398,6 +398,7 @@ def check_nothing_left(run_dir: Path) -> None:
     assert ("run.lock" in left or not left) and all(left[lock].read_bytes() == b"" for lock in locks)
 
 
+@sampled(15)
 @pytest.mark.parametrize("case", FAULTS, ids=[case.name.replace(" ", "-") for case in FAULTS])
 def test_faults_are_found_before_workers_start(
     case: Case, material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -424,7 +425,7 @@ def test_directories_that_no_run_can_have(
     check_message(capsys.readouterr().err, [re.escape(f"run_dir = {str(tmp_path / place)!r}"), "Fix"])
 
 
-@sampled(1)
+@slow
 @pytest.mark.parametrize("name", ["misspelt key", "broken line", "other vocabulary"])
 def test_faults_end_the_program_with_2(name: str, material: Material, launches: Launches, tmp_path: Path) -> None:
     [case] = [case for case in FAULTS if case.name == name]

@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 from benchmarks.conversion import save_llama
 from converters.families.read import read_architecture
 from converters.mapping.rules import hf_tensors
-from tests.tiers import sampled
+from tests.tiers import sampled, slow
 
 SIZE = 60_000_000
 CAP_MIB = 640
@@ -124,7 +124,7 @@ def test_memory_stays_within_its_bound(
     assert int(str(bounded["peak_memory"])) <= CAP_MIB * 2**20
 
 
-@sampled(1)
+@slow
 @pytest.mark.parametrize("action", ["import", "export"])
 def test_what_a_plan_says_of_memory_is_kept_where_tensors_are_narrowed(action: str, server: ForkServerContext, tmp_path: Path) -> None:
     """A chunk of bfloat16 is made of twice its bytes in float32."""

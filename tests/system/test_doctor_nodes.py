@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 RECIPE = "grpo-qwen2.5-7b-8gpu-megatron"
 
 
+@slow
 def test_ranks_of_one_node_add_up_numbers(local_ray: int) -> None:
     versions, added = check_ranks(Shape(1, 2, gpus=False))
     assert versions.verdict is Verdict.OK and "on all 2 ranks" in versions.found

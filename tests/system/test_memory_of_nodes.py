@@ -65,6 +65,7 @@ def fill(memory: MemoryOfNodes, node: str, checkpoint_dir: Path) -> Path:
     return place
 
 
+@slow
 def test_what_ranks_leave_becomes_a_whole_checkpoint(memory: MemoryOfNodes, node: str, checkpoint_dir: Path, target: Path) -> None:
     assert memory.take(1000)
     place = fill(memory, node, checkpoint_dir)
@@ -75,6 +76,7 @@ def test_what_ranks_leave_becomes_a_whole_checkpoint(memory: MemoryOfNodes, node
     assert found == {f"{role}/weights/__{rank}": rank + 7 for role in ("policy", "critic") for rank in (0, 1)}
 
 
+@slow
 def test_a_process_that_is_killed_is_named_with_its_node(memory: MemoryOfNodes, node: str, checkpoint_dir: Path, target: Path) -> None:
     assert memory.take(1000)
     place = fill(memory, node, checkpoint_dir)
@@ -89,6 +91,7 @@ def test_a_process_that_is_killed_is_named_with_its_node(memory: MemoryOfNodes, 
     assert write.has_ended() and not place.exists()
 
 
+@slow
 def test_what_takes_too_long_is_ended(memory: MemoryOfNodes, node: str, checkpoint_dir: Path, target: Path) -> None:
     assert memory.take(1000)
     place = fill(memory, node, checkpoint_dir)

@@ -67,6 +67,7 @@ def test_a_raylet_that_hangs_is_told_of_and_ended(
     shutil.rmtree(local.private)
 
 
+@slow
 def test_nothing_runs_after_data_are_refused(tmp_path: Path) -> None:
     """Ray has been started by then; the workers have not."""
     material = make_material(tmp_path / "material", teach=False)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megarl.distributed.rendezvous import Endpoint, check_membership
 from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import ClusterError, DeadlineError
+from tests.tiers import slow
 
 # Children are forked after torch is imported, so that forty ranks start in a moment.
 MANY_GROUPS = """
@@ -73,6 +74,7 @@ if __name__ == "__main__":
 """
 
 
+@slow
 def test_twenty_groups_at_once_do_not_collide(tmp_path: Path) -> None:
     script = tmp_path / "many_groups.py"
     script.write_text(MANY_GROUPS)

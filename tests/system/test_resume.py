@@ -1,7 +1,7 @@
 """Killed at any moment and started again, a run ends like one that nobody disturbed: the same log and the same weights, bit for bit.
 
 The program itself is started, with real Megatron on tensor parallel 2 over Ray, and killed so that nothing of it can tidy up. One run is
-killed several times where that tells as much. By default one kill is shown; ``--all`` adds the other moments, every step and save period.
+killed several times where that tells as much. All of it is in the parts ``resume-1`` to ``resume-3``.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ def test_the_undisturbed_run_has_something_to_lose(whole: Path) -> None:
     something_to_lose(whole)
 
 
+@slow
 def test_killed_inside_a_step(material: Material, launches: Launches, tmp_path: Path) -> None:
     """On one rank, which starts sooner. Three launches take a minute and show that a lost machine costs only time.
 

@@ -1,6 +1,6 @@
 """Real signals to real runs: a group that is told to end, Ctrl-C, a terminal that closes, a killed driver, a killed Ray, a time limit.
 
-By default one run shows that SIGTERM to all of a launch's group costs nothing; ``--all`` shows the rest.
+All of it is in the part ``signals``: each test is a program of a minute or less.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def after_step_one(launch: Launch) -> Path:
     return ray_directory(launch)
 
 
+@slow
 def test_a_signal_to_the_whole_group_saves_and_exits_75(material: Material, launches: Launches, tmp_path: Path) -> None:
     """As from a launcher that ends all that it has started. The workers are not to hear of it before the run has saved.
 

@@ -10,10 +10,12 @@ import pytest
 from megarl.cli import main
 from megarl.models.generation.engines import engine_kind
 from tests.system.whole_runs import CONFIGS, ROOT, make_material
+from tests.tiers import slow
 
 TOYS = ROOT / "tests" / "toys"
 
 
+@slow
 def test_a_program_of_toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """REINFORCE on Megatron with two ranks, refitted by broadcast into transformers, in an environment that knows lengths.
 

@@ -10,7 +10,7 @@ import pytest
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.models.policy.lm_policy import Policy
 from tests.models import make_tiny
-from tests.tiers import sampled
+from tests.tiers import slow
 
 # get_gpu_info reports variables whose names begin with CUDA
 NAME = "CUDA_OF_THE_SECTION"
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("environment") / "qwen2", "qwen2", tied=True, layers=1)
 
 
-@sampled(1)
+@slow
 @pytest.mark.parametrize("backend", SECTIONS)
 def test_workers_have_the_environment_of_their_section(local_ray: int, model: Path, backend: str) -> None:
     config: Any = {

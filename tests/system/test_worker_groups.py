@@ -26,7 +26,7 @@ from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder, RayWorkerGroup
 from megarl.errors import BatchError, ClusterError, ConfigError, DeadlineError, StateError, WorkerError, WorkerLostError
-from tests.tiers import sampled
+from tests.tiers import sampled, slow
 
 SAMPLES = "tests.system.sample_workers"
 POLICY_AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
@@ -313,6 +313,7 @@ def test_a_deadline_names_who_hangs_and_where(local_ray: int) -> None:
         assert "--- [rank0" not in str(caught.value)
 
 
+@slow
 def test_a_rank_that_is_stopped_is_found_before_its_deadline(local_ray: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the look at the processes, in the first call of new workers, whose bound is far away."""
     deadlines = PhaseDeadlines(dict.fromkeys(PHASES, PATIENCE_S), 1.0, 3.0)
@@ -355,7 +356,7 @@ def test_ranks_that_stand_still_are_found_before_their_deadline(local_ray: int, 
         assert f"in {method}" in str(caught.value)
 
 
-@sampled(1)
+@slow
 @pytest.mark.parametrize(
     ("method", "arguments", "key"),
     [
@@ -372,6 +373,7 @@ def test_a_rank_that_may_come_to_an_end_has_its_deadline(local_ray: int, method:
         group.get_all_worker_results(group.run_all_workers_single_data(method, **arguments))
 
 
+@slow
 def test_a_constructor_that_fails_leaves_nothing(local_ray: int, tmp_path: Path) -> None:
     sharding = NamedSharding(np.arange(3), ["tensor_parallel"])
     with (
@@ -384,6 +386,7 @@ def test_a_constructor_that_fails_leaves_nothing(local_ray: int, tmp_path: Path)
     wait_until(lambda: all_gone(process_ids), "workers left behind")
 
 
+@sampled(1)
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
@@ -396,6 +399,7 @@ def test_a_class_that_cannot_be_found(local_ray: int, name: str, error: type[Exc
         pytest.fail("the group was made")
 
 
+@slow
 def test_configure_worker_and_tied_groups(local_ray: int) -> None:
     tied = [(0, [0, 2]), (0, [1])]
     with group_of([3], "ConfiguredWorker", bundle_indices_list=tied, env_vars={"COLOUR": "caller"}) as group:
@@ -408,12 +412,14 @@ def test_configure_worker_and_tied_groups(local_ray: int) -> None:
         assert (group.dp_size, group.get_dp_leader_worker_idx(1)) == (2, 2)
 
 
+@slow
 def test_options_of_a_decorated_class_come_first(local_ray: int) -> None:
     with group_of([1], "DecoratedWorker", env_vars={"COLOUR": "caller"}) as group:
         [seen] = ray.get(group.run_all_workers_single_data("environment", names=["COLOUR", "SHAPE", "OMP_NUM_THREADS"]))
     assert seen == {"COLOUR": "caller", "SHAPE": "decorator", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
 
+@slow
 def test_builder_alone_makes_one_worker(local_ray: int) -> None:
     cluster = RayVirtualCluster([1], use_gpus=False)
     builder = RayWorkerBuilder(f"{SAMPLES}.PlainWorker", 3, name="x")
@@ -424,12 +430,14 @@ def test_builder_alone_makes_one_worker(local_ray: int) -> None:
     cluster.shutdown()
 
 
+@slow
 def test_clean_up_runs_on_every_worker(local_ray: int, tmp_path: Path) -> None:
     with group_of([3], keywords={"directory": str(tmp_path)}) as group:
         assert group.shutdown(cleanup_method="leave_mark") is True
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
 
 
+@slow
 def test_a_clean_up_that_does_not_exist_is_reported(local_ray: int) -> None:
     with group_of([1]) as group:
         assert group.shutdown(cleanup_method="absent") is False
@@ -458,6 +466,7 @@ def test_the_cause_is_told_from_the_broken_connection_of_its_peers(local_ray: in
         group.get_all_worker_results(group.run_all_workers_single_data("sum_or_fail", failing_rank=1, way=way))
 
 
+@slow
 def test_groups_side_by_side_have_their_own_ports(local_ray: int) -> None:
     with group_of([2]) as one, group_of([1]) as two, group_of([1]) as three:
         ports = {ray.get(group.workers[0].environment.remote(["MASTER_PORT"]))["MASTER_PORT"] for group in (one, two, three)}
@@ -483,6 +492,7 @@ def test_places_that_do_not_fit(local_ray: int, options: dict[str, Any], message
         pytest.fail("the group was made")
 
 
+@slow
 def test_workers_per_node_takes_the_first_bundles(local_ray: int) -> None:
     with group_of([3, 2], workers_per_node=[2, 1]) as group:
         assert [item["name"] for item in group.worker_metadata] == ["sample-0-0", "sample-0-1", "sample-1-0"]
@@ -501,6 +511,7 @@ group.get_all_worker_results(group.run_all_workers_single_data("hang_on_purpose"
 """
 
 
+@slow
 def test_a_killed_driver_leaves_no_worker(tmp_path: Path) -> None:
     checkout = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": checkout}

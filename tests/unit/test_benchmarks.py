@@ -118,6 +118,7 @@ def test_a_case_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
+@slow
 def test_the_command_writes_results_and_reports_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

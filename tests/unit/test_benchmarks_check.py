@@ -25,6 +25,7 @@ from benchmarks.point import Metric, Point, sides
 from benchmarks.runner import circumstances
 from benchmarks.timing import Spent, spent_in_turn
 from benchmarks.usage import measured_usage
+from tests.tiers import slow
 
 HERE = __name__
 DELAY = Path("delay")
@@ -47,6 +48,7 @@ def summing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@slow
 def test_a_planted_delay_fails_and_the_same_code_passes(summing: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["run", "summing", "--out", "base.json"]) == 0
     _widen(summing / "base.json", 0.15)  # a machine full of other tests must not decide

@@ -24,6 +24,7 @@ from megarl.config.rules.view import View
 from megarl.config.validate import validate_config
 from megarl.errors import ConfigError
 from megarl.models.generation.vllm.configuration import engine_memory, engine_weights_fit
+from tests.tiers import sampled
 from tests.unit.config_samples import FACTS, complete, raw_grpo
 
 SHAPE = {
@@ -60,6 +61,7 @@ def test_one_rank_holds_as_many_parameters_as_transformers(name: str, tmp_path: 
     assert stage_parameters(facts, 1, 0, [facts.num_layers]) == sum(parameter.numel() for parameter in model.parameters())
 
 
+@sampled(15)
 @pytest.mark.parametrize("name", sorted(MODELS))
 @pytest.mark.parametrize("stages", [[6], [2, 4], [1, 2, 3]])
 @pytest.mark.parametrize("tensor", [1, 2, 3, 6])

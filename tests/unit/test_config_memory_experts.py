@@ -40,6 +40,7 @@ from megarl.config.memory import (
 )
 from megarl.config.model_facts import ModelFacts, facts_of, read_model_facts
 from megarl.errors import ConfigError
+from tests.tiers import sampled
 from tests.unit.config_samples import complete, raw_grpo
 
 SHAPE: dict[str, Any] = {
@@ -123,6 +124,7 @@ def real_model(name: str, folder: Path) -> tuple[ModelFacts, Any]:
         return facts, AutoModelForCausalLM.from_config(config)
 
 
+@sampled(30)
 @pytest.mark.parametrize("name", sorted(MODELS))
 @pytest.mark.parametrize("stages", [[6], [2, 4], [1, 2, 3]])
 @pytest.mark.parametrize(("tensor", "expert", "expert_tensor"), [(1, 1, 1), (2, 4, 1), (3, 2, 2), (6, 8, 4)])

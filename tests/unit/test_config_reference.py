@@ -13,6 +13,7 @@ import pytest
 from megarl.config.algorithms import run_type
 from megarl.config.reference import PAGES, updated
 from megarl.config.schema import known_paths
+from tests.tiers import slow
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -42,6 +43,7 @@ def test_the_pages_are_current(name: str) -> None:
     assert updated(page, name, CONFIGS) == page, "run: python -m megarl.config.reference configs"
 
 
+@slow
 def test_the_program_brings_the_pages_up_to_date(tmp_path: Path) -> None:
     """In a process of its own, where nothing was imported before."""
     for path in CONFIGS.glob("*.md"):

@@ -15,6 +15,7 @@ from megarl.config.rules import RULES, bounded_keys
 from megarl.config.rules.not_yet import NOT_YET_RULES
 from megarl.config.rules.view import NotApplicableError, View
 from megarl.models.generation.vllm.configuration import RULES as VLLM_RULES
+from tests.tiers import sampled
 from tests.unit.config_samples import FACTS, complete, mixture, raw_distillation, raw_dpo, raw_grpo, raw_ppo, raw_rm, raw_sft
 
 MEGATRON = "policy.megatron_cfg"
@@ -799,6 +800,7 @@ def test_all_broken_rules_come_at_once() -> None:
     assert keys == set(changes)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     "raw", [raw_grpo(), raw_sft(), raw_dpo(), raw_ppo(), raw_distillation()], ids=["grpo", "sft", "dpo", "ppo", "distillation"]
 )
@@ -809,6 +811,7 @@ def test_no_rule_stumbles_over_an_absent_key(raw: dict[str, Any]) -> None:
     check({}, FACTS)
 
 
+@sampled(2)
 @pytest.mark.parametrize("value", ["text", None, [3], -1, 0])
 def test_no_rule_stumbles_over_a_faulty_value(value: object) -> None:
     full = complete_run(raw_grpo())

@@ -15,6 +15,7 @@ from megarl.config import complete_run, validate_config, validate_policy_config
 from megarl.config.algorithms import run_type
 from megarl.config.schema import check_policy, check_run, known_paths, nearest
 from megarl.errors import ConfigError, Violation
+from tests.tiers import sampled, slow
 from tests.unit.config_samples import changed, raw_distillation, raw_dpo, raw_grpo, raw_ppo, raw_sft
 
 MEGATRON = "policy.megatron_cfg"
@@ -151,6 +152,7 @@ def test_a_broken_configuration_is_still_a_report(config: dict[Any, Any]) -> Non
     assert caught.value.violations
 
 
+@slow
 def test_every_single_wrong_value_is_a_report_and_no_crash() -> None:
     full = complete_run(raw_grpo())
     wrong: list[Any] = ["text", None, [3], {"a": 1}, -1, float("inf")]
@@ -241,6 +243,7 @@ def _further(path: str) -> list[Callable[[], dict[str, Any]]]:
     return [raw for raw, sections in starts.items() if path.startswith(sections)]
 
 
+@sampled(40)
 @pytest.mark.parametrize("path", known_paths(run_type(None)))
 def test_no_value_of_any_key_gives_a_traceback(path: str) -> None:
     """Also where others follow from it: a text for a batch size is one for the batch size of a validation too."""

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from converters.command import main, read_size
 from converters.torch_dist.index import read_index
-from tests.tiers import slow
+from tests.tiers import sampled, slow
 from tests.unit.converters_tiny import save_tiny
 
 
@@ -97,6 +97,7 @@ MUTATIONS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], None], tuple[str,
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_verify_names_what_is_wrong(mutation: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change, names = MUTATIONS[mutation]

@@ -25,7 +25,7 @@ from converters.mapping.rules import all_megatron_names, hf_names, rule_for
 from converters.mapping.shards import load_shard, to_hf
 from converters.model_config.megatron_settings import megatron_settings
 from converters.model_config.mixture import MixtureOfExperts
-from tests.tiers import newest_megatron, slow
+from tests.tiers import newest_megatron, sampled, slow
 from tests.unit.converters_tiny import save_tiny, stored_tensors, tiny_config
 
 pytestmark = newest_megatron
@@ -48,6 +48,7 @@ def rewrite(directory: Path, tensors: dict[str, Tensor]) -> HuggingFaceSource:
     return open_source(directory)
 
 
+@sampled(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("name", SPARSE)

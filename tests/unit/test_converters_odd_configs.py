@@ -36,7 +36,7 @@ ALSO = [
 FULL = {config.model_type: json.loads(json.dumps(config.to_dict())) for config in map(tiny_config, CONFIGS)}
 
 
-@sampled(3)
+@sampled(1)
 @settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.parametrize("family", sorted(FULL))

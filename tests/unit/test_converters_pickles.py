@@ -17,6 +17,7 @@ import torch
 
 from converters.command import main
 from megarl import env
+from tests.tiers import slow
 from tests.unit.converters_tiny import save_tiny
 from tests.unit.foreign_checkpoints import megatron_lm
 from tests.unpickling.watch import PickleWatch
@@ -62,6 +63,7 @@ def megatron(tmp_path: Path) -> Path:
     return tmp_path / "mcore"
 
 
+@slow
 def test_nothing_that_converters_read_is_unpickled(tmp_path: Path, megatron: Path) -> None:
     """All kinds of what they read: Hugging Face, our own, and a checkpoint of Megatron-LM with its arguments and objects; and payloads in
     each file of it that is a pickle."""

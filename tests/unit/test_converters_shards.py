@@ -81,7 +81,7 @@ def test_any_shape_equals_the_reference_and_comes_back(drawn: DrawnModel) -> Non
     check_both_ways(drawn.architecture, drawn.tensor_size, drawn.padded_vocab, drawn.expert_tensor_size)
 
 
-@sampled("values")
+@sampled(8)
 @pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_every_family_equals_the_reference(name: str, tp_size: int) -> None:
@@ -93,7 +93,7 @@ def test_more_ranks_than_groups_cut_through_a_group() -> None:
     check_both_ways(dataclasses.replace(read_architecture(tiny_config("llama_one_group")), ffn_hidden_size=54, head_dim=12), 3, 102)
 
 
-@sampled(25)
+@sampled(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ALONE)
 def test_saved_models_come_back_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-@sampled(20)
+@sampled(5)
 @pytest.mark.parametrize("max_shard_bytes", [5e9, 30_000, 1])
 @pytest.mark.parametrize("name", ALONE)
 def test_transformers_loads_it_with_equal_logits(name: str, max_shard_bytes: float, tmp_path: Path) -> None:

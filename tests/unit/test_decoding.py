@@ -21,6 +21,7 @@ from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.huggingface.attention import IMPLEMENTATION
 from megarl.models.huggingface.generation import _CachedForward, _can_be_joined, _joined
 from tests.models import make_tiny
+from tests.tiers import sampled
 
 FAMILIES = ["llama", "qwen3", "mistral_window"]
 LENGTHS = (3, 12, 12, 5, 1, 12, 9, 3)
@@ -92,6 +93,7 @@ def one_by_one(model: Any, prompt: list[int], stop: list[int]) -> tuple[list[int
     return ids[len(prompt) :], values
 
 
+@sampled(3)
 @pytest.mark.parametrize("pass_positions", [1, 3, 512])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ragged_rows_are_what_each_is_alone(

@@ -16,6 +16,7 @@ from megarl.algorithms.run import run
 from megarl.config.distillation import source_key, teachers_of_sources
 from megarl.config.rules import check
 from megarl.errors import ConfigError, ModelError
+from tests.tiers import sampled, slow
 from tests.unit.config_samples import FACTS, changed, complete, raw_distillation
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, final_weights, make_config, rows
 from tests.unit.tiny_model import make_tiny_model
@@ -84,6 +85,7 @@ def test_a_whole_run_leaves_what_it_promises(tmp_path: Path, model: str, data: s
     assert samples["advantage"] is not None
 
 
+@sampled(1)
 @pytest.mark.parametrize(
     "section",
     [{"kl_type": "reverse"}, {"kl_type": "forward"}, {"kl_type": "mixed"}, {"mode": "reverse_kl_advantage"}],
@@ -168,6 +170,7 @@ def several(run_dir: Path, model: str, data: str, teachers: dict[str, str], **se
     return config
 
 
+@sampled(1)
 @pytest.mark.parametrize("mode", ["topk", "reverse_kl_advantage"])
 def test_each_source_has_its_teacher(tmp_path: Path, model: str, data: str, teacher: str, other_teacher: str, mode: str) -> None:
     config = several(tmp_path, model, data, {"sums": teacher, "differences": other_teacher}, mode=mode, max_num_steps=3)
@@ -198,6 +201,7 @@ def test_each_source_has_its_teacher(tmp_path: Path, model: str, data: str, teac
     assert any("train/sampled_reverse_kl/differences" in row for row in rows(tmp_path))
 
 
+@slow
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path, model: str, data: str, teacher: str, other_teacher: str) -> None:
     teachers = {"sums": teacher, "differences": other_teacher}
     run(several(tmp_path / "whole", model, data, teachers), PolicyMaker())

@@ -22,6 +22,7 @@ from megarl.doctor.command import exit_code
 from megarl.doctor.devices import Driver, DriverFault, Gpu, TorchBuild, check_devices, judge, read_driver
 from megarl.doctor.storage import check_durable_write, check_lock, check_storage, judge_space
 from megarl.doctor.versions import check_system, judge_locked_memory, judge_open_files, judge_shared_memory
+from tests.tiers import slow
 
 GIB = 2**30
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, 0)
@@ -51,6 +52,7 @@ def test_the_command_tries_everything_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@slow
 def test_a_rank_that_fails_is_named_with_its_last_words() -> None:
     check = network.check_all_reduce("no-such-backend", 2)
     # both fail, and either may be the first

@@ -24,7 +24,7 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import BatchError, CheckpointError, ConfigError, DataError, MismatchError, StateError, UnusableCheckpointError
 from megarl.observe.launches import read_launches
 from megarl.observe.sample_files import list_samples, read_samples
-from tests.tiers import sampled
+from tests.tiers import sampled, slow
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, cut_off, final_weights, make_config, rows
 from tests.unit.reference_policy import ReferencePolicy
 
@@ -133,6 +133,7 @@ class CountingLogprobs(PolicyMaker):
         return policy
 
 
+@slow
 @pytest.mark.parametrize("penalty", [0.0, 0.01])
 def test_a_batch_that_is_trained_on_once_needs_no_pass_for_its_logprobs(
     penalty: float, tmp_path: Path, models: dict[str, str], data: str
@@ -175,6 +176,7 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(algorithm: str, tmp_p
             assert torch.equal(final_weights(run_dir)[name], tensor), (crash_after, name)
 
 
+@slow
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
 def test_a_run_of_mixed_and_filtered_sources_is_resumed_exactly(
     algorithm: str, tmp_path: Path, models: dict[str, str], data: str, caplog: pytest.LogCaptureFixture
@@ -297,6 +299,7 @@ def merged(config: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     return config | {key: merged(config[key], value) if isinstance(value, dict) else value for key, value in change.items()}
 
 
+@sampled(3)
 @pytest.mark.parametrize(("change", "acceptable", "message"), [case[1:] for case in CHANGES], ids=[case[0] for case in CHANGES])
 def test_what_a_checkpoint_was_promised_to_be_is_not_changed_in_silence(
     change: dict[str, Any], acceptable: bool, message: str, tmp_path: Path, model: str, data: str
@@ -535,6 +538,7 @@ def mild(prompt, response, record):
 """
 
 
+@slow
 def test_a_verifier_that_hangs_or_dies_costs_its_own_samples_alone(tmp_path: Path, model: str) -> None:
     """The rest of the run is, to the bit, that with a function which only raises where the other one hangs or kills its process."""
     data, path = few_records(tmp_path / "four.jsonl", model, 4), tmp_path / "verifiers.py"
@@ -560,6 +564,7 @@ def test_a_verifier_that_hangs_or_dies_costs_its_own_samples_alone(tmp_path: Pat
     assert weights[0].keys() == weights[1].keys() and all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
+@slow
 def test_conversations_and_a_function_learn_what_prompts_and_exact_match_do(tmp_path: Path, models: dict[str, str], data: str) -> None:
     """The same tokens and the same rewards: the same run, to the bit."""
     turns = tmp_path / "turns.jsonl"
@@ -648,6 +653,7 @@ def last_step(tmp_path: Path, model: str, data: str, maker: PolicyMaker, loss: d
 IN_REWARD = {"use_kl_in_reward": True, "reference_policy_kl_type": "k1"}
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", ["grpo", "rloo", "gdpo", "reinforce_plus_plus"])
 def test_advantages_are_those_of_the_estimator(name: str, tmp_path: Path, models: dict[str, str], data: str) -> None:
     maker, loss = KeepingBatches(), {} if name == "gdpo" else {**IN_REWARD, "force_on_policy_ratio": True}

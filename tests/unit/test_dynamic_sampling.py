@@ -21,6 +21,7 @@ from megarl.errors import RewardError
 from megarl.rollout.collector import Rollouts
 from megarl.rollout.dynamic_sampling import DynamicSampling, Filled, Signal, joined, signals
 from megarl.rollout.samples import sampling_seeds, seeds_from
+from tests.tiers import slow
 from tests.unit.driver_runs import Crash, PolicyMaker, comparable, make_config, rows
 from tests.unit.reference_policy import ReferencePolicy
 
@@ -96,6 +97,7 @@ def filled(stream: list[list[tuple[float, bool, bool]]], sampler: Any, prompts: 
     return DynamicSampling(prompts, GENERATIONS, batch, most, False, -1).fill(7, sampler, collect)
 
 
+@slow
 @given(
     stream=st.lists(st.lists(ANSWER, min_size=GENERATIONS, max_size=GENERATIONS), min_size=1, max_size=12),
     prompts=st.integers(1, 4),
@@ -237,6 +239,7 @@ SAMPLING = {"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 40
 WITH_BATCHES = frozenset({"train/dynamic_sampling_num_gen_batches", "train/dynamic_sampling_num_discarded_valid_samples", "train/judged"})
 
 
+@slow
 def test_a_run_that_drops_nothing_is_one_without_dynamic_sampling(tmp_path: Path, model: str, data: str) -> None:
     for name, section in (("plain", {}), ("dynamic", SAMPLING), ("many at a time", {**SAMPLING, "batch_multiplier": 1.75})):
         dynamic_run(tmp_path / name, model, data, "place", PolicyMaker(), **section)

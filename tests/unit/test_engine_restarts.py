@@ -29,6 +29,7 @@ from megarl.observe.timing import PhaseTimer
 from megarl.rollout.collector import Collector
 from megarl.rollout.environment import EnvironmentReturn, Turn
 from megarl.rollout.samples import sampling_seeds
+from tests.tiers import sampled
 from tests.unit.reference_policy import ReferencePolicy
 
 # what it answers follows from weights, prompt and seed
@@ -248,6 +249,7 @@ MOMENTS = [("prepare", [0, 9]), ("prepare", [0, 0, 9]), ("load", [9]), ("load", 
 MOMENTS += [("finish", [9]), ("finish", [0, 9]), ("generate", [0, 9, 9]), ("generate", [0, int(signal.SIGSTOP)])]
 
 
+@sampled(4)
 @pytest.mark.parametrize(("method", "numbers"), MOMENTS, ids=[f"{method}-{'-'.join(map(str, numbers))}" for method, numbers in MOMENTS])
 def test_lost_engines_cost_time_alone(model: str, running: list[EngineProcess], method: str, numbers: list[int]) -> None:
     undisturbed = Rollout(model, {}, 0)

@@ -32,6 +32,7 @@ from megarl.rollout.collector import Rollouts
 from megarl.rollout.environment import final_answers, make_environment
 from megarl.rollout.evaluation import ValidatedSet, estimates_of, half_interval, majority, metrics_of_set, pass_at, validation_metrics
 from megarl.rollout.samples import validation_seeds
+from tests.tiers import sampled
 from tests.unit.driver_runs import PolicyMaker, make_config, rows
 from tests.unit.reference_policy import ReferencePolicy
 
@@ -408,6 +409,7 @@ class Judge:
 """
 
 
+@sampled(1)
 @pytest.mark.parametrize(("lost", "best"), [([1], 4), ([2], 2), ([0, 1], 4), ([0, 1, 2], 4)])
 def test_a_figure_that_a_validation_has_not_ends_no_run(
     lost: list[int], best: int, tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture

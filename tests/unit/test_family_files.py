@@ -24,6 +24,7 @@ from converters.importing import import_model, plan_import
 from converters.mapping.rules import forget_rules
 from converters.selftest import Finding, selftest, selftest_of
 from converters.selftest_models import save_random, tiny_config
+from tests.tiers import slow
 
 # the example that users are shown
 EXAMPLE = textwrap.dedent((family_file.__doc__ or "").partition("::\n\n")[2].partition("\n``megarl")[0])
@@ -120,6 +121,7 @@ def test_unfinished_work_of_other_rules_is_not_taken_up(tmp_path: Path, monkeypa
     assert outcome.resumed == 0 and outcome.notes["started_anew_because_of"] == [RULES]
 
 
+@slow
 def test_a_family_that_transformers_knows(tmp_path: Path) -> None:
     file = written(tmp_path, SEED_OSS)
     family = load_family_file(file)
@@ -232,6 +234,7 @@ FAMILY = replace(
 """
 
 
+@slow
 def test_keys_that_a_family_calls_its_own_and_does_not_read_are_named(tmp_path: Path) -> None:
     """SmolLM3 rotates nothing in every fourth layer, which one of its keys says; the tiny model has such a layer."""
     family = load_family_file(written(tmp_path, SMOLLM3))

@@ -33,6 +33,7 @@ from tests.faults.soak import Entry, Journal, counted, left_to_do
 from tests.faults.trial import SEAM, Subject, Told, Trial, Trials, Whole
 from tests.faults.workers import phase_in, slow_down, strike
 from tests.system.whole_runs import Launch, Launches
+from tests.tiers import sampled, slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -343,11 +344,13 @@ while True:
 """
 
 
+@sampled(1)
 @pytest.mark.parametrize(("kind", "said"), [("nan", "True True False True []"), ("oom", "True True no memory True []")])
 def test_one_layer_fails_as_ordered(kind: str, said: str, tmp_path: Path) -> None:
     assert ordered(LAYERS.format(orders=str(tmp_path), kind=kind), tmp_path).strip() == said
 
 
+@slow
 def test_one_layer_waits_for_ever_as_ordered(tmp_path: Path) -> None:
     assert ordered(STUCK.format(orders=str(tmp_path)), tmp_path).strip() == "stands in spoil"
 

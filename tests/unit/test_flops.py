@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from converters.families.read import read_architecture
 from megarl.config.model_facts import facts_of
 from megarl.throughput.flops import ModelFlops, attended_pairs
+from tests.tiers import sampled
 from tests.unit.converters_tiny import CONFIGS, SIZES
 
 ROWS, LENGTH = 2, 13
@@ -66,6 +67,7 @@ def by_kind(model: PreTrainedModel) -> dict[str, list[Any]]:
 NAMES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "llama_one_group", "mistral_window", "qwen2_moe_mixed_tied", "qwen3_moe")
 
 
+@sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_and_training_are_what_torch_counts(name: str) -> None:
     model, flops = model_and_flops(name)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from converters.command import main
 from converters.opening import open_megatron
+from tests.tiers import sampled
 from tests.unit.converters_tiny import stored_tensors
 from tests.unit.foreign_checkpoints import (
     ARGUMENTS,
@@ -30,6 +31,7 @@ from tests.unit.foreign_checkpoints import (
 )
 
 
+@sampled(4)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_megatron_lm_exports_with_a_config_made_of_its_arguments(name: str, tmp_path: Path) -> None:
     source = megatron_lm(tmp_path, name)
@@ -101,6 +103,7 @@ LAYOUTS: dict[str, tuple[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]]]
 }
 
 
+@sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_of_the_tensors_is_read(layout: str, tmp_path: Path) -> None:
     name, change = LAYOUTS[layout]

@@ -19,7 +19,7 @@ from converters.foreign.opening import arguments_of, read_common_state
 from converters.foreign.settings import ROPE_FACTOR
 from converters.model_config.megatron_settings import megatron_settings
 from converters.torch_dist.reader import TorchDistCheckpoint
-from tests.tiers import newest_megatron
+from tests.tiers import newest_megatron, sampled
 from tests.unit.converters_tiny import DEEPSEEK_YARN, save_tiny, stored_tensors, tiny_config
 from tests.unit.foreign_checkpoints import assert_exported, config_of, is_refused, tensors_of, write_checkpoint
 
@@ -42,6 +42,7 @@ def imported(directory: Path, name: str, *flags: str, **changes: Any) -> Path:
     return directory / "mlm"
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_arguments_alone_give_the_model_back(name: str, tmp_path: Path) -> None:
     source = imported(tmp_path, name, "--vocab-multiple", "16")

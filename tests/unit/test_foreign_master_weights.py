@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.tiers import sampled
 from tests.unit.foreign_checkpoints import arguments_for, assert_exported, is_refused, tensors_of, write_checkpoint
 
 MASTERS: dict[str, str] = {"fully_reshardable": "optimizer.state.param.", "not distributed": "optimizer.state.fp32_param."}
 
 
+@sampled(1)
 @pytest.mark.parametrize("prefix", MASTERS.values(), ids=MASTERS)
 @pytest.mark.parametrize("beside", [False, True], ids=["inside", "beside"])
 def test_master_weights_are_exported(prefix: str, beside: bool, tmp_path: Path) -> None:

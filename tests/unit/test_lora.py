@@ -71,7 +71,7 @@ def run(*argv: str | Path) -> None:
     assert main([*map(str, argv)]) == 0, argv
 
 
-@sampled(3)
+@sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_as_peft_merges(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     family, options = CASES[case]
@@ -108,6 +108,7 @@ def slowly(base: torch.Tensor, factors: dict[str, torch.Tensor], module: str, sc
     return merged
 
 
+@sampled(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_bit_for_bit_in_a_narrow_dtype(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hf, directory = tmp_path / "hf", tmp_path / "adapter"

@@ -11,6 +11,7 @@ import pytest
 from megarl.rollout import mathematics
 from megarl.rollout.mathematics import JudgementTimeoutError, fault_of_reference, math_verify
 from megarl.rollout.programs import fault_of_tests
+from tests.tiers import sampled
 
 # kind -> reference, parts of it that are wrong, other ways to write it
 REFERENCES: dict[str, list[tuple[str, list[str], list[str]]]] = {
@@ -101,6 +102,7 @@ REFERENCES: dict[str, list[tuple[str, list[str], list[str]]]] = {
 CASES = [pytest.param(*case, id=f"{kind}: {case[0]}") for kind, cases in REFERENCES.items() for case in cases]
 
 
+@sampled(20)
 @pytest.mark.parametrize(("reference", "parts", "others"), CASES)
 def test_the_whole_reference_is_right_and_no_part_of_it(reference: str, parts: list[str], others: list[str]) -> None:
     assert fault_of_reference(reference) is None

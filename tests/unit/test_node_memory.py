@@ -23,6 +23,7 @@ from megarl.checkpoint.node_memory import NodeMemory
 from megarl.checkpoint.staging import StagingBuffer, staged
 from megarl.errors import CheckpointError
 from tests.node_writers import LONGEST_S, await_end, writer_of, writers
+from tests.tiers import slow
 
 NODES = ("n1", "n2")
 FILES: dict[str, dict[str, bytes]] = {
@@ -128,6 +129,7 @@ def test_memory_that_was_freed_has_nothing_to_write(target: Path, memories: dict
         memories["n1"].write(str(target))
 
 
+@slow
 def test_ranks_may_end_when_their_memory_is_held(target: Path, memories: dict[str, NodeMemory]) -> None:
     """And what they keep for the next checkpoint is not needed once more."""
     place = fill(memories["n1"].take(1), FILES["n1"])

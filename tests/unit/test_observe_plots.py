@@ -19,7 +19,7 @@ from megarl.observe.metrics_file import read_metrics, stream_metrics
 from megarl.observe.plots import compare_runs, plot_run
 from megarl.observe.series import Log, Series, collect_log, collect_series, mean_over_runs, running_mean, smoothing_window
 from megarl.observe.sinks import open_sinks
-from tests.tiers import sampled
+from tests.tiers import sampled, slow
 
 pytest.importorskip("matplotlib")
 
@@ -144,6 +144,7 @@ def test_every_label_can_be_drawn() -> None:
     assert list(run_labels([os.fsdecode(b"a/x\xff")]).values()) == ["x\ufffd"]
 
 
+@sampled(1)
 @pytest.mark.parametrize("name", ["lr_$LR_seed_$SEED_{a}", r"a$\frac$b"], ids=["variables", "a command"])
 def test_dollar_signs_in_the_name_of_a_run_begin_no_formula(tmp_path: Path, name: str) -> None:
     run = train(tmp_path / name, 12)
@@ -166,6 +167,7 @@ def test_what_is_not_finite_at_the_end_is_named_with_the_step_since_which() -> N
     assert collect_log([]) == Log({}, {}, None)
 
 
+@slow
 def test_a_long_run_is_not_held_in_memory_row_by_row(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     row = {f"train/metric_{number}": 0.5 for number in range(20)}

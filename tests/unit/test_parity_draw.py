@@ -78,6 +78,7 @@ def test_the_rules_decide_and_are_counted(shelf: ModelShelf) -> None:
     assert drawer.refusals
 
 
+@slow
 def test_given_words_are_in_every_case(shelf: ModelShelf) -> None:
     drawer = Drawer(shelf, BACKENDS, 4).narrowed({"cp": 2, "batching": "packed"})
     cases = [drawer.draw(3, number) for number in range(10)]

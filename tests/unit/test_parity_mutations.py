@@ -168,7 +168,7 @@ IN_WORKERS = (
 PLANTED = [(name, needs) for name, fault in GROUPS["losses"].items() if name not in IN_WORKERS for needs in fault.each_need]
 
 
-@sampled(60)
+@sampled(20)
 @pytest.mark.parametrize(("name", "needs"), PLANTED)
 def test_a_fault_of_a_loss_is_seen_wherever_it_applies(name: str, needs: str) -> None:
     for case in cases_of(name, needs, 3):

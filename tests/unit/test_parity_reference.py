@@ -20,6 +20,7 @@ from megarl.parity.reference import trained as train_reference
 from megarl.parity.reference_losses import reference_loss
 from megarl.parity.routers import Balancing, Judged, Routers
 from megarl.parity.settings import DECAY_CALLS, WEIGHT_DECAY, hyperparameters
+from tests.tiers import sampled
 
 CASE = Case(seed=3, layers=2, kv=2, group=2, width=5, mbs=2, micro=2, length=9, loss="pg+kl+is")
 
@@ -153,6 +154,7 @@ def test_router_figures_of_a_batch_by_hand() -> None:
     assert routers.judged(data) == Judged()
 
 
+@sampled(1)
 @pytest.mark.parametrize("apart", [1e-4, 4.7e-3, 0.3, -2.0])
 def test_rounding_errors_of_a_divergence_are_within_its_scale(apart: float) -> None:
     """Of one token, of which k3 is what cancellation leaves; but an estimate that is another is not within it."""

@@ -25,6 +25,7 @@ from megarl.observe.launches import read_launches
 from megarl.observe.sinks import MetricSinks
 from megarl.watch.run_state import read_run_state
 from megarl.watch.status import as_plain
+from tests.tiers import sampled
 from tests.unit.driver_runs import STEPS, PolicyMaker, comparable, final_weights, make_config
 
 
@@ -81,6 +82,7 @@ def leads_to(path: Any, mount: Path) -> bool:
     return isinstance(path, str | os.PathLike) and Path(os.path.realpath(path)).is_relative_to(mount)
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     ("command", "how", "remembers"),
     [
@@ -205,6 +207,7 @@ def test_every_place_is_looked_at_once_and_together(monkeypatch: pytest.MonkeyPa
     require_answers({"run_dir": "\0"}, 60.0)
 
 
+@sampled(2)
 @pytest.mark.parametrize("how", ["removed", "renamed", "replaced", "without its lock"])
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_run_whose_directory_is_gone_ends_and_writes_no_more(how: str, call: int, tmp_path: Path, model: str, data: str) -> None:

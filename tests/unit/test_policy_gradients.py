@@ -15,6 +15,7 @@ from megarl.algorithms.loss_functions import ClippedPGLossFn
 from megarl.config.losses import ClippedPGLossConfig, faults_of_loss
 from megarl.errors import BatchError, ConfigError
 from megarl.key import defaults_of
+from tests.tiers import sampled
 from tests.unit.test_losses import PG_CONFIG, WITHOUT_DIVERGENCE, normalizers, policy_gradient_batch
 
 EPSILON = 1e-8
@@ -207,6 +208,7 @@ def value_and_gradient(data: dict[str, torch.Tensor], settings: dict[str, Any]) 
     return float(loss.detach()), gradient, metrics
 
 
+@sampled(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_values_and_gradients_are_those_of_the_equations(seed: int) -> None:
     used: set[tuple[str, Any]] = set()

@@ -25,6 +25,7 @@ from megarl.config.rules import check
 from megarl.config.validate import validate_config
 from megarl.errors import BatchError, ConfigError, NonFiniteError, StateError
 from megarl.observe.metrics import Reduction
+from tests.tiers import sampled
 from tests.unit.config_samples import FACTS, complete, raw_ppo
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, cut_off, final_weights, make_config, rows
 from tests.unit.reference_policy import ReferencePolicy
@@ -122,6 +123,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@sampled(1)
 @pytest.mark.parametrize(("bootstrap", "normalize"), [(False, True), (True, False)])
 def test_a_step_is_that_of_the_slow_form(bootstrap: bool, normalize: bool, tmp_path: Path, model: str, data: str) -> None:
     """Of answers that ended and of such that were cut off, with a divergence in the reward: worked out again, token by token."""

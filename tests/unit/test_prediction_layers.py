@@ -30,7 +30,7 @@ from converters.torch_dist.reader import TorchDistCheckpoint
 from converters.verify import open_any, verify
 from megarl.models.megatron.specs import PortableAttention
 from tests.prediction_layers import add_prediction_layers
-from tests.tiers import newest_megatron
+from tests.tiers import newest_megatron, sampled
 from tests.unit.converters_tiny import save_tiny, stored_tensors, tiny_config
 from tests.unit.test_converters_megatron import cpu_device, one_process_group
 
@@ -68,6 +68,7 @@ def test_the_tiny_layers_are_those_that_transformers_reads(tmp_path: Path) -> No
     assert torch.equal(read.layers[0].mtp_block.mlp.experts.down_proj[7], added["model.layers.3.mlp.experts.7.down_proj.weight"])
 
 
+@sampled(1)
 @pytest.mark.parametrize(
     ("count", "copies", "dtype", "changes"),
     [

@@ -17,6 +17,7 @@ from megarl.rollout.environment import SingleTurn
 from megarl.rollout.programs import Limits, fault_of_isolation, fault_of_tests, judge, same_output
 from megarl.rollout.reward_pool import RewardPool, score_of
 from megarl.rollout.rewards import RewardSpec, Task, get_reward
+from tests.tiers import sampled
 
 PLAIN = Limits(seconds=20.0, isolated=False)
 ISOLATED = Limits(seconds=20.0)
@@ -51,6 +52,7 @@ LINES = json.dumps(
 STATEMENTS = json.dumps(["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"])
 
 
+@sampled(6)
 @pytest.mark.parametrize(
     ("code", "tests", "score", "share"),
     [
@@ -110,6 +112,7 @@ def test_a_method_of_solution_finds_what_its_site_imports(form: str) -> None:
     assert judge(fenced(other), json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}), PLAIN) == 1.0
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("code", "score"),
     [
@@ -187,6 +190,7 @@ def test_outputs_are_compared_by_words_and_numbers(written: str, expected: str, 
 BOTH = [pytest.param(PLAIN, id="limits alone"), pytest.param(ISOLATED, id="namespaces", marks=needs_namespaces)]
 
 
+@sampled(1)
 @pytest.mark.parametrize("limits", BOTH)
 def test_limits(limits: Limits) -> None:
     """Each is reached, and what stays below it is not harmed."""
@@ -203,6 +207,7 @@ def test_limits(limits: Limits) -> None:
     assert result_of(children.format(3, 0.1, waits), roomy) == "1\n" and result_of(children.format(20, 0.5, waits), roomy) == ""
 
 
+@sampled(1)
 @pytest.mark.parametrize("limits", BOTH)
 def test_a_program_that_takes_too_long_is_ended_with_all_that_it_started(limits: Limits) -> None:
     """Also children that left its session and whose parent is gone."""
@@ -388,6 +393,7 @@ def test_a_program_gets_no_namespaces_of_its_own() -> None:
     assert result_of(empty.format(500), ISOLATED) == "1\n" and result_of(empty.format(5000), ISOLATED) == ""
 
 
+@sampled(1)
 @pytest.mark.parametrize("limits", BOTH)
 def test_programs_that_multiply_or_share_memory_out_are_ended(limits: Limits) -> None:
     small = Limits(limits.seconds, 96, 8, 1, limits.isolated)
@@ -416,6 +422,7 @@ def test_a_process_that_the_first_look_misses_is_ended(monkeypatch: pytest.Monke
     assert not any(mark in path.read_bytes().decode(errors="replace") for path in commands())
 
 
+@sampled(1)
 @pytest.mark.parametrize("limits", BOTH)
 def test_a_program_may_treat_its_files_as_it_likes(limits: Limits) -> None:
     """It closes them, writes for ever and hears of no error, or leaves them to a child that goes on: the end comes in time."""

@@ -21,6 +21,7 @@ from converters.checkpoint.quantized import BlockScaled, DequantizedSource, Micr
 from converters.checkpoint.source import open_source
 from converters.command import main
 from converters.errors import ConversionError
+from tests.tiers import sampled, slow
 from tests.unit.converters_tiny import save_tiny, stored_tensors
 
 BLOCK = (16, 12)
@@ -152,6 +153,7 @@ def run(*argv: str | Path) -> None:
     assert main([*map(str, argv)]) == 0, argv
 
 
+@sampled(1)
 @pytest.mark.parametrize("family", ["llama_tied", "qwen3_moe"])
 def test_the_whole_way(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny(tmp_path / "plain", family)
@@ -295,6 +297,7 @@ def test_mxfp4_tensors_of_a_directory(tmp_path: Path) -> None:
         opened(up_blocks=blocks.float(), up_scales=scales)
 
 
+@slow
 def test_gpt_oss_as_it_was_released(tmp_path: Path) -> None:
     save_tiny(tmp_path / "plain", "gpt_oss", torch.bfloat16, hidden_size=64, intermediate_size=96)
     tensors, expected = stored_tensors(tmp_path / "plain"), stored_tensors(tmp_path / "plain")

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megarl.errors import DataError, ModelError
 from megarl.quickstart.material import evaluate_checkpoint, main, make_model, read_problems, write_problems
+from tests.tiers import sampled
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,7 @@ def test_seed_decides_the_weights_and_leaves_the_callers_random_state(model_dir:
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
+@sampled(1)
 @pytest.mark.parametrize("batch_size", [1, 4, 64])
 def test_accuracy_is_that_of_a_slow_loop(model_dir: Path, tmp_path: Path, batch_size: int) -> None:
     """Every third record gets the model's own continuation as its answer; prompts of many lengths share a batch."""

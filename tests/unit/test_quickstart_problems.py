@@ -13,6 +13,7 @@ import pytest
 
 from megarl.errors import DataError
 from megarl.quickstart.material import Problem, generate_problems, read_problems, split_of, write_pairs, write_problems
+from tests.tiers import slow
 
 
 def solve(prompt: str) -> int:
@@ -41,6 +42,7 @@ def test_every_answer_is_right(split: str) -> None:
         assert problem.answer == str(solve(problem.prompt)), problem
 
 
+@slow
 def test_same_arguments_give_the_same_problems_in_another_process() -> None:
     code = "from megarl.quickstart.material import generate_problems as g; print(g(57, 3, 'train', 0.5))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "77"})

@@ -19,6 +19,7 @@ import pytest
 from megarl.distributed import ray_keeper, ray_processes
 from megarl.distributed.ray_keeper import Kept, end, members
 from megarl.distributed.ray_processes import LONGEST_DIRECTORY, LocalRay
+from tests.tiers import sampled
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the keeper needs Linux")
 WAIT = 30.0
@@ -96,6 +97,7 @@ def test_who_leaves_in_time_is_not_killed(start: Start) -> None:
     assert leaving.wait(WAIT) == 0
 
 
+@sampled(1)
 @pytest.mark.parametrize("way", ["killed, and a fork of it lives", "done"])
 def test_the_keeper_hears_of_the_end_of_its_driver(way: str, start: Start, short: Path) -> None:
     """It is the driver's own doing, or its death; a process that the driver forked holds the pipe to the keeper open."""

@@ -17,6 +17,7 @@ from megarl.config.memory import expert_layer_parameters, stage_parameters
 from megarl.config.model_facts import KNOWN_MODELS
 from megarl.config.report import memory_of_run
 from megarl.quickstart.material import make_config
+from tests.tiers import sampled
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yaml"))
@@ -86,12 +87,14 @@ def dry_run(capsys: pytest.CaptureFixture[str], recipe: Path, *arguments: str) -
     return capsys.readouterr().out
 
 
+@sampled(6)
 @pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.stem for recipe in RECIPES])
 def test_a_dry_run_of_every_recipe_passes_and_estimates_its_memory(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = dry_run(capsys, recipe)
     assert "peak" in out and "sizes are those that it was published with" in " ".join(out.split())
 
 
+@sampled(3)
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe.stem.startswith("grpo")], ids=lambda recipe: recipe.stem)
 def test_a_recipe_generates_with_vllm_and_without_it_when_the_backend_is_taken_away(
     recipe: Path, capsys: pytest.CaptureFixture[str]
@@ -110,6 +113,7 @@ def test_a_dry_run_of_the_quickstart_passes(recipe: Path, model_of_quickstart: P
     assert "published" not in dry_run(capsys, recipe, *models(recipe, model_of_quickstart))
 
 
+@sampled(4)
 @pytest.mark.parametrize(("layer", "recipe"), LAYERS, ids=[f"{layer.stem}-over-{recipe.stem}" for layer, recipe in LAYERS])
 def test_a_dry_run_of_every_layer_passes(layer: Path, recipe: Path, model_of_quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = models(recipe, model_of_quickstart)
@@ -118,6 +122,7 @@ def test_a_dry_run_of_every_layer_passes(layer: Path, recipe: Path, model_of_qui
     assert not dtensor["policy"]["megatron_cfg"]["enabled"]
 
 
+@sampled(2)
 @pytest.mark.parametrize("layer", FAMILY, ids=[layer.stem for layer in FAMILY])
 def test_a_dry_run_of_every_algorithm_of_the_family_passes(
     layer: Path, model_of_quickstart: Path, capsys: pytest.CaptureFixture[str]

@@ -38,6 +38,7 @@ from megarl.redaction import (
     redacted_text,
     shown,
 )
+from tests.tiers import sampled
 from tests.unit.driver_runs import PolicyMaker, make_config
 
 SECRET = "hunter2-and-more"
@@ -193,6 +194,7 @@ def test_names_behind_other_characters(name: str) -> None:
     assert SECRET not in text and text.startswith(f"run {name}=") and text.endswith(f"{HIDDEN} now")
 
 
+@sampled(5)
 @pytest.mark.parametrize("piece", ["a", "a1", "-.", "9", "_", "é", "x://", "a=", "?a", "?key", "a:", " ", "a ", "'", 'a="', "@", "x+"])
 def test_a_long_line_takes_no_more_than_its_length(piece: str) -> None:
     """A million characters, as a response or an image in letters may have: what took their square would not come back."""

@@ -25,6 +25,7 @@ from megarl.observe.metrics_file import FILE_NAME
 from megarl.watch.run_state import read_run_state
 from megarl.watch.status import as_plain
 from tests.full_disk import full_disk
+from tests.tiers import sampled
 from tests.unit.driver_runs import Crash, PolicyMaker, comparable, final_weights, make_config, rows
 
 LOST, HANGS = WorkerLostError("[dp0] worker process died during train"), DeadlineError("train: 1 of 1 workers did not answer")
@@ -66,6 +67,7 @@ MOMENTS: list[tuple[tuple[tuple[int, Exception], ...], list[int]]] = [
 ]
 
 
+@sampled(3)
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
 @pytest.mark.parametrize(("errors", "steps"), MOMENTS, ids=[str([call for call, _ in errors]) for errors, _ in MOMENTS])
 def test_a_run_that_loses_workers_ends_like_one_that_does_not(

@@ -25,6 +25,7 @@ from megarl.rollout import collector, reward_pool
 from megarl.rollout.environment import EnvironmentReturn, SingleTurn, Turn, find_faults, make_environment
 from megarl.rollout.reward_pool import RewardPool, Score
 from megarl.rollout.rewards import REWARDS, RewardSpec, Task, get_reward
+from tests.tiers import sampled, slow
 
 USERS = """
 import os, subprocess, sys, time
@@ -130,6 +131,7 @@ def test_math_verify(response: str, answer: str, expected: float) -> None:
     assert judged("math_verify", response, answer) == expected == judged("math", response, answer)
 
 
+@slow
 def test_mathematics_in_processes() -> None:
     """The same scores in order, however many processes; what takes too long is stopped there."""
     with_bomb = [*MATHEMATICS, (r"\boxed{9^{9^{9^{9}}}}", "5", None)]
@@ -333,6 +335,7 @@ def test_a_process_that_died_of_something_else_costs_no_response(users: str, poo
     assert scored(pools[0], [("a", ""), ("dies once", str(tmp_path / "died"))]) == [Score(1 / 8), Score(9 / 8)]
 
 
+@sampled(1)
 @pytest.mark.parametrize("kills", [2, 3])
 def test_a_process_that_is_killed_while_it_starts_is_replaced(
     kills: int, users: str, pools: list[RewardPool], monkeypatch: pytest.MonkeyPatch
@@ -378,6 +381,7 @@ def test_a_library_that_has_changed_is_not_a_model_that_is_wrong(
         scored(pools[0], [(r"\boxed{1}", "1")])
 
 
+@sampled(1)
 @pytest.mark.parametrize("argument", ["response", "answer"])
 def test_a_function_cannot_change_what_it_is_given(argument: str, tmp_path: Path, environments: list[SingleTurn]) -> None:
     path = tmp_path / "greedy.py"
@@ -482,6 +486,7 @@ def test_numbers_of_any_kind_are_rewards() -> None:
     assert rewards.tolist() == [1.0, 1.0, 0.5, 0.25, 2.0, 0.0] and masked.tolist() == [False] * 4 + [True, True]
 
 
+@sampled(1)
 @pytest.mark.parametrize("strange", [b'[99, "value", [7.0, null], 0.1]\n', b"not JSON\n", b"[1]\n", b"7\n"])
 def test_a_process_that_says_what_nobody_asked_for_is_not_believed(users: str, pools: list[RewardPool], strange: bytes) -> None:
     pools.append(pool_of(users, 1, 5.0))
@@ -525,6 +530,7 @@ def test_responses_that_lie_before_a_process_that_is_ended_lose_nothing(
     assert most > 2, seed
 
 
+@slow
 def test_the_time_of_a_response_begins_when_those_before_it_are_answered(
     users: str, pools: list[RewardPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import ClusterError, RefitError
 from megarl.weight_sync import rendezvous
 from megarl.weight_sync.rendezvous import Members, Rendezvous
+from tests.tiers import sampled, slow
 from tests.unit.weight_processes import _FORKSERVER
 
 HOST, SECONDS = "127.0.0.1", 60.0
@@ -85,6 +86,7 @@ def meet(secret: str) -> tuple[str, str, Keys]:
     return said, heard, keys
 
 
+@slow
 def test_both_of_one_run_are_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, OURS)
     policy, engine, keys = meet(OURS)
@@ -92,6 +94,7 @@ def test_both_of_one_run_are_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(keys) == 4 and not any(OURS in value for value in keys.values()), "the secret itself is never sent"
 
 
+@sampled(1)
 @pytest.mark.parametrize(("ours", "theirs"), [(OURS, THEIRS), (OURS, ""), ("", THEIRS)])
 def test_an_engine_of_another_run_is_refused(ours: str, theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, ours)
@@ -108,6 +111,7 @@ def test_a_policy_of_another_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert policy == "in" and "the policy does not prove that it belongs to this run" in engine
 
 
+@sampled(1)
 @pytest.mark.parametrize("change", ["replayed", "no proof", "no JSON", "other rank"])
 def test_who_has_listened_at_another_meeting_learned_nothing(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, OURS)

@@ -25,6 +25,7 @@ from megarl.rollout.collector import Rollouts
 from megarl.rollout.evaluation import ValidatedSet
 from megarl.rollout.sample_log import SampleLog
 from megarl.rollout.samples import mismatch_metrics, row_mismatch
+from tests.tiers import slow
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, final_weights, make_config, rows
 
 SECTION = {
@@ -129,6 +130,7 @@ def test_nothing_is_written_of_what_generates_nothing(tmp_path: Path, model: str
     assert not (tmp_path / "samples").exists()
 
 
+@slow
 def test_a_resumed_run_overwrites_what_it_repeats(tmp_path: Path, model: str, data: str) -> None:
     run(make_config("grpo", tmp_path / "whole", model, data), PolicyMaker())
     config = make_config("grpo", tmp_path / "cut", model, data)

@@ -18,6 +18,7 @@ from megarl.errors import ConfigError, RewardError
 from megarl.rollout.environment import SingleTurn, Turn
 from megarl.rollout.rewards import RewardSpec, Task, get_reward
 from megarl.time_limit import time_limit
+from tests.tiers import slow
 from tests.unit.config_samples import complete, raw_grpo
 
 REPLIES = {
@@ -116,6 +117,7 @@ def test_what_a_scorer_is_asked_and_replies(scorer: Scorer) -> None:
     assert scorer.asked[0] == question and scorer.asked[2]["response"] == "\ud800 "
 
 
+@slow
 def test_a_scorer_that_is_busy_is_asked_again(scorer: Scorer) -> None:
     ask = reward_of(scorer.url, timeout_s=2.0)
     assert ask("busy twice") == 10 / 8 and len(scorer.asked) == 3

@@ -19,6 +19,7 @@ from megarl.errors import BatchError, ConfigError, RewardError
 from megarl.rollout import collector
 from megarl.rollout.environment import EnvironmentReturn, SingleTurn, Turn, find_faults, make_environment
 from megarl.rollout.rewards import RewardSpec, get_reward, overlong_penalty
+from tests.tiers import slow
 from tests.unit.config_samples import complete, raw_grpo
 from tests.unit.driver_runs import PolicyMaker, make_config, rows
 
@@ -105,6 +106,7 @@ def test_a_sample_gets_the_sum_of_rewards_times_weights(users: str, made: list[A
     assert list(result.accuracies) == pytest.approx([parts["vowels"] for _, parts in expected]), seed
 
 
+@slow
 def test_what_cannot_be_scored_is_masked_and_what_takes_too_long_scores_0(users: str, made: list[Any]) -> None:
     rewards = {"right": {"reward": "exact_match"}, "vowels": {"reward": f"{users}vowels", "weight": 0.5}}
     made.append(SingleTurn(section(rewards)))

@@ -32,6 +32,7 @@ from megarl.checkpoint.background import BackgroundWrite, memory_of, waits_in_me
 from megarl.checkpoint.staged_file import description_name, open_memory, staged_files
 from megarl.checkpoint.staging import RankWriter, StagingBuffer, StagingBuffers, staged, staged_results
 from megarl.errors import CheckpointError
+from tests.tiers import slow
 
 NAME = "__0_0.distcp"
 DESCRIPTION = description_name(NAME)
@@ -172,6 +173,7 @@ def rank(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
+@slow
 def test_a_rank_may_end_when_its_memory_is_open(rank: subprocess.Popen[str], tmp_path: Path) -> None:
     source = tmp_path / "memory"
     with staged_files(source, [DESCRIPTION], open_memory(source)) as opened:
@@ -182,6 +184,7 @@ def test_a_rank_may_end_when_its_memory_is_open(rank: subprocess.Popen[str], tmp
     assert (tmp_path / NAME).read_bytes() == (tmp_path / "expected").read_bytes()
 
 
+@slow
 def test_a_rank_may_end_as_soon_as_a_write_has_begun(rank: subprocess.Popen[str], tmp_path: Path) -> None:
     """The process that writes has not even started then."""
     write = BackgroundWrite(tmp_path / "memory", tmp_path, open_memory(tmp_path / "memory"))
@@ -195,6 +198,7 @@ def test_a_rank_may_end_as_soon_as_a_write_has_begun(rank: subprocess.Popen[str]
     assert not (tmp_path / "memory").exists()
 
 
+@slow
 def test_a_rank_that_has_ended_is_told_of(rank: subprocess.Popen[str], tmp_path: Path) -> None:
     rank.kill()
     rank.communicate()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.models import make_tiny
+from tests.tiers import sampled
 
 HEAVY = {"torch", "transformers", "ray", "megatron", "datasets"}
 READERS = {"omegaconf", "antlr4", "yaml", "rich", "huggingface_hub"}
@@ -37,12 +38,14 @@ def test_what_only_speaks_loads_neither_a_model_library_nor_a_reader(arguments: 
     assert loaded_by(arguments, HEAVY | READERS)[1] == set()
 
 
+@sampled(1)
 @pytest.mark.parametrize("recipe", ["grpo-qwen2.5-1.5b-megatron", "grpo-qwen3-30b-a3b-2x8gpu-megatron", "sft-qwen2.5-1.5b-dtensor"])
 def test_a_dry_run_of_a_recipe_loads_neither_torch_nor_transformers(recipe: str) -> None:
     out, loaded = loaded_by(["train", recipe, "--dry-run"], HEAVY)
     assert "ranks:" in out and loaded == set()
 
 
+@sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_dry_run_checks_weights_without_torch(backend: str, tmp_path: Path) -> None:
     model = make_tiny(tmp_path / "model", "qwen2", tied=True, max_position_embeddings=4096)

@@ -16,6 +16,7 @@ from megarl.distributed.token_batches import TokenRows, pad_rows
 from megarl.quickstart.material import make_tokenizer
 from megarl.rollout import texts
 from megarl.rollout.texts import decode_rows
+from tests.tiers import sampled
 
 SPECIAL = {"eos_token": "<eos>", "pad_token": "<pad>"}
 WORDS = [
@@ -122,6 +123,7 @@ def tokenizers() -> dict[str, Any]:
     return {name: make() for name, make in TOKENIZERS.items()}
 
 
+@sampled(4)
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
 def test_texts_are_those_of_batch_decode(tokenizers: dict[str, Any], name: str, data: st.DataObject) -> None:

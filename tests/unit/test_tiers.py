@@ -125,6 +125,7 @@ def test_a_case_that_is_named_runs_in_whatever_tier_it_is(tmp_path: Path) -> Non
     assert collected(tmp_path, MARKED, *named)[0] == ["test_slow", "test_sampled[a-3]"]
 
 
+@tiers.slow
 def test_the_newest_megatron_takes_what_is_marked(tmp_path: Path) -> None:
     expected = ["test_whole", "test_some[b-1]", "test_some[b-3]", "test_one[2]"]
     assert collected(tmp_path, MARKED, "--part", "newest-converters", "tests")[0] == expected

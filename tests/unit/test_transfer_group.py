@@ -172,6 +172,7 @@ def test_a_group_of_gpus_has_no_watchdog_and_connections_like_any_other(monkeypa
     sender.close()
 
 
+@slow
 def test_who_has_all_bytes_misses_a_sender_that_broke_off_because_of_another() -> None:
     port = free_port(HOST)
     other = multiprocessing.get_context("spawn").Process(target=other_side, args=(port, 1, True, 3), daemon=True)

@@ -19,6 +19,7 @@ from megarl.observe.launches import FINISHED, Launch, read_launches, recorded_la
 from megarl.observe.sinks import open_sinks
 from megarl.watch import run_state
 from megarl.watch.run_state import read_run_state
+from tests.tiers import slow
 from tests.unit.runs import TOTAL, add_checkpoint, make_run
 
 LAUNCH = {"start": 5.0, "first_step": 0, "total_steps": 9, "host": "h", "process": 1}
@@ -69,6 +70,7 @@ def test_a_launch_of_wrong_types_is_left_out(tmp_path: Path, wrong: dict[str, An
     assert main(["status", str(tmp_path)]) == 0
 
 
+@slow
 def test_nothing_of_a_file_becomes_an_element_of_the_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     evil = "<script>alert(1)</script>"

@@ -15,6 +15,7 @@ from megarl.observe.panels import PANELS, draw_all, run_colours
 from megarl.observe.series import Series, thinned
 from megarl.watch.report import write_report
 from megarl.watch.run_state import read_run_state
+from tests.tiers import slow
 from tests.unit.runs import make_run
 
 pytest.importorskip("matplotlib")
@@ -92,6 +93,7 @@ def test_every_panel_names_its_unit_and_the_steps(tmp_path: Path) -> None:
         assert all(any(curve.name in word for word in shown) for curve in panel.curves), (panel.title, shown)
 
 
+@slow
 def test_runs_are_compared_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [make_run(tmp_path / "group" / name, seed=seed) for seed, name in enumerate(("first", "second", "third"))]
     assert main(["plot", str(tmp_path / "group")]) == 0
@@ -136,6 +138,7 @@ def test_a_run_with_nothing_to_draw_says_so(tmp_path: Path, capsys: pytest.Captu
     assert not (tmp_path / "report.html").exists()
 
 
+@slow
 def test_the_validation_before_the_first_step_is_no_step(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name) for name in ("one", "two")]  # with a row of 9 s for step 0
     assert read_run_state(runs[0]).series["timing/step_s"].steps[0] == 0
@@ -145,6 +148,7 @@ def test_the_validation_before_the_first_step_is_no_step(tmp_path: Path) -> None
     assert "4.25 s" in beside
 
 
+@slow
 def test_a_page_elsewhere_leaves_the_run_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = make_run(tmp_path / "run")
     before = sorted(run_dir.iterdir())
@@ -152,6 +156,7 @@ def test_a_page_elsewhere_leaves_the_run_as_it_was(tmp_path: Path, capsys: pytes
     assert sorted(run_dir.iterdir()) == before and capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
 
 
+@slow
 def test_a_page_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = make_run(tmp_path / "run")
     (tmp_path / "file").touch()
@@ -161,6 +166,7 @@ def test_a_page_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.C
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
 
 
+@slow
 def test_a_run_that_is_given_twice_counts_once(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     (tmp_path / "latest").symlink_to("run")
@@ -169,6 +175,7 @@ def test_a_run_that_is_given_twice_counts_once(tmp_path: Path) -> None:
     assert "<title>run</title>" in page.read_text()
 
 
+@slow
 def test_names_of_runs_are_written_as_they_are(tmp_path: Path) -> None:
     runs = {"$a_{$": make_run(tmp_path / "$a_{$"), "_b": make_run(tmp_path / "_b", seed=1)}
     page = write_report(list(runs.values()), tmp_path / "page.html").read_text()

@@ -22,6 +22,7 @@ from megarl.watch import sample_page
 from megarl.watch.report import write_report
 from megarl.watch.sample_page import samples_panel, spread
 from megarl.watch.samples import Selection, holds, ordered, render
+from tests.tiers import slow
 from tests.unit.runs import make_run
 from tests.unit.test_sample_files import HOSTILE
 
@@ -269,6 +270,7 @@ def test_a_sample_is_text_in_the_page_whatever_it_says(run_dir: Path) -> None:
     assert policy == f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}';"
 
 
+@slow
 def test_a_page_of_several_runs_or_without_samples_has_no_script(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     pytest.importorskip("matplotlib")
     other = make_run(tmp_path_factory.mktemp("other"))

@@ -111,6 +111,7 @@ def test_a_handle_of_an_older_version_serves_nothing(start: Start) -> None:
     assert refit(policy, [engine], 3) == [(3, expected(3))]
 
 
+@slow
 def test_two_runs_on_one_machine_do_not_see_each_other(start: Start) -> None:
     policies, engines = [start(Policy), start(Policy)], [start(Engine), start(Engine)]
     for step in (1, 2):
@@ -147,6 +148,7 @@ def test_an_engine_killed_within_a_broadcast_ends_it_for_all(start: Start, where
     assert broadcast(policy, [new, other], 4) == ["sent", (4, expected(4)), (4, expected(4))]
 
 
+@slow
 def test_a_policy_killed_within_a_broadcast_leaves_nothing_served(start: Start) -> None:
     policy, engine = start(Policy), start(Engine)
     connect(policy, engine)
@@ -170,7 +172,7 @@ def connect_stages(stages: list[Actor], engines: list[Actor]) -> None:
     assert [actor.answer() for actor in (*stages, *engines)] == ["joined"] * (len(stages) + len(engines))
 
 
-@sampled(1)
+@slow
 @pytest.mark.parametrize(("killed", "before"), [(0, 2), (1, 1), (1, None)], ids=["first-stage", "later-stage", "when-all-has-come"])
 def test_a_stage_killed_within_a_broadcast_ends_it_for_all(start: Start, killed: int, before: int | None) -> None:
     stages, engines = [start(Policy), start(Policy)], [start(Engine), start(Engine)]
@@ -193,6 +195,7 @@ def test_a_stage_killed_within_a_broadcast_ends_it_for_all(start: Start, killed:
     assert broadcast(stages, engines, 4) == ["sent"] * 2 + [(4, expected(4))] * 2
 
 
+@slow
 def test_a_port_that_another_run_has_is_refused(start: Start) -> None:
     policy, engine, second = start(Policy), start(Engine), start(Policy)
     port = free_port(HOST)
