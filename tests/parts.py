@@ -44,7 +44,7 @@ class Part:
 
 
 DTENSOR, EXPERTS = ("dist/test_dtensor*",), ("dist/test_megatron_experts.py",)
-DISTRIBUTED = ("dist/*",)
+DISTRIBUTED, PROGRAMS = ("dist/*",), ("system/*",)
 RESUME, VLLM_ENGINES, REAL_SLURM = ("system/test_resume.py",), ("system/test_vllm.py",), ("launch/test_real_slurm.py",)
 PARTS: Mapping[str, Part] = {
     **{f"dtensor-{k + 1}": Part("DTensor: layouts, families, resume", DTENSOR, share=(k, 3), spread="no") for k in range(3)},
@@ -68,7 +68,7 @@ PARTS: Mapping[str, Part] = {
     "gpu": Part("versions, test bodies and the probe for GPUs", ("launch/test_gpu_constraints.py", "system/test_gpu_*.py"), spread="no"),
     "audit": Part("known holes of the pinned versions", ("launch/test_dependencies.py",), PIP_AUDIT, spread="no"),
     "benchmarks": Part("whole cases of the benchmarks, small", ("system/test_benchmarks.py",), spread="no"),
-    "programs": Part("whole programs", ("system/*",)),
+    **{f"programs-{k + 1}": Part("whole programs", PROGRAMS, share=(k, 2)) for k in range(2)},
     "launch": Part("launch scripts, with replacements for pip and Slurm", ("launch/*",)),
     "newest-converters": Part("converters on the newest Megatron-Core", ("unit/*",), NEWEST),
     GPU_STACK: Part("layouts on the newest Megatron-Core", DISTRIBUTED, NEWEST, spread="no"),
