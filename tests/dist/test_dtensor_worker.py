@@ -218,7 +218,7 @@ def test_resume_is_exact(pool: WorkerPool, tiny_models: dict[str, Path], tmp_pat
 
 @slow
 @pytest.mark.parametrize("written", ["open", "plain"])
-@pytest.mark.parametrize("layout", ["fsdp1", "dp2", "tp2-sp", pytest.param("tp2-dp2", marks=slow)])
+@pytest.mark.parametrize("layout", ["fsdp1", "dp2", "tp2-sp", "tp2-dp2"])
 def test_an_open_kernel_goes_on_as_the_checkpoint_was_written(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str, written: str
 ) -> None:

@@ -120,7 +120,7 @@ def test_logprobs_equal_transformers(pool: WorkerPool, models: dict[str, Path], 
 
 @slow
 @newest_megatron(layout=NEWEST)
-@pytest.mark.parametrize(("layout", "family"), [("tp2-sp-ep2-etp2", "deepseek_v3"), pytest.param("cp2-ep2", "deepseek_v2", marks=slow)])
+@pytest.mark.parametrize(("layout", "family"), [("tp2-sp-ep2-etp2", "deepseek_v3"), ("cp2-ep2", "deepseek_v2")])
 def test_greedy_equals_transformers(pool: WorkerPool, models: dict[str, Path], layout: str, family: str) -> None:
     """With the keys and values of Megatron's cache, which are of different widths."""
     (world, changes), model, batch = LAYOUTS[layout], models[family], prompts(rows=8)

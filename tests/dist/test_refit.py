@@ -102,7 +102,7 @@ def test_engines_apart_get_the_policy_s_weights_at_every_step(pool: WorkerPool, 
 @slow
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("qwen3_moe_mixed", {"ep": 2, "pp": 2}), pytest.param("gpt_oss", {"ep": 2, "pp": 2, "vpp": 2}, marks=slow)],
+    [("qwen3_moe_mixed", {"ep": 2, "pp": 2}), ("gpt_oss", {"ep": 2, "pp": 2, "vpp": 2})],
     ids=["alone", "stored-together"],
 )
 def test_engines_apart_get_experts_from_the_stages_that_have_them(

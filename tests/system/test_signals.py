@@ -1,6 +1,6 @@
 """Real signals to real runs: a group that is told to end, Ctrl-C, a terminal that closes, a killed driver, a killed Ray, a time limit.
 
-All of it is in the part ``signals``: each test is a program of a minute or less.
+All of it is in the part ``signals``.
 """
 
 from __future__ import annotations
