@@ -64,6 +64,10 @@ class DataError(MegarlError, ValueError):
     exit_code = 2
 
 
+class RecordError(DataError):
+    """One record of a data source cannot be used; ``data.on_bad_record`` says whether it may be left out."""
+
+
 class ModelError(MegarlError, ValueError):
     """A model directory, its config and its weights do not fit together."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import datetime
 import functools
 import hashlib
 import itertools
@@ -19,11 +20,11 @@ import numpy as np
 
 from megarl import env
 from megarl.config.data_sources import DEFAULT_CACHE_GIB, FIELD_KEYS, PAIR_KEYS, set_module
-from megarl.data.records import Fingerprint, Record, read_preferences, read_records, texts_of
+from megarl.data.records import Fingerprint, Record, read_preferences, read_records, refuse, texts_of
 from megarl.data.rows import changed_while_read, content_digest, named_set, source_name
 from megarl.data.table import Table, TableWriter, bound_tables, read_table
 from megarl.data.tokenization import PromptEncoder, encode_answers, long_text
-from megarl.errors import DataError
+from megarl.errors import DataError, RecordError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +43,7 @@ _SHOWN = 5
 _MOST_IN_MEMORY = 8 * 2**20
 """Bytes of a source's tokens above which they go to files."""
 
-_FORM = 3
+_FORM = 4
 """Number of the form of a kept table; another one is made anew."""
 
 _COLUMNS = {"prompt": "int32", "answer": "int32", "text": "uint8", "targets": "int32", "fields": "uint8"}
@@ -205,6 +206,8 @@ class Reading:
         template_kwargs: values that the chat template reads.
         names_environments: the run's environments have names.
         pairs: records are a better and a worse answer to a prompt.
+        stop_tokens: ids that end a generated response.
+        template_date: what the clock of a chat template shows.
     """
 
     config: DataConfig
@@ -215,6 +218,17 @@ class Reading:
     template_kwargs: Mapping[str, Any] | None = None
     names_environments: bool = False
     pairs: bool = False
+    stop_tokens: tuple[int, ...] = ()
+    template_date: datetime.date | None = None
+
+    def encoder(self) -> PromptEncoder:
+        """What makes tokens of records."""
+        return PromptEncoder.from_config(self.tokenizer, self.config, self.template_kwargs, self.stop_tokens, self.template_date)
+
+    @property
+    def skips_bad_records(self) -> bool:
+        """Whether a record that cannot be used is left out, and not refused with the whole source."""
+        return self.config.get("on_bad_record") == "skip"
 
     @property
     def of_record(self) -> int:
@@ -262,7 +276,7 @@ def _fingerprint(parts: Sequence[tuple[str, int]]) -> str:
 
 
 def _load_source(source: DataSource, reading: Reading) -> Table:
-    encoder = PromptEncoder.from_config(reading.tokenizer, reading.config, reading.template_kwargs)
+    encoder = reading.encoder()
     digest = content_digest(source)
     directory = cache_directory(reading.config) / _cache_key(source, reading, encoder, digest)
     table = read_table(directory)
@@ -309,6 +323,9 @@ def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder, dig
     if reading.pairs:
         fields |= {key: source.get(key) for key in PAIR_KEYS}
     limits = [reading.config["max_input_seq_length"], bool(reading.config.get("filter_overlong_prompts")), reading.with_answers]
+    if reading.skips_bad_records:
+        # What is left out depends on what the answers are judged by.
+        limits += ["skip", reading.judge]
     return _digest([_FORM, fields, limits, _tokenizer_identity(reading.tokenizer), encoder.identity, digest])
 
 
@@ -359,12 +376,14 @@ class _Tokenization:
         self._fingerprint = Fingerprint()
         self._find = reading.judge_of(source.get("env_name"))
         self._control = _control_tokens(self._tokenizer)
-        self._seen = self._kept = self._longest = 0
+        self._seen = self._seen_bad = self._kept = self._longest = 0
         self._cut: set[int] = set()
         self._largest = dict.fromkeys(("prompt", "answer"), -1)
         self._empty, self._long, self._useless, self._controlled = _Offenders(), _Offenders(), _Offenders(), _Offenders()
         self._unwritten, self._unlearned = _Offenders(), _Offenders()
         self._equal, self._silent = _Offenders(), _Offenders()
+        self._bad, self._unreasoned = _Offenders(), _Offenders()
+        self._skips = reading.skips_bad_records
         self._writes_prompts = True
 
     def run(self) -> Table:
@@ -404,15 +423,34 @@ class _Tokenization:
 
     def _records(self) -> Iterator[Record]:
         """The records of the source; a pair is two, one with either answer."""
+        on_bad = self._leave_out if self._skips else refuse
         if not self._reading.pairs:
-            return read_records(self._source)
-        return itertools.chain.from_iterable(read_preferences(self._source))
+            return read_records(self._source, on_bad)
+        return itertools.chain.from_iterable(read_preferences(self._source, on_bad))
+
+    def _leave_out(self, error: RecordError) -> None:
+        self._seen_bad += 1
+        self._bad.add(str(error))
 
     def _add(self, records: Sequence[Record]) -> None:
+        of_record = self._reading.of_record
+        dropped = self._unreasoned.count
+        try:
+            made = list(zip(records, *self._encoded(records), strict=True))
+        except RecordError as error:
+            if not self._skips:
+                raise
+            self._unreasoned.count = dropped
+            if len(records) == of_record:
+                self._leave_out(error)
+                return
+            # One of them cannot be encoded: each by itself.
+            for first in range(0, len(records), of_record):
+                self._add(records[first : first + of_record])
+            return
         rows: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
-        made = list(zip(records, *self._encoded(records), strict=True))
-        for first in range(0, len(made), self._reading.of_record):
-            self._add_record(made[first : first + self._reading.of_record], rows)
+        for first in range(0, len(made), of_record):
+            self._add_record(made[first : first + of_record], rows)
         self._writer.append(rows)
 
     def _add_record(self, made: Sequence[tuple[Record, str | None, _Tokens]], rows: dict[str, list[Any]]) -> None:
@@ -421,15 +459,19 @@ class _Tokenization:
         record, text, (prompt, _, targets) = made[0]
         where = f"index {place} ({record.origin})"
         length = max(len(prompt) + (len(answer) if self._reading.with_answers else 0) for _, _, (prompt, answer, _) in made)
-        if not length or not prompt:
-            self._empty.add(f"{where}: 0 tokens")
         self._longest = max(self._longest, length)
         if length > self._limit:
             self._long.add(f"{where}: {'more than ' if place in self._cut else ''}{length} tokens")
             return
-        self._judge(record, where, text)
+        offenders, fault = self._fault_of(made, length)
+        if fault is not None and self._skips:
+            self._leave_out(RecordError(f"{record.origin}: {fault}"))
+            return
+        if fault is not None:
+            offenders.add(f"{where}: {fault}")
+        self._note(record, where, text)
         if self._reading.pairs:
-            self._judge_pair(made, where)
+            self._note_silence(made, where)
         elif targets and len(targets) // 2 < (turns := _turns_of_assistant(record)):
             self._unlearned.add(f"{where}: {turns - len(targets) // 2} of {turns}")
         self._kept += 1
@@ -441,8 +483,20 @@ class _Tokenization:
             for name, ids in (("prompt", prompt), ("answer", answer)):
                 self._largest[name] = max(self._largest[name], max(ids, default=-1))
 
+    def _fault_of(self, made: Sequence[tuple[Record, str | None, _Tokens]], length: int) -> tuple[_Offenders, str | None]:
+        """Return why a record is of no use, None where it is not, and where such records are counted."""
+        record, _, (prompt, _, _) = made[0]
+        if not length or not prompt:
+            return self._empty, "0 tokens"
+        if self._reading.pairs and (fault := self._fault_of_pair(made)) is not None:
+            return self._equal, fault
+        fault = None if self._find is None else self._find(record.answer, record.fields)
+        return self._useless, None if fault is None else f"{record.answer[:80]!r}: {fault}"
+
     def _encoded(self, records: Sequence[Record]) -> tuple[Iterable[str | None], Iterable[_Tokens]]:
         """Text of the prompt of each record, and its tokens."""
+        if self._reading.with_answers:
+            records = list(map(self._encoder.as_conversation, records))
         if self._reading.pairs:
             return self._encoded_last_turns(records)
         if self._reading.with_answers and records[0].last is not None:
@@ -510,26 +564,26 @@ class _Tokenization:
         if beginning is not None:
             return beginning, [], []
         whole = self._encoder.encode_conversation(record)
+        if whole.dropped_reasoning:
+            self._unreasoned.add(f"index {place} ({record.origin})")
         first = whole.targets[0][0]
         return whole.ids[:first], whole.ids[first:], [place for span in whole.targets for place in span]
 
-    def _judge_pair(self, made: Sequence[tuple[Record, str | None, _Tokens]], where: str) -> None:
-        (better, _, (prompt, chosen, spoken)), (worse, _, (other_prompt, rejected, other_spoken)) = made
+    def _fault_of_pair(self, made: Sequence[tuple[Record, str | None, _Tokens]]) -> str | None:
+        (better, _, (prompt, chosen, spoken)), (_, _, (other_prompt, rejected, other_spoken)) = made
         if prompt != other_prompt:
             raise DataError(
                 f"{better.origin}: the chat template writes what is before the last turn in another way for the other answer. Fix: give "
                 "policy.tokenizer.chat_template a template that does not"
             )
-        if (chosen, spoken) == (rejected, other_spoken):
-            self._equal.add(f"{where}: {better.answer[:60]!r}")
-        for name, record in (("chosen", better), ("rejected", worse)):
+        return f"{better.answer[:60]!r}" if (chosen, spoken) == (rejected, other_spoken) else None
+
+    def _note_silence(self, made: Sequence[tuple[Record, str | None, _Tokens]], where: str) -> None:
+        for name, (record, _, _) in zip(("chosen", "rejected"), made, strict=True):
             if not record.answer.strip() and not (record.last or {}).get("tool_calls"):
                 self._silent.add(f"{where}: the {name} one")
 
-    def _judge(self, record: Record, where: str, text: str | None) -> None:
-        fault = None if self._find is None else self._find(record.answer, record.fields)
-        if fault is not None:
-            self._useless.add(f"{where}: {record.answer[:80]!r}: {fault}")
+    def _note(self, record: Record, where: str, text: str | None) -> None:
         hit = None if self._control is None else self._control.search("\n".join(texts_of(record.prompt)))
         if hit is not None:
             self._controlled.add(f"{where}: {hit[0]!r}")
@@ -559,6 +613,11 @@ class _Tokenization:
                 f"{self._long.count} of {self._seen} {what} exceed data.max_input_seq_length = {self._limit}. Fix: raise it to "
                 f"{self._longest_in_words()}, remove those records, or set data.filter_overlong_prompts=true. They are: {self._long}"
             )
+        if not self._kept and self._bad.count:
+            raise DataError(
+                f"{source_name(self._source)}: data.on_bad_record = 'skip' leaves none of {self._seen + self._seen_bad} records. They "
+                f"are: {self._bad}"
+            )
         if not self._kept:
             raise DataError(
                 f"{source_name(self._source)}: all {self._seen} {what} exceed data.max_input_seq_length = {self._limit}, and "
@@ -571,6 +630,14 @@ class _Tokenization:
 
     def _notes(self) -> list[str]:
         notes = []
+        if self._bad.count:
+            notes.append(f"data.on_bad_record = 'skip': {self._bad.count} records are left out, {self._kept} are used: {self._bad}")
+        if self._unreasoned.count:
+            notes.append(
+                f"the chat template leaves earlier reasoning out of {self._unreasoned.count} of {self._seen} records, as it does when the "
+                f"model generates, so that this reasoning is not learned: {self._unreasoned}. Split such records at the user's turns to "
+                "learn it"
+            )
         if self._long.count:
             share = 100 * self._long.count / self._seen
             notes.append(

@@ -7,14 +7,14 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.data_sources import key_steps
-from megarl.data.rows import AS_LINES, NamedSet, named_set, rows_of, source_name, value_at
-from megarl.errors import DataError
+from megarl.data.rows import AS_LINES, NamedSet, Row, is_table, named_set, rows_of, source_name, value_at
+from megarl.errors import DataError, RecordError
 
 if TYPE_CHECKING:
     from megarl.config.sections import DataSource
@@ -59,56 +59,96 @@ class Record:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_records(source: DataSource) -> Iterator[Record]:
+OnBadRecord = Callable[[RecordError], None]
+"""Told of a record that cannot be used; raises the error where such records are not left out."""
+
+
+def refuse(error: RecordError) -> None:
+    """Refuse a record that cannot be used."""
+    raise error
+
+
+def read_records(source: DataSource, on_bad: OnBadRecord = refuse) -> Iterator[Record]:
     """The records of a source in their stored order, at most ``max_samples``, each read when it is asked for.
+
+    Args:
+        source: that is read.
+        on_bad: told of each broken record.
 
     Raises:
         DataError: nothing is there, nothing is in it, or a record is broken; the message names the file and the line (or the row).
     """
     known = named_set(source)
     record = None
-    for record in itertools.islice(_all_records(source, known), source.get("max_samples")):
+    for record in itertools.islice(_all_records(source, known, on_bad), source.get("max_samples")):
         yield record
-    if record is None:
+    if record is None and on_bad is refuse:
         raise DataError(f"{source_name(source)} holds 0 records, at least 1 is needed. Fix: point the data source at records")
 
 
-def _all_records(source: DataSource, known: NamedSet | None) -> Iterator[Record]:
+def _all_records(source: DataSource, known: NamedSet | None, on_bad: OnBadRecord) -> Iterator[Record]:
     """The records of all rows; of a set that is stored several times each once, with the fields of its first row."""
     seen = set[bytes]()
     for origin, row in rows_of(source):
-        record = _record(row, source, known, origin)
+        try:
+            record = _record(row, source, known, origin)
+            if source.get("extra_keys"):
+                record = replace(record, fields=_fields(row, source, origin))
+        except RecordError as error:
+            on_bad(error)
+            continue
         if known is not None and known.once:
             said = hashlib.blake2b(json.dumps([record.prompt, record.answer], default=dict).encode(), digest_size=16).digest()
             if said in seen:
                 continue
             seen.add(said)
-        yield replace(record, fields=_fields(row, source, origin)) if source.get("extra_keys") else record
+        yield record
 
 
-def read_preferences(source: DataSource) -> Iterator[tuple[Record, Record]]:
+def read_preferences(source: DataSource, on_bad: OnBadRecord = refuse) -> Iterator[tuple[Record, Record]]:
     """The prompt of each row with its better and with its worse answer, in stored order, at most ``max_samples`` of them.
 
     Args:
         source: its rows have a text or messages for the prompt and for each answer, or two conversations that differ in their last turn.
+        on_bad: told of each broken row.
 
     Raises:
         DataError: nothing is there, or a row is broken or has answers to different prompts; the message names the file and the line.
     """
-    rows = 0
-    for origin, row in itertools.islice(rows_of(source), source.get("max_samples")):
-        if not isinstance(row, Mapping):
-            raise DataError(f"{origin} is a {type(row).__name__}, expected an object. Fix: write a prompt and two answers a row")
-        rows += 1
-        chosen, rejected = (_answered_record(row, key, source, origin) for key in (source["chosen_key"], source["rejected_key"]))
-        if chosen.prompt != rejected.prompt:
-            raise DataError(
-                f"{origin}: {source['chosen_key']!r} and {source['rejected_key']!r} differ in more than their last turn. "
-                "Fix: give both the same prompt"
-            )
-        yield chosen, rejected
-    if not rows:
+    pair = None
+    for pair in itertools.islice(_all_pairs(source, on_bad), source.get("max_samples")):
+        yield pair
+    if pair is None and on_bad is refuse:
         raise DataError(f"{source_name(source)} holds 0 pairs, at least 1 is needed. Fix: point the data source at pairs")
+
+
+def _all_pairs(source: DataSource, on_bad: OnBadRecord) -> Iterator[tuple[Record, Record]]:
+    for row in rows_of(source):
+        try:
+            yield _pair(row, source)
+        except RecordError as error:
+            on_bad(error)
+
+
+def _pair(stored: Row, source: DataSource) -> tuple[Record, Record]:
+    origin, row = stored
+    _require_object(row, "a prompt and two answers a row", origin)
+    chosen, rejected = (_answered_record(row, key, source, origin) for key in (source["chosen_key"], source["rejected_key"]))
+    if chosen.prompt != rejected.prompt:
+        raise RecordError(
+            f"{origin}: {source['chosen_key']!r} and {source['rejected_key']!r} differ in more than their last turn. "
+            "Fix: give both the same prompt"
+        )
+    return chosen, rejected
+
+
+def _require_object(row: Any, form: str, origin: str) -> None:
+    """Refuse a row that is no object: a line that could not be read comes as its error."""
+    if isinstance(row, RecordError):
+        raise row
+    if not isinstance(row, Mapping):
+        lines = AS_LINES if isinstance(row, list) else ""
+        raise RecordError(f"{origin} is a {type(row).__name__}, expected an object. Fix: write {form}{lines}")
 
 
 def _answered_record(row: Mapping[str, Any], key: str, source: DataSource, origin: str) -> Record:
@@ -119,13 +159,25 @@ def _answered_record(row: Mapping[str, Any], key: str, source: DataSource, origi
     if prompt_key is not None and not isinstance(value, list):
         return Record(before, text_of(value, key, origin), origin, tools=tools)
     asked = [{"role": "user", "content": before}] if isinstance(before, str) else list(before)
-    messages = conversation([*asked, *value] if isinstance(value, list) else value, key, origin)
+    if isinstance(value, list) and not _begins_with(value, asked):
+        value = [*asked, *value]
+    messages = conversation(value, key, origin, is_table(source))
     if messages[-1]["role"] != "assistant":
-        raise DataError(
+        raise RecordError(
             f"{origin}: {key!r} ends with a turn of {messages[-1]['role']!r}. Fix: end it with the answer, a turn of 'assistant'"
         )
     has_system = messages[0]["role"] in ("system", "developer")
     return Record(messages[:-1], messages[-1].get("content") or "", origin, messages[-1], tools, has_system)
+
+
+def _begins_with(value: Sequence[Any], asked: Sequence[ChatMessage]) -> bool:
+    """Whether a conversation holds the prompt that its row has beside it, as sets of preferences often do."""
+    if not asked or len(value) <= len(asked):
+        return False
+    pairs = zip(value, asked, strict=False)
+    return all(
+        isinstance(message, Mapping) and all(message.get(name) == each[name] for name in ("role", "content")) for message, each in pairs
+    )
 
 
 class Fingerprint:
@@ -150,11 +202,8 @@ class Fingerprint:
 
 
 def _record(row: Any, source: DataSource, known: NamedSet | None, origin: str) -> Record:
-    if not isinstance(row, Mapping):
-        given = (known.prompt_key, known.answer_key) if known is not None else [source[key] for key in _RECORD_KEYS if source.get(key)]  # type: ignore[literal-required]
-        form = ", ".join(f"{key!r}: ..." for key in given)
-        lines = AS_LINES if isinstance(row, list) else ""
-        raise DataError(f"{origin} is a {type(row).__name__}, expected an object. Fix: write {{{form}}}{lines}")
+    given = (known.prompt_key, known.answer_key) if known is not None else [source[key] for key in _RECORD_KEYS if source.get(key)]  # type: ignore[literal-required]
+    _require_object(row, "{" + ", ".join(f"{key!r}: ..." for key in given) + "}", origin)
     if source.get("messages_key") is not None:
         return _conversation_record(row, source, origin)
     prompt_key, answer_key = (known.prompt_key, known.answer_key) if known is not None else (source["prompt_key"], source["answer_key"])
@@ -164,7 +213,7 @@ def _record(row: Any, source: DataSource, known: NamedSet | None, origin: str) -
         try:
             answer = known.answer(answer)
         except ValueError as error:
-            raise DataError(
+            raise RecordError(
                 f"{origin}: {answer_key!r} is not of the form of {source.get('name')}: {error}. Fix: correct the record"
             ) from error
     prompt = prompt_of(values[0], prompt_key, origin)
@@ -200,7 +249,7 @@ def text_of(value: Any, key: str, origin: str) -> str:
     elif isinstance(value, Mapping) and value:
         fix = f"name one of its fields, for example by {key}.{next(iter(value))}"
     found = "is null" if value is None else f"= {repr(value)[:80]} is a {type(value).__name__}"
-    raise DataError(f"{origin}: {key!r} {found}, expected a string or a number. Fix: {fix}")
+    raise RecordError(f"{origin}: {key!r} {found}, expected a string or a number. Fix: {fix}")
 
 
 def texts_of(prompt: str | Sequence[ChatMessage]) -> list[str]:
@@ -215,7 +264,7 @@ def _refuse_half_characters(texts: str | Sequence[str], key: str, origin: str) -
             text.encode()
         except UnicodeEncodeError as error:
             shown = text[error.start].encode("unicode_escape").decode()
-            raise DataError(
+            raise RecordError(
                 f"{origin}: {key!r} has {shown} at character {error.start}, which is half of a surrogate pair and no character. "
                 "Fix: write the text again with its encoding intact, or remove it"
             ) from error
@@ -232,12 +281,12 @@ def prompt_of(value: Any, key: str, origin: str) -> str | tuple[ChatMessage, ...
     is_chat = isinstance(value, list) and bool(value)
     if not is_chat or not all(isinstance(message, Mapping) and _is_message(message) for message in value):
         shown = repr(value)[:80]
-        raise DataError(
+        raise RecordError(
             f"{origin}: {key!r} = {shown} is neither a string nor a list of messages. "
             "Fix: write a string, or [{'role': 'user', 'content': '...'}]"
         )
     _refuse_half_characters([message["content"] for message in value], key, origin)
-    return tuple(value)
+    return tuple({name: each for name, each in message.items() if each is not None} for message in value)
 
 
 def _is_message(message: Mapping[str, Any]) -> bool:
@@ -246,7 +295,7 @@ def _is_message(message: Mapping[str, Any]) -> bool:
 
 def _conversation_record(row: Mapping[str, Any], source: DataSource, origin: str) -> Record:
     key = source["messages_key"]
-    messages = conversation(value_of(row, key, origin), key, origin)
+    messages = conversation(value_of(row, key, origin), key, origin, is_table(source))
     tools = tools_of(row, source, origin)
     has_last = messages[-1]["role"] == "assistant"
     prompt = messages[:-1] if has_last else messages
@@ -255,21 +304,27 @@ def _conversation_record(row: Mapping[str, Any], source: DataSource, origin: str
         answer = text_of(value_of(row, source["answer_key"], origin), source["answer_key"], origin)
         return Record(prompt, answer, origin, tools=tools, has_system=has_system)
     if not has_last:
-        raise DataError(
+        raise RecordError(
             f"{origin}: {key!r} ends with a turn of {messages[-1]['role']!r}, so that there is no answer. "
             "Fix: end it with a turn of 'assistant', or set answer_key to the field that has the answer"
         )
     return Record(prompt, messages[-1].get("content") or "", origin, messages[-1], tools, has_system)
 
 
-def conversation(value: Any, key: str, origin: str) -> tuple[ChatMessage, ...]:
+def conversation(value: Any, key: str, origin: str, is_padded: bool = False) -> tuple[ChatMessage, ...]:
     """Messages whose roles follow one another; fields that hold null, which columns of a table have everywhere, are left out.
+
+    Args:
+        value: of the record.
+        key: that names it.
+        origin: of the record, for messages.
+        is_padded: it comes from a table, whose rows all have the keys of all tool calls, null where a call has none.
 
     Raises:
         DataError: it is no list of messages, a message has nothing to say, or a role is out of order; names the message.
     """
     if not isinstance(value, list) or not value:
-        raise DataError(
+        raise RecordError(
             f"{origin}: {key!r} = {repr(value)[:80]} is not a list of messages. Fix: write [{{'role': 'user', 'content': '...'}}, ...]"
         )
     found: list[ChatMessage] = []
@@ -277,23 +332,37 @@ def conversation(value: Any, key: str, origin: str) -> tuple[ChatMessage, ...]:
     for place, message in enumerate(value):
         where = f"{origin}: {key}[{place}]"
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DataError(f"{where} = {repr(message)[:80]} is no message. Fix: write {{'role': 'user', 'content': '...'}}")
+            raise RecordError(f"{where} = {repr(message)[:80]} is no message. Fix: write {{'role': 'user', 'content': '...'}}")
         role, content = message["role"], message.get("content")
         if role not in _FOLLOWS[before]:
             after = f"after {before!r}" if before else "at the beginning"
-            raise DataError(
+            raise RecordError(
                 f"{where} has the role {role!r} {after}, where one of {', '.join(sorted(_FOLLOWS[before]))} may stand. "
                 "Fix: correct the order of the turns"
             )
         if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
             kind = "no content" if content is None else f"content of the type {type(content).__name__}"
-            raise DataError(f"{where} ({role}) has {kind}. Fix: write the content as text")
+            raise RecordError(f"{where} ({role}) has {kind}. Fix: write the content as text")
         _refuse_half_characters(content or "", f"{key}[{place}].content", origin)
-        found.append({name: each for name, each in message.items() if each is not None or name == "content"})
+        kept = {name: each for name, each in message.items() if each is not None or name == "content"}
+        if is_padded and "tool_calls" in kept:
+            kept["tool_calls"] = without_padding(kept["tool_calls"])
+        found.append(kept)
         before = role
     if before in _SYSTEM:
-        raise DataError(f"{origin}: {key!r} has no turn of the user. Fix: add one")
+        raise RecordError(f"{origin}: {key!r} has no turn of the user. Fix: add one")
     return tuple(found)
+
+
+def without_padding(value: Any) -> Any:
+    """Return a value of a table without the keys that hold null.
+
+    Arrow gives every row the keys of all rows: the arguments ``{"city": "Rome"}`` beside ``{"zone": "UTC"}`` come back as
+    ``{"city": "Rome", "zone": None}``.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_padding(inner) for key, inner in value.items() if inner is not None}
+    return [without_padding(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _fields(row: Mapping[str, Any], source: DataSource, origin: str) -> dict[str, Any]:
@@ -303,7 +372,7 @@ def _fields(row: Mapping[str, Any], source: DataSource, origin: str) -> dict[str
         try:
             json.dumps(value).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise DataError(
+            raise RecordError(
                 f"{origin}: {key!r} = {repr(value)[:80]} cannot be handed on: {error}. Fix: store it as text, numbers, lists and objects"
             ) from error
     return found
@@ -315,13 +384,15 @@ def tools_of(row: Mapping[str, Any], source: DataSource, origin: str) -> tuple[M
     if key is None:
         return ()
     value = value_of(row, key, origin)
+    if is_table(source):
+        value = without_padding(value)
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{origin}: {key!r} = {value[:60]!r} is not JSON: {error}. Fix: write a JSON list of tools") from error
+            raise RecordError(f"{origin}: {key!r} = {value[:60]!r} is not JSON: {error}. Fix: write a JSON list of tools") from error
     if not value:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise DataError(f"{origin}: {key!r} = {repr(value)[:80]} is no list of objects. Fix: write a list of tools, or null")
+        raise RecordError(f"{origin}: {key!r} = {repr(value)[:80]} is no list of objects. Fix: write a list of tools, or null")
     return tuple(value)

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from converters.checkpoint.files import DEEPEST, check_depth, first_special, special_kind
 from converters.errors import ConversionError
 from megarl.config.data_sources import set_module
-from megarl.errors import DataError
+from megarl.errors import DataError, RecordError
 
 if TYPE_CHECKING:
     from megarl.config.sections import DataSource
 
 Row = tuple[str, Any]
-"""Where a row stands, for messages (``train.jsonl line 7``), and what it is; a record only where it is an object."""
+"""Where a row stands, for messages (``train.jsonl line 7``), and what it is: a record only where it is an object, an error where a line
+could not be read."""
 
 _READ_TOGETHER = 1024
 LONGEST_LINE = 2**24
@@ -81,6 +82,12 @@ def rows_of(source: DataSource) -> Iterator[Row]:
         yield from _parquet_rows(_file(path))
     else:
         yield from _json_lines(_file(path))
+
+
+def is_table(source: DataSource) -> bool:
+    """Whether the rows of a source come from Arrow, which gives every row the keys of all rows."""
+    path = source.get("path")
+    return path is None or Path(path).is_dir() or Path(path).suffix.lower() == ".parquet"
 
 
 def content_digest(source: DataSource) -> str:
@@ -161,6 +168,7 @@ def changed_while_read(path: str | Path, how: str) -> DataError:
 
 
 def _parse(line: str, origin: str) -> Any:
+    """Return the value of a line of JSON, or the error that its reader is to raise: the lines after it can still be read."""
     try:
         value = json.loads(line)
         # what is parsed may still be too deep to be written or shown
@@ -172,9 +180,7 @@ def _parse(line: str, origin: str) -> Any:
         too_deep = isinstance(error, RecursionError | ConversionError)
         problem = f"it nests deeper than {DEEPEST} levels" if too_deep else str(error)
         fix = "write one JSON object a line" + (AS_LINES if line.lstrip().startswith("[") else _IN_ONE_LINE if line.strip() == "{" else "")
-        raise DataError(
-            f"{origin} is not JSON{' that can be used' if too_deep else ''}: {problem}; it starts {line[:60]!r}. Fix: {fix}"
-        ) from error
+        return RecordError(f"{origin} is not JSON{' that can be used' if too_deep else ''}: {problem}; it starts {line[:60]!r}. Fix: {fix}")
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -235,7 +241,7 @@ def value_at(row: Mapping[str, Any], key: str, steps: tuple[str | int, ...], ori
     """The value of a row at a key; a field that is called as the whole key comes first.
 
     Raises:
-        DataError: there is none; says how far the way goes and what is there.
+        RecordError: there is none; says how far the way goes and what is there.
     """
     if key in row:
         return row[key]
@@ -245,15 +251,15 @@ def value_at(row: Mapping[str, Any], key: str, steps: tuple[str | int, ...], ori
         where = f"{walked!r} " if walked else "it "
         if isinstance(step, int) and isinstance(value, list):
             if not -len(value) <= step < len(value):
-                raise DataError(f"{origin} has no key {key!r}: {where}has {len(value)} members. Fix: correct the record or the key")
+                raise RecordError(f"{origin} has no key {key!r}: {where}has {len(value)} members. Fix: correct the record or the key")
         elif not isinstance(step, str) or not isinstance(value, Mapping):
             wanted = "a list" if isinstance(step, int) else "an object"
-            raise DataError(
+            raise RecordError(
                 f"{origin} has no key {key!r}: {where}is {type(value).__name__}, not {wanted}. Fix: correct the record or the key"
             )
         elif step not in value:
             has = f"{where}has {sorted(map(str, value))}"
-            raise DataError(f"{origin} has no key {key!r}; {has}. Fix: add it, or correct the key of the source that names it, {_NAMING}")
+            raise RecordError(f"{origin} has no key {key!r}; {has}. Fix: add it, or correct the key of the source that names it, {_NAMING}")
         value = value[step]
         walked += f"[{step}]" if isinstance(step, int) else f".{step}" if walked else step
     return value

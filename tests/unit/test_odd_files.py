@@ -145,7 +145,7 @@ def test_a_line_that_no_record_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         next(found)
     path.write_text("[" + line() * 100)
     with pytest.raises(DataError, match=r"one\.jsonl line 1 is not JSON.*jq -c"):
-        next(rows_of(source(path)))
+        next(read_records(source(path)))
     path.write_text(" [" + line().strip() * 100)
     with pytest.raises(DataError, match=r"one\.jsonl line 1 has more than 1,000 characters.*jq -c '\.\[\]' makes lines of one list"):
         next(rows_of(source(path)))

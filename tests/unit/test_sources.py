@@ -367,14 +367,15 @@ def test_every_turn_of_the_assistant_is_learned(tmp_path: Path, template: str) -
 @pytest.mark.parametrize("template", [TURN_TEMPLATE, MARKED_TEMPLATE], ids=["by beginnings", "by marks"])
 def test_answers_of_several_tools_are_not_learned(tmp_path: Path, template: str) -> None:
     """Two in a row after one turn of the assistant, and one after another."""
+    template = template.replace("{{ m['content'] }} </s>", "{{ m['content'] }} {% for c in m.tool_calls or [] %}A {% endfor %}</s>")
     tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "t"), "chat_template": template})
-    calls = {**TOOL_CALL, "content": "plus"}
+    calls = {**TOOL_CALL, "content": "plus", "tool_calls": [{"function": {"name": "A", "arguments": {}}}]}
     turns = [USER, calls, TOOL, {"role": "tool", "content": "three"}, {**calls, "content": "be"}, {"role": "tool", "content": "kind"}, BOT]
     found = load(write(tmp_path / "a.jsonl", [{"m": turns}], messages_key="m"), tokenizer, with_answers=True)
     batch = supervised_batch(list(found.examples), 0)
-    assert words(batch["input_ids"][batch["token_mask"] > 0].tolist()) == "plus </s> be </s> five </s>"
+    assert words(batch["input_ids"][batch["token_mask"] > 0].tolist()) == "plus A </s> be A </s> five </s>"
     assert words(batch["input_ids"][0].tolist()) == (
-        "<user> two <bot> plus </s> Q <user> two <user> three <bot> be </s> Q <user> kind <bot> five </s> Q"
+        "<user> two <bot> plus A </s> Q <user> two <user> three <bot> be A </s> Q <user> kind <bot> five </s> Q"
     )
 
 
@@ -399,19 +400,34 @@ def test_a_template_may_leave_reasoning_out_of_earlier_turns(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "template",
+    ("template", "ids", "learned"),
     [
-        # neither the end of a turn nor what is before it can be found
-        TURN_TEMPLATE.replace("<bot> {{ m['content'] }} </s>", f"<bot> {REASONED}{{{{ m['content'] }}}}"),
-        TURN_TEMPLATE.replace("{{ m['content'] }} </s>", f"{REASONED}Q </s>"),
-        TURN_TEMPLATE.replace("<user>", "{% if loop.length > 1 and loop.first %}be {% endif %}<user>"),
+        (
+            TURN_TEMPLATE.replace("<bot> {{ m['content'] }} </s>", f"<bot> {REASONED}{{{{ m['content'] }}}}"),
+            "<user> two <bot> five Q <user> two <bot> be kind five Q </s>",
+            "five be kind five Q </s>",
+        ),
+        (
+            TURN_TEMPLATE.replace("<user>", "{% if loop.length > 1 and loop.first %}be {% endif %}<user>"),
+            "be <user> two <bot> five </s> Q <user> two <bot> five </s> Q",
+            "five </s> five </s>",
+        ),
     ],
-    ids=["no end", "other content", "other beginning"],
+    ids=["no end", "other beginning"],
 )
-def test_a_template_that_writes_a_turn_in_two_ways_is_refused(tmp_path: Path, template: str) -> None:
+def test_a_turn_is_found_where_the_text_before_it_depends_on_what_follows(tmp_path: Path, template: str, ids: str, learned: str) -> None:
     tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "t"), "chat_template": template})
     source = write(tmp_path / "a.jsonl", [{"m": [USER, BOT, USER, BOT]}], messages_key="m")
-    with pytest.raises(DataError, match=r"line 1: the chat template writes the first 2 messages in another way"):
+    batch = supervised_batch(list(load(source, tokenizer, with_answers=True).examples), 0)
+    assert words(batch["input_ids"][0].tolist()) == ids
+    assert words(batch["input_ids"][batch["token_mask"] > 0].tolist()) == learned
+
+
+def test_a_turn_that_the_template_does_not_write_is_refused(tmp_path: Path) -> None:
+    template = TURN_TEMPLATE.replace("{{ m['content'] }} </s>", f"{REASONED}Q </s>")
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "t"), "chat_template": template})
+    source = write(tmp_path / "a.jsonl", [{"m": [USER, BOT, USER, BOT]}], messages_key="m")
+    with pytest.raises(DataError, match=r"line 1: turn 2 of 4, the assistant's, is not written by the template"):
         load(source, tokenizer, with_answers=True)
 
 

@@ -31,7 +31,8 @@ def save_tokenizer(path: Path, bos: bool = False, chat: bool = False, pad: bool 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
     if chat:
         tokenizer.chat_template = (
-            "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+            "{% for m in messages %}<{{ 'bot' if m['role'] == 'assistant' else m['role'] }}> {{ m['content'] }} {% endfor %}"
+            "{% if add_generation_prompt %}<bot>{% endif %}"
         )
     tokenizer.save_pretrained(path)
     return str(path)

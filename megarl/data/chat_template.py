@@ -1,0 +1,321 @@
+"""A tokenizer's chat template: what it writes for messages, in which form it wants tool calls, and how it ends a turn."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import re
+import resource
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from megarl.errors import DataError, RecordError
+from megarl.time_limit import OutOfTimeError, is_limited, time_limit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ChatMessage = Mapping[str, Any]
+
+PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""Chat template that joins the contents of the messages and adds nothing."""
+
+RENDER_SECONDS = 10.0
+"""Longest time that a template may take for one conversation."""
+
+_RENDER_BYTES = 4 << 30
+"""Address space that rendering may add to the process."""
+
+_CLOCK = re.compile(r"\bstrftime_now\b")
+_MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnds:
+    """Token ids by which a chat template ends a turn of the assistant.
+
+    Attributes:
+        last: after the last turn of a conversation: generation stops there.
+        earlier: after a turn that others follow. Harmony's ``<|end|>`` is one that no model is to stop at.
+    """
+
+    last: tuple[int, ...] = ()
+    earlier: tuple[int, ...] = ()
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer with the values that a run gives it.
+
+    Args:
+        tokenizer: from ``get_tokenizer``.
+        values: that the template reads, such as ``enable_thinking``.
+        date: what the template's clock shows (``strftime_now``); None for the time of the call.
+
+    Raises:
+        DataError: the template does not read one of the values.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        values: Mapping[str, Any] | None = None,
+        date: datetime.date | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._values = dict(values or {})
+        self.text = str(tokenizer.chat_template)
+        for name in self._values:
+            if re.search(rf"\b{re.escape(name)}\b", self.text) is None:
+                raise DataError(
+                    f"policy.tokenizer.chat_template_kwargs.{name}: the chat template does not read it, so that it would do nothing; the "
+                    f"template begins {self.text[:60]!r}. Fix: remove it, or correct its name"
+                )
+        # A value of the call hides the function of the same name that transformers gives every template.
+        self._clock = {"strftime_now": date.strftime} if date is not None and self.reads_clock else {}
+        self._date = date if self._clock else None
+
+    @property
+    def is_passthrough(self) -> bool:
+        """Whether it only joins the contents of messages."""
+        return self.text == PASSTHROUGH_TEMPLATE
+
+    @property
+    def reads_clock(self) -> bool:
+        """Whether what it writes depends on the day."""
+        return reads_clock(self.text)
+
+    @property
+    def marks_turns(self) -> bool:
+        """Whether ``{% generation %}`` marks what the assistant says."""
+        return _MARKS_TURNS.search(self.text) is not None
+
+    @property
+    def identity(self) -> list[Any]:
+        """What its texts depend on besides the messages; of the types of JSON."""
+        return [self.text, self._values, None if self._date is None else self._date.isoformat()]
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        origin: str = "the conversation",
+        *,
+        for_generation: bool = False,
+    ) -> str:
+        """Return the text of messages.
+
+        Args:
+            messages: as a record holds them; tool calls take the form that the template writes.
+            tools: that the template is told of.
+            origin: names the record in errors.
+            for_generation: go on to where the assistant's next turn begins.
+
+        Raises:
+            DataError: the template fails, or takes more than ``RENDER_SECONDS`` or 4 GiB.
+        """
+        options = {"tokenize": False, "add_generation_prompt": for_generation}
+        return str(self._apply(messages, tools, origin, options))
+
+    def encode_marked(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str
+    ) -> tuple[list[int], list[int]]:
+        """Return the token ids of a conversation, and for each 1 where ``{% generation %}`` marks it. Errors as of ``render``."""
+        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        found = self._apply(messages, tools, origin, options)
+        return list(found["input_ids"]), list(found["assistant_masks"])
+
+    def _apply(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        origin: str,
+        options: Mapping[str, Any],
+    ) -> Any:
+        given = [self._with_calls(message, origin) for message in messages]
+        try:
+            return self._call(given, tools, options)
+        except OutOfTimeError:
+            raise RecordError(
+                f"{origin}: policy.tokenizer.chat_template took more than {RENDER_SECONDS:g} s for {len(given)} messages; it begins "
+                f"{self.text[:60]!r}. Fix: correct the template, or leave the record out"
+            ) from None
+        # A template is a program, and may fail in whatever way it does.
+        except (Exception, MemoryError) as error:
+            where = self._failing_turn(given, tools, options) if len(given) > 1 else ""
+            raise RecordError(
+                f"{origin}: policy.tokenizer.chat_template cannot be applied{where} ({type(error).__name__}: {error}); it begins "
+                f"{self.text[:60]!r}. Fix: correct the template or the record, or write null to join the messages as they are"
+            ) from error
+
+    def _call(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Any:
+        further = {"tools": [dict(tool) for tool in tools]} if tools else {}
+        with _bounded():
+            return self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], **options, **further, **self._clock, **self._values
+            )
+
+    def _failing_turn(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """Name the turn that a template fails at: the first one after the most turns that it can be applied to."""
+        place = len(messages) - 1
+        while place > 0:
+            try:
+                self._call(messages[:place], tools, options)
+                break
+            except (Exception, OutOfTimeError):
+                place -= 1
+        return f" to turn {place + 1} of {len(messages)}, of {messages[place]['role']!r}"
+
+    def _with_calls(self, message: ChatMessage, origin: str) -> ChatMessage:
+        """Return a message whose tool calls have the form that the template writes."""
+        calls = message.get("tool_calls")
+        if not calls:
+            return message
+        shaped = {**message, "tool_calls": [self._shaped_call(call, origin) for call in calls]}
+        if message.get("content") is None and self._writes_none:
+            shaped["content"] = ""
+        return shaped
+
+    def _shaped_call(self, call: Any, origin: str) -> Any:
+        if not isinstance(call, Mapping):
+            return call
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": self._shaped_call(call["function"], origin)}
+        if "arguments" not in call:
+            return dict(call)
+        return {**call, "arguments": self._shaped_arguments(call, origin)}
+
+    def _shaped_arguments(self, call: Mapping[str, Any], origin: str) -> Any:
+        given = call["arguments"]
+        if self._wants_text:
+            return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        if not isinstance(given, str):
+            return given
+        what = f"{origin}: the arguments {given[:60]!r} of the tool call {call.get('name')!r}"
+        try:
+            parsed = json.loads(given or "{}")
+        except (ValueError, RecursionError) as error:
+            raise RecordError(f"{what} are no JSON: {error}. Fix: write a JSON object") from error
+        if not isinstance(parsed, dict):
+            raise RecordError(f"{what} are no JSON object. Fix: write a JSON object")
+        return parsed
+
+    @cached_property
+    def _wants_text(self) -> bool:
+        """Whether the template wants the arguments of a tool call as JSON text, as DeepSeek's do, and not as an object."""
+        as_object = self._probe(_call_turn({"key": _PROBE}))
+        # The repr of a dictionary shows that the template took text for granted.
+        if as_object is not None and _PROBE in as_object and f"'{_PROBE}'" not in as_object:
+            return False
+        as_text = self._probe(_call_turn(json.dumps({"key": _PROBE})))
+        return as_text is not None and _PROBE in as_text
+
+    @cached_property
+    def _writes_none(self) -> bool:
+        """Whether the template would write the word None, or fail, for a tool call without content."""
+        arguments: Any = {"key": _PROBE}
+        turn = _call_turn(json.dumps(arguments) if self._wants_text else arguments)
+        with_none = self._probe({**turn, "content": None})
+        return self._probe(turn) is not None and (with_none is None or "None" in with_none)
+
+    def _probe(self, *turns: ChatMessage) -> str | None:
+        """Return the text of a user's turn and these; None where the template cannot be applied to them."""
+        try:
+            return str(self._call([_ASKED, *turns], (), {"tokenize": False, "add_generation_prompt": False}))
+        except (Exception, OutOfTimeError):
+            return None
+
+    @cached_property
+    def turn_ends(self) -> TurnEnds:
+        """Token ids by which it ends a turn of the assistant, found by rendering short conversations."""
+        if self.is_passthrough:
+            return TurnEnds()
+        said = {"role": "assistant", "content": _PROBE}
+        last = self._specials_after(self._probe(said))[:1]
+        followed = self._probe(said, {"role": "user", "content": _FOLLOWING})
+        between = None if followed is None else followed.rpartition(_FOLLOWING)[0]
+        earlier = self._specials_after(between)[:1]
+        if not last and earlier and self._follows_directly(between, earlier[0]):
+            # GLM writes no end: the mark of the next role is what its models stop at.
+            last = earlier
+        arguments: Any = {"key": _PROBE}
+        call = self._probe(_call_turn(json.dumps(arguments) if self._wants_text else arguments))
+        return TurnEnds(_once([*last, *self._specials_after(call)[-1:]]), _once(earlier))
+
+    def _specials_after(self, text: str | None) -> list[int]:
+        """Return the ids of the special tokens behind the probe in a text."""
+        if text is None or _PROBE not in text:
+            return []
+        rest = text.rpartition(_PROBE)[2]
+        ids = self._tokenizer(rest, add_special_tokens=False)["input_ids"]
+        special = special_ids(self._tokenizer)
+        return [number for number in ids if number in special]
+
+    def _follows_directly(self, text: str | None, token: int) -> bool:
+        """Whether a token comes right behind the probe, so that nothing else can be the end of the turn."""
+        rest = (text or "").rpartition(_PROBE)[2]
+        return rest.lstrip().startswith(str(self._tokenizer.convert_ids_to_tokens(token)))
+
+    def last_boundary(self, text: str) -> int:
+        """Return where the last special token, word of markup or line of a text ends; 0 where none does.
+
+        A text that two templates' outputs share may end inside a token of both, as ``<t`` of ``<think>`` and ``<tool_call>``.
+        """
+        ends = [match.end() for match in self._markup.finditer(text)]
+        return max(ends, default=0)
+
+    @cached_property
+    def _markup(self) -> re.Pattern[str]:
+        added = sorted(map(str, self._tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+        return re.compile("|".join([*map(re.escape, filter(None, added)), r"\s+"]))
+
+    def writes_responses(self) -> bool:
+        """Whether it writes what the assistant says; a template of prompts alone does not."""
+        return _PROBE in (self._probe({"role": "assistant", "content": _PROBE}) or "")
+
+
+_PROBE, _FOLLOWING = "probed1value", "following2turn"
+_ASKED = {"role": "user", "content": "asked0first"}
+
+
+def _call_turn(arguments: Any) -> dict[str, Any]:
+    call = {"id": "call00001", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _once(ids: Sequence[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(ids))
+
+
+def reads_clock(template: str) -> bool:
+    """Whether what a template writes depends on the day that it is applied on."""
+    return _CLOCK.search(template) is not None
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the ids of a tokenizer's special tokens, those that a template alone writes among them."""
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(added | set(tokenizer.all_special_ids))
+
+
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """Bound the time and memory of a template, which is a program that came with a model.
+
+    The limit on address space holds for the whole process while the block runs. It is far above what it has, so that
+    other threads do not meet it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm", "rb") as file:
+        wanted = int(file.read().split()[0]) * resource.getpagesize() + _RENDER_BYTES
+    lowers = soft == resource.RLIM_INFINITY or wanted < soft
+    if lowers:
+        resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
+    try:
+        with contextlib.nullcontext() if is_limited() else time_limit(RENDER_SECONDS):
+            yield
+    finally:
+        if lowers:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -1,0 +1,439 @@
+"""Token ids of whole conversations, and which of them the assistant says.
+
+The ids are those of one tokenization of what the chat template writes for the whole conversation, so that nothing is
+trained on that the template would write otherwise. The assistant's turns are found in that text as spans of characters:
+
+* A turn begins where the text ends that the template writes for the turns before it, as when a response is generated. A
+  template may rewrite turns once others follow (Qwen3 drops reasoning, Phi ends the last turn otherwise). Then the turn
+  begins after what the template writes between the previous message and a generated response.
+* It goes up to the token by which the template ends the turn. Where that is no token that generation stops at, such as
+  Harmony's ``<|end|>``, it is not learned.
+
+What a message brings to the text is found by rendering the conversation once more with a mark in its place: what comes
+behind the mark is what comes behind the message.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from megarl.data.chat_template import ChatMessage, ChatTemplate
+from megarl.errors import RecordError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+_SHOWN = 40
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedConversation:
+    """A whole conversation as a model is trained on it.
+
+    Attributes:
+        ids: its tokens.
+        targets: spans [start, end) of the tokens that the assistant says: disjoint, in order.
+        dropped_reasoning: turns whose reasoning the template leaves out, because the user speaks again after them.
+    """
+
+    ids: list[int]
+    targets: list[tuple[int, int]]
+    dropped_reasoning: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationEncoder:
+    """Encodes conversations by a chat template.
+
+    Attributes:
+        tokenizer: from ``get_tokenizer``.
+        template: of the tokenizer.
+        stop_tokens: ids that end a response when it is generated.
+        leading_tokens: put before every text.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    template: ChatTemplate
+    stop_tokens: frozenset[int]
+    leading_tokens: Sequence[int] = ()
+
+    def encode(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str) -> EncodedConversation:
+        """Return the tokens of a conversation and the spans that the assistant says.
+
+        Where the template has ``{% generation %}`` marks, these say what is learned.
+
+        Args:
+            messages: of any roles; the last one is the assistant's.
+            tools: that the template is told of.
+            origin: names the record in errors.
+
+        Raises:
+            RecordError: the template cannot be applied, leaves out what a turn says, or where turns lie cannot be told.
+        """
+        spoken = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        if self.template.marks_turns:
+            return self._by_marks(messages, tools, origin, spoken)
+        whole = _Whole(self.template, messages, tools, origin)
+        text = _TokenizedText.of(self.tokenizer, whole.text, origin)
+        spans, dropped = list[tuple[int, int]](), 0
+        floor = 0
+        for place in spoken:
+            start = whole.start_of_turn(place)
+            if start < floor:
+                raise whole.fault(place, "begins before the end of the turn before it")
+            first, end, over = self._tokens_of_turn(whole, text, place, start)
+            dropped += not is_reasoning_written(messages, place, whole.text[start:over], origin)
+            spans.append((first, end))
+            floor = over
+        ids = list(text.ids)
+        self._close(ids, spans)
+        _check_spans(spans, origin)
+        shift = len(self.leading_tokens)
+        targets = [(start + shift, end + shift) for start, end in spans]
+        return EncodedConversation([*self.leading_tokens, *ids], targets, dropped)
+
+    def _close(self, ids: list[int], spans: list[tuple[int, int]]) -> None:
+        """Have the last turn end by a token at which generation stops, where the template writes none after it."""
+        first, end = spans[-1]
+        if end > first and ids[end - 1] in self._all_stops:
+            return
+        del ids[end:]
+        ids.append(self._closing_token)
+        spans[-1] = (first, len(ids))
+
+    @property
+    def _all_stops(self) -> frozenset[int]:
+        return self.stop_tokens | set(self.template.turn_ends.last)
+
+    @property
+    def _closing_token(self) -> int:
+        token = self.tokenizer.eos_token_id
+        assert isinstance(token, int)
+        return token
+
+    def _tokens_of_turn(self, whole: _Whole, text: _TokenizedText, place: int, start: int) -> tuple[int, int, int]:
+        """Return first and last but one token of a turn, and where its text ends."""
+        first = text.first_token_from(start)
+        said = whole.end_of_said(place, start)
+        bound = whole.start_of_content(place + 1)
+        stops, ends = self._all_stops, set(self.template.turn_ends.earlier)
+        token = text.first_token_from(said)
+        while token < len(text.ids) and text.starts[token] < bound:
+            if text.ids[token] in stops:
+                return first, token + 1, text.starts[token]
+            if text.ids[token] in ends:
+                return first, token, text.starts[token]
+            token += 1
+        # No token ends the turn: its text goes up to where the template's own text of it ends.
+        end = whole.end_of_turn(place, said)
+        return first, text.last_token_up_to(end), end
+
+    def _by_marks(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str, spoken: Sequence[int]
+    ) -> EncodedConversation:
+        ids, mask = self.template.encode_marked(messages, tools, origin)
+        spans = list(_runs_of_ones(mask))
+        if not spans or len(spans) > len(spoken) or spans[0][0] == 0:
+            raise RecordError(
+                f"{origin}: the conversation has {len(spoken)} turns of the assistant, in the text of the chat template {len(spans)} were "
+                "found. Fix: correct the marks {% generation %} of policy.tokenizer.chat_template"
+            )
+        dropped = 0
+        # A template may mark some turns alone, and then does not say which.
+        for place, (start, end) in zip(spoken, spans, strict=True) if len(spans) == len(spoken) else ():
+            text = self.tokenizer.decode(ids[start:end], skip_special_tokens=False)
+            dropped += not is_reasoning_written(messages, place, text, origin)
+        return EncodedConversation(ids, spans, dropped)
+
+
+def _runs_of_ones(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
+    start = None
+    for place, marked in enumerate([*mask, 0]):
+        if marked and start is None:
+            start = place
+        elif not marked and start is not None:
+            yield start, place
+            start = None
+
+
+def _check_spans(spans: Sequence[tuple[int, int]], origin: str) -> None:
+    """Refuse spans that are empty, overlap or are out of order."""
+    before = 0
+    for number, (start, end) in enumerate(spans, 1):
+        if not before <= start < end:
+            raise RecordError(
+                f"{origin}: the assistant's turn {number} of {len(spans)} has no tokens of its own in the text of the chat template. "
+                "Fix: give policy.tokenizer.chat_template a template that writes it, or take the turn out of the record"
+            )
+        before = end
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenizedText:
+    """The tokens of a text.
+
+    Attributes:
+        ids: token ids.
+        starts, ends: first and last but one character that each token stands for.
+    """
+
+    ids: Sequence[int]
+    starts: Sequence[int]
+    ends: Sequence[int]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, text: str, origin: str) -> _TokenizedText:
+        if not tokenizer.is_fast:
+            return cls._by_prefixes(tokenizer, text, origin)
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        offsets = found["offset_mapping"]
+        starts = list[int]()
+        for start, end in offsets:
+            # A token for no character (an inserted space) lies where the token before it ends.
+            starts.append(start if end > start or not starts else max(start, starts[-1]))
+        return cls(list(found["input_ids"]), starts, [end for _, end in offsets])
+
+    @classmethod
+    def _by_prefixes(cls, tokenizer: PreTrainedTokenizerBase, text: str, origin: str) -> _TokenizedText:
+        """As ``of``, by a tokenizer without offsets: the characters of each token are counted by decoding.
+
+        Raises:
+            RecordError: the tokens do not decode to the text.
+        """
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        ends = [len(tokenizer.decode(ids[: number + 1], **options)) for number in range(len(ids))]
+        if tokenizer.decode(ids, **options) != text:
+            raise RecordError(
+                f"{origin}: the tokens of the conversation do not decode to its text, and this tokenizer tells no offsets, so that it "
+                "cannot be told which tokens the assistant says. Fix: use a fast tokenizer (tokenizer.json)"
+            )
+        return cls(ids, [0, *ends[:-1]], ends)
+
+    def first_token_from(self, character: int) -> int:
+        """Return the first token that begins at a character or after it."""
+        return bisect.bisect_left(self.starts, character)
+
+    def last_token_up_to(self, character: int) -> int:
+        """Return the place after the last token that ends at a character or before it."""
+        return bisect.bisect_right(self.ends, character)
+
+
+class _Whole:
+    """The text of a whole conversation, and where its messages lie in it."""
+
+    def __init__(self, template: ChatTemplate, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str) -> None:
+        self.template, self.messages, self.tools, self.origin = template, messages, tools, origin
+        self.text = self._render(messages)
+        self._around_marks: dict[int, tuple[str, str] | None] = {}
+
+    def _render(self, messages: Sequence[ChatMessage], *, for_generation: bool = False) -> str:
+        return self.template.render(messages, self.tools, self.origin, for_generation=for_generation)
+
+    @cached_property
+    def _mark(self) -> str:
+        mark = "mark7here"
+        while mark in self.text:
+            mark = f"mark{os.urandom(8).hex()}here"
+        return mark
+
+    def start_of_turn(self, place: int) -> int:
+        """Return where the assistant's turn begins, after all that the template writes before a generated response.
+
+        Raises:
+            RecordError: that cannot be told.
+        """
+        prompt = self._render(self.messages[:place], for_generation=True)
+        if self.text.startswith(prompt):
+            return len(prompt)
+        after = self._end_of_content(place - 1)
+        marked = self._render([*self.messages[: place - 1], self._with_mark(place - 1)], for_generation=True)
+        if after is None or self._mark not in marked:
+            raise self.fault(place, "is written in another way when others follow, so that its tokens cannot be told")
+        header = marked.rpartition(self._mark)[2]
+        shared = _shared_length(self.text[after:], header)
+        if shared < len(header):
+            shared = self.template.last_boundary(header[:shared])
+            self._check_prefill(place, header[:shared], header[shared:], self.text[after + shared :])
+        return after + shared
+
+    def _check_prefill(self, place: int, shared: str, left_out: str, found: str) -> None:
+        """Refuse a turn whose beginning differs from a generated one's by more than an opened block of reasoning.
+
+        Templates of models that think begin a response for them (``<think>``), and leave that out of turns without reasoning.
+        """
+        is_inside_block = "<think>" in shared.rpartition("</think>")[2] and "</think>" in left_out
+        if is_inside_block or "think" not in left_out.lower():
+            raise self.fault(
+                place, f"begins with {found[:_SHOWN]!r} in the conversation, where a generated one follows {left_out[-_SHOWN:]!r}"
+            )
+
+    def end_of_said(self, place: int, start: int) -> int:
+        """Return a character behind all that an assistant's message says, before the end of its turn.
+
+        Raises:
+            RecordError: the template does not write the message.
+        """
+        calls = self.messages[place].get("tool_calls")
+        found = self._end_of_calls(place) if calls else None
+        if found is None and not (calls and arguments_of(calls[-1])):
+            found = self._end_of_content(place)
+        if found is None or found < start:
+            raise self.fault(place, "is not written by the template, or in another way when others follow")
+        return found
+
+    def start_of_content(self, place: int) -> int:
+        """Return where the content of a message begins; the end of the text where there is no such message."""
+        if place >= len(self.messages):
+            return len(self.text)
+        around = self._around_mark(place)
+        if around is None or not self.text.startswith(around[0]):
+            raise self.fault(place - 1, "is followed by a message that the template does not write as it is")
+        return len(around[0])
+
+    def end_of_turn(self, place: int, said: int) -> int:
+        """Return where a turn that no token ends is over."""
+        if place == len(self.messages) - 1:
+            return len(self.text)
+        alone = self._render(self.messages[: place + 1])
+        return len(alone) if self.text.startswith(alone) else said
+
+    def _end_of_content(self, place: int) -> int | None:
+        around = self._around_mark(place)
+        return len(self.text) - len(around[1]) if around is not None and self.text.endswith(around[1]) else None
+
+    def _end_of_calls(self, place: int) -> int | None:
+        """Return where the text of tool calls that a changed last argument leaves as it is begins."""
+        *calls, last = self.messages[place]["tool_calls"]
+        marked = self._text_with(place, {**self.messages[place], "tool_calls": [*calls, with_arguments(last, {"key": self._mark})]})
+        if self._mark not in marked:
+            return None
+        behind = marked.rpartition(self._mark)[2]
+        shared = _shared_length(self.text[::-1], behind[::-1])
+        return len(self.text) - shared
+
+    def _around_mark(self, place: int) -> tuple[str, str] | None:
+        """Return what the template writes before and behind a mark in place of a message's content; None where it leaves it out."""
+        if place not in self._around_marks:
+            before, mark, behind = self._text_with(place, self._with_mark(place)).rpartition(self._mark)
+            self._around_marks[place] = (before, behind) if mark else None
+        return self._around_marks[place]
+
+    def _text_with(self, place: int, message: ChatMessage) -> str:
+        return self._render([*self.messages[:place], message, *self.messages[place + 1 :]])
+
+    def _with_mark(self, place: int) -> ChatMessage:
+        return {**self.messages[place], "content": self._mark}
+
+    def fault(self, place: int, what: str) -> RecordError:
+        """Return the error for a turn of the assistant."""
+        return _fault(self.origin, place, len(self.messages), what)
+
+
+def _fault(origin: str, place: int, turns: int, what: str) -> RecordError:
+    return RecordError(
+        f"{origin}: turn {place + 1} of {turns}, the assistant's, {what}. Fix: give policy.tokenizer.chat_template a template that writes "
+        "it, or one that marks what the assistant says by {% generation %}, or leave such records out by data.on_bad_record=skip"
+    )
+
+
+def is_reasoning_written(messages: Sequence[ChatMessage], place: int, text: str, origin: str) -> bool:
+    """Return whether the reasoning of a turn is in its text, or there is none.
+
+    Args:
+        messages: of the conversation.
+        place: of the assistant's message.
+        text: what the chat template writes for it.
+        origin: names the record in errors.
+
+    Raises:
+        RecordError: the template left out what is to be learned: what the turn says, its tool calls, or reasoning after
+            which no user speaks. Templates leave earlier reasoning out on purpose.
+    """
+    message, written = messages[place], _joined(text)
+    visible = visible_text(message)
+    if _joined(visible) not in written:
+        raise _fault(origin, place, len(messages), f"says {visible[:_SHOWN]!r}, and the template does not write it")
+    for name, values in _calls_of(message):
+        missing = next((each for each in (name, *values) if not _is_written(each, written)), None)
+        if missing is not None:
+            what = f"calls the tool {name!r} with {missing[:_SHOWN]!r}, and the template does not write it"
+            raise _fault(origin, place, len(messages), what)
+    reasoning = reasoning_of(message)
+    if _joined(reasoning) in written:
+        return True
+    if not any(each["role"] == "user" for each in messages[place:]):
+        raise _fault(origin, place, len(messages), f"reasons {reasoning.strip()[:_SHOWN]!r}, and the template leaves it out")
+    return False
+
+
+def _shared_length(first: str, second: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (ours, theirs) in pairs if ours != theirs), min(len(first), len(second)))
+
+
+def visible_text(message: ChatMessage) -> str:
+    """Return what a message of the assistant says after its reasoning."""
+    return str(message.get("content") or "").rpartition("</think>")[2].strip()
+
+
+def reasoning_of(message: ChatMessage) -> str:
+    """Return the reasoning of a message, a field of its own or a block ``<think>`` of its content."""
+    for name in _REASONING_FIELDS:
+        if isinstance(message.get(name), str):
+            return str(message[name])
+    inside = str(message.get("content") or "").rpartition("</think>")[0]
+    return inside.rpartition("<think>")[2]
+
+
+def with_arguments(call: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call with other arguments."""
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+    return {**call, "arguments": arguments}
+
+
+def arguments_of(call: Mapping[str, Any]) -> Any:
+    """Return the arguments of a tool call, read where they are JSON text."""
+    function = call["function"] if isinstance(call.get("function"), Mapping) else call
+    arguments = function.get("arguments")
+    return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+
+
+def _calls_of(message: ChatMessage) -> Iterator[tuple[str, list[str]]]:
+    """Yield the name and the values of the arguments of each tool call."""
+    for call in message.get("tool_calls") or ():
+        function = call["function"] if isinstance(call.get("function"), Mapping) else call
+        yield str(function.get("name", "")), list(_leaves(arguments_of(call)))
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _leaves(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _leaves(inner)
+    elif isinstance(value, str):
+        yield value
+    elif value is not None:
+        yield json.dumps(value)
+
+
+def _is_written(value: str, written: str) -> bool:
+    """Whether a text stands in another one as it is, or with the escapes of JSON."""
+    forms = (value, value.capitalize(), json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1])
+    return any(_joined(form) in written for form in forms)
+
+
+def _joined(text: str) -> str:
+    """Return a text without white space, which templates trim and indent."""
+    return "".join(text.split())
