@@ -241,12 +241,15 @@ def load_and_check(path: str, overrides: Sequence[str], layers: Sequence[str] = 
     """The configuration of a run: read, overridden, checked and filled in."""
     from megarl.config.load import load_config, with_environment
     from megarl.config.places import require_answers
-    from megarl.config.recipes import find
+    from megarl.config.recipes import find, name_of
     from megarl.config.validate import validate_config
 
     require_answers({"CONFIG": path, **{f"--with {layer}": layer for layer in layers}})
-    config = load_config(find(path), overrides, [find(layer) for layer in layers], allow_env=allow_env)
-    return validate_config(with_environment(config), name=Path(path).stem)
+    file = find(path)
+    config = load_config(file, overrides, [find(layer) for layer in layers], allow_env=allow_env)
+    # A configuration that a run has left names the recipe that the run was started from.
+    config.setdefault("recipe", name_of(file))
+    return validate_config(with_environment(config), name=config["recipe"])
 
 
 def list_recipes(as_json: bool) -> int:
@@ -274,11 +277,19 @@ def _time(text: str) -> float:
 
 def train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run a configuration, or show what it would do; with ``--data``, that includes what it reads."""
+    from megarl.config.recipes import misnamed_directory
     from megarl.config.validate import unusual_values
 
     config = load_and_check(arguments.config, overrides, arguments.layers, arguments.allow_env)
     for warning in unusual_values(config):
         print(f"megarl: warning: {warning}", file=sys.stderr)
+    misnamed = misnamed_directory(arguments.config, config["run_dir"])
+    if misnamed is not None:
+        print(
+            f"megarl: warning: {misnamed} holds a run, perhaps of this recipe, whose name earlier versions cut at its last dot: "
+            f"run_dir={misnamed} resumes it. This run goes to {config['run_dir']}",
+            file=sys.stderr,
+        )
     if arguments.dry_run:
         show(config, arguments.data)
         return 0

@@ -112,15 +112,15 @@ BREAKS: Mapping[str, Break] = {
         "megarl/data/datasets.py", "f\"checked-{_digest([reading.judge, source.get('env_name')])}\"", '"checked"', ("unit/test_sources.py",)
     ),
     "data: what is before a turn of the assistant is learned": Break(
-        "megarl/data/tokenization.py", "targets.append((len(ids), ", "targets.append((len(ids) - 1, ", ("unit/test_sources.py",)
+        "megarl/data/conversations.py", "spans.append((first, end))", "spans.append((first - 1, end))", ("unit/test_sources.py",)
     ),
     "data: of a conversation the last turn alone is learned": Break(
         "megarl/distributed/token_batches.py", "in example.targets or", "in (example.targets or ())[-1:] or", ("unit/test_sources.py",)
     ),
     "data: the chat template does not get its values": Break(
-        "megarl/data/tokenization.py",
-        "(list(messages), **options, **self._template_kwargs)",
-        "(list(messages), **options)",
+        "megarl/data/chat_template.py",
+        "**options, **further, **self._clock, **self._values",
+        "**options, **further, **self._clock",
         ("unit/test_sources.py",),
     ),
     "data: a key finds the first member of a list": Break(

@@ -18,12 +18,13 @@ from rich.table import Table
 
 from megarl import __version__
 from megarl.algorithms.algorithm import ACTOR
+from megarl.algorithms.earlier_launch import keep_template_date
 from megarl.algorithms.inputs import read_validation
 from megarl.algorithms.resume import ResumePoint
 from megarl.algorithms.run import Config, PolicyFactory
 from megarl.algorithms.start import check_engine, engine_of, start_engines, start_policy, start_ray
 from megarl.checkpoint.atomic import write_bytes_durably
-from megarl.checkpoint.manager import read_info
+from megarl.checkpoint.manager import CONFIG_NAME, read_info
 from megarl.checkpoint.manifest import read_signing_key, verify
 from megarl.config.algorithms import generates, own_section
 from megarl.config.report import WIDTH, layout_table, validation_table
@@ -118,6 +119,8 @@ def evaluate(config: Config, weights: ResumePoint, make_policy: PolicyFactory | 
         check_engine(config)
         if make_policy is None:
             start_ray(stack, config["deadlines"]["init_s"])
+        if weights.checkpoint is not None:
+            keep_template_date(config, weights.checkpoint / CONFIG_NAME)
         tokenizer, environment, dataset = read_validation(config, stack)
         assert environment is not None
         make = make_policy or functools.partial(start_policy, trains=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import logging
 import math
@@ -15,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 from megarl import env
 from megarl.algorithms.model_check import check_model, check_models_beside, check_tokens
 from megarl.config.algorithms import algorithm_class, generates, step_size
+from megarl.data.chat_template import reads_clock
 from megarl.data.datasets import Dataset, Reading, load_dataset
+from megarl.data.stop_tokens import describe_stop_tokens, stop_tokens_of
 from megarl.data.tokenization import get_tokenizer
-from megarl.errors import DataError
+from megarl.errors import ConfigError, DataError, Violation
 from megarl.import_path import is_import_path
 from megarl.models.generation import configure_generation_config
 from megarl.rollout.environment import Environment, find_faults, make_environment
@@ -89,17 +92,29 @@ def _opened(
     policy, data = config["policy"], config["data"]
     tokenizer = tokenizer_of(policy)
     if policy["generation"] is not None:
-        policy["generation"] = configure_generation_config(policy["generation"], tokenizer)
+        policy["generation"] = configure_generation_config(policy["generation"], tokenizer, model_name=policy["model_name"])
     vocab_size = check_model(policy)
     environment = _environment(config, stack)
     with_answers = environment is None
     fault_of_answer = None if environment is None else find_faults(environment, config["env"]["timeout_s"])
 
     template_kwargs = (policy.get("tokenizer") or {}).get("chat_template_kwargs")
+    stops = tuple((policy["generation"] or {}).get("stop_token_ids") or stop_tokens_of(tokenizer, policy["model_name"]))
     sections = config.get("env") or {}
     names = any(isinstance(value, Mapping) for key, value in sections.items() if key != "options")
     pairs = algorithm_class(config["algorithm"]).PAIRS
-    reading = Reading(data, tokenizer, with_answers, fault_of_answer, _judge(config), template_kwargs, names, pairs)
+    reading = Reading(
+        data,
+        tokenizer,
+        with_answers,
+        fault_of_answer,
+        _judge(config),
+        template_kwargs,
+        names,
+        pairs,
+        stops,
+        _template_date(policy, tokenizer),
+    )
 
     def load(sources: DataSource | list[DataSource]) -> Dataset:
         dataset = load_dataset(sources, reading)
@@ -107,6 +122,28 @@ def _opened(
         return dataset
 
     return tokenizer, environment, load
+
+
+def _template_date(policy: Config, tokenizer: PreTrainedTokenizerBase) -> datetime.date | None:
+    """Return the day that the chat template reads, which the configuration then keeps; None for a template without a clock.
+
+    Raises:
+        ConfigError: the configured one is no day, or nothing reads it.
+    """
+    section, key = policy["tokenizer"], "policy.tokenizer.template_date"
+    given = section.get("template_date")
+    if not reads_clock(str(tokenizer.chat_template)):
+        if given is not None:
+            bound = "the chat template reads no clock, so that it would do nothing"
+            raise ConfigError([Violation(key, given, bound, "remove it")])
+        return None
+    if given is None:
+        section["template_date"] = given = datetime.date.today().isoformat()
+        logger.info("the chat template writes the date; this run keeps the day of its first start, %s", given)
+    try:
+        return datetime.date.fromisoformat(given)
+    except ValueError:
+        raise ConfigError([Violation(key, given, "it is no day", "write year, month and day, such as 2026-11-27")]) from None
 
 
 def _environment(config: Config, stack: ExitStack) -> Environment | None:
@@ -182,12 +219,21 @@ def describe_inputs(config: Config) -> list[str]:
         lines = [
             f"tokenizer: {type(tokenizer).__name__}, {len(tokenizer)} tokens, pads with {tokenizer.pad_token!r}, ends with "
             f"{tokenizer.eos_token!r}",
+            f"responses end with: {_stops_in_words(config['policy'], tokenizer)}",
             f"chat template: {template if len(template) <= _SHOWN else template[:_SHOWN] + '...'}",
             _of_dataset("data.train", inputs.train, with_answers),
         ]
         if inputs.validation is not None:
             lines.append(_of_dataset("data.validation", inputs.validation, with_answers))
         return lines
+
+
+def _stops_in_words(policy: Config, tokenizer: PreTrainedTokenizerBase) -> str:
+    own = (policy["generation"] or {}).get("stop_token_ids")
+    known = stop_tokens_of(tokenizer, policy["model_name"])
+    if own is None or list(known) == list(own):
+        return describe_stop_tokens(tokenizer, policy["model_name"])
+    return f"{', '.join(map(repr, tokenizer.convert_ids_to_tokens(own)))} (policy.generation.stop_token_ids)"
 
 
 def _of_dataset(key: str, dataset: Dataset, with_answers: bool) -> str:

@@ -35,6 +35,7 @@ ALGORITHMS: Mapping[str, str] = MappingProxyType(
 ORDER = (
     "algorithm",
     "seed",
+    "recipe",
     "run_dir",
     "cluster",
     "policy",

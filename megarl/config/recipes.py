@@ -70,6 +70,29 @@ def find(text: str) -> Path:
     raise ConfigError(f"{text}: there is neither such a file nor such a recipe. Fix: {advice}megarl recipes lists them")
 
 
+def name_of(path: Path) -> str:
+    """Return the name of a configuration: that of a recipe with its directory, the file's without its suffix; names have dots."""
+    shipped = path.resolve()
+    if shipped.is_relative_to(directory()):
+        shipped = shipped.relative_to(directory())
+        return "-".join([*shipped.parts[:-1], shipped.stem])
+    return path.stem if path.suffix in _SUFFIXES else path.name
+
+
+def misnamed_directory(text: str, run_dir: str) -> str | None:
+    """Return the run directory that versions up to 0.1 gave what a command line names, where it holds a run; None elsewhere.
+
+    They cut a name at its last dot, so that several recipes shared a directory.
+
+    Args:
+        text: recipe or file, as the command line names it.
+        run_dir: of this launch.
+    """
+    old = Path("runs") / Path(text).stem
+    is_misnamed = old != Path(run_dir) and not Path(run_dir).exists() and (old / "config.yaml").is_file()
+    return str(old) if is_misnamed else None
+
+
 def _shipped(name: str) -> Path | None:
     """The shipped file of a name, with or without its suffix; names have dots of their own."""
     stem = name.removesuffix(".yaml").removesuffix(".yml")

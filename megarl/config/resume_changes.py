@@ -30,6 +30,7 @@ _FREE = (
 # What the run so far was promised to be made of. Where the data lies is free: its content is compared by its fingerprint.
 _PROMISED = (
     "algorithm",
+    "recipe",
     "seed",
     "data",
     "policy.model_name",

@@ -107,6 +107,14 @@ class DataConfig(TypedDict):
     filter_overlong_prompts: NotRequired[
         Annotated[bool, Key("leave longer records out, and say how many; otherwise they are refused.", default=False)]
     ]
+    on_bad_record: NotRequired[
+        Annotated[
+            Literal["refuse", "skip"],
+            Key(
+                "what becomes of a record that cannot be used: the run is refused, or it is left out, counted and named.", default="refuse"
+            ),
+        ]
+    ]
     shuffle: NotRequired[Annotated[bool, Key("a new order every epoch, drawn from the seed.", default=True)]]
     system_prompt: NotRequired[
         Annotated[str | None, Key("put before every prompt as a system message; not before a conversation that has one.", default=None)]
@@ -412,9 +420,10 @@ class RunConfig(TypedDict):
         ),
     ]
     seed: Annotated[int, Key("every random number of the run is drawn from it.", Range(low=0, high=2**63 - 1))]
-    run_dir: NotRequired[
-        Annotated[str, Key("where everything the run leaves goes; ``runs/<name of the configuration file>`` when absent.")]
+    recipe: NotRequired[
+        Annotated[str, Key("name of the recipe or file that the run was started from; megarl train writes it, and a run keeps it.")]
     ]
+    run_dir: NotRequired[Annotated[str, Key("where everything the run leaves goes; ``runs/<recipe>`` when absent.")]]
     deadlines: NotRequired[Annotated[DeadlinesConfig, Key("how long a phase may take.")]]
     policy: Annotated[PolicyConfig, Key("the model and its backend.")]
     loss_fn: NotRequired[Annotated[ClippedPGLossConfig, Key("the loss of GRPO, PPO, and of distillation by a policy gradient.")]]

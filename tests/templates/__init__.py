@@ -1,5 +1,6 @@
 """Chat templates that behave as published ones do, and tokenizers with the special tokens that each is made for."""
 
+# ruff: noqa: RUF001  # DeepSeek writes its tokens with full-width bars
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -56,7 +57,17 @@ TEMPLATES: dict[str, Published] = {
     "phi-3.5": Published(("<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"), ("<|end|>", "<|assistant|>")),
     "phi-4": Published(("<|im_end|>", "<|im_start|>", "<|im_sep|>", "<|endoftext|>")),
     "mistral-v3": Published(
-        ("</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        (
+            "</s>",
+            "<s>",
+            "[INST]",
+            "[/INST]",
+            "[TOOL_CALLS]",
+            "[AVAILABLE_TOOLS]",
+            "[/AVAILABLE_TOOLS]",
+            "[TOOL_RESULTS]",
+            "[/TOOL_RESULTS]",
+        ),
         begins="<s>",
     ),
     "mistral-v0.1": Published(("</s>", "<s>"), begins="<s>"),

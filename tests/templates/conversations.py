@@ -57,9 +57,7 @@ CONVERSATIONS: dict[str, list[Message]] = {
     ],
     "two calls": [
         user("Warm, and which hour?"),
-        assistant(
-            "", tool_calls=[call("weather", {"city": "Rome"}), call("clock", {"zone": "UTC", "hours": 24}, "call00002")]
-        ),
+        assistant("", tool_calls=[call("weather", {"city": "Rome"}), call("clock", {"zone": "UTC", "hours": 24}, "call00002")]),
         *(tool("20"), tool("12:00", "call00002"), assistant("Mild at noon.")),
     ],
     "ends with a call": [user("How warm?"), assistant("Let me see.", tool_calls=[call("weather", {"city": "Rome"})])],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,7 +74,7 @@ def test_the_assistant_alone_is_learned_of_the_whole_rendering(name: str, kind: 
     messages, tools = CONVERSATIONS[kind], tools_of(kind)
     encoder, tokenizer = encoder_of(name), tokenizer_of(name)
     if kind in REFUSED.get(name, ()):
-        with pytest.raises(RecordError, match="^row 1: .*Fix: "):
+        with pytest.raises(RecordError, match=r"^row 1: .*Fix: "):
             encoder.encode_conversation(record_of(messages, tools))
         return
     found = encoder.encode_conversation(record_of(messages, tools))
@@ -147,7 +146,9 @@ def test_calls_that_are_named_by_their_ids() -> None:
     found = encoder_of("kimi-k2").encode_conversation(record_of([*messages, assistant("Mild.")], TOOLS))
     start, end = found.targets[0]
     text = tokenizer_of("kimi-k2").decode(found.ids[start:end])
-    assert text.startswith("<|tool_calls_section_begin|>") and text.endswith('{"city": "Rome"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>')
+    assert text.startswith("<|tool_calls_section_begin|>") and text.endswith(
+        '{"city": "Rome"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'
+    )
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "{broken", '"text"'])
@@ -224,8 +225,3 @@ class _Slow:
 
     def decode(self, ids: Any, **options: Any) -> str:
         return str(self._inner.decode(ids, **options)) + ("?" if self.loses else "")
-
-
-def rows_in(name: str) -> list[dict[str, Any]]:
-    path = Path(__file__).parents[1] / "data" / "rows" / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]

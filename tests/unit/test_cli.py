@@ -151,7 +151,7 @@ def test_train_hands_the_checked_configuration_to_run(config_file: Path, monkeyp
     seen: list[Any] = []
     stand_in(monkeypatch, "megarl.algorithms.run", run=lambda config, stop_at: seen.append(config) or 0)
     assert main(["train", str(config_file), "seed=8"]) == 0
-    assert seen == [validate_config(load_config(config_file, ["seed=8"]), "run")]
+    assert seen == [validate_config({**load_config(config_file, ["seed=8"]), "recipe": config_file.stem}, config_file.stem)]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ def test_tokenizer_template_and_records_are_reported(command: list[str], capsys:
     assert shown.startswith(plain) and "data.train:" not in plain
     lines = shown[len(plain) :].splitlines()
     assert lines[0].startswith("tokenizer: ") and "pads with" in lines[0]
-    assert lines[1].startswith("chat template: {% for message in messages %}")
+    assert lines[1] == "responses end with: '<eos>' (1: tokenizer, generation_config.json, config.json)"
+    assert lines[2].startswith("chat template: {% for message in messages %}")
     joined = " ".join(lines)
     assert "data.train: 300 records; prompts of " in joined and "data.validation: 256 records; prompts of " in joined
 

@@ -190,7 +190,14 @@ class GenerationConfig(TypedDict):
     ]
     model_name: NotRequired[Annotated[str, Key("model of the engine; the policy's, also when absent.")]]
     stop_token_ids: NotRequired[
-        Annotated[list[int] | None, Key("tokens that end an answer; null or absent for the tokenizer's end of sequence.", default=None)]
+        Annotated[
+            list[int] | None,
+            Key(
+                "tokens that end a response; null or absent for all that the tokenizer, `generation_config.json`, `config.json` and the "
+                "chat template name.",
+                default=None,
+            ),
+        ]
     ]
     stop_strings: NotRequired[Annotated[list[str] | None, Key("texts that end an answer.", default=None)]]
     pad_token_id: NotRequired[Annotated[int, Key("fills answers up; the tokenizer's when absent.", AT_LEAST_0)]]

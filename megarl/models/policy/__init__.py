@@ -353,6 +353,15 @@ class TokenizerConfig(TypedDict):
     chat_template_kwargs: NotRequired[
         Annotated[dict[str, Any] | None, Key("values that the chat template reads, for example ``{enable_thinking: false}``.")]
     ]
+    template_date: NotRequired[
+        Annotated[
+            str | None,
+            Key(
+                "day that a chat template reads from its clock, as `2026-11-27`; null or absent for the day of the run's first start, "
+                "which its checkpoints keep."
+            ),
+        ]
+    ]
 
 
 class PytorchOptimizerConfig(TypedDict):

@@ -116,7 +116,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     ) -> None:
         config = cast(PolicyConfig, validate_policy_config(config, cluster.world_size()))
         if config["generation"] is not None and tokenizer is not None:
-            config["generation"] = configure_generation_config(config["generation"], tokenizer)
+            config["generation"] = configure_generation_config(config["generation"], tokenizer, model_name=config["model_name"])
         backend = enabled_backend(config)
         self.cfg = config
         self.tokenizer = tokenizer

@@ -1,0 +1,64 @@
+"""What earlier launches left in a run's directory, and what a launch has to keep of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.checkpoint.storage import read_again
+from megarl.errors import ConfigError, StorageError, Violation
+from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
+
+CONFIG_FILE = "config.yaml"
+"""The resolved configuration of the newest launch, in the run's directory."""
+
+_RECIPE = "recipe"
+
+
+def kept_config(path: Path) -> Mapping[str, Any]:
+    """Return the configuration that a launch or a checkpoint left in a file; an empty one where there is none that can be read."""
+    try:
+        found = yaml.safe_load(read_again(lambda: path.read_text(encoding="utf-8"), str(path)))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, StorageError):
+        # Whoever needs what is in it says what is wrong with it.
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def require_same_recipe(config: Mapping[str, Any], run_dir: Path) -> None:
+    """Refuse to write into the directory of a run that another recipe was started from.
+
+    A directory in which no launch has trained yet belongs to nobody.
+
+    Raises:
+        ConfigError: it is another recipe's, and ``checkpointing.accept_changes`` is false.
+    """
+    before, now = kept_config(run_dir / CONFIG_FILE).get(_RECIPE), config.get(_RECIPE)
+    if before in (None, now) or now is None or config["checkpointing"]["accept_changes"] or not _has_trained(config, run_dir):
+        return
+    bound = f"{run_dir} holds a run of the recipe {before!r}, which this one would go on from and overwrite"
+    fix = f"give run_dir=runs/{now} or another directory, or checkpointing.accept_changes=true to go on with this recipe"
+    raise ConfigError([Violation(_RECIPE, now, bound, fix)])
+
+
+def _has_trained(config: Mapping[str, Any], run_dir: Path) -> bool:
+    metrics = run_dir / METRICS_FILE
+    has_rows = metrics.is_file() and metrics.stat().st_size > 0
+    return has_rows or any(Path(config["checkpointing"]["checkpoint_dir"]).glob("step_*"))
+
+
+def keep_template_date(config: Mapping[str, Any], kept: Path) -> None:
+    """Take the day that an earlier launch gave its chat template, so that a run's prompts stay the same; nothing where one is configured.
+
+    Args:
+        config: of this launch; its section of the tokenizer gets the day.
+        kept: the configuration that the earlier launch left.
+    """
+    section = config["policy"]["tokenizer"]
+    if section.get("template_date") is None:
+        date = ((kept_config(kept).get("policy") or {}).get("tokenizer") or {}).get("template_date")
+        if isinstance(date, str):
+            section["template_date"] = date

@@ -1,0 +1,69 @@
+"""The tokens that end a response: what a model's files say, each of them in a place of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.data.chat_template import ChatTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TEMPLATE = "chat template"
+_FILES = ("generation_config.json", "config.json")
+
+
+def stop_tokens_of(tokenizer: PreTrainedTokenizerBase, model_name: str | None) -> dict[int, list[str]]:
+    """Return the token ids that end a response, each with the places that name it.
+
+    A model is trained to stop at any of them, and its files disagree: the tokenizer has one end of sequence,
+    ``generation_config.json`` a list (Llama 3 ends turns by ``<|eot_id|>``, Gemma by ``<end_of_turn>``), and a base model's
+    files do not know the token by which a chat template ends turns.
+
+    Args:
+        tokenizer: of the model; its end of sequence comes first.
+        model_name: Hugging Face id or directory of the model; None where only the tokenizer is known.
+    """
+    found: dict[int, list[str]] = {int(tokenizer.eos_token_id): ["tokenizer"]}  # type: ignore[arg-type]
+    for name in _FILES if model_name else ():
+        for token in _ids_in(_content(str(model_name), name)):
+            if 0 <= token < len(tokenizer):
+                found.setdefault(token, []).append(name)
+    for token in ChatTemplate(tokenizer).turn_ends.last:
+        found.setdefault(token, []).append(TEMPLATE)
+    return found
+
+
+def describe_stop_tokens(tokenizer: PreTrainedTokenizerBase, model_name: str | None) -> str:
+    """Return the stop tokens in words, for the report of a dry run."""
+    found = stop_tokens_of(tokenizer, model_name)
+    return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token}: {', '.join(places)})" for token, places in found.items())
+
+
+def _ids_in(content: Mapping[str, Any]) -> Iterator[int]:
+    ends = content.get("eos_token_id")
+    yield from (end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int)
+
+
+def _content(model_name: str, file: str) -> Mapping[str, Any]:
+    """Return what a JSON file of a model holds; nothing where it is not there or cannot be read."""
+    directory = Path(model_name).expanduser()
+    try:
+        path = directory / file if directory.is_dir() else _cached(model_name, file)
+        content = json.loads(Path(path).read_text(encoding="utf-8")) if path is not None else {}
+    # A model that is not there is refused elsewhere; these files need not be.
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _cached(model_name: str, file: str) -> str | None:
+    """Return where a file of a model of the hub lies on this disk, fetched where it can be; None for a model without one."""
+    from transformers.utils import cached_file
+
+    options = {"_raise_exceptions_for_missing_entries": False}
+    found = cached_file(model_name, file, local_files_only=True, _raise_exceptions_for_connection_errors=False, **options)
+    return found if found is not None else cached_file(model_name, file, **options)
