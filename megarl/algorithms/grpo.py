@@ -180,6 +180,7 @@ class GRPO(Sampled):
     def step(self, step: int) -> dict[str, float]:
         """Sample responses to the next prompts and train on them."""
         from megarl.rollout.collector import add_metrics, part_metrics
+        from megarl.rollout.no_signal import warn_of_no_signal
 
         self.turns.take(ACTOR)
         rollouts, judged, of_sampling = self._sampled(step)
@@ -203,6 +204,7 @@ class GRPO(Sampled):
         if refusal is not None:
             raise refusal
         self.empty_steps.look(batch, samples, step)
+        warn_of_no_signal(step, samples, advantages, rollouts.records, self.run_config)
         batch["advantages"] = advantages.expand_as(batch["token_mask"])
         trained = self._trained(batch, step, rollouts)
         self.done_steps = step

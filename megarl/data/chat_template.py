@@ -8,7 +8,6 @@ import json
 import re
 import resource
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -31,19 +30,6 @@ _RENDER_BYTES = 4 << 30
 
 _CLOCK = re.compile(r"\bstrftime_now\b")
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-@dataclass(frozen=True, slots=True)
-class TurnEnds:
-    """Token ids by which a chat template ends a turn of the assistant.
-
-    Attributes:
-        last: after the last turn of a conversation: generation stops there.
-        earlier: after a turn that others follow. Harmony's ``<|end|>`` is one that no model is to stop at.
-    """
-
-    last: tuple[int, ...] = ()
-    earlier: tuple[int, ...] = ()
 
 
 class ChatTemplate:
@@ -228,21 +214,24 @@ class ChatTemplate:
             return None
 
     @cached_property
-    def turn_ends(self) -> TurnEnds:
-        """Token ids by which it ends a turn of the assistant, found by rendering short conversations."""
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Token ids by which it ends the last turn of the assistant, with and without a tool call; empty where it writes none.
+
+        Found by rendering short conversations. What ends turns that others follow need not be one: after Harmony's
+        ``<|end|>`` a model goes on.
+        """
         if self.is_passthrough:
-            return TurnEnds()
+            return ()
         said = {"role": "assistant", "content": _PROBE}
         last = self._specials_after(self._probe(said))[:1]
         followed = self._probe(said, {"role": "user", "content": _FOLLOWING})
-        between = None if followed is None else followed.rpartition(_FOLLOWING)[0]
-        earlier = self._specials_after(between)[:1]
-        if not last and earlier and self._follows_directly(between, earlier[0]):
-            # GLM writes no end: the mark of the next role is what its models stop at.
-            last = earlier
+        if not last and followed is not None:
+            # GLM writes no end: the mark of the next role, right behind the turn, is what its models stop at.
+            between = followed.rpartition(_FOLLOWING)[0]
+            last = [token for token in self._specials_after(between)[:1] if self._follows_directly(between, token)]
         arguments: Any = {"key": _PROBE}
         call = self._probe(_call_turn(json.dumps(arguments) if self._wants_text else arguments))
-        return TurnEnds(_once([*last, *self._specials_after(call)[-1:]]), _once(earlier))
+        return tuple(dict.fromkeys([*last, *self._specials_after(call)[-1:]]))
 
     def _specials_after(self, text: str | None) -> list[int]:
         """Return the ids of the special tokens behind the probe in a text."""
@@ -253,9 +242,9 @@ class ChatTemplate:
         special = special_ids(self._tokenizer)
         return [number for number in ids if number in special]
 
-    def _follows_directly(self, text: str | None, token: int) -> bool:
+    def _follows_directly(self, text: str, token: int) -> bool:
         """Whether a token comes right behind the probe, so that nothing else can be the end of the turn."""
-        rest = (text or "").rpartition(_PROBE)[2]
+        rest = text.rpartition(_PROBE)[2]
         return rest.lstrip().startswith(str(self._tokenizer.convert_ids_to_tokens(token)))
 
     def last_boundary(self, text: str) -> int:
@@ -283,10 +272,6 @@ _ASKED = {"role": "user", "content": "asked0first"}
 def _call_turn(arguments: Any) -> dict[str, Any]:
     call = {"id": "call00001", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-def _once(ids: Sequence[int]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(ids))
 
 
 def reads_clock(template: str) -> bool:

@@ -110,7 +110,7 @@ class ConversationEncoder:
 
     @property
     def _all_stops(self) -> frozenset[int]:
-        return self.stop_tokens | set(self.template.turn_ends.last)
+        return self.stop_tokens | set(self.template.stop_tokens)
 
     @property
     def _closing_token(self) -> int:
@@ -123,13 +123,11 @@ class ConversationEncoder:
         first = text.first_token_from(start)
         said = whole.end_of_said(place, start)
         bound = whole.start_of_content(place + 1)
-        stops, ends = self._all_stops, set(self.template.turn_ends.earlier)
+        stops = self._all_stops
         token = text.first_token_from(said)
         while token < len(text.ids) and text.starts[token] < bound:
             if text.ids[token] in stops:
                 return first, token + 1, text.starts[token]
-            if text.ids[token] in ends:
-                return first, token, text.starts[token]
             token += 1
         # No token ends the turn: its text goes up to where the template's own text of it ends.
         end = whole.end_of_turn(place, said)

@@ -322,7 +322,7 @@ def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder, dig
     fields = {key: source.get(key) for key in (*FIELD_KEYS, "extra_keys", "max_samples")} | {"set": set_module(source)}
     if reading.pairs:
         fields |= {key: source.get(key) for key in PAIR_KEYS}
-    limits = [reading.config["max_input_seq_length"], bool(reading.config.get("filter_overlong_prompts")), reading.with_answers]
+    limits: list[Any] = [reading.config["max_input_seq_length"], bool(reading.config.get("filter_overlong_prompts")), reading.with_answers]
     if reading.skips_bad_records:
         # What is left out depends on what the answers are judged by.
         limits += ["skip", reading.judge]

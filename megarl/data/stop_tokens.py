@@ -27,12 +27,12 @@ def stop_tokens_of(tokenizer: PreTrainedTokenizerBase, model_name: str | None) -
         tokenizer: of the model; its end of sequence comes first.
         model_name: Hugging Face id or directory of the model; None where only the tokenizer is known.
     """
-    found: dict[int, list[str]] = {int(tokenizer.eos_token_id): ["tokenizer"]}  # type: ignore[arg-type]
+    found: dict[int, list[str]] = {int(tokenizer.eos_token_id): ["tokenizer"]}
     for name in _FILES if model_name else ():
         for token in _ids_in(_content(str(model_name), name)):
             if 0 <= token < len(tokenizer):
                 found.setdefault(token, []).append(name)
-    for token in ChatTemplate(tokenizer).turn_ends.last:
+    for token in ChatTemplate(tokenizer).stop_tokens:
         found.setdefault(token, []).append(TEMPLATE)
     return found
 

@@ -161,9 +161,9 @@ def test_arguments_that_are_no_object_are_refused(arguments: str) -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_turn_ends_are_tokens_that_generation_stops_at(name: str) -> None:
     tokenizer = tokenizer_of(name)
-    ends = ChatTemplate(tokenizer, date=DAY).turn_ends
-    assert set(ends.last) <= set(stop_ids(name, tokenizer))
-    assert bool(ends.last) == (name != "plain-text")
+    ends = ChatTemplate(tokenizer, date=DAY).stop_tokens
+    assert set(ends) <= set(stop_ids(name, tokenizer))
+    assert bool(ends) == (name != "plain-text")
 
 
 def test_a_clock_shows_the_day_of_the_run() -> None:

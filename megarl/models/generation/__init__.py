@@ -28,5 +28,5 @@ def configure_generation_config(
     if filled.get("pad_token_id") is None:
         filled["pad_token_id"] = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if filled.get("stop_token_ids") is None:
-        filled["stop_token_ids"] = list(stop_tokens_of(tokenizer, model_name or filled.get("model_name")))
+        filled["stop_token_ids"] = list(stop_tokens_of(tokenizer, model_name or config.get("model_name")))
     return cast("GenerationConfig", filled)
