@@ -22,6 +22,8 @@ def modules_from_files() -> list[ModuleType]:
 def module_of_file(path: Path) -> ModuleType:
     """The module of a file, run once in a process as long as the file stays the same.
 
+    It can import the files beside it, also later, as a script can; a package that is installed under such a name comes first.
+
     Raises:
         PythonFileError: it cannot be read, or fails in whatever way, ending itself among them.
     """
@@ -37,6 +39,9 @@ def module_of_file(path: Path) -> ModuleType:
     module.__file__ = str(path)
     # where dataclasses and pickles look a class of the file up
     sys.modules[name] = module
+    directory = str(path.absolute().parent)
+    if directory not in sys.path:
+        sys.path.append(directory)
     try:
         exec(code, module.__dict__)
     except (Exception, SystemExit) as error:

@@ -40,6 +40,17 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@contextmanager
+def unlimited() -> Iterator[None]:
+    """Stop the clock of the ``time_limit`` that the code stands under, if it does, while the block runs."""
+    left, _ = signal.setitimer(signal.ITIMER_REAL, 0) if is_limited() else (0.0, 0.0)
+    try:
+        yield
+    finally:
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, left)
+
+
 def is_limited() -> bool:
     """Whether the code that runs now stands under a ``time_limit``."""
     return _depth > 0

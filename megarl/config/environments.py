@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from megarl.config.reward_arguments import describe_faults, known_names
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path, load_object
 from megarl.key import ABOVE_0, AT_LEAST_1, Key, Range, fields_of, keys_of
@@ -206,18 +207,29 @@ def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
     return kind
 
 
-def check_reward(name: object, key: str = REWARD) -> None:
+def check_reward(name: object, key: str = REWARD, columns: Collection[str] | None = None) -> None:
     """Refuse a name that no reward function has.
 
+    Args:
+        name: of a reward.
+        key: dotted key of the configuration, for the error.
+        columns: fields that records keep, as parameters may be called; None where the data are not known.
+
     Raises:
-        ConfigError: it is no built-in one, and nothing that can be called is at that import path.
+        ConfigError: it is no built-in one, and nothing that can be called with what is known of a response is at that import path.
     """
     if not isinstance(name, str) or (name not in BUILT_IN_REWARDS and not is_import_path(name)):
         bound = f"it must be {', '.join(BUILT_IN_REWARDS)} or an import path"
         raise ConfigError([Violation(key, name, bound, "write one of those names, or path/to/file.py:function")])
-    if is_import_path(name) and not callable(function := load_object(name, key)):
+    if not is_import_path(name):
+        return
+    function = load_object(name, key)
+    if not callable(function):
         bound = f"it is {type(function).__name__}, which cannot be called"
         raise ConfigError([Violation(key, name, bound, "name a function")])
+    for fault in describe_faults(function, columns) if columns is not None else ():
+        fix = f"use these names: {known_names()} (extra_keys: {', '.join(sorted(columns)) or 'none'}); or give it a default"
+        raise ConfigError([Violation(key, name, fault, fix)])
 
 
 def named_environments(section: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -260,8 +272,14 @@ def faults_of_ranges(section: Mapping[str, Any], kind: Any, key: str) -> Iterato
             yield Violation(f"{key}.{name}", value, f"it must be {field.bounds}", f"write a value that is {field.bounds}")
 
 
-def faults_of_rewards(section: Mapping[str, Any], key: str = "env") -> Iterator[Violation]:
-    """Yield what is wrong with the rewards of one environment of one turn, whose values are of the right types."""
+def faults_of_rewards(section: Mapping[str, Any], key: str = "env", columns: Collection[str] = ()) -> Iterator[Violation]:
+    """Yield what is wrong with the rewards of one environment of one turn, whose values are of the right types.
+
+    Args:
+        section: of the environment.
+        key: its dotted key.
+        columns: fields that records keep.
+    """
     several = section.get("rewards")
     if several is not None:
         if section.get("reward") is not None:
@@ -277,13 +295,13 @@ def faults_of_rewards(section: Mapping[str, Any], key: str = "env") -> Iterator[
         for option in sorted(keys_of(RewardOptions).keys() & section.keys()):
             yield Violation(f"{key}.{option}", section[option], f"{key}.rewards has the rewards, each with its options", "move it there")
     for at, reward in rewards_of(section, key).items():
-        yield from _faults_of_reward(reward, at)
+        yield from _faults_of_reward(reward, at, columns)
 
 
-def _faults_of_reward(reward: Mapping[str, Any], key: str) -> Iterator[Violation]:
+def _faults_of_reward(reward: Mapping[str, Any], key: str, columns: Collection[str]) -> Iterator[Violation]:
     name = reward.get("reward")
     try:
-        check_reward(name, f"{key}.reward")
+        check_reward(name, f"{key}.reward", columns)
     except ConfigError as error:
         yield from error.violations
         return

@@ -46,7 +46,7 @@ _MOST_IN_MEMORY = 8 * 2**20
 _FORM = 4
 """Number of the form of a kept table; another one is made anew."""
 
-_COLUMNS = {"prompt": "int32", "answer": "int32", "text": "uint8", "targets": "int32", "fields": "uint8"}
+_COLUMNS = {"prompt": "int32", "answer": "int32", "text": "uint8", "targets": "int32", "fields": "uint8", "chat": "uint8"}
 _REMEMBERED_ANSWERS = 100_000
 
 FaultOfAnswer = Callable[..., str | None]
@@ -68,6 +68,7 @@ class Example:
         targets: [start, end) of the spans of prompt and answer that are learned; None for the whole answer.
         env_name: the environment that its source names.
         fields: further fields of the record, by the keys that the source gives (``extra_keys``).
+        is_chat: its prompt is stored as messages.
     """
 
     index: int
@@ -77,6 +78,7 @@ class Example:
     targets: tuple[tuple[int, int], ...] | None = None
     env_name: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
+    is_chat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +127,13 @@ class Examples(Sequence[Example]):
         index = range(len(self))[place]
         part, row = self.origin(index)
         table, _, env_name = self._parts[part]
-        prompt, answer, text, targets, fields = (table.columns[name][row] for name in _COLUMNS)
+        prompt, answer, text, targets, fields, chat = (table.columns[name][row] for name in _COLUMNS)
         spans = targets.reshape(-1, 2).tolist()
         learned = tuple((start, end) for start, end in spans) or None
         further = json.loads(fields.tobytes()) if len(fields) else {}
         record = index // self._of_record
-        return Example(record, tuple(prompt.tolist()), tuple(answer.tolist()), text.tobytes().decode(), learned, env_name, further)
+        ids = tuple(prompt.tolist()), tuple(answer.tolist())
+        return Example(record, *ids, text.tobytes().decode(), learned, env_name, further, is_chat=bool(len(chat)))
 
     def origin(self, place: int) -> tuple[int, int]:
         """Number of the source that an example comes from, and its place among the examples of that source, each counted once."""
@@ -478,7 +481,8 @@ class _Tokenization:
         for record, _, (prompt, answer, targets) in made:
             self._fingerprint.add(record)
             fields = json.dumps(record.fields).encode() if record.fields else b""
-            for name, value in zip(_COLUMNS, (prompt, answer, record.answer.encode(), targets, fields), strict=True):
+            chat = b"" if isinstance(record.prompt, str) else b"\1"
+            for name, value in zip(_COLUMNS, (prompt, answer, record.answer.encode(), targets, fields, chat), strict=True):
                 rows[name].append(value)
             for name, ids in (("prompt", prompt), ("answer", answer)):
                 self._largest[name] = max(self._largest[name], max(ids, default=-1))

@@ -294,10 +294,10 @@ def _task(turn: Turn, row: int, *, with_record: bool) -> Task:
     record = turn.records[row]
     response, length = turn.responses[row], len(turn.response_ids[row])
     if not with_record:
-        return Task(response, record.answer, length)
+        return Task(response, record.answer, length, is_chat=getattr(record, "is_chat", False))
     fields = {**getattr(record, "fields", {}), "index": record.index, "answer": record.answer}
     prompt = turn.prompts[row] if turn.prompts else ""
-    return Task(response, record.answer, length, prompt, fields)
+    return Task(response, record.answer, length, prompt, fields, getattr(record, "is_chat", False))
 
 
 class NamedEnvironments:

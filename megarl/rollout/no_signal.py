@@ -67,8 +67,8 @@ def likely_causes(samples: Mapping[str, Tensor], records: Sequence[Example], con
     generation = config["policy"]["generation"]
     if bool(samples["truncated"].all()):
         yield (
-            f"all responses were cut off at policy.generation.max_new_tokens = {generation['max_new_tokens']}, none ended by one of the stop "
-            f"tokens {generation.get('stop_token_ids')}: raise the limit, or see whether the model knows the chat template"
+            f"all responses were cut off at policy.generation.max_new_tokens = {generation['max_new_tokens']}, none ended by one of the "
+            f"stop tokens {generation.get('stop_token_ids')}: raise the limit, or see whether the model knows the chat template"
         )
     elif int(samples["generation_lengths"].max()) <= 1:
         yield "all responses are empty: the model ends where it should begin, so see whether it knows the chat template"

@@ -11,6 +11,7 @@ a function leaves behind, threads and children of its process group, ends with i
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
 import fcntl
@@ -27,7 +28,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -40,7 +41,7 @@ from megarl.redaction import LineRedactor, learn, redact_log, redacted_text
 from megarl.rollout.mathematics import JudgementTimeoutError, math_verify
 from megarl.rollout.mathematics import fault_of_reference as fault_of_mathematics
 from megarl.rollout.rewards import Reward, RewardSpec, Task, VerdictError, get_reward, verdict
-from megarl.time_limit import OutOfTimeError, time_limit
+from megarl.time_limit import OutOfTimeError, time_limit, unlimited
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ _LARGEST = struct.unpack(">f", b"\x7f\x7f\xff\xff")[0]
 """Largest number of float32, which rewards are."""
 
 _READY, _VALUE, _ERROR, _TIMEOUT, _UNUSABLE = "ready", "value", "error", "timeout", "unusable"
+_IMPORTS = "imports"
+"""Kind of a line that says whether the function of the present task is importing a module, which does not count against its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +281,7 @@ class _Process:
         is_ready: it has imported what it needs.
         has_ended: it is gone, or has said what was not asked for and cannot be trusted with more.
         unsent: what the pipe to it has not taken yet.
+        paused_s: seconds that the first of its tasks had left when it began to import something; None while it does not.
     """
 
     child: subprocess.Popen[bytes]
@@ -289,6 +293,7 @@ class _Process:
     is_ready: bool = False
     has_ended: bool = False
     unsent: bytes = b""
+    paused_s: float | None = None
     _received: bytearray = field(default_factory=bytearray)
 
     @classmethod
@@ -350,13 +355,22 @@ class _Process:
         if len(self.given) == 1:
             self._begin()
         # a field of a record may be a date, or an array
-        line = [given.number, given.which, task.response, task.answer, task.length, task.prompt, task.record]
+        line = [given.number, given.which, task.response, task.answer, task.length, task.prompt, task.record, task.is_chat]
         self.unsent += json.dumps(line, default=str).encode() + b"\n"
         self.send_more()
 
     def _begin(self) -> None:
         """Begin to wait for the first of its tasks, or for nothing."""
+        self.paused_s = None
         self.deadline = time.monotonic() + self.specs[self.given[0].which].timeout_s + GRACE_SECONDS if self.given else math.inf
+
+    def _pause(self, begins: bool) -> None:
+        """Grant the first of its tasks the time that an import takes, as at the start of a process."""
+        now = time.monotonic()
+        if begins:
+            self.paused_s, self.deadline = self.deadline - now, now + START_SECONDS
+        elif self.paused_s is not None:
+            self.paused_s, self.deadline = None, now + self.paused_s
 
     def send_more(self) -> None:
         """Send what the pipe takes."""
@@ -400,6 +414,8 @@ class _Process:
             self.is_ready, self.deadline = True, math.inf
         elif self.has_ended or not self.given or number != self.given[0].number:
             self.has_ended = True
+        elif kind == _IMPORTS:
+            self._pause(bool(what))
         else:
             score = Score(what[0], accuracy=what[1]) if kind == _VALUE else Score(None, kind, redacted_text(what))
             self.finished.append((self.given.popleft(), score, seconds))
@@ -530,12 +546,44 @@ def main() -> None:
     for line in tasks:
         number, which, *task = json.loads(line)
         begun = time.monotonic()
-        score = score_of(rewards[which], Task(*task), specs[which])
+        with _imports_told(lambda begins, number=number: tell(number, _IMPORTS, begins)):
+            score = score_of(rewards[which], Task(*task), specs[which])
         seconds = time.monotonic() - begun
         if score.fault is None:
             tell(number, _VALUE, [score.value, score.accuracy], seconds)
         else:
             tell(number, score.fault, score.message, seconds)
+
+
+@contextlib.contextmanager
+def _imports_told(tell: Callable[[bool], None]) -> Iterator[None]:
+    """Stop the clock while the block imports a module for the first time: the first response alone would pay for it, and time out.
+
+    Args:
+        tell: told that an import begins, True, and that it is over, False. Imports inside of one are part of it.
+    """
+    original, main, importing = builtins.__import__, threading.current_thread(), False
+
+    def imported(name: str, *arguments: Any, **named: Any) -> Any:
+        nonlocal importing
+        if importing or name in sys.modules or threading.current_thread() is not main:
+            return original(name, *arguments, **named)
+        importing = True
+        try:
+            with unlimited():
+                tell(True)
+                try:
+                    return original(name, *arguments, **named)
+                finally:
+                    tell(False)
+        finally:
+            importing = False
+
+    builtins.__import__ = imported
+    try:
+        yield
+    finally:
+        builtins.__import__ = original
 
 
 def _judges() -> bool:

@@ -1,7 +1,8 @@
 """Reward functions: the built-in ones by name, and a user's own by import path.
 
-A user's function takes a response and the reference answer, both texts, or the prompt, the response and the record. It returns a number,
-or a dictionary with the number under ``score`` and, under ``acc``, whether the response is right (0 to 1), which validation reports::
+A user's function says by the names of its parameters what it takes (``megarl.config.reward_arguments``): the response, the reference
+answer, the prompt, the record. It returns a number, or a dictionary with the number under ``score`` and, under ``acc``, whether the
+response is right (0 to 1), which validation reports::
 
     def reward(response: str, answer: str) -> float:
         return float(answer in response)
@@ -9,6 +10,9 @@ or a dictionary with the number under ``score`` and, under ``acc``, whether the 
     def judged(prompt: str, response: str, record: dict) -> dict:
         right = record["answer"] in response
         return {"score": right - 0.1 * ("sorry" in response), "acc": right}
+
+Functions written for verl (``compute_score(data_source, solution_str, ground_truth, extra_info)``), TRL (``completions, **columns``, lists
+of one) and verifiers (``completion, answer, state``) work as they are.
 
 ``env.reward: path/to/file.py:reward`` (or ``package.module:reward``) names it. ``record`` has ``answer``, ``index`` and the fields of the
 data record, as far as the data set keeps them. An attribute ``fault_of_reference`` of the function, where it has one, is called with every
@@ -18,6 +22,7 @@ reference answer when the data are read, and says why an answer is of no use, or
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import inspect
 import json
@@ -26,13 +31,14 @@ import reprlib
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
 from megarl.config.environments import OPTIONS, REWARD, check_reward
+from megarl.config.reward_arguments import arguments_of, values_for
 from megarl.errors import ConfigError, RewardError, Violation
 from megarl.import_path import is_import_path, load_object
 from megarl.rollout import answers, mathematics, programs
@@ -57,6 +63,7 @@ class Task:
         length: tokens of the response.
         prompt: its text; empty where the reward does not ask for it.
         record: fields of the data record, with ``answer`` and ``index``; empty likewise.
+        is_chat: the record's prompt is stored as messages.
     """
 
     response: str
@@ -64,6 +71,7 @@ class Task:
     length: int = 0
     prompt: str = ""
     record: Mapping[str, Any] = field(default_factory=dict)
+    is_chat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +237,6 @@ def _code(
     )
 
 
-_PROMPT = "prompt"
 REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
     {
         "exact_match": _exact_match,
@@ -251,39 +258,53 @@ def get_reward(spec: RewardSpec) -> Reward:
     """The reward that a specification names.
 
     Raises:
-        ConfigError: there is no such reward, or at the import path nothing that can be called with two or three arguments.
+        ConfigError: there is no such reward, or at the import path nothing that can be called.
     """
     check_reward(spec.name)
     if is_import_path(spec.name):
-        return _of_function(spec.name, load_object(spec.name, REWARD))
+        return _of_function(load_object(spec.name, REWARD))
     return REWARDS[spec.name](**spec.options)
 
 
-def _of_function(name: str, function: Callable[..., Any]) -> Reward:
-    """A user's function, which says by its parameters what it takes."""
+def _of_function(function: Callable[..., Any]) -> Reward:
+    """A user's function, whose parameters say by their names what it takes."""
     fault, final = (getattr(function, name, None) for name in ("fault_of_reference", "final_answer"))
-    if _takes(function, 2):
-        if next(iter(inspect.signature(function).parameters), "") == _PROMPT:
-            bound = f"it takes {inspect.signature(function)}; a function of two is given (response, answer), whatever it calls them"
-            raise ConfigError([Violation(REWARD, name, bound, "take (response, answer), or all of (prompt, response, record)")])
-        return Reward(lambda task: function(task.response, task.answer), fault, final_answer=final)
-    if _takes(function, 3):
-        return Reward(lambda task: function(task.prompt, task.response, dict(task.record)), fault, wants_record=True, final_answer=final)
-    bound = f"it takes {inspect.signature(function)}, and (response, answer) or (prompt, response, record) is wanted"
-    raise ConfigError([Violation(REWARD, name, bound, "give it one of these two lists of parameters")])
+    arguments = arguments_of(function)
+
+    def judge(task: Task) -> Any:
+        said: Any = [{"role": "assistant", "content": task.response}] if task.is_chat and arguments.takes_messages else task.response
+        record = dict(task.record)
+        values = {
+            "prompt": task.prompt,
+            "response": said,
+            "answer": task.answer,
+            "record": record,
+            "data_source": record.get("data_source", ""),
+            "state": {"prompt": task.prompt, "completion": said, "answer": task.answer, "info": record},
+        }
+        positional, named = values_for(arguments, values, record)
+        found = function(*positional, **named)
+        if inspect.isawaitable(found):
+            found = asyncio.run(_awaited(found))
+        return _only(found) if arguments.is_of_several else found
+
+    return Reward(judge, fault, wants_record=arguments.wants_record, final_answer=final)
 
 
-def _takes(function: Callable[..., Any], arguments: int) -> bool:
-    """Whether it can be called with so many arguments; one that does not say takes two."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return arguments == 2
-    try:
-        signature.bind(*[None] * arguments)
-    except TypeError:
-        return False
-    return True
+async def _awaited(found: Any) -> Any:
+    return await found
+
+
+def _only(found: Any) -> Any:
+    """The single value of a list that a function of several responses returned for one.
+
+    Raises:
+        VerdictError: it returned another number of values.
+    """
+    values = list(found) if isinstance(found, Iterable) and not isinstance(found, str | Mapping) else [found]
+    if len(values) != 1:
+        raise VerdictError(f"it returned {len(values)} values for 1 response, and a list of 1 is wanted")
+    return values[0]
 
 
 def verdict(value: Any) -> tuple[float, float | None]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megarl import redaction
-from megarl.config.environments import BUILT_IN_REWARDS
+from megarl.config.environments import BUILT_IN_REWARDS, check_reward
 from megarl.data.datasets import Example
 from megarl.errors import BatchError, ConfigError, RewardError, StateError
 from megarl.import_path import load_object
@@ -174,12 +174,11 @@ def test_unknown_rewards_are_refused(users: str, tmp_path: Path) -> None:
     broken.write_text("import os\nraise ValueError('not today')\n")
     with pytest.raises(ConfigError, match=r"broken\.py fails: ValueError: not today\. Fix: mend"):
         pool_of(f"{broken}:reward", 1, 1.0)
-    assert get_reward(RewardSpec("os.path:join")).judge(Task("a", "b")) == "a/b"
-    with pytest.raises(ConfigError, match=r"it takes \(p\), and \(response, answer\) or \(prompt, response, record\) is wanted"):
-        get_reward(RewardSpec("os.path:basename"))
-    broken.write_text("def reward(prompt, response):\n    return 1.0\n")
-    with pytest.raises(ConfigError, match=r"it takes \(prompt, response\); a function of two is given \(response, answer\)"):
-        get_reward(RewardSpec(f"{broken}:reward"))
+    with pytest.raises(ConfigError, match=r"nothing .* its parameter 'p'\. Fix: use these names: prompt, response or completion"):
+        check_reward("os.path:basename", columns=())
+    with pytest.raises(ConfigError, match=r"it does not take the response"):
+        broken.write_text("def reward(prompt, answer):\n    return 1.0\n")
+        check_reward(f"{broken}:reward", columns=())
     broken.write_text("open('no such table')\n")
     with pytest.raises(ConfigError, match=r"broken\.py fails: FileNotFoundError: .*no such table"):
         get_reward(RewardSpec(f"{broken}:reward"))

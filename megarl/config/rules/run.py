@@ -10,6 +10,7 @@ from typing import Any
 from megarl.config.algorithms import OF_ALGORITHMS, algorithm_class
 from megarl.config.arithmetic import sequence_share
 from megarl.config.backend import scores
+from megarl.config.data_sources import sources_of
 from megarl.config.environments import (
     ENVIRONMENT,
     SINGLE_TURN,
@@ -279,9 +280,15 @@ def several_rewards_are_compared(view: View) -> Iterator[Violation]:
 
 def reward_is_known(view: View) -> Iterator[Violation]:
     """An environment of one turn has reward functions: built-in ones with the options that they read, or some at import paths."""
+    columns = {extra for kind in ("train", "validation") for _, source in sources_of(view["data"], kind) for extra in _extra_keys(source)}
     for key, section in _environments(view):
         if section.get("environment", SINGLE_TURN) == SINGLE_TURN:
-            yield from faults_of_rewards(section, key)
+            yield from faults_of_rewards(section, key, columns)
+
+
+def _extra_keys(source: Mapping[str, Any]) -> list[str]:
+    extra = source.get("extra_keys")
+    return [each for each in extra if isinstance(each, str)] if isinstance(extra, list) else []
 
 
 def environment_is_known(view: View) -> Iterator[Violation]:

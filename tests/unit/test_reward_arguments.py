@@ -1,0 +1,208 @@
+"""Reward functions as others write them: verl's, TRL's, verifiers', and what is given to each parameter by its name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.environments import check_reward
+from megarl.errors import ConfigError
+from megarl.rollout.reward_pool import RewardPool, score_of
+from megarl.rollout.rewards import RewardSpec, Task, get_reward
+
+ROWS = Path(__file__).parents[1] / "data" / "rows"
+RECORD = {"index": 3, "answer": "42", "level": 5, "data_source": "openai/gsm8k", "extra_info": {"split": "train"}}
+TASK = Task("it is 42", "42", 4, "What is it?", RECORD)
+CHAT = Task("it is 42", "42", 4, "What is it?", RECORD, is_chat=True)
+
+FORMS = {
+    "megarl": "def reward(response, answer):\n    return float(answer in response)",
+    "by other order": "def reward(answer, response):\n    return float(answer == '42' and response == 'it is 42')",
+    "prompt and record": "def reward(prompt, response, record):\n    return float(prompt == 'What is it?' and record['level'] == 5)",
+    "keyword only": "def reward(*, ground_truth, completion):\n    return float(ground_truth == '42' and completion == 'it is 42')",
+    "positional only": "def reward(completion, ground_truth, /):\n    return float(ground_truth == '42' and completion == 'it is 42')",
+    "verl": (
+        "def reward(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    assert data_source == 'openai/gsm8k' and extra_info == {'split': 'train'}\n"
+        "    return {'score': float(ground_truth in solution_str), 'acc': 1.0}"
+    ),
+    "verl with further settings": (
+        "def reward(data_source, solution_str, ground_truth, extra_info=None, sandbox_url=None, **kwargs):\n"
+        "    assert sandbox_url is None and kwargs['level'] == 5\n    return float(ground_truth in solution_str)"
+    ),
+    "trl": (
+        "def reward(completions, **kwargs):\n    assert kwargs['level'] == [5] and kwargs['index'] == [3]\n"
+        "    return [float('42' in each) for each in completions]"
+    ),
+    "trl with columns": (
+        "def reward(prompts, completions, answer, level, **kwargs):\n"
+        "    assert prompts == ['What is it?'] and (answer, level) == (['42'], [5])\n    return [1.0 for each in completions]"
+    ),
+    "trl asynchronous": (
+        "import asyncio\nasync def reward(completions, ground_truths):\n    await asyncio.sleep(0)\n"
+        "    return [float(truth in each) for each, truth in zip(completions, ground_truths)]"
+    ),
+    "verifiers": (
+        "def reward(prompt, completion, answer, state, info, task):\n"
+        "    assert state['answer'] == answer == '42' and info['level'] == 5 and task == 'openai/gsm8k'\n"
+        "    return float(answer in str(completion))"
+    ),
+    "a class": "class Reward:\n    def __call__(self, response, answer):\n        return float(answer in response)\nreward = Reward()",
+    "a partial": (
+        "import functools\ndef f(wanted, response, answer):\n    return float(wanted in response)\nreward = functools.partial(f, '42')"
+    ),
+}
+
+
+def path_of(tmp_path: Path, text: str) -> str:
+    (tmp_path / "mine.py").write_text(text)
+    return f"{tmp_path / 'mine.py'}:reward"
+
+
+def scored(name: str, task: Task = TASK) -> Any:
+    score = score_of(get_reward(RewardSpec(name)), task, RewardSpec(name))
+    return score.message or score.value
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_function_of_each_form_works_as_it_is(tmp_path: Path, form: str) -> None:
+    name = path_of(tmp_path, FORMS[form])
+    check_reward(name, columns=("level", "data_source", "extra_info"))
+    assert scored(name) == 1.0
+
+
+def test_messages_go_to_functions_that_take_those_of_conversations(tmp_path: Path) -> None:
+    """TRL and verifiers hand over messages where the data have messages, and texts where they have texts."""
+    conversational = "def reward(completions, **kwargs):\n    return [float('42' in each[0]['content']) for each in completions]"
+    rubric = "def reward(completion, answer, state):\n    return float(answer in completion[-1]['content'])"
+    plain = "def reward(completion, answer):\n    return float(answer in completion)"
+    for place, (text, task) in enumerate([(conversational, CHAT), (rubric, CHAT), (plain, CHAT), (plain, TASK)]):
+        (tmp_path / str(place)).mkdir()
+        assert scored(path_of(tmp_path / str(place), text), task) == 1.0
+    assert "string indices" in scored(path_of(tmp_path, conversational), TASK)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (
+            "def reward(text, target):\n    return 1.0",
+            r"nothing is known to give its parameters 'text', 'target'\. Fix: use these names: prompt, ",
+        ),
+        ("def reward(response, answer, tokenizer):\n    return 1.0", r"nothing is known to give its parameter 'tokenizer'"),
+        ("def reward(completion, parser):\n    return 1.0", r"its parameter 'parser'"),
+        ("def reward(completions, level):\n    return [1.0]", r"its parameter 'level'.*extra_keys: none"),
+        ("def reward():\n    return 1.0", r"it does not take the response"),
+        ("def reward(answer):\n    return 1.0", r"it does not take the response"),
+    ],
+)
+def test_a_name_that_nothing_is_known_of_is_refused(tmp_path: Path, text: str, fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        check_reward(path_of(tmp_path, text), columns=())
+
+
+def test_a_column_that_a_record_lacks_is_an_error_of_its_sample(tmp_path: Path) -> None:
+    name = path_of(tmp_path, "def reward(response, difficulty):\n    return 1.0")
+    check_reward(name, columns=("difficulty",))
+    assert "its parameter 'difficulty' is no field of the record, which has answer, data_source" in scored(name)
+
+
+@pytest.mark.parametrize("value", ["[1.0, 2.0]", "[]", "[None]", "'1.0 2'"])
+def test_a_list_of_another_length_is_no_number(tmp_path: Path, value: str) -> None:
+    assert "it returned" in scored(path_of(tmp_path, f"def reward(completions):\n    return {value}"))
+
+
+def test_verl_s_function_of_the_cases(tmp_path: Path) -> None:
+    name = f"{ROWS / 'verl_signature.py'}:compute_score"
+    check_reward(name, columns=())
+    assert [scored(name, Task(text, "4", 1, "2+2?", {"index": 0, "answer": "4"})) for text in ("4", " 4\n", "5")] == [1.0, 1.0, 0.0]
+
+
+# in processes of the pool
+
+
+@pytest.fixture
+def pools() -> Iterator[list[RewardPool]]:
+    made: list[RewardPool] = []
+    yield made
+    for pool in made:
+        pool.close()
+
+
+def test_a_file_can_import_what_is_beside_it(tmp_path: Path, pools: list[RewardPool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its own import and at a call, from whatever directory the run was started in."""
+    for name in ("reward_with_sibling.py", "helper_of_reward.py"):
+        shutil.copy(ROWS / name, tmp_path / name)
+    (tmp_path / "early.py").write_text("from helper_of_reward import half\ndef reward(response, answer):\n    return half(response)\n")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    specs = [RewardSpec(f"{tmp_path / file}:reward") for file in ("reward_with_sibling.py", "early.py")]
+    pools.append(RewardPool(specs, 1))
+    scores = pools[0].score([(0, Task("a", "b")), (1, Task("a", "b"))])
+    assert [score.message or score.value for score in scores] == [0.5, 0.5]
+
+
+def test_the_first_import_does_not_count_against_the_time(tmp_path: Path, pools: list[RewardPool]) -> None:
+    """A module that takes longer to import than a response may take; the function itself is still bound."""
+    (tmp_path / "heavy.py").write_text("import time\nbegun = time.monotonic()\nwhile time.monotonic() < begun + 3:\n    pass\n")
+    name = path_of(
+        tmp_path,
+        "def reward(response, answer):\n    import heavy\n    while response == 'hangs':\n        pass\n    return 1.0\n",
+    )
+    pools.append(RewardPool([RewardSpec(name, {}, 0.5)], 1))
+    scores = pools[0].score([(0, Task(text, "b")) for text in ("first", "hangs", "third")])
+    assert [score.fault or score.value for score in scores] == [1.0, "timeout", 1.0]
+
+
+def test_a_module_that_is_never_imported_whole_is_not_waited_for(
+    tmp_path: Path, pools: list[RewardPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "endless.py").write_text("while True:\n    pass\n")
+    name = path_of(tmp_path, "def reward(response, answer):\n    import endless\n    return 1.0\n")
+    pools.append(RewardPool([RewardSpec(name, {}, 0.5)], 1))
+    monkeypatch.setattr("megarl.rollout.reward_pool.START_SECONDS", 1.0)
+    [score] = pools[0].score([(0, Task("a", "b"))])
+    assert score.fault == "timeout"
+
+
+HOSTILE = {
+    # a number, whatever its type
+    "text": 1.0,
+    "boolean": 1.0,
+    "np32": 0.25,
+    "tensor": 0.25,
+    "dict_np": 0.5,
+    "neg0": 0.0,
+    "prints": 1.0,
+    "asyncf": None,
+    # none
+    "nan": "finite",
+    "inf": "finite",
+    "none": "a number is wanted",
+    "listy": "a number is wanted",
+    "dict_noscore": "score is wanted",
+    "dict_acc2": "from 0 to 1",
+    "raises": "KeyError",
+    "exits": "SystemExit",
+    "huge": "",
+    "big": "finite",
+}
+
+
+def test_functions_of_all_kinds_of_values(pools: list[RewardPool]) -> None:
+    names = [name for name in HOSTILE if f"def {name}(" in (ROWS / "rewards_hostile.py").read_text()]
+    assert len(names) >= 15
+    pools.append(RewardPool([RewardSpec(f"{ROWS / 'rewards_hostile.py'}:{name}") for name in names], 1))
+    scores = pools[0].score([(place, Task("a", "b")) for place in range(len(names))])
+    for name, score in zip(names, scores, strict=True):
+        wanted = HOSTILE[name]
+        if isinstance(wanted, str):
+            assert score.value is None and wanted in score.message, (name, score)
+        elif wanted is not None:
+            assert score.value == wanted, (name, score)
+        else:
+            assert score.value is not None, (name, score)
