@@ -179,8 +179,8 @@ class GRPO(Sampled):
 
     def step(self, step: int) -> dict[str, float]:
         """Sample responses to the next prompts and train on them."""
+        from megarl.algorithms.skipped_batches import warn_of_no_signal
         from megarl.rollout.collector import add_metrics, part_metrics
-        from megarl.rollout.no_signal import warn_of_no_signal
 
         self.turns.take(ACTOR)
         rollouts, judged, of_sampling = self._sampled(step)

@@ -176,7 +176,7 @@ def _padding_of(policy: Config) -> int:
     return 1
 
 
-_OF_ALL_ENVIRONMENTS = ("strip", "processes", "timeout_s", "on_error", "on_timeout")
+_OF_ALL_ENVIRONMENTS = ("strip", "keep_special_tokens", "processes", "timeout_s", "on_error", "on_timeout")
 """Keys that an environment with a name has from the ``env`` section where it lacks them."""
 
 

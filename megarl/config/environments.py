@@ -104,9 +104,9 @@ class RewardConfig(RewardOptions):
 class EnvConfig(RewardOptions):
     """The environment that responses meet. Any other section in it, ``env.math: {...}``, is one with that name, of these same keys.
 
-    What such a section lacks of ``processes``, ``timeout_s``, ``on_error``, ``on_timeout`` and ``strip`` it has from here. A record's
-    ``env_name`` (or ``task_name``) says which it meets; where there is one environment with a name, every record meets it. The reward of
-    an environment is by default the built-in one of its name.
+    What such a section lacks of ``processes``, ``timeout_s``, ``on_error``, ``on_timeout``, ``strip`` and ``keep_special_tokens`` it has
+    from here. A record's ``env_name`` (or ``task_name``) says which it meets; where there is one environment with a name, every record
+    meets it. The reward of an environment is by default the built-in one of its name.
     """
 
     environment: NotRequired[
@@ -137,6 +137,16 @@ class EnvConfig(RewardOptions):
         ]
     ]
     strip: NotRequired[Annotated[bool, Key("leave white space at the ends out of the comparison (``exact_match``).", default=True)]]
+    keep_special_tokens: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "rewards read responses with their special tokens, and of Harmony's all messages; otherwise without, and the last message "
+                "of the final channel.",
+                default=False,
+            ),
+        ]
+    ]
     processes: NotRequired[
         Annotated[
             int | None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -17,7 +17,7 @@ from megarl.errors import BatchError, MegarlError
 from megarl.observe.timing import Sequences
 from megarl.rollout.environment import Environment, EnvironmentReturn, Turn
 from megarl.rollout.samples import generate_samples
-from megarl.rollout.texts import decode_rows
+from megarl.rollout.texts import decode_rows, decode_with_special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -180,26 +180,29 @@ def add_metrics(own: Mapping[str, float], of_environment: Iterable[Mapping[str, 
     return {**own, **total}
 
 
-class _PromptTexts(Sequence[str]):
-    """Texts of the prompts of samples, decoded when the first of them is asked for."""
+class _LateTexts(Sequence[str]):
+    """Texts of rows of tokens, decoded when the first of them is asked for."""
 
-    def __init__(self, samples: BatchedDataDict[Any], tokenizer: PreTrainedTokenizerBase) -> None:
-        self._samples, self._tokenizer = samples, tokenizer
+    def __init__(self, rows: TokenRows, decode: Callable[[TokenRows], list[str]]) -> None:
+        self._rows, self._decode = rows, decode
         self._texts: list[str] | None = None
 
     def __len__(self) -> int:
-        return int(self._samples["prompt_lengths"].shape[0])
+        return len(self._rows)
 
     def __getitem__(self, row: Any) -> Any:
         if self._texts is None:
-            ids, lengths = self._samples["prompt_ids"].numpy(), self._samples["prompt_lengths"].numpy()
-            self._texts = decode_rows(self._tokenizer, TokenRows(ids, np.zeros_like(lengths), lengths))
+            self._texts = self._decode(self._rows)
         return self._texts[row]
 
 
 def _turn(samples: BatchedDataDict[Any], records: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> Turn:
     ids = TokenRows(*(samples[key].numpy() for key in ("input_ids", "prompt_lengths", "input_lengths")))
-    return Turn(records, samples["response_text"], ids, [None] * len(records), _PromptTexts(samples, tokenizer))
+    lengths = samples["prompt_lengths"].numpy()
+    asked = TokenRows(samples["prompt_ids"].numpy(), np.zeros_like(lengths), lengths)
+    prompts = _LateTexts(asked, lambda rows: decode_rows(tokenizer, rows))
+    full = _LateTexts(ids, lambda rows: decode_with_special_tokens(tokenizer, rows))
+    return Turn(records, samples["response_text"], ids, [None] * len(records), prompts, full)
 
 
 def _further_columns(result: EnvironmentReturn, rows: int) -> dict[str, Tensor]:

@@ -43,10 +43,11 @@ class Turn:
 
     Attributes:
         records: B records of the data that the conversations began with.
-        responses: B texts of the policy, without special tokens.
+        responses: B texts of the policy, without special tokens; of Harmony's the final message.
         response_ids: B rows of the token ids that the policy sampled.
         metadata: what the environment returned for each conversation at the turn before; None at the first.
         prompts: B texts of the prompts as the policy saw them, without special tokens; empty where nobody decodes them.
+        full_responses: B texts of all that the policy sampled, with special tokens; empty likewise.
     """
 
     records: Sequence[Example]
@@ -54,6 +55,7 @@ class Turn:
     response_ids: Sequence[Sequence[int]]
     metadata: Sequence[Any]
     prompts: Sequence[str] = ()
+    full_responses: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,7 @@ class SingleTurn:
     def __init__(self, section: Mapping[str, Any]) -> None:
         self._on_fault = {"error": section["on_error"], "timeout": section["on_timeout"]}
         self._has_several = section.get("rewards") is not None
+        self._keeps_special_tokens = section.get("keep_special_tokens", False)
         self._batches_without_scores = self._told = 0
         self._advised = False
         pooled: list[RewardSpec] = []
@@ -158,6 +161,8 @@ class SingleTurn:
             RewardError: a response has no reward, and ``env.on_error`` or ``env.on_timeout`` says ``raise``; or ``_BATCHES`` batches in a
                 row had none that could be scored.
         """
+        if self._keeps_special_tokens:
+            turn = replace(turn, responses=turn.full_responses)
         columns = self._scores(turn)
         masked = self._masked(columns, turn)
         values = [[0.0 if score.value is None else score.value for score in column] for column in columns]
@@ -420,8 +425,8 @@ def _of_rows(turn: Turn, rows: Sequence[int]) -> Turn:
     def chosen(column: Sequence[_T]) -> list[_T]:
         return [column[row] for row in rows]
 
-    prompts = _Chosen(turn.prompts, rows) if turn.prompts else ()
-    return Turn(chosen(turn.records), chosen(turn.responses), chosen(turn.response_ids), chosen(turn.metadata), prompts)
+    texts = (_Chosen(each, rows) if each else () for each in (turn.prompts, turn.full_responses))
+    return Turn(chosen(turn.records), chosen(turn.responses), chosen(turn.response_ids), chosen(turn.metadata), *texts)
 
 
 def environment_name(record: Any) -> str | None:

@@ -14,6 +14,7 @@ from megarl.algorithms.advantages import PART
 from megarl.observe.sample_files import TRAIN, VALIDATION, SampleFiles, shorten
 from megarl.rollout.collector import Rollouts
 from megarl.rollout.samples import row_mismatch
+from megarl.rollout.texts import is_harmony
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,6 +104,13 @@ class SampleLog:
         wanted: int | None = self.section[key]
         return there if wanted is None else min(wanted, there)
 
+    def _response(self, samples: Mapping[str, Any], row: int) -> str:
+        """Return a response as a person wants to see it: Harmony's with the messages that rewards do not read."""
+        if not is_harmony(self.tokenizer):
+            return str(samples["response_text"][row])
+        start, end = (int(samples[key][row]) for key in ("prompt_lengths", "input_lengths"))
+        return str(self.tokenizer.decode(samples["input_ids"][row, start:end].tolist(), skip_special_tokens=False))
+
     def _rows(
         self,
         rollouts: Rollouts,
@@ -138,7 +146,7 @@ class SampleLog:
                     "source": next((source.name for source in sources if source.start <= record.index < source.end), None),
                     "env": record.env_name,
                     "prompt": shorten(prompt, limit),
-                    "answer": shorten(samples["response_text"][row], limit),
+                    "answer": shorten(self._response(samples, row), limit),
                     "reference": shorten(record.answer, limit),
                     **{name: figures[name][row] if name in figures else None for name in _FIGURES},
                     "rewards": {name: values[row] for name, values in parts.items()},

@@ -14,7 +14,7 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.token_batches import TokenRows, pad_rows, span_mask
 from megarl.errors import BatchError, MismatchError
 from megarl.observe.metrics import FAR, MISMATCH_MAX, MISMATCH_MEAN, MISMATCH_SHARE
-from megarl.rollout.texts import decode_rows
+from megarl.rollout.texts import response_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,7 +89,8 @@ def generate_samples(
         B rows, the answers to one prompt next to each other: ``input_ids`` [B, S] int64 (prompt and answer), ``input_lengths`` [B],
         ``token_mask`` [B, S] float (1 on the answer's tokens, its end token among them), ``sample_mask`` [B] float (0 for an answer without
         tokens), ``generation_logprobs`` [B, S] float32, ``generation_lengths`` [B], ``truncated`` [B] bool (the answer met a length limit,
-        not a stop), ``prompt_ids`` [B, longest prompt] int64, ``prompt_lengths`` [B], ``response_text`` (B texts without special tokens).
+        not a stop), ``prompt_ids`` [B, longest prompt] int64, ``prompt_lengths`` [B], ``response_text`` (B texts, what rewards
+        read of the responses, see ``response_texts``).
 
     Raises:
         BatchError: the numbers of seeds and rows differ, or the policy's answer does not fit the prompts.
@@ -119,7 +120,7 @@ def generate_samples(
             "truncated": _truncated(output, answers, stops),
             "prompt_ids": prompt_ids,
             "prompt_lengths": prompt_lengths,
-            "response_text": decode_rows(tokenizer, answers),
+            "response_text": response_texts(tokenizer, answers),
         }
     )
 

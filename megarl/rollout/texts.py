@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,58 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 1 << 20
 """Tokens that are joined at once, which bounds the memory that it takes."""
+
+
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+"""Special tokens of the Harmony format, in which GPT-OSS writes its reasoning and its answer as messages of several channels."""
+
+_FINAL = "final"
+
+
+def response_texts(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[str]:
+    """Return what rewards read of responses: their texts without special tokens, and of Harmony's the last message of the final channel.
+
+    Without its special tokens, a response of that format is one text of reasoning, names of channels and answer.
+    """
+    marks = _harmony_ids(tokenizer)
+    texts = decode_rows(tokenizer, rows)
+    if marks is None:
+        return texts
+    return [_final_message(tokenizer, ids, marks, text) for ids, text in zip(rows, texts, strict=True)]
+
+
+def is_harmony(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a model writes messages of channels, of which rewards read the final one alone."""
+    return _harmony_ids(tokenizer) is not None
+
+
+def _harmony_ids(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int] | None:
+    added = getattr(tokenizer, "added_tokens_encoder", {})
+    return {mark: added[mark] for mark in _HARMONY} if all(mark in added for mark in _HARMONY) else None
+
+
+def _final_message(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], marks: Mapping[str, int], text: str) -> str:
+    """Return the last message of the final channel; the whole text where there are no channels, nothing where none is final."""
+    tokens = [int(token) for token in ids]
+    channel, message, ends = marks["<|channel|>"], marks["<|message|>"], set(marks.values())
+    if channel not in tokens:
+        return text
+    found = ""
+    for place, token in enumerate(tokens):
+        if token != channel or message not in tokens[place:]:
+            continue
+        begin = tokens.index(message, place) + 1
+        header = tokenizer.decode(tokens[place + 1 : begin - 1], skip_special_tokens=True)
+        end = next((each for each in range(begin, len(tokens)) if tokens[each] in ends), len(tokens))
+        if header.strip().startswith(_FINAL):
+            found = tokenizer.decode(tokens[begin:end], skip_special_tokens=True)
+    return found
+
+
+def decode_with_special_tokens(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[str]:
+    """Return the texts of rows of tokens, special tokens among them."""
+    texts: list[str] = tokenizer.batch_decode(list(rows), skip_special_tokens=False)
+    return texts
 
 
 def decode_rows(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[str]:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.algorithms.skipped_batches import warn_of_no_signal
 from megarl.data.datasets import Example
-from megarl.rollout.no_signal import warn_of_no_signal
 
 CONFIG: dict[str, Any] = {
     "run_dir": "runs/mine",

@@ -15,7 +15,8 @@ from transformers import BertTokenizer, PreTrainedTokenizer, PreTrainedTokenizer
 from megarl.distributed.token_batches import TokenRows, pad_rows
 from megarl.quickstart.material import make_tokenizer
 from megarl.rollout import texts
-from megarl.rollout.texts import decode_rows
+from megarl.rollout.texts import decode_rows, decode_with_special_tokens, response_texts
+from tests.templates import tokenizer_of
 from tests.tiers import sampled
 
 SPECIAL = {"eos_token": "<eos>", "pad_token": "<pad>"}
@@ -190,3 +191,47 @@ def test_token_rows_are_slices_of_their_batch(cuts: Sequence[tuple[int, int]], a
 def test_no_rows() -> None:
     assert decode_rows(make_tokenizer(), TokenRows.of([])) == []
     assert pad_rows([], 0)[0].shape == (0, 0) and list(TokenRows.of([[]]).last(without=7)) == [7]
+
+
+def harmony(*parts: str) -> tuple[Any, list[int]]:
+    """A response of GPT-OSS, as its token ids."""
+    tokenizer = tokenizer_of("gpt-oss")
+    return tokenizer, tokenizer("".join(parts), add_special_tokens=False)["input_ids"]
+
+
+THINKS = "<|channel|>analysis<|message|>Is it final? 2+2<|end|><|start|>assistant"
+SAYS = "<|channel|>final<|message|>Four."
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ((THINKS, SAYS, "<|return|>"), "Four."),
+        ((SAYS, "<|return|>"), "Four."),
+        ((THINKS, SAYS), "Four."),
+        (("<|channel|>final<|message|>Five.<|end|><|start|>assistant", SAYS, "<|return|>"), "Four."),
+        ((THINKS, "<|channel|>final <|constrain|>json<|message|>{}<|return|>"), "{}"),
+        # cut off while it thinks, a tool call, and no channels at all
+        (("<|channel|>analysis<|message|>The final answer is 4",), ""),
+        (
+            (
+                THINKS,
+                "<|channel|>final",
+            ),
+            "",
+        ),
+        ((" to=functions.f<|channel|>commentary json<|message|>{}<|call|>",), ""),
+        (("Four.<|return|>",), "Four."),
+        ((), ""),
+    ],
+)
+def test_of_harmony_the_last_final_message_is_the_response(parts: tuple[str, ...], said: str) -> None:
+    tokenizer, ids = harmony(*parts)
+    assert response_texts(tokenizer, TokenRows.of([ids, ids])) == [said, said]
+    assert decode_with_special_tokens(tokenizer, TokenRows.of([ids])) == ["".join(parts)]
+
+
+def test_other_formats_are_decoded_whole() -> None:
+    tokenizer = tokenizer_of("qwen3")
+    ids = tokenizer("<think>\nadd\n</think>\n\nFour.<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert response_texts(tokenizer, TokenRows.of([ids])) == ["<think>\nadd\n</think>\n\nFour."]
