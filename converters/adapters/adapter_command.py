@@ -16,7 +16,7 @@ from converters.adapters.to_megatron import plan_adapter, write_megatron_adapter
 from converters.checkpoint.artifacts import HF_DIRECTORY, read_config
 from converters.checkpoint.headers import ADAPTER_CONFIG
 from converters.checkpoint.manifest import WEIGHTS, fingerprints
-from converters.checkpoint.staging import Staging, check_apart
+from converters.checkpoint.staging import Staging, check_apart, follow_umask
 from converters.errors import ConversionError
 from converters.families.read import read_architecture
 from converters.torch_dist.location import find_checkpoint
@@ -77,6 +77,7 @@ def write_peft_adapter(adapter: MegatronAdapter, target: Path, *, overwrite: boo
             shutil.copyfile(adapter.origin, staging.directory / ADAPTER_CONFIG)
         else:
             (staging.directory / ADAPTER_CONFIG).write_text(json.dumps(adapter.raw_config, indent=2) + "\n", encoding="utf-8")
+        follow_umask(staging.directory, staging.directory / ADAPTER_CONFIG)
         staging.finish()
     return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors.values())}
 

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 import threading
 import time
 import uuid
@@ -215,6 +216,18 @@ def check_target(target: Path, overwrite: bool, is_ours: Callable[[Path], bool])
         raise ConversionError(f"{target} exists", "choose another directory, or overwrite it (--overwrite, overwrite=True)")
     if not (is_directory and is_ours(target)):
         raise ConversionError(f"{target} is not a checkpoint directory and will not be overwritten", "choose another directory")
+
+
+def follow_umask(directory: Path, written: Path) -> None:
+    """Give the files of a directory the mode of one that was opened as usual; safetensors keeps its files from all other users.
+
+    Args:
+        directory: of the files.
+        written: a file that the umask gave its mode.
+    """
+    mode = stat.S_IMODE(written.stat().st_mode)
+    for path in filter(Path.is_file, directory.iterdir()):
+        path.chmod(mode)
 
 
 def flush_to_disk(directory: Path) -> None:

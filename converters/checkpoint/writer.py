@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from converters.checkpoint.staging import check_target, flush_to_disk, put_in_place
+from converters.checkpoint.staging import check_target, flush_to_disk, follow_umask, put_in_place
 from converters.errors import ConversionError
 from converters.families import FAMILIES
 
@@ -81,6 +81,7 @@ def write_hf(
             generation_config.to_json_file(partial / "generation_config.json")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
+        follow_umask(partial, partial / "config.json")
         flush_to_disk(partial)
         put_in_place(partial, target)
     except BaseException:

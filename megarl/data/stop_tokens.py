@@ -43,6 +43,29 @@ def describe_stop_tokens(tokenizer: PreTrainedTokenizerBase, model_name: str | N
     return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token}: {', '.join(places)})" for token, places in found.items())
 
 
+def generation_config_of(tokenizer: PreTrainedTokenizerBase, model_name: str) -> Any:
+    """Return the generation configuration that an exported model is to have; None for a model that needs none.
+
+    It is the model's own. Where its chat template ends turns by a token that no file names, as of a base model that was
+    trained on conversations, that token is added: what serves the model would not stop there.
+
+    Args:
+        tokenizer: of the model.
+        model_name: Hugging Face id or directory that it was loaded from.
+    """
+    from transformers import GenerationConfig
+
+    own, config = (_content(model_name, name) for name in _FILES)
+    stops = list(stop_tokens_of(tokenizer, model_name))
+    known = {*_ids_in(own), *_ids_in(config)}
+    if not own and set(stops) <= known:
+        return None
+    found = GenerationConfig.from_dict(dict(own))
+    if not set(stops) <= set(_ids_in(own)):
+        found.eos_token_id = stops if len(stops) > 1 else stops[0]
+    return found
+
+
 def _ids_in(content: Mapping[str, Any]) -> Iterator[int]:
     ends = content.get("eos_token_id")
     yield from (end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int)

@@ -115,10 +115,19 @@ def test_config_records_dtype_and_class_without_touching_the_callers(dtype: torc
     assert read_architecture(written) == read_architecture(config)
 
 
-def test_files_are_as_open_as_the_umask_allows(tmp_path: Path) -> None:
-    out = write_hf([("a", torch.zeros(2))], tmp_path / "out", tiny_config("llama"))
-    (tmp_path / "plain").mkdir()
-    assert stat.S_IMODE(out.stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_are_as_open_as_the_umask_allows(tmp_path: Path, umask: int, mode: int) -> None:
+    """safetensors alone would keep its files from everybody else."""
+    before = os.umask(umask)
+    try:
+        config = tiny_config("llama")
+        write_hf(
+            [("a", torch.ones(3)), ("b", torch.ones(3))], tmp_path / "m", config, small_tokenizer(), GenerationConfig(), max_shard_bytes=12
+        )
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "m").iterdir()}
+    assert set(modes.values()) == {mode} and len(modes) >= 6 and "model-00001-of-00002.safetensors" in modes
 
 
 def test_an_existing_target_is_refused_or_replaced(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from megarl.data.datasets import Dataset, Reading, load_dataset
-from megarl.data.stop_tokens import stop_tokens_of
+from megarl.data.stop_tokens import generation_config_of, stop_tokens_of
 from megarl.errors import DataError
 from tests.templates import TEMPLATES, stop_ids, tokenizer_of
 
@@ -223,3 +223,25 @@ def test_what_is_left_out_does_not_depend_on_what_is_read_together(tmp_path: Pat
         dataset = load(tmp_path / str(chunk), BROKEN * 3, "chatml", messages_key="messages", data={"on_bad_record": "skip"})
         found.append((tokens_of(dataset), dataset.fingerprint))
     assert found[0] == found[1] == found[2] and len(found[0][0]) == 6
+
+
+def test_an_exported_model_keeps_its_generation_configuration(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("llama3.1")
+    ends = stop_ids("llama3.1", tokenizer)
+    own = {"eos_token_id": ends, "temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    found = generation_config_of(tokenizer, str(tmp_path)).to_diff_dict()
+    assert {name: found[name] for name in own} == own
+
+
+def test_a_model_without_a_generation_configuration_gets_one_only_for_an_end_that_no_file_names(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("qwen2.5")
+    tokenizer.eos_token = "<|endoftext|>"
+    text, turn = (tokenizer.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|im_end|>"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [text, turn]}))
+    assert generation_config_of(tokenizer, str(tmp_path)) is None
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": text}))
+    assert generation_config_of(tokenizer, str(tmp_path)).eos_token_id == [text, turn]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": text, "max_new_tokens": 7}))
+    found = generation_config_of(tokenizer, str(tmp_path))
+    assert (found.eos_token_id, found.max_new_tokens) == ([text, turn], 7)

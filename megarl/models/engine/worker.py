@@ -21,6 +21,7 @@ from converters.checkpoint.writer import write_hf
 from megarl.algorithms.interfaces import check_loss
 from megarl.config.backend import scores
 from megarl.config.defaults import complete_policy
+from megarl.data.stop_tokens import generation_config_of
 from megarl.distributed.batch_checks import check_sequence_dimension
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime, runtime, seed_everything
@@ -713,7 +714,9 @@ class EngineWorker(ABC):
         with on_first_rank() as first:
             try:
                 if first:
-                    write_hf(((name, tensor.cpu()) for name, tensor in stream), Path(path), self.hf_config, tokenizer=self.tokenizer)
+                    weights = ((name, tensor.cpu()) for name, tensor in stream)
+                    settings = None if self.tokenizer is None else generation_config_of(self.tokenizer, self.cfg["model_name"])
+                    write_hf(weights, Path(path), self.hf_config, self.tokenizer, settings)
             finally:
                 drain(stream)
 
