@@ -237,7 +237,9 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
     if not callable(function):
         bound = f"it is {type(function).__name__}, which cannot be called"
         raise ConfigError([Violation(key, name, bound, "name a function")])
-    for fault in describe_faults(function, columns) if columns is not None else ():
+    if columns is None:
+        return
+    for fault in describe_faults(function, columns):
         fix = f"use these names: {known_names()} (extra_keys: {', '.join(sorted(columns)) or 'none'}); or give it a default"
         raise ConfigError([Violation(key, name, fault, fix)])
 

@@ -15,6 +15,7 @@ import builtins
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import io
 import json
@@ -370,7 +371,7 @@ class _Process:
         if begins:
             self.paused_s, self.deadline = self.deadline - now, now + START_SECONDS
         elif self.paused_s is not None:
-            self.paused_s, self.deadline = None, now + self.paused_s
+            self.deadline, self.paused_s = now + self.paused_s, None
 
     def send_more(self) -> None:
         """Send what the pipe takes."""
@@ -546,7 +547,7 @@ def main() -> None:
     for line in tasks:
         number, which, *task = json.loads(line)
         begun = time.monotonic()
-        with _imports_told(lambda begins, number=number: tell(number, _IMPORTS, begins)):
+        with _imports_told(functools.partial(tell, number, _IMPORTS)):
             score = score_of(rewards[which], Task(*task), specs[which])
         seconds = time.monotonic() - begun
         if score.fault is None:

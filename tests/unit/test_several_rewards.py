@@ -333,3 +333,11 @@ def test_a_run_with_two_rewards_says_the_mean_of_each(tmp_path: Path, model: str
         assert row["train/reward_errors"] == row["train/reward_errors/first"] == 0
     for row in validation:
         assert row["validation/accuracy"] == pytest.approx(row["validation/reward/sums/first"])
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_rewards_read_special_tokens_where_they_are_kept(tmp_path: Path, made: list[SingleTurn], keeps: bool) -> None:
+    (tmp_path / "ends.py").write_text("def reward(response, answer):\n    return float(response.endswith('<|im_end|>'))\n")
+    made.append(SingleTurn(section(reward=f"{tmp_path}/ends.py:reward", keep_special_tokens=keeps)))
+    turn = Turn([SimpleNamespace(answer="7", index=0)], ["7"], [[1]], [None], ["2+5?"], ["7<|im_end|>"])
+    assert made[0].step(turn).rewards == [float(keeps)]
