@@ -17,7 +17,7 @@ from megarl import env
 from megarl.algorithms.model_check import check_model, check_models_beside, check_tokens
 from megarl.config.algorithms import algorithm_class, generates, step_size
 from megarl.data.chat_template import reads_clock
-from megarl.data.datasets import Dataset, Reading, load_dataset
+from megarl.data.datasets import Dataset, Example, Reading, load_dataset
 from megarl.data.stop_tokens import describe_stop_tokens, stop_tokens_of
 from megarl.data.tokenization import get_tokenizer
 from megarl.errors import ConfigError, DataError, Violation
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SHOWN = 60
+_SHOWN, _SHOWN_OF_RECORD = 60, 1200
 
 Config = dict[str, Any]
 
@@ -222,10 +222,25 @@ def describe_inputs(config: Config) -> list[str]:
             f"responses end with: {_stops_in_words(config['policy'], tokenizer)}",
             f"chat template: {template if len(template) <= _SHOWN else template[:_SHOWN] + '...'}",
             _of_dataset("data.train", inputs.train, with_answers),
+            f"first record: {_first_record(inputs.train.examples[0], tokenizer, with_answers)}",
         ]
         if inputs.validation is not None:
             lines.append(_of_dataset("data.validation", inputs.validation, with_answers))
         return lines
+
+
+def _first_record(example: Example, tokenizer: PreTrainedTokenizerBase, with_answers: bool) -> str:
+    """Return the text of an example's tokens, special ones among them, in one line; what is learned is in [[brackets]]."""
+    ids, learned = list(example.prompt_ids), list[tuple[int, int]]()
+    if with_answers:
+        ids += example.answer_ids
+        learned = list(example.targets or [(len(example.prompt_ids), len(ids))])
+    text, done = "", 0
+    for start, end in learned:
+        text += f"{tokenizer.decode(ids[done:start])}[[{tokenizer.decode(ids[start:end])}]]"
+        done = end
+    text = (text + tokenizer.decode(ids[done:])).replace("\n", "\\n")
+    return text if len(text) <= _SHOWN_OF_RECORD else f"{text[: _SHOWN_OF_RECORD // 2]} ... {text[-_SHOWN_OF_RECORD // 2 :]}"
 
 
 def _stops_in_words(policy: Config, tokenizer: PreTrainedTokenizerBase) -> str:
