@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _SHOWN = 40
+_TELLING = 16
+"""Characters of a content that stands in a text only where the template puts it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +293,9 @@ class _Whole:
         """Return where the content of a message begins; the end of the text where there is no such message."""
         if place >= len(self.messages):
             return len(self.text)
+        found = self._only_place_of(place)
+        if found is not None:
+            return found
         around = self._around_mark(place)
         if around is None or not self.text.startswith(around[0]):
             raise self.fault(place - 1, "is followed by a message that the template does not write as it is")
@@ -304,8 +309,20 @@ class _Whole:
         return len(alone) if self.text.startswith(alone) else said
 
     def _end_of_content(self, place: int) -> int | None:
+        found = self._only_place_of(place)
+        if found is not None:
+            return found + len(self.messages[place]["content"])
         around = self._around_mark(place)
         return len(self.text) - len(around[1]) if around is not None and self.text.endswith(around[1]) else None
+
+    def _only_place_of(self, place: int) -> int | None:
+        """Return where a message's content begins if it is in the text once, so that no further rendering is needed; else None.
+
+        White space around it might be the template's, and a short content may be in the text by chance.
+        """
+        content = self.messages[place].get("content") or ""
+        is_telling = len(content) >= _TELLING and content == content.strip()
+        return self.text.find(content) if is_telling and self.text.count(content) == 1 else None
 
     def _end_of_calls(self, place: int) -> int | None:
         """Return where the text of tool calls that a changed last argument leaves as it is begins."""
