@@ -79,6 +79,15 @@ TEMPLATES: dict[str, Published] = {
         ("<|im_end|>", "[BOS]", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "[EOS]"),
         other=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
     ),
+    "llama2": Published(("</s>", "<s>"), begins="<s>"),
+    "olmo2": Published(("<|endoftext|>", "<|pad|>"), begins="<|endoftext|>"),
+    "command-r": Published(
+        ("<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>"),
+        begins="<BOS_TOKEN>",
+    ),
+    "granite": Published(("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")),
+    "deepseek-v3.1": Published(_DEEPSEEK, other=(*_DEEPSEEK_OTHER, *_THINK), begins="<｜begin▁of▁sentence｜>"),
+    "chatglm": Published(_GLM, ("<|user|>", "<|observation|>")),
     "plain-text": Published(("</s>",)),
 }
 

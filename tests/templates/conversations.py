@@ -94,6 +94,12 @@ REFUSED: dict[str, frozenset[str]] = {
     "vicuna": NO_TOOLS | NO_REASONING_FIELD,
     # Its calls are named by their ids, "functions.weather:0", which these are not.
     "kimi-k2": NO_TOOLS | NO_REASONING_FIELD,
+    "llama2": NO_TOOLS | NO_REASONING_FIELD,
+    "olmo2": NO_TOOLS | NO_REASONING_FIELD,
+    "command-r": NO_TOOLS | NO_REASONING_FIELD,
+    "granite": NO_REASONING_FIELD | {"ends with a call"},
+    "deepseek-v3.1": DROPS_REASONING,
+    "chatglm": NO_TOOLS | NO_REASONING_FIELD,
     "plain-text": NO_TOOLS | NO_REASONING_FIELD,
 }
 """Kinds that a template does not write whole, or cannot be applied to."""

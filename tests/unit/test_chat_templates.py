@@ -27,7 +27,7 @@ from tests.templates.conversations import (
 )
 
 DAY = datetime.date(2026, 2, 3)
-WANT_TEXT = frozenset({"deepseek-v3", "deepseek-r1"})
+WANT_TEXT = frozenset({"deepseek-v3", "deepseek-r1", "deepseek-v3.1"})
 CASES = [(name, kind) for name in TEMPLATES for kind in CONVERSATIONS]
 
 
