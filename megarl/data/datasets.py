@@ -475,7 +475,7 @@ class _Tokenization:
         self._note(record, where, text)
         if self._reading.pairs:
             self._note_silence(made, where)
-        elif targets and len(targets) // 2 < (turns := _turns_of_assistant(record)):
+        elif record.last is not None and targets and len(targets) // 2 < (turns := _turns_of_assistant(record)):
             self._unlearned.add(f"{where}: {turns - len(targets) // 2} of {turns}")
         self._kept += 1
         for record, _, (prompt, answer, targets) in made:
@@ -499,13 +499,15 @@ class _Tokenization:
 
     def _encoded(self, records: Sequence[Record]) -> tuple[Iterable[str | None], Iterable[_Tokens]]:
         """Text of the prompt of each record, and its tokens."""
+        # Of a prompt with an answer the answer alone is learned, whatever turns the prompt has.
+        learned = [1 if record.last is None else None for record in records]
         if self._reading.with_answers:
             records = list(map(self._encoder.as_conversation, records))
         if self._reading.pairs:
             return self._encoded_last_turns(records)
         if self._reading.with_answers and records[0].last is not None:
             places = range(self._seen, self._seen + len(records))
-            return map(self._text_of_turns, records), map(self._conversation, records, places)
+            return map(self._text_of_turns, records), map(self._conversation, records, places, learned)
         texts = [self._beginning(self._encoder.text(record), place) for place, record in enumerate(records, self._seen)]
         answered = [self._answer(record.answer, place) for place, record in enumerate(records, self._seen)]
         answers = encode_answers(self._tokenizer, answered)
@@ -563,15 +565,17 @@ class _Tokenization:
                 self._writes_prompts = False
         return None
 
-    def _conversation(self, record: Record, place: int) -> _Tokens:
+    def _conversation(self, record: Record, place: int, learned: int | None) -> _Tokens:
+        """Tokens of a conversation of which the last ``learned`` turns of the assistant are learned, None for all."""
         beginning = self._beginning_of_turns(record, place)
         if beginning is not None:
             return beginning, [], []
         whole = self._encoder.encode_conversation(record)
         if whole.dropped_reasoning:
             self._unreasoned.add(f"index {place} ({record.origin})")
-        first = whole.targets[0][0]
-        return whole.ids[:first], whole.ids[first:], [place for span in whole.targets for place in span]
+        targets = whole.targets[-learned:] if learned is not None else whole.targets
+        first = targets[0][0]
+        return whole.ids[:first], whole.ids[first:], [place for span in targets for place in span]
 
     def _fault_of_pair(self, made: Sequence[tuple[Record, str | None, _Tokens]]) -> str | None:
         (better, _, (prompt, chosen, spoken)), (_, _, (other_prompt, rejected, other_spoken)) = made

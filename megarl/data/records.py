@@ -155,7 +155,9 @@ def _answered_record(row: Mapping[str, Any], key: str, source: DataSource, origi
     """The prompt of a row with one of its answers."""
     value, tools = value_of(row, key, origin), tools_of(row, source, origin)
     prompt_key = source.get("prompt_key")
-    before: str | tuple[ChatMessage, ...] = () if prompt_key is None else prompt_of(value_of(row, prompt_key, origin), prompt_key, origin)
+    before: str | tuple[ChatMessage, ...] = (
+        () if prompt_key is None else prompt_of(value_of(row, prompt_key, origin), prompt_key, origin, is_table(source))
+    )
     if prompt_key is not None and not isinstance(value, list):
         return Record(before, text_of(value, key, origin), origin, tools=tools)
     asked = [{"role": "user", "content": before}] if isinstance(before, str) else list(before)
@@ -216,7 +218,7 @@ def _record(row: Any, source: DataSource, known: NamedSet | None, origin: str) -
             raise RecordError(
                 f"{origin}: {answer_key!r} is not of the form of {source.get('name')}: {error}. Fix: correct the record"
             ) from error
-    prompt = prompt_of(values[0], prompt_key, origin)
+    prompt = prompt_of(values[0], prompt_key, origin, is_table(source))
     return Record(prompt, answer, origin, tools=tools_of(row, source, origin))
 
 
@@ -270,8 +272,8 @@ def _refuse_half_characters(texts: str | Sequence[str], key: str, origin: str) -
             ) from error
 
 
-def prompt_of(value: Any, key: str, origin: str) -> str | tuple[ChatMessage, ...]:
-    """A text, a number as text, or messages of any roles.
+def prompt_of(value: Any, key: str, origin: str, is_padded: bool = False) -> str | tuple[ChatMessage, ...]:
+    """A text, a number as text, or messages of any roles; ``is_padded`` as of ``conversation``.
 
     Raises:
         DataError: it is none of them; names the key.
@@ -285,12 +287,14 @@ def prompt_of(value: Any, key: str, origin: str) -> str | tuple[ChatMessage, ...
             f"{origin}: {key!r} = {shown} is neither a string nor a list of messages. "
             "Fix: write a string, or [{'role': 'user', 'content': '...'}]"
         )
-    _refuse_half_characters([message["content"] for message in value], key, origin)
-    return tuple({name: each for name, each in message.items() if each is not None} for message in value)
+    _refuse_half_characters([message["content"] or "" for message in value], key, origin)
+    return tuple(_without_nulls(message, is_padded) for message in value)
 
 
 def _is_message(message: Mapping[str, Any]) -> bool:
-    return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+    content = message.get("content")
+    is_said = isinstance(content, str) or (content is None and bool(message.get("tool_calls")))
+    return isinstance(message.get("role"), str) and is_said
 
 
 def _conversation_record(row: Mapping[str, Any], source: DataSource, origin: str) -> Record:
@@ -344,14 +348,19 @@ def conversation(value: Any, key: str, origin: str, is_padded: bool = False) -> 
             kind = "no content" if content is None else f"content of the type {type(content).__name__}"
             raise RecordError(f"{where} ({role}) has {kind}. Fix: write the content as text")
         _refuse_half_characters(content or "", f"{key}[{place}].content", origin)
-        kept = {name: each for name, each in message.items() if each is not None or name == "content"}
-        if is_padded and "tool_calls" in kept:
-            kept["tool_calls"] = without_padding(kept["tool_calls"])
-        found.append(kept)
+        found.append(_without_nulls(message, is_padded))
         before = role
     if before in _SYSTEM:
         raise RecordError(f"{origin}: {key!r} has no turn of the user. Fix: add one")
     return tuple(found)
+
+
+def _without_nulls(message: ChatMessage, is_padded: bool) -> ChatMessage:
+    """Return a message without fields that hold null, but for its content; one of a table also without those of its tool calls."""
+    kept = {name: each for name, each in message.items() if each is not None or name == "content"}
+    if is_padded and "tool_calls" in kept:
+        kept["tool_calls"] = without_padding(kept["tool_calls"])
+    return kept
 
 
 def without_padding(value: Any) -> Any:

@@ -245,3 +245,16 @@ def test_a_model_without_a_generation_configuration_gets_one_only_for_an_end_tha
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": text, "max_new_tokens": 7}))
     found = generation_config_of(tokenizer, str(tmp_path))
     assert (found.eos_token_id, found.max_new_tokens) == ([text, turn], 7)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "saved"])
+def test_a_prompt_may_hold_tool_calls_without_text(tmp_path: Path, form: str) -> None:
+    """The history of an agent, to which a response is sampled."""
+    rows = [{"p": row["messages"][:-1], "a": row["messages"][-1]["content"]} for row in rows_in("two_tool_calls", "more_tool_calls")]
+    rows[0]["p"][1]["content"] = None
+    dataset = load(tmp_path, rows, "qwen2.5", form, prompt_key="p", answer_key="a")
+    texts = [tokenizer_of("qwen2.5").decode(each.prompt_ids) for each in dataset.examples]
+    assert '"arguments": {"zone": "UTC", "hours": 24}}' in texts[0] and '"arguments": {"value": 5, "unit"' in texts[1]
+    assert all(text.endswith("<|im_start|>assistant\n") and "null" not in text and "None" not in text for text in texts)
+    # the answer alone is learned
+    assert learned(dataset, "qwen2.5") == [[f"{row['a']}<|im_end|>"] for row in rows]
