@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +50,24 @@ def _has_trained(config: Mapping[str, Any], run_dir: Path) -> bool:
     return has_rows or any(Path(config["checkpointing"]["checkpoint_dir"]).glob("step_*"))
 
 
-def keep_template_date(config: Mapping[str, Any], kept: Path) -> None:
+def keep_template_date(config: Mapping[str, Any], kept: Iterable[Path]) -> None:
     """Take the day that an earlier launch gave its chat template, so that a run's prompts stay the same; nothing where one is configured.
 
     Args:
         config: of this launch; its section of the tokenizer gets the day.
-        kept: the configuration that the earlier launch left.
+        kept: configurations that earlier launches left; the first that has a day counts.
     """
     section = config["policy"]["tokenizer"]
-    if section.get("template_date") is None:
-        date = ((kept_config(kept).get("policy") or {}).get("tokenizer") or {}).get("template_date")
+    for path in kept if section.get("template_date") is None else ():
+        date = ((kept_config(path).get("policy") or {}).get("tokenizer") or {}).get("template_date")
         if isinstance(date, str):
             section["template_date"] = date
+            return
+
+
+def kept_configs(config: Mapping[str, Any], run_dir: Path) -> list[Path]:
+    """Return where earlier launches left configurations of the run that this launch goes on with; none for one that starts over."""
+    if config["checkpointing"]["resume"] == "never":
+        return []
+    steps = Path(config["checkpointing"]["checkpoint_dir"]).glob(f"step_*/{CONFIG_FILE}")
+    return [run_dir / CONFIG_FILE, *sorted(steps, key=lambda path: path.stat().st_mtime, reverse=True)[:1]]

@@ -120,7 +120,7 @@ def evaluate(config: Config, weights: ResumePoint, make_policy: PolicyFactory | 
         if make_policy is None:
             start_ray(stack, config["deadlines"]["init_s"])
         if weights.checkpoint is not None:
-            keep_template_date(config, weights.checkpoint / CONFIG_NAME)
+            keep_template_date(config, [weights.checkpoint / CONFIG_NAME])
         tokenizer, environment, dataset = read_validation(config, stack)
         assert environment is not None
         make = make_policy or functools.partial(start_policy, trains=False)

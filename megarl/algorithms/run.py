@@ -15,7 +15,7 @@ import yaml
 
 from converters.checkpoint.files import first_special
 from megarl.algorithms.algorithm import ACTOR, Parts, Role
-from megarl.algorithms.earlier_launch import CONFIG_FILE, keep_template_date, require_same_recipe
+from megarl.algorithms.earlier_launch import CONFIG_FILE, keep_template_date, kept_configs, require_same_recipe
 from megarl.algorithms.inputs import Inputs, read_inputs, require_a_step_of_records
 from megarl.algorithms.loop import Reporting, Schedule, run_loop, total_steps
 from megarl.algorithms.profiling import DIRECTORY as PROFILES
@@ -120,7 +120,7 @@ def run(config: Config, make_policy: PolicyFactory | None = None, stop_at: float
         stack.enter_context(keeping_durations())
         stop = stack.enter_context(listening_for_stop(run_dir, attempt, time_left(stop_at)))
         require_same_recipe(config, run_dir)
-        keep_template_date(config, run_dir / CONFIG_FILE)
+        keep_template_date(config, kept_configs(config, run_dir))
         check_engine(config)
         if make_policy is None:
             start_ray(stack, config["deadlines"]["init_s"])

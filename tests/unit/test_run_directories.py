@@ -13,7 +13,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from megarl.algorithms.earlier_launch import keep_template_date, require_same_recipe
+from megarl.algorithms.earlier_launch import keep_template_date, kept_configs, require_same_recipe
 from megarl.cli import load_and_check, main
 from megarl.config.defaults import complete_run
 from megarl.config.load import load_config
@@ -130,15 +130,27 @@ def test_a_directory_that_an_earlier_version_misnamed_is_named(
 
 
 def test_a_resumed_run_keeps_the_day_of_its_first_start(tmp_path: Path) -> None:
-    kept = tmp_path / "config.yaml"
-    config: dict[str, Any] = {"policy": {"tokenizer": {"name": "m"}}}
-    keep_template_date(config, kept)
+    config: dict[str, Any] = {
+        "policy": {"tokenizer": {"name": "m"}},
+        "checkpointing": {"resume": "auto", "checkpoint_dir": str(tmp_path / "c")},
+    }
+    dated = {"policy": {"tokenizer": {"template_date": "2026-02-03"}}}
+    keep_template_date(config, kept_configs(config, tmp_path))
     assert config["policy"]["tokenizer"] == {"name": "m"}
-    kept.write_text(yaml.safe_dump({"policy": {"tokenizer": {"template_date": "2026-02-03"}}}))
-    keep_template_date(config, kept)
-    assert config["policy"]["tokenizer"]["template_date"] == "2026-02-03"
+    # a checkpoint alone was brought here
+    (tmp_path / "c" / "step_4").mkdir(parents=True)
+    (tmp_path / "c" / "step_4" / "config.yaml").write_text(yaml.safe_dump(dated))
+    keep_template_date(config, kept_configs(config, tmp_path))
+    assert config["policy"]["tokenizer"].pop("template_date") == "2026-02-03"
+    # a run that starts over has a day of its own
+    over = {**config, "checkpointing": {**config["checkpointing"], "resume": "never"}}
+    keep_template_date(over, kept_configs(over, tmp_path))
+    assert config["policy"]["tokenizer"] == {"name": "m"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"policy": {"tokenizer": {"template_date": "2026-01-01"}}}))
+    keep_template_date(config, kept_configs(config, tmp_path))
+    assert config["policy"]["tokenizer"]["template_date"] == "2026-01-01"
     config["policy"]["tokenizer"]["template_date"] = "2026-05-06"
-    keep_template_date(config, kept)
+    keep_template_date(config, kept_configs(config, tmp_path))
     assert config["policy"]["tokenizer"]["template_date"] == "2026-05-06"
 
 
