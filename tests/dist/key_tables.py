@@ -65,6 +65,7 @@ SHARED: dict[str, Demonstration] = {
     "tokenizer.name": ShownBy("test_the_tokenizer_s_keys_decide_what_a_prompt_becomes"),
     "tokenizer.chat_template": ShownBy("test_the_tokenizer_s_keys_decide_what_a_prompt_becomes"),
     "tokenizer.chat_template_kwargs": ShownBy("test_the_tokenizer_s_keys_decide_what_a_prompt_becomes"),
+    "tokenizer.template_date": ShownBy("tests.unit.test_chat_templates:test_a_clock_shows_the_day_of_the_run"),
     "train_global_batch_size": Changes(4, "trained.losses", beside={"train_micro_batch_size": 2}),
     "train_micro_batch_size": Changes(2, "trained.micro_batches"),
     "learning_rate": ShownBy("test_the_learning_rate_is_what_an_optimizer_refers_to"),
