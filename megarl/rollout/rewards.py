@@ -231,7 +231,7 @@ def _code(
     seconds = _SHARE_OF_TESTS * timeout_s
     return Reward(
         lambda task: programs.judge(task.response, task.answer, limits, partial, seconds),
-        programs.fault_of_tests,
+        programs.CheckedReferences(),
         notice=notice,
         settled={"isolated": isolated},
     )

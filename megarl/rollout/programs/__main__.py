@@ -1,0 +1,8 @@
+"""Says why programs cannot be isolated here, or nothing where they can: ``process.fault_of_isolation`` asks."""
+
+import sys
+
+from megarl.rollout.programs.process import fault_here
+
+if __name__ == "__main__":
+    sys.stdout.write(fault_here() or "")

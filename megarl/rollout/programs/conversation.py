@@ -1,0 +1,181 @@
+"""A program that was run and now answers requests, seen from outside its process.
+
+Whatever comes back is data: the program can write what it likes to the pipe. Nothing of it is executed, and each value
+is built anew from Python's own plain types.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.rollout.programs.inside import decode, encode
+from megarl.rollout.programs.process import LONGEST_OUTPUT, Limits, file_of, python_command, running
+
+INSIDE = (Path(__file__).parent / "inside.py").read_text(encoding="utf-8")
+"""The program that runs the model's."""
+
+_PIECE = 1 << 16
+
+
+class EndedError(Exception):
+    """The program has ended, or has closed its end of a pipe."""
+
+
+class RaisedError(Exception):
+    """The program, or a statement about it, has raised an exception.
+
+    Args:
+        kinds: names of the exception's class and of those that it is derived from.
+    """
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        super().__init__(*kinds[:1])
+        self.kinds = tuple(kinds)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Remote:
+    """An object of the program that is no plain value. It is equal to itself alone.
+
+    Attributes:
+        number: under which the program's process keeps it; None where ``builtin`` says what it is.
+        builtin: name of a function of Python's own, or ``operator.NAME``.
+    """
+
+    number: int | None = None
+    builtin: str = ""
+
+
+class Conversation:
+    """Requests to a program, one after the other.
+
+    Each raises ``EndedError``, ``RaisedError``, or a ``ValueError`` or ``RecursionError`` where what comes back is no answer.
+
+    Args:
+        process: of its supervisor.
+        asked: file descriptor of the pipe to it.
+        told: file descriptor of the pipe from it.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], asked: int, told: int) -> None:
+        self.process = process
+        self._asked, self._told = asked, told
+        self._read = b""
+
+    def name(self, name: str) -> Any:
+        """Return what the program calls by a name."""
+        return self._value(self._answer({"do": "name", "name": name}))
+
+    def call(self, function: Remote, arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None) -> Any:
+        """Return what a function of the program returns."""
+        return self.call_and_see(function, arguments, keywords, back=False)[0]
+
+    def call_and_see(
+        self, function: Remote, arguments: Sequence[Any], keywords: Mapping[str, Any] | None, *, back: bool = True
+    ) -> tuple[Any, list[Any]]:
+        """Return what a function of the program returns, and, with ``back``, the arguments as it has left them."""
+        named = {key: _encoded(value) for key, value in (keywords or {}).items()}
+        request = {"do": "call", "function": _encoded(function), "arguments": _encoded(list(arguments)), "keywords": named}
+        answer = self._answer({**request, "back": back})
+        left = self._decoded(answer.get("back", [])) if back else []
+        return self._value(answer), left if isinstance(left, list) else []
+
+    def solve(self, name: str, arguments: Sequence[Any]) -> Any:
+        """Return what a function of this name returns, at the top level or a method of ``Solution``."""
+        return self._value(self._answer({"do": "solve", "name": name, "arguments": _encoded(list(arguments))}))
+
+    def run(self, statement: str) -> bool:
+        """Whether a statement runs to its end in the program's own process, as that process says.
+
+        A token that is sent afterwards has to come back, so that nothing which was written before is taken for it.
+        """
+        self._answer({"do": "run", "statement": statement})
+        token = os.urandom(16).hex()
+        return bool(self._value(self._answer({"do": "echo", "token": token})) == token)
+
+    def _answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        data = json.dumps(request).encode() + b"\n"
+        try:
+            while data:
+                data = data[os.write(self._asked, data) :]
+        except BrokenPipeError:
+            raise EndedError from None
+        answer = json.loads(self._line())
+        if not isinstance(answer, Mapping):
+            raise ValueError("the answer of a program is no object")
+        kinds = answer.get("raised")
+        if isinstance(kinds, list):
+            raise RaisedError([kind for kind in kinds if isinstance(kind, str)])
+        return answer
+
+    def _line(self) -> bytes:
+        parts, length = [self._read], len(self._read)
+        while b"\n" not in parts[-1]:
+            piece = os.read(self._told, _PIECE)
+            if not piece:
+                raise EndedError
+            parts.append(piece)
+            length += len(piece)
+            if length > LONGEST_OUTPUT:
+                raise ValueError("the answer of a program is too long")
+        line, _, self._read = b"".join(parts).partition(b"\n")
+        return line
+
+    def _value(self, answer: Mapping[str, Any]) -> Any:
+        if "value" not in answer:
+            raise ValueError("the answer of a program holds no value")
+        return self._decoded(answer["value"])
+
+    def _decoded(self, coded: Any) -> Any:
+        return decode(coded, _remote)
+
+
+def _remote(kind: str, content: Any) -> Remote:
+    if kind != "object" or type(content) is not int:
+        raise ValueError(f"no value is of the kind {kind}")
+    return Remote(content)
+
+
+def _encoded(value: Any) -> Any:
+    return encode(value, _encoded_remote)
+
+
+def _encoded_remote(value: Any) -> Any:
+    if not isinstance(value, Remote):
+        raise TypeError(f"a {type(value).__name__} cannot be sent to a program")
+    return {"builtin": value.builtin} if value.number is None else {"object": value.number}
+
+
+@contextlib.contextmanager
+def conversation(task: Mapping[str, Any], limits: Limits) -> Iterator[Conversation]:
+    """Run a program and have it answer requests.
+
+    Args:
+        task: as ``inside`` takes it.
+        limits: of the program.
+
+    Raises:
+        RewardError: it cannot be started.
+    """
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(file_of(text)) for text in (json.dumps(task), "", "")]
+        source, given, written = files
+        read_asked, asked = os.pipe()
+        told, write_told = os.pipe()
+        for end in (asked, told):
+            stack.callback(os.close, end)
+        inner = (read_asked, write_told)
+        try:
+            command = python_command(INSIDE, *map(str, (source.fileno(), *inner)))
+            process = stack.enter_context(running(command, limits, given, written, (source.fileno(), *inner)))
+        finally:
+            for end in inner:
+                os.close(end)
+        yield Conversation(process, asked, told)

@@ -1,0 +1,171 @@
+"""The forms in which data sets hold tests of a program, and a response holds a program."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^`\n]*$", re.MULTILINE)
+_PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*(?:[}:,{].*)?", re.IGNORECASE)
+_LISTS_OF_TESTS = ("public_test_cases", "private_test_cases", "test_cases", "tests")
+_STATEMENTS = ("test_list", "challenge_test_list")
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """One test of a program.
+
+    Attributes:
+        given: what it reads from standard input.
+        expected: what it has to write there, or the function has to return; None for a statement.
+        function: name of what is called, at the top level or a method of ``Solution``; empty where nothing is.
+        arguments: of the call.
+        statement: that has to run without an error after the program; empty for none.
+    """
+
+    given: str = ""
+    expected: Any = None
+    function: str = ""
+    arguments: Sequence[Any] = ()
+    statement: str = ""
+
+
+def program_in(response: str) -> str | None:
+    """Return the last block between lines of three backticks that is marked as Python, or None where none ends.
+
+    Where no block is marked as Python, the last one without a mark is the program.
+    """
+    marked, unmarked, kind, begin = None, None, None, 0
+    for fence in _FENCE.finditer(response):
+        name = fence[1]
+        if kind is None or name:
+            kind, begin = name, fence.end()
+            continue
+        if _PYTHON.fullmatch(kind):
+            marked = response[begin : fence.start()]
+        elif not kind:
+            unmarked = response[begin : fence.start()]
+        kind = None
+    return unmarked if marked is None else marked
+
+
+def tests_of(answer: str) -> tuple[Test, ...]:
+    """Return the tests that a reference answer holds as JSON, in one of the forms that data sets have.
+
+    * ``{"inputs": [...], "outputs": [...]}`` for programs that read and write text, with ``"fn_name"`` for a function that is
+      called with each list of arguments (APPS, TACO).
+    * ``[{"input", "output"}, ...]``, of which those with ``"testtype": "functional"`` or ``"type": "function_call"`` call the
+      function ``"fn_name"`` or ``metadata.func_name`` with arguments that are written as JSON, one a line (LiveCodeBench). Lists of
+      such tests also stand under ``public_test_cases``, ``private_test_cases``, ``test_cases`` and ``tests`` of an object, beside
+      the ``metadata`` of all.
+    * Statements, ``["assert f(2) == 4", ...]``, also under ``test_list`` and ``challenge_test_list`` of an object, beside
+      ``test_setup_code`` and ``test_imports`` (MBPP).
+
+    Each part may itself be written as JSON text.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    try:
+        given = json.loads(answer)
+    except ValueError as error:
+        raise ValueError(f"its tests are no JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("its tests are nested too deeply") from None
+    tests = tuple(_tests_in(_parsed(given, "its tests"), {}))
+    if not tests:
+        raise ValueError("it holds no test")
+    return tests
+
+
+def _parsed(value: Any, what: str) -> Any:
+    """Return what a text holds as JSON; any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        pass
+    # such text is a pickle, which can run code: it is never read
+    packed = " It is packed: unpack private tests when the data are prepared" if re.fullmatch(r"[\w+/=\s]{40,}", value) else ""
+    raise ValueError(f"the text of {what} is no JSON: {value[:40]!r}.{packed}")
+
+
+def _tests_in(given: Any, metadata: Mapping[str, Any]) -> Iterator[Test]:
+    if isinstance(given, Mapping):
+        yield from _tests_of_object(given, metadata)
+        return
+    if not isinstance(given, list):
+        raise ValueError("its tests are neither a list nor an object")
+    for each in given:
+        if isinstance(each, str):
+            yield Test(statement=each)
+        elif isinstance(each, Mapping) and "input" in each and "output" in each:
+            yield _test_of_pair(each, {**metadata, **_metadata_of(each)})
+        else:
+            raise ValueError("a test is neither a statement nor an object with input and output")
+
+
+def _tests_of_object(given: Mapping[str, Any], metadata: Mapping[str, Any]) -> Iterator[Test]:
+    inner = {**metadata, **_metadata_of(given)}
+    if given.get("fn_name"):
+        inner["func_name"] = given["fn_name"]
+    if lists := [name for name in _LISTS_OF_TESTS if given.get(name)]:
+        for name in lists:
+            yield from _tests_in(_parsed(given[name], name), inner)
+    elif statements := [name for name in _STATEMENTS if given.get(name)]:
+        yield from _statements(given, statements)
+    elif "input_output" in given:
+        yield from _tests_in(_parsed(given["input_output"], "input_output"), inner)
+    else:
+        inputs, outputs = (_parsed(given.get(name), name) for name in ("inputs", "outputs"))
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+            raise ValueError("inputs and outputs are wanted, two lists of one length")
+        for each, expected in zip(inputs, outputs, strict=True):
+            yield _test(each, expected, inner.get("func_name"))
+
+
+def _statements(given: Mapping[str, Any], names: Sequence[str]) -> Iterator[Test]:
+    imports = given.get("test_imports") or []
+    lines = [imports] if isinstance(imports, str) else list(imports)
+    setup = "\n".join([*lines, given.get("test_setup_code") or ""]).strip()
+    for name in names:
+        for statement in _parsed(given[name], name):
+            if not isinstance(statement, str):
+                raise ValueError(f"a test of {name} is no statement")
+            yield Test(statement=f"{setup}\n{statement}" if setup else statement)
+
+
+def _metadata_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    found = _parsed(given.get("metadata") or {}, "metadata")
+    if not isinstance(found, Mapping):
+        raise ValueError("metadata is no object")
+    return dict(found)
+
+
+def _test_of_pair(given: Mapping[str, Any], metadata: Mapping[str, Any]) -> Test:
+    name = given.get("fn_name") or metadata.get("func_name") or metadata.get("fn_name")
+    kind = given.get("testtype") or given.get("type") or ("functional" if name else "stdin")
+    is_call = kind in ("functional", "function_call")
+    if is_call and not name:
+        raise ValueError("a functional test names no function under fn_name or metadata.func_name")
+    return _test(given["input"], given["output"], name if is_call else None)
+
+
+def _test(given: Any, expected: Any, function: Any) -> Test:
+    if not function:
+        return Test(given=_lines(given), expected=_lines(expected))
+    try:
+        arguments = [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else list(given)
+        expected = json.loads(expected) if isinstance(expected, str) and isinstance(given, str) else expected
+    except (ValueError, TypeError):
+        raise ValueError(f"the arguments of a call of {function} are neither a list nor JSON, one a line") from None
+    return Test(function=str(function), arguments=arguments, expected=expected)
+
+
+def _lines(text: Any) -> str:
+    """Text of a test; a list holds its lines."""
+    return "\n".join(map(str, text)) if isinstance(text, list) else str(text)

@@ -1,0 +1,231 @@
+"""What runs in the program's process: it runs the program, then answers requests; and how plain values travel.
+
+The text of this file is given to a Python of its own, so that it imports the standard library alone. Nothing that it
+does protects anybody, because the program can take its place: who reads its answers takes them as data. What protects
+is that expected values do not come here.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import operator
+import os
+import sys
+import types
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+_SMALL = 1 << 62
+_LONGEST_NUMBER = 1 << 18
+_LONGEST_RANGE = 1_000_000
+
+GIVEN_NAMES = ("typing", "operator", "math", "itertools", "functools", "collections", "heapq", "bisect")
+GIVEN_MODULES = (*GIVEN_NAMES, "copy", "datetime", "random", "re", "string", "sys")
+"""What a program finds imported that stands for a method of ``Solution``, or a function that is called, as on the site
+that such tasks come from: all names of the former (of two modules that have one, the later module's), which hide none of
+Python's own; and each of the latter under its own name, where the program writes ``name.``, since ``bisect`` is a
+function too.
+"""
+
+
+def encode(value: Any, other: Callable[[Any], Any]) -> Any:
+    """Return a value as types of JSON: text, numbers, truth and None as they are, lists as lists, the rest as ``{kind: content}``.
+
+    What is derived from a plain type, such as a named tuple, becomes one of that type.
+
+    Args:
+        value: any.
+        other: what becomes of a value that is not plain.
+    """
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, int):
+        number = int.__int__(value)
+        # in base 16, since Python limits the length of decimal numbers
+        return number if -_SMALL < number < _SMALL else {"int": hex(number)}
+    if isinstance(value, list):
+        return [encode(each, other) for each in value]
+    for kind in (tuple, set, frozenset):
+        if isinstance(value, kind):
+            return {kind.__name__: [encode(each, other) for each in value]}
+    if isinstance(value, dict):
+        return {"dict": [[encode(key, other), encode(each, other)] for key, each in value.items()]}
+    return _encode_rare(value, other)
+
+
+def _encode_rare(value: Any, other: Callable[[Any], Any]) -> Any:
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": value.hex()}
+    if isinstance(value, range):
+        return {"range": [encode(each, other) for each in (value.start, value.stop, value.step)]}
+    if isinstance(value, Decimal):
+        return {"decimal": str(value)}
+    if isinstance(value, Fraction):
+        return {"fraction": [hex(value.numerator), hex(value.denominator)]}
+    # a scalar of numpy or torch
+    if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
+        return encode(value.item(), other)
+    return other(value)
+
+
+def decode(coded: Any, other: Callable[[str, Any], Any]) -> Any:
+    """Return the plain value that ``encode`` made, of Python's own types exactly.
+
+    Args:
+        coded: types of JSON.
+        other: makes a value of a kind that is not plain.
+
+    Raises:
+        ValueError: it is no such value.
+    """
+    if coded is None or isinstance(coded, bool | int | float | str):
+        return coded
+    if isinstance(coded, list):
+        return [decode(each, other) for each in coded]
+    if not isinstance(coded, dict) or len(coded) != 1:
+        raise ValueError("an object with one key is wanted")
+    [(kind, content)] = coded.items()
+    try:
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind](decode(each, other) for each in content)
+        if kind == "dict":
+            return {decode(key, other): decode(each, other) for key, each in content}
+        return _DECODERS[kind](content) if kind in _DECODERS else other(kind, content)
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"no {kind}: {error}") from None
+
+
+def _whole(text: str) -> int:
+    # far more than a program is asked for; what is done with larger numbers takes minutes
+    if len(text) > _LONGEST_NUMBER:
+        raise ValueError("the number is too large")
+    return int(text, 16)
+
+
+def _range(parts: list[Any]) -> range:
+    made = range(*parts)
+    if len(made) > _LONGEST_RANGE:
+        raise ValueError("the range is too long")
+    return made
+
+
+def _decimal(text: str) -> Decimal:
+    value = Decimal(text)
+    # to compare it with a whole number takes as long as the power of ten that it stands for
+    if value.is_finite() and abs(value.adjusted()) > 10_000:
+        raise ValueError("the exponent is too large")
+    return value
+
+
+_SEQUENCES: Mapping[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_DECODERS: Mapping[str, Callable[[Any], Any]] = {
+    "int": _whole,
+    "complex": lambda parts: complex(*parts),
+    "bytes": bytes.fromhex,
+    "range": _range,
+    "decimal": _decimal,
+    "fraction": lambda parts: Fraction(_whole(parts[0]), _whole(parts[1])),
+}
+
+
+class _Program:
+    """A program that was run, and what it has to be asked."""
+
+    def __init__(self, names: dict[str, Any], given: Mapping[str, Any]) -> None:
+        self._names, self._given = names, given
+        self._objects = list[Any]()
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return getattr(self, f"_{request['do']}")(request)
+        except BaseException as error:
+            return {"raised": [kind.__name__ for kind in type(error).__mro__]}
+
+    def _keep(self, value: Any) -> Any:
+        self._objects.append(value)
+        return {"object": len(self._objects) - 1}
+
+    def _find(self, kind: str, content: Any) -> Any:
+        if kind == "builtin":
+            return getattr(operator if content.startswith("operator.") else builtins, content.rpartition(".")[2])
+        return self._objects[content]
+
+    def _decoded(self, coded: Any) -> Any:
+        return decode(coded, self._find)
+
+    def _name(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        name = request["name"]
+        if name not in self._names and not hasattr(builtins, name):
+            raise NameError(name)
+        value = self._names[name] if name in self._names else getattr(builtins, name)
+        return {"value": encode(value, self._keep)}
+
+    def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = self._decoded(request["arguments"])
+        keywords = {key: self._decoded(value) for key, value in request["keywords"].items()}
+        answer = {"value": encode(self._decoded(request["function"])(*arguments, **keywords), self._keep)}
+        if request["back"]:
+            answer["back"] = encode(arguments, self._keep)
+        return answer
+
+    def _solve(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        name = request["name"]
+        # what was given is no answer, should the function have its name
+        own = self._names.get(name) if self._names.get(name) is not self._given.get(name) else None
+        function = own or getattr(self._names["Solution"](), name)
+        return {"value": encode(function(*self._decoded(request["arguments"])), self._keep)}
+
+    def _run(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        exec(compile(request["statement"], "test.py", "exec"), self._names)
+        return {"value": None}
+
+    def _echo(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        return {"value": request["token"]}
+
+
+def _imported(task: Mapping[str, Any]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for module in task["given_names"]:
+        loaded = __import__(module)
+        public = getattr(loaded, "__all__", None) or [name for name in vars(loaded) if not name.startswith("_")]
+        given.update((name, getattr(loaded, name)) for name in public if not hasattr(builtins, name))
+    given.update((name, __import__(name)) for name in task["given_modules"])
+    if "Solution" not in task["code"]:
+        given.pop(task["function"], None)
+    return given
+
+
+def _main() -> None:
+    source, asked, told = map(int, sys.argv[1:4])
+    sys.argv = ["program.py"]
+    with os.fdopen(source, encoding="utf-8") as file:
+        task = json.load(file)
+    # a module of its own: the program finds neither this file's names in its own, nor itself under another name
+    module = types.ModuleType("program" if asked >= 0 else "__main__")
+    sys.modules[module.__name__] = module
+    names = vars(module)
+    given = _imported(task)
+    names.update(given)
+    exec(compile(task["code"], "program.py", "exec"), names)
+    if asked < 0:
+        return
+    program = _Program(names, given)
+    with os.fdopen(asked, encoding="utf-8") as requests:
+        for line in requests:
+            answer = json.dumps(program.answer(json.loads(line))) + "\n"
+            data = answer.encode()
+            while data:
+                data = data[os.write(told, data) :]
+
+
+if __name__ == "__main__":
+    _main()

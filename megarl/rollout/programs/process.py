@@ -1,0 +1,303 @@
+"""A program in a process of its own, within limits, under a supervisor.
+
+Limits of a process are those of Linux (``setrlimit``): address space, size of a file, open files. A supervisor beside
+it looks every few milliseconds how many processes and threads there are, how much memory they have together and how
+much time is over, and in the end kills all that the program started. In the sandbox (``sandbox``) no other memory can
+be had, and the program is the first process of its namespace, with which all others end. Outside of it a program can
+reach the network, write files, end the supervisor, and take memory that belongs to no process: ``env.isolation`` decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import IO
+
+from megarl.errors import RewardError
+from megarl.rollout.programs import sandbox
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.005
+_START_SECONDS = 120.0
+_OPEN_FILES = 64
+
+LONGEST_OUTPUT = 1 << 24
+"""Bytes of a program's output that are read; more are wrong."""
+
+STOPPED = 125
+"""Exit code of a supervisor that ended its program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a program.
+
+    Attributes:
+        seconds: for one test.
+        memory_mb: address space of each of its processes, and resident memory of all together.
+        processes: processes and threads at a time.
+        file_mb: all that it writes to files.
+        isolated: it runs in the sandbox.
+    """
+
+    seconds: float = 4.0
+    memory_mb: int = 512
+    processes: int = 16
+    file_mb: int = 16
+    isolated: bool = True
+
+
+def python_command(source: str, *arguments: str) -> list[str]:
+    """Return the command that runs a text as a program of Python, without directories of the user."""
+    return [sys.executable, "-s", "-P", "-c", source, *arguments]
+
+
+@contextlib.contextmanager
+def file_of(text: str = "") -> Iterator[IO[bytes]]:
+    """A file without a name that holds a text."""
+    with tempfile.TemporaryFile() as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+        file.seek(0)
+        yield file
+
+
+def text_in(file: IO[bytes]) -> str:
+    """Return what was written, from its beginning; empty if it is too long."""
+    if os.fstat(file.fileno()).st_size > LONGEST_OUTPUT:
+        return ""
+    file.seek(0)
+    return file.read().decode("utf-8", "replace")
+
+
+@lru_cache(maxsize=1)
+def fault_of_isolation() -> str | None:
+    """Return why programs cannot be isolated here, or None. Found by running one; logged once where they can."""
+    if sys.platform != "linux":
+        return "only Linux has namespaces"
+    # by a process of its own: this one may have threads, beside which no Python should run between fork and exec
+    command = [sys.executable, "-m", "megarl.rollout.programs"]
+    try:
+        found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_START_SECONDS)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{type(error).__name__}: {error}"
+    if found.returncode:
+        return (found.stderr.strip().splitlines() or [f"exit code {found.returncode}"])[-1]
+    if found.stdout.strip():
+        return found.stdout.strip()
+    logger.info("programs of the model run in a sandbox: no network, no other processes, no files but those of Python")
+    return None
+
+
+def fault_here() -> str | None:
+    """Return why a program that does nothing cannot be run in the sandbox by this process, or None."""
+    with file_of() as nothing, file_of() as written:
+        try:
+            limits = Limits(seconds=60.0)
+            with running(python_command("import json, socket"), limits, nothing, written) as process:
+                code = process.wait()
+        except (OSError, RewardError) as error:
+            return str(error)
+    return f"a program that does nothing ended with exit code {code} in the sandbox" if code else None
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str],
+    limits: Limits,
+    given: IO[bytes],
+    written: IO[bytes],
+    passed: tuple[int, ...] = (),
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program within limits. Its exit code is ``STOPPED`` if it was ended for what it took.
+
+    The program and all that it started have ended when the block has.
+
+    Args:
+        command: its arguments.
+        limits: that it has.
+        given: its standard input.
+        written: takes its standard output.
+        passed: further file descriptors that it has.
+
+    Raises:
+        RewardError: it cannot be started.
+    """
+    # nothing of the run's own environment, which may hold credentials; a fixed seed of hashes, so that equal programs
+    # write equal sets
+    environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    with contextlib.ExitStack() as stack:
+        refusal = stack.enter_context(file_of())
+        parent = os.getpid()
+        try:
+            root = sandbox.planned_root() if limits.isolated else None
+            work = sandbox.WORK if root else stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            process = subprocess.Popen(
+                command,
+                stdin=given,
+                stdout=written,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=passed,
+                start_new_session=True,
+                preexec_fn=lambda: _supervise(limits, root, work, parent, refusal.fileno()),
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            why = text_in(refusal) or f"{type(error).__name__}: {error}"
+            raise RewardError(f"no program can be started: {why}. Fix: see whether the machine is full") from error
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _supervise(limits: Limits, root: sandbox.Root | None, work: str, parent: int, refusal: int) -> None:
+    """Become, in the child that ``subprocess`` has made, the supervisor: only a child of this process returns.
+
+    Where the sandbox is not granted it fails, and writes why to the file descriptor ``refusal``.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
+    set_parent_death_signal, set_child_subreaper = 1, 36
+    libc.prctl(set_child_subreaper, 1, 0, 0, 0)
+    libc.prctl(set_parent_death_signal, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(STOPPED)
+    try:
+        child, pipe = sandbox.start_inside(root) if root else (os.fork(), -1)
+        if child:
+            if root:
+                sandbox.let_in(root, child, pipe)
+            _stand_by(child, limits)
+        _become_program(libc, limits, root, work, pipe)
+    except OSError as error:
+        os.write(refusal, str(error).encode())
+        raise
+
+
+def _stand_by(child: int, limits: Limits) -> None:
+    """Wait for the program, kill all that it has left, and exit with its exit code."""
+    # of pipes as well, whose end somebody waits for
+    os.closerange(0, 1 << 16)
+    try:
+        code = _watch(child, limits)
+    except BaseException:
+        code = STOPPED
+    _kill_descendants()
+    os._exit(code)
+
+
+def _become_program(libc: ctypes.CDLL, limits: Limits, root: sandbox.Root | None, work: str, pipe: int) -> None:
+    """Prepare this process for the program that takes its place when ``subprocess`` goes on."""
+    set_parent_death_signal, set_no_new_privileges = 1, 38
+    # out of the supervisor's group: signals to a group reach over namespaces
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGTERM})
+    if root:
+        sandbox.enter(libc, root, pipe, limits.file_mb)
+    # a change of the user takes it back
+    libc.prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0)
+    libc.prctl(set_no_new_privileges, 1, 0, 0, 0)
+    os.chdir(work)
+    for which, most in (
+        (resource.RLIMIT_AS, limits.memory_mb << 20),
+        (resource.RLIMIT_FSIZE, limits.file_mb << 20),
+        (resource.RLIMIT_NOFILE, _OPEN_FILES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(which, (most, most))
+    if root:
+        sandbox.close_system_calls(libc, root)
+
+
+def _watch(child: int, limits: Limits) -> int:
+    """Wait for a program, and end it when it takes too long or becomes too many processes; its exit code."""
+    deadline = time.monotonic() + limits.seconds
+    while True:
+        news = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, _LOOK_SECONDS)
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return min(abs(os.waitstatus_to_exitcode(status)), 255)
+        is_told_to_end = news is not None and news.si_signo == signal.SIGTERM
+        if is_told_to_end or time.monotonic() > deadline or _takes_too_much(limits):
+            # in namespaces it is the first process, with which all others end
+            os.kill(child, signal.SIGKILL)
+            return STOPPED
+
+
+def _takes_too_much(limits: Limits) -> bool:
+    processes = _descendants()
+    if sum(map(_threads, processes)) > limits.processes:
+        return True
+    # one alone is bounded by its address space, and until it is a program of its own it has the memory of the process that starts it
+    return len(processes) > 1 and sum(map(_resident, processes)) > limits.memory_mb << 20
+
+
+def _descendants(number: int = 0) -> list[int]:
+    """Processes that this one is an ancestor of. One whose parent is gone belongs to the first of its namespace, or to this one.
+
+    Args:
+        number: of a signal that each gets as soon as it is found; 0 for none.
+    """
+    found, unseen = list[int](), [os.getpid()]
+    while unseen:
+        for path in Path(f"/proc/{unseen.pop()}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                children = [int(each) for each in path.read_text().split()]
+                _send(children, number)
+                unseen += children
+                found += children
+    return found
+
+
+def _threads(process: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{process}/task"))
+    except OSError:
+        return 0
+
+
+def _resident(process: int) -> int:
+    """Bytes of memory that a process has, those that it shares too."""
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
+    except (OSError, IndexError):
+        return 0
+
+
+def _kill_descendants() -> None:
+    """Kill and bury until none is left. Each is stopped when it is found, so that it makes no other while it waits to be killed.
+
+    A look may miss one that is made meanwhile, or whose sibling ends. When those before it are gone it is a child of this process, which
+    therefore never waits for a child without looking again, and is done when it has none.
+    """
+    while True:
+        stopped = set[int]()
+        while new := set(_descendants(signal.SIGSTOP)) - stopped:
+            stopped |= new
+        _send(stopped, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        signal.sigtimedwait({signal.SIGCHLD}, _LOOK_SECONDS)
+
+
+def _send(processes: Iterable[int], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)

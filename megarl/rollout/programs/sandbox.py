@@ -1,0 +1,303 @@
+"""The sandbox of a program: namespaces of its own and a root that holds Python and system libraries, and nothing else.
+
+The root is an allow-list: directories of Python and of the system's libraries, read-only; a ``/proc`` with the program's
+own processes, read-only, without the rest of what is there; null, full, random and urandom as devices; and one file
+system in memory, of limited size, for ``/tmp`` and ``/dev/shm``. Files of the run, of its user and of other programs are
+not in it, nor are sockets and devices. The program has no capabilities and no way to get any, and a filter refuses
+system calls that it does not need (``system_calls``). Where the run is root, the program is user 65534.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from megarl.rollout.programs import system_calls
+
+_SYSTEM = (
+    "/usr/lib",
+    "/usr/lib64",
+    "/usr/lib32",
+    "/usr/bin",
+    "/usr/local/lib",
+    "/usr/share/zoneinfo",
+    "/lib",
+    "/lib64",
+    "/bin",
+    "/nix/store",
+    "/gnu/store",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+)
+_OF_PYTHON = ("bin", "lib", "lib64", "pyvenv.cfg")
+# Without zero: a shared mapping of it is memory that counts only for those that touched it.
+_DEVICES = ("null", "full", "random", "urandom")
+_DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
+
+NOBODY = 65534
+"""The user and group that a program has inside, and outside too where the run is root."""
+
+WORK = "/tmp"
+"""The directory inside that a program starts in and can write to."""
+
+_OLD = "/.old"
+_STORE = "/.store"
+_STORE_FILES = 4096
+
+# of mount.h, sched.h, prctl.h and capability.h
+_READ_ONLY, _NO_SET_USER, _NO_DEVICES, _NO_EXECUTION, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 8, 0x1000, 0x4000, 0x40000
+_DETACH = 2
+_NEW_NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+_DROP_FROM_BOUNDING_SET, _SET_NO_NEW_PRIVILEGES = 24, 38
+_CAPABILITY_VERSION_3 = 0x20080522
+_CLONE_CALL = {"x86_64": 56, "aarch64": 220, "arm64": 220}
+_PIVOT_ROOT_CALL = {"x86_64": 155, "aarch64": 41, "arm64": 41}
+_MOUNT_SETATTR_CALL = 442
+_CURRENT_DIRECTORY, _EVERYTHING_BELOW = -100, 0x8000
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """What a root holds of the machine.
+
+    Attributes:
+        machine: name of the architecture.
+        base: directory over which the root is mounted while it is made.
+        places: real path of each file or directory, the path that it has inside, and whether it is a directory.
+        links: paths of symbolic links, and what they point to.
+        changes_user: programs become user 65534 of the machine; else they stay the user of the run.
+    """
+
+    machine: str
+    base: str
+    places: tuple[tuple[str, str, bool], ...]
+    links: tuple[tuple[str, str], ...]
+    changes_user: bool
+
+
+@lru_cache(maxsize=1)
+def planned_root() -> Root:
+    """Return what a root holds on this machine.
+
+    Raises:
+        OSError: there is no sandbox for this machine.
+    """
+    machine = os.uname().machine
+    fault = system_calls.fault_of_machine(machine)
+    if fault is not None:
+        raise OSError(fault)
+    places: dict[str, tuple[str, bool]] = {}
+    for path in (*_SYSTEM, *_paths_of_python()):
+        real = os.path.realpath(path)
+        # the real path too, to which absolute links and the name of Python's home may lead
+        for inside in (path, real):
+            if os.path.exists(real) and not _is_covered(inside, places):
+                places[inside] = (real, os.path.isdir(real))
+    links = tuple((path, target) for path, target in _links_to(sys.executable) if not _is_covered(path, places))
+    rows = tuple((real, inside, is_directory) for inside, (real, is_directory) in places.items())
+    changes_user = os.geteuid() == 0 and _is_mapped("uid_map") and _is_mapped("gid_map")
+    return Root(machine, os.path.realpath(tempfile.gettempdir()), rows, links, changes_user)
+
+
+def _paths_of_python() -> Iterator[str]:
+    home = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
+    for prefix in dict.fromkeys((sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, home)):
+        yield from (os.path.join(prefix, name) for name in _OF_PYTHON)
+    yield from (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+def _is_covered(path: str, places: Iterable[str]) -> bool:
+    return any(path == place or path.startswith(f"{place}/") for place in places)
+
+
+def _links_to(path: str) -> Iterator[tuple[str, str]]:
+    """The symbolic links by which an executable is found."""
+    while os.path.islink(path):
+        target = os.readlink(path)
+        yield path, target
+        path = os.path.normpath(os.path.join(os.path.dirname(path), target))
+
+
+def _is_mapped(file: str) -> bool:
+    """Whether user or group 65534 exists in this process's user namespace; in some containers only one user does."""
+    rows = [list(map(int, line.split())) for line in Path(f"/proc/self/{file}").read_text().splitlines()]
+    return any(first <= NOBODY < first + count for first, _, count in rows)
+
+
+def start_inside(root: Root) -> tuple[int, int]:
+    """Fork into new namespaces: the child's number and a file descriptor, or 0 and a file descriptor in the child.
+
+    The parent calls ``let_in`` with both, the child ``enter`` with its own.
+
+    Raises:
+        OSError: Linux grants no namespaces.
+    """
+    # CPython's fork takes no flags. No thread of Python runs in this process, and the child soon becomes another
+    # program, so that what os.fork would do beside the call is not missed. PyDLL keeps the lock of the interpreter.
+    libc = ctypes.PyDLL(None, use_errno=True)
+    wait_for, tell = os.pipe()
+    zeros = [ctypes.c_long(0)] * 4
+    child = libc.syscall(ctypes.c_long(_CLONE_CALL[root.machine]), ctypes.c_long(_NEW_NAMESPACES | signal.SIGCHLD), *zeros)
+    if child == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"clone with namespaces: {os.strerror(number)}")
+    os.close(wait_for if child else tell)
+    return child, tell if child else wait_for
+
+
+def let_in(root: Root, child: int, tell: int) -> None:
+    """Give the child in its namespaces the users that it may be, and let it go on.
+
+    Raises:
+        OSError: Linux does not grant it.
+    """
+    user, group = os.geteuid(), os.getegid()
+    if root.changes_user:
+        users = groups = f"0 0 1\n{NOBODY} {NOBODY} 1"
+    else:
+        users, groups = f"{NOBODY} {user} 1", f"{NOBODY} {group} 1"
+        _write(f"/proc/{child}/setgroups", "deny")
+    _write(f"/proc/{child}/uid_map", users)
+    _write(f"/proc/{child}/gid_map", groups)
+    os.write(tell, b"1")
+    os.close(tell)
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise OSError(error.errno, f"{path.rpartition('/')[2]}: {error.strerror}") from None
+
+
+def enter(libc: ctypes.CDLL, root: Root, wait_for: int, store_mb: int) -> None:
+    """Make the root and live in it, as a user without rights.
+
+    Args:
+        libc: with ``use_errno``.
+        root: what the root holds.
+        wait_for: file descriptor that ``start_inside`` has given.
+        store_mb: MB of all files in ``/tmp`` and ``/dev/shm`` together.
+
+    Raises:
+        OSError: Linux does not grant it.
+    """
+    if os.read(wait_for, 1) != b"1":
+        raise OSError("the supervisor is gone")
+    os.close(wait_for)
+    os.umask(0o022)
+    _build(libc, root, store_mb)
+    socket.sethostname("program")
+    if root.changes_user:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+    _replace_standard_error()
+    _give_up_rights(libc, root)
+    os.chdir(WORK)
+
+
+def close_system_calls(libc: ctypes.CDLL, root: Root) -> None:
+    """Install the filter of system calls.
+
+    Raises:
+        OSError: the kernel takes none.
+    """
+    system_calls.install(libc, system_calls.filter_program(root.machine))
+
+
+def _build(libc: ctypes.CDLL, root: Root, store_mb: int) -> None:
+    _mount(libc, "none", "/", None, _RECURSIVE | _PRIVATE)
+    _mount(libc, "none", root.base, "tmpfs", _NO_SET_USER | _NO_DEVICES, "size=4m,nr_inodes=4096,mode=755")
+    os.mkdir(root.base + _OLD)
+    pivot = ctypes.c_long(_PIVOT_ROOT_CALL[root.machine])
+    _checked(libc.syscall(pivot, root.base.encode(), (root.base + _OLD).encode()), "pivot_root")
+    os.chdir("/")
+    for real, inside, is_directory in root.places:
+        _bind(libc, _OLD + real, inside, is_directory)
+    for path, target in root.links:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.symlink(target, path)
+    for device in _DEVICES:
+        _bind(libc, f"{_OLD}/dev/{device}", f"/dev/{device}", False)
+    for name, target in _DEVICE_LINKS.items():
+        os.symlink(target, f"/dev/{name}")
+    for path in (_STORE, WORK, "/dev/shm", "/proc"):
+        os.makedirs(path, exist_ok=True)
+    _mount_proc(libc)
+    _checked(libc.umount2(_OLD.encode(), _DETACH), "umount the old root")
+    os.rmdir(_OLD)
+    _set_attributes(libc, "/", _READ_ONLY | _NO_SET_USER)
+    options = f"size={store_mb}m,nr_inodes={_STORE_FILES},mode=755"
+    _mount(libc, "none", _STORE, "tmpfs", _NO_SET_USER | _NO_DEVICES, options)
+    # one file system at two places, so that one limit holds for both
+    for path in (WORK, "/dev/shm"):
+        os.makedirs(_STORE + path)
+        os.chmod(_STORE + path, 0o1777)
+        _mount(libc, _STORE + path, path, None, _BIND)
+    _checked(libc.umount2(_STORE.encode(), _DETACH), "umount the store")
+
+
+def _bind(libc: ctypes.CDLL, source: str, inside: str, is_directory: bool) -> None:
+    if is_directory:
+        os.makedirs(inside, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(inside), exist_ok=True)
+        os.close(os.open(inside, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+    # what is mounted below comes too: a namespace of a user may not uncover what is below such a mount
+    _mount(libc, source, inside, None, _BIND | _RECURSIVE)
+
+
+def _mount_proc(libc: ctypes.CDLL) -> None:
+    """Mount ``/proc`` with the program's own processes alone; in a container that hides parts of it, none is granted."""
+    flags = _READ_ONLY | _NO_SET_USER | _NO_DEVICES | _NO_EXECUTION
+    with contextlib.suppress(OSError):
+        _mount(libc, "none", "/proc", "proc", flags, "subset=pid")
+
+
+def _set_attributes(libc: ctypes.CDLL, path: str, attributes_on: int) -> None:
+    """Set attributes of a mount and of all below it, whatever attributes each has."""
+    attributes = (ctypes.c_uint64 * 4)(attributes_on, 0, 0, 0)
+    call = ctypes.c_long(_MOUNT_SETATTR_CALL)
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    result = libc.syscall(call, _CURRENT_DIRECTORY, path.encode(), _EVERYTHING_BELOW, ctypes.byref(attributes), size)
+    _checked(result, "mount_setattr")
+
+
+def _mount(libc: ctypes.CDLL, source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    kind_name = None if kind is None else kind.encode()
+    result = libc.mount(source.encode(), target.encode(), kind_name, ctypes.c_ulong(flags), options.encode() or None)
+    _checked(result, f"mount {target}")
+
+
+def _replace_standard_error() -> None:
+    """Open null anew, inside: whoever owns the machine's could change its mode by a file descriptor from outside."""
+    null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+    os.dup2(null, 2)
+    os.close(null)
+
+
+def _give_up_rights(libc: ctypes.CDLL, root: Root) -> None:
+    capability = 0
+    while libc.prctl(_DROP_FROM_BOUNDING_SET, capability, 0, 0, 0) == 0:
+        capability += 1
+    if root.changes_user:
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    header, nothing = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+    _checked(libc.capset(ctypes.byref(header), ctypes.byref(nothing)), "capset")
+    _checked(libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "no new privileges")
+
+
+def _checked(result: int, what: str) -> None:
+    if result == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")

@@ -1,0 +1,163 @@
+"""The system calls that a program of the model may not make, as a filter for Linux's seccomp.
+
+Namespaces and an allow-list root close files, processes and the network. A filter closes what is left: memory that
+belongs to no process and to no file system of limited size, sockets of families that no namespace holds, new
+namespaces, and parts of the kernel that a program never needs and that have had holes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import struct
+from functools import lru_cache
+
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7), "arm64": (1, 0xC00000B7)}
+"""Column of the tables below and the architecture's number in audit.h, by the name that ``uname`` gives."""
+
+_FIRST_X32_CALL = 0x40000000
+
+# Numbers on x86-64 and on 64-bit ARM; None where it has no such call.
+_REFUSED: dict[str, tuple[int | None, int | None]] = {
+    # memory that no limit of a process and no file system counts
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "remap_file_pages": (216, 234),
+    # other processes
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "pidfd_getfd": (438, 438),
+    "kcmp": (312, 272),
+    # mounts and namespaces
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    # keyrings belong to the user of the run
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    # parts of the kernel
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "userfaultfd": (323, 282),
+    "fanotify_init": (300, 262),
+    "personality": (135, 92),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "modify_ldt": (154, None),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    # the machine
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "acct": (163, 89),
+    "syslog": (103, 116),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "vhangup": (153, 58),
+}
+_CLONE, _CLONE3, _SOCKET, _MMAP, _FCNTL = (56, 220), (435, 435), (41, 198), (9, 222), (72, 25)
+
+_NEW_NAMESPACES = 0x7E020000
+"""The flags CLONE_NEW* of ``clone``."""
+
+_SOCKET_FAMILIES = (1, 2, 10)
+"""AF_UNIX, AF_INET and AF_INET6, which a namespace of the network holds; AF_VSOCK reaches the host from any."""
+
+_SHARED_ANONYMOUS = 0x21
+"""MAP_SHARED | MAP_ANONYMOUS: pages stay while any process has the mapping, and count only for those that touched them."""
+
+_SET_PIPE_SIZE = 1031
+"""F_SETPIPE_SZ: what a pipe holds is counted nowhere."""
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+_NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _ARGUMENTS_OFFSET = 0, 4, 16
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
+
+
+def fault_of_machine(machine: str) -> str | None:
+    """Return why there is no filter for a machine, or None."""
+    return None if machine in _ARCHITECTURES else f"there is no filter of system calls for the architecture {machine}"
+
+
+@lru_cache(maxsize=1)
+def filter_program(machine: str) -> bytes:
+    """Return the filter as instructions of classic BPF.
+
+    Args:
+        machine: as ``os.uname().machine``, one of which ``fault_of_machine`` has nothing to say.
+    """
+    column, architecture = _ARCHITECTURES[machine]
+    refuse = _instruction(_RETURN, _REFUSE | errno.EPERM)
+    code = [_instruction(_LOAD, _ARCHITECTURE_OFFSET), _instruction(_EQUAL, architecture, 1, 0), refuse]
+    code.append(_instruction(_LOAD, _NUMBER_OFFSET))
+    if machine == "x86_64":
+        code += [_instruction(_AT_LEAST, _FIRST_X32_CALL, 0, 1), refuse]
+    for numbers in _REFUSED.values():
+        if numbers[column] is not None:
+            code += [_instruction(_EQUAL, int(numbers[column] or 0), 0, 1), refuse]
+    # its flags lie in memory, which a filter cannot read; without it libraries take clone
+    code += [_instruction(_EQUAL, _CLONE3[column], 0, 1), _instruction(_RETURN, _REFUSE | errno.ENOSYS)]
+    code += _on_argument(_CLONE[column], 0, [_instruction(_ANY_BIT, _NEW_NAMESPACES, 0, 1), refuse])
+    families = [_instruction(_EQUAL, family, len(_SOCKET_FAMILIES) - place, 0) for place, family in enumerate(_SOCKET_FAMILIES)]
+    code += _on_argument(_SOCKET[column], 0, [*families, refuse])
+    shared = [_instruction(_AND, _SHARED_ANONYMOUS), _instruction(_EQUAL, _SHARED_ANONYMOUS, 0, 1), refuse]
+    code += _on_argument(_MMAP[column], 3, shared)
+    code += _on_argument(_FCNTL[column], 1, [_instruction(_EQUAL, _SET_PIPE_SIZE, 0, 1), refuse])
+    return b"".join([*code, _instruction(_RETURN, _ALLOW)])
+
+
+def _on_argument(number: int, argument: int, rules: list[bytes]) -> list[bytes]:
+    """Instructions that look at the lower half of an argument of one system call, and allow it when no rule refuses."""
+    # both architectures are little-endian, so that the lower half comes first
+    load = _instruction(_LOAD, _ARGUMENTS_OFFSET + 8 * argument)
+    body = [load, *rules, _instruction(_RETURN, _ALLOW)]
+    return [_instruction(_EQUAL, number, 0, len(body)), *body]
+
+
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+def install(libc: ctypes.CDLL, program: bytes) -> None:
+    """Put a filter on this process and all that it will start. It must have given up new privileges.
+
+    Raises:
+        OSError: the kernel takes none.
+    """
+    buffer = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
+    set_seccomp, mode_filter = 22, 2
+    if libc.prctl(set_seccomp, mode_filter, ctypes.c_char_p(header), 0, 0) == -1:
+        raise OSError(ctypes.get_errno(), "seccomp")
