@@ -14,9 +14,10 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping
-from decimal import Decimal
-from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from decimal import Decimal
 
 _SMALL = 1 << 62
 _LONGEST_NUMBER = 1 << 18
@@ -67,9 +68,10 @@ def _encode_rare(value: Any, other: Callable[[Any], Any]) -> Any:
         return {"bytes": value.hex()}
     if isinstance(value, range):
         return {"range": [encode(each, other) for each in (value.start, value.stop, value.step)]}
-    if isinstance(value, Decimal):
+    # to import these takes longer than most tests; whoever has one has imported them
+    if "decimal" in sys.modules and isinstance(value, sys.modules["decimal"].Decimal):
         return {"decimal": str(value)}
-    if isinstance(value, Fraction):
+    if "fractions" in sys.modules and isinstance(value, sys.modules["fractions"].Fraction):
         return {"fraction": [hex(value.numerator), hex(value.denominator)]}
     # a scalar of numpy or torch
     if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
@@ -118,7 +120,15 @@ def _range(parts: list[Any]) -> range:
     return made
 
 
+def _fraction(parts: list[Any]) -> Any:
+    from fractions import Fraction
+
+    return Fraction(_whole(parts[0]), _whole(parts[1]))
+
+
 def _decimal(text: str) -> Decimal:
+    from decimal import Decimal
+
     value = Decimal(text)
     # to compare it with a whole number takes as long as the power of ten that it stands for
     if value.is_finite() and abs(value.adjusted()) > 10_000:
@@ -133,7 +143,7 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "bytes": bytes.fromhex,
     "range": _range,
     "decimal": _decimal,
-    "fraction": lambda parts: Fraction(_whole(parts[0]), _whole(parts[1])),
+    "fraction": _fraction,
 }
 
 
