@@ -11,13 +11,28 @@ from types import SimpleNamespace
 
 import pytest
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from megarl.errors import ConfigError, RewardError
 from megarl.rollout import programs
 from megarl.rollout.environment import SingleTurn
-from megarl.rollout.programs import Limits, fault_of_isolation, fault_of_tests, forms, judge, process, sandbox, verdict
+from megarl.rollout.programs import (
+    Limits,
+    conversation,
+    fault_of_isolation,
+    fault_of_tests,
+    forms,
+    judge,
+    process,
+    sandbox,
+    verdict,
+)
 from megarl.rollout.programs.comparison import same_output, same_returned
 from megarl.rollout.programs.conversation import INSIDE
+from megarl.rollout.programs.inside import decode, encode
 from megarl.rollout.programs.process import file_of, python_command, running, text_in
+from megarl.rollout.programs.statements import reason_against
 from megarl.rollout.reward_pool import RewardPool, score_of
 from megarl.rollout.rewards import RewardSpec, Task, get_reward
 from tests.tiers import sampled
@@ -35,9 +50,9 @@ def fenced(code: str, before: str = "") -> str:
 def result_of(code: str, limits: Limits) -> str:
     """What a program writes; empty where it does not end well."""
     task = json.dumps({"code": code, "function": "", "given_names": [], "given_modules": []})
-    with file_of(task) as source, file_of() as given, file_of() as written:
+    with file_of(task) as source, file_of() as nothing, file_of() as written:
         command = python_command(INSIDE, str(source.fileno()), "-1", "-1")
-        with running(command, limits, given, written, (source.fileno(),)) as started:
+        with running(command, limits, nothing, written, (source.fileno(),)) as started:
             code_of_end = started.wait()
         return text_in(written) if code_of_end == 0 else ""
 
@@ -152,6 +167,28 @@ def test_the_last_block_that_ends_is_the_program() -> None:
 
 
 @pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("```python\na\n```\nFor 1 2 it prints\n```\n3\n```", "a"),
+        ("```\ninput\n```\n```py\na\n```\n```\noutput\n```\nIt runs by\n```bash\npython a.py\n```", "a"),
+        ("```python\na\n```\n```python\nb\n```\n```\nc\n```", "b"),
+        ("```\na\n```\n```\nb\n```", "b"),
+        ("```\na\n```\n```json\nb\n```", "a"),
+        ("```python3.11\na\n```\n```\nb\n```", "a"),
+        ('```python title="a.py"\na\n```\n```\nb\n```', "a"),
+        ("```{.python}\na\n```\n```\nb\n```", "a"),
+        ("```python:a.py\na\n```\n```\nb\n```", "a"),
+        ("```pycon\n>>> a\n```\n```\nb\n```", "b"),
+        ("```cython\na\n```", None),
+        ("```python\na", None),
+    ],
+)
+def test_the_last_block_that_is_marked_as_python_is_the_program(response: str, program: str | None) -> None:
+    found = forms.program_in(response)
+    assert (found if found is None else found.strip()) == program
+
+
+@pytest.mark.parametrize(
     ("tests", "fault"),
     [
         ("12", "neither a list nor an object"),
@@ -185,10 +222,248 @@ def test_references_that_hold_no_tests_are_found(tests: str, fault: str) -> None
         ("", "1", False),
         ("nan", "nan", True),
         ("\n1", "1", False),
+        ("0.3333333", "0.33333333333", True),
+        ("0.33", "0.33333333333", False),
+        ("0", "0.0000001", True),
+        ("0.000002", "0.0", False),
+        ("1000000.5", "1000000.0", True),
+        ("1000002.0", "1000000.0", False),
+        ("1e-7", "0.0", True),
+        ("2.0000001", "2", False),
+        ("2", "2.0000001", True),
+        ("100000001", "100000000", False),
+        ("1e400", "1e500", False),
+        ("1e400", "1.0", False),
+        ("inf", "1e400", False),
+        ("nan", "1.0", False),
+        ("True", "1.0", False),
+        ("1_0", "10", False),
+        ("0x10", "16", False),
+        ("1e99999999", "1.0", False),
+        ("1.5.2", "1.5", False),
+        ("-.5", "-0.5", True),
+        ("\u0661", "1", False),
     ],
 )
 def test_outputs_are_compared_by_words_and_numbers(written: str, expected: str, same: bool) -> None:
     assert same_output(written, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "same"),
+    [
+        (1, 1, True),
+        (True, 1, False),
+        (1, True, False),
+        (True, 1.0, False),
+        (False, 0, False),
+        (None, 0, False),
+        (None, None, True),
+        (0, None, False),
+        (0.1 + 0.2, 0.3, True),
+        (0.300002, 0.3, False),
+        (3.0, 3, True),
+        (3.0000001, 3, False),
+        (3, 3.0, True),
+        (10**17 + 1, 10**17, False),
+        (10**400, 1.0, False),
+        (float("nan"), 1.0, False),
+        (float("inf"), 1.0, False),
+        (float("nan"), float("nan"), True),
+        ((1, (2,)), [1, [2]], True),
+        ([[0.1 + 0.2], {"a": (1.0000000001,)}], [[0.3], {"a": [1.0]}], True),
+        ([1, True], [1, 1], False),
+        ([1], [1, 2], False),
+        ({True: 4}, {"1": 4}, False),
+        ({True: 4}, {"true": 4}, True),
+        (10**400, float("inf"), False),
+        ({1: "a", None: 3, 2.5: 1}, {"1": "a", "null": 3, "2.5": 1}, True),
+        ({1: 2, "1": 2}, {"1": 2}, False),
+        ({1, 2}, [1, 2], False),
+        ("1", 1, False),
+        (b"a", "a", False),
+        (1 + 0j, 1, False),
+        (5, [5], True),
+        ([5], [[5]], True),
+        ([], [], True),
+        ("ab", ["a", "b"], False),
+    ],
+)
+def test_returned_values_are_compared_as_json(value: object, expected: object, same: bool) -> None:
+    assert same_returned(value, expected) is same
+
+
+PAIR = {"input": '"abc"', "output": '"cba"', "testtype": "functional"}
+CALL = [forms.Test(function="f", arguments=["abc"], expected="cba")]
+NAMED = json.dumps({"func_name": "f"})
+
+
+@pytest.mark.parametrize(
+    ("answer", "tests"),
+    [
+        ([{**PAIR, "metadata": NAMED}], CALL),
+        ([{**PAIR, "metadata": {"func_name": "f"}}], CALL),
+        (json.dumps([{**PAIR, "metadata": NAMED}]), CALL),
+        ({"public_test_cases": json.dumps([PAIR]), "private_test_cases": json.dumps([PAIR]), "metadata": NAMED}, CALL * 2),
+        ({"tests": [PAIR], "fn_name": "f"}, CALL),
+        ({"input_output": json.dumps({"fn_name": "f", "inputs": [["abc"]], "outputs": ["cba"]})}, CALL),
+        ({"fn_name": "f", "inputs": '[["abc"]]', "outputs": '["cba"]'}, CALL),
+        ({"test_cases": [{"type": "function_call", "fn_name": "f", "input": ["abc"], "output": "cba"}]}, CALL),
+        ([{"input": "1", "output": "2", "testtype": "stdin", "metadata": '{"func_name": null}'}], [forms.Test("1", "2")]),
+        ([{"type": "stdin_stdout", "input": "1", "output": "2"}], [forms.Test("1", "2")]),
+        ({"test_list": ["assert f(1) == 2"]}, [forms.Test(statement="assert f(1) == 2")]),
+        (
+            {"test_list": ["assert f(x)"], "test_setup_code": "x = 1", "test_imports": ["import math"], "challenge_test_list": []},
+            [forms.Test(statement="import math\nx = 1\nassert f(x)")],
+        ),
+        ({"test_list": '["assert f(1)"]'}, [forms.Test(statement="assert f(1)")]),
+    ],
+)
+def test_tests_in_the_forms_in_which_they_are_published(answer: object, tests: list[forms.Test]) -> None:
+    assert list(forms.tests_of(json.dumps(answer))) == tests
+
+
+def test_what_may_run_code_when_it_is_unpacked_is_refused() -> None:
+    """As private tests of one data set come: base 64 of a pickle."""
+    packed = "eJxrYJmayQABtVM0ejhKM5OLUotLGaYUT9EDAFwYB3I="
+    assert "is packed" in str(fault_of_tests(json.dumps({"private_test_cases": packed})))
+
+
+def test_statements_that_run_in_process_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """The first is named, then one each time that there are ten times as many."""
+    reward = get_reward(RewardSpec("code", {"isolation": "preferred", "isolated": False}))
+    assert reward.fault_of_reference is not None
+    outside, inside = "assert f(1) == 2", "import numpy as np\nassert np.allclose(f(1), 2)"
+    assert reward.fault_of_reference(json.dumps([outside] * 3)) is None and not caplog.messages
+    for _ in range(12):
+        assert reward.fault_of_reference(json.dumps([outside, inside])) is None
+    assert [message.partition(" run in")[0] for message in caplog.messages] == [
+        "code: 1 of the first 5 statements",
+        "code: 10 of the first 23 statements",
+    ]
+    assert "np.allclose" in caplog.messages[0] and "the module numpy is not there outside" in caplog.messages[0]
+    assert reward.fault_of_reference("12") is not None
+
+
+@pytest.mark.parametrize(
+    ("statement", "reason"),
+    [
+        ("assert f(1) == 2", None),
+        ("assert f(1) == 2, print('x') or f'{x!r}'", None),
+        ("f(1)", "asserts nothing"),
+        ("assert f(", "no Python"),
+        ("assert (f(1) == 2, 'wrong')", "always true"),
+        ("with raises(ValueError):\n    f(1)\n    assert 1", "With"),
+        ("import pytest\nassert f(1)", "pytest"),
+        ("from os import path\nassert f(1)", "os"),
+        ("assert np.allclose(f(1), 2)", "np"),
+        ("assert f(lambda x: x)", "given to the program"),
+        ("def g(x):\n    return x\nassert f(g)", "given to the program"),
+        ("assert f(1).__class__ == int", "__class__"),
+        ("assert '{0.real}'.format(f(1)) == '1'", "format"),
+        ("while True: assert f(1)", "While"),
+        ("try:\n    f(1)\n    assert 0\nexcept ValueError as e:\n    assert str(e)", "an exception"),
+        ("assert [y := f(1)]", "NamedExpr"),
+        ("assert f'{f(1)}' == '1'", "JoinedStr"),
+        ("assert __import__('os')", "__import__"),
+    ],
+)
+def test_what_is_evaluated_outside(statement: str, reason: str | None) -> None:
+    found = reason_against(statement)
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "assert 10 ** 10 ** 8 > f(1)",
+        "assert 1 << 10 ** 9 > f(1)",
+        "assert len('a' * 10 ** 9) > f(1)",
+        "assert len([0] * 10 ** 9) > f(1)",
+        "assert list(range(10 ** 9)) != f(1)",
+        "assert len(bytes(10 ** 9)) > f(1)",
+        "assert sum(1 for _ in range(10 ** 6)) > f(1)",
+        "assert 'a'.ljust(10 ** 9) != f(1)",
+        "assert ('ab' * 10 ** 5).replace('a', 'b' * 10 ** 5) != f(1)",
+        "assert '%1000000000d' % 3 != f(1)",
+        "def check(n):\n    check(n)\ncheck(1)\nassert f(1)",
+        "assert pow(9, 10 ** 8) > f(1)",
+        "assert (1).to_bytes(10 ** 9) != f(1)",
+    ],
+)
+def test_what_is_evaluated_outside_is_bounded(statement: str) -> None:
+    """It fails, and soon, whatever the program says."""
+    assert reason_against(statement) is None
+    assert judge(fenced("def f(x):\n    return 1"), json.dumps([statement]), PLAIN) == 0.0
+
+
+NUMBERS = st.one_of(st.integers(), st.integers(-(2**300), 2**300), st.floats(allow_nan=False), st.complex_numbers(allow_nan=False))
+LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(), st.binary(), st.decimals(allow_nan=False, places=3), st.fractions())
+KEYS = st.one_of(LEAVES, st.tuples(LEAVES, LEAVES), st.frozensets(LEAVES, max_size=3))
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.tuples(inner, inner), st.sets(KEYS, max_size=4), st.dictionaries(KEYS, inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+def typed(value: object) -> object:
+    """A value with the type of each of its parts, which equality does not see."""
+    if isinstance(value, dict):
+        return dict, [(typed(key), typed(each)) for key, each in value.items()]
+    if isinstance(value, list | tuple):
+        return type(value), [typed(each) for each in value]
+    if isinstance(value, set | frozenset):
+        return type(value), sorted((repr(typed(each)) for each in value if not isinstance(each, frozenset)))
+    return type(value), repr(value)
+
+
+def refuse(*_: object) -> None:
+    raise AssertionError("every value is plain")
+
+
+@given(VALUES)
+@settings(max_examples=100, deadline=None)
+def test_plain_values_come_back_as_they_were(value: object) -> None:
+    """By the text that goes through a pipe; types as well, which equality alone would not see."""
+    back = decode(json.loads(json.dumps(encode(value, refuse))), refuse)
+    assert back == value and typed(back) == typed(value)
+
+
+@pytest.mark.parametrize(
+    "coded",
+    [
+        {},
+        {"a": 1, "b": 2},
+        {"list": [1]},
+        {"int": 3},
+        {"int": "0x" + "f" * 300_000},
+        {"int": "zz"},
+        {"set": [[1]]},
+        {"set": 3},
+        {"dict": [[1]]},
+        {"dict": [[[], 1]]},
+        {"dict": {"a": 1}},
+        {"complex": ["a", "b"]},
+        {"bytes": "0"},
+        {"bytes": [1]},
+        {"range": [0, 10**12, 1]},
+        {"range": ["a"]},
+        {"decimal": "1e999999"},
+        {"decimal": {}},
+        {"fraction": ["0x1", "0x0"]},
+        {"object": "1"},
+        {"object": True},
+        {"object": {}},
+        {"builtin": "eval"},
+        {"eval": "1"},
+    ],
+)
+def test_what_is_no_plain_value_is_refused(coded: object) -> None:
+    with pytest.raises(ValueError):
+        decode(coded, conversation._remote)
 
 
 BOTH = [pytest.param(PLAIN, id="limits alone"), pytest.param(ISOLATED, id="namespaces", marks=needs_namespaces)]
