@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,11 +27,11 @@ from megarl.rollout.programs import (
     sandbox,
     verdict,
 )
-from megarl.rollout.programs.comparison import same_output, same_returned
 from megarl.rollout.programs.conversation import INSIDE
 from megarl.rollout.programs.inside import decode, encode
 from megarl.rollout.programs.process import file_of, python_command, running, text_in
 from megarl.rollout.programs.statements import reason_against
+from megarl.rollout.programs.verdict import same_output, same_returned
 from megarl.rollout.reward_pool import RewardPool, score_of
 from megarl.rollout.rewards import RewardSpec, Task, get_reward
 from tests.tiers import sampled
@@ -416,7 +415,7 @@ def typed(value: object) -> object:
     if isinstance(value, list | tuple):
         return type(value), [typed(each) for each in value]
     if isinstance(value, set | frozenset):
-        return type(value), sorted((repr(typed(each)) for each in value if not isinstance(each, frozenset)))
+        return type(value), sorted(repr(typed(each)) for each in value if not isinstance(each, frozenset))
     return type(value), repr(value)
 
 
@@ -536,9 +535,7 @@ def test_what_a_program_in_namespaces_cannot_reach() -> None:
     there = Path("/tmp") / f"megarl-test-{os.getpid()}"
     there.write_text("x")
     try:
-        assert (
-            result_of(f"import os\nprint(os.path.exists({str(there)!r}), os.listdir('.'), os.getcwd())", ISOLATED) == "False [] /tmp\n"
-        )
+        assert result_of(f"import os\nprint(os.path.exists({str(there)!r}), os.listdir('.'), os.getcwd())", ISOLATED) == "False [] /tmp\n"
     finally:
         there.unlink()
     assert result_of("open('own', 'w').write('x' * 999)\nprint(open('own').read()[:3])", ISOLATED) == "xxx\n"

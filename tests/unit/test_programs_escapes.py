@@ -69,12 +69,14 @@ PROBES: dict[str, tuple[str, bool]] = {
     "to change its root": ("os.open('/', os.O_TMPFILE | os.O_RDWR) and reach()", True),
     # processes of the machine
     "environment of another process": (
-        "for each in filter(str.isdecimal, os.listdir('/proc')):\n    try: found = open(f'/proc/{{each}}/environ', 'rb').read()\n"
+        "for each in filter(str.isdecimal, os.listdir('/proc')):\n    "
+        "try: found = open(f'/proc/{{each}}/environ', 'rb').read()\n"
         "    except OSError: continue\n    {mark!r}.encode() in found and reach()",
         True,
     ),
     "command of another process": (
-        "for each in filter(str.isdecimal, os.listdir('/proc')):\n    try: found = open(f'/proc/{{each}}/cmdline', 'rb').read()\n"
+        "for each in filter(str.isdecimal, os.listdir('/proc')):\n    "
+        "try: found = open(f'/proc/{{each}}/cmdline', 'rb').read()\n"
         "    except OSError: continue\n    {mark!r}.encode() in found and reach()",
         False,
     ),
@@ -98,7 +100,12 @@ PROBES: dict[str, tuple[str, bool]] = {
     "raw packets": ("socket.socket(socket.AF_INET, socket.SOCK_RAW, 1) and reach()", True),
     "the kernel's ciphers": ("socket.socket(socket.AF_ALG, socket.SOCK_SEQPACKET) and reach()", False),
     # devices
-    "any device": ("for each in {devices!r}:\n    try: os.close(os.open(each, os.O_RDONLY | os.O_NONBLOCK))\n    except OSError: continue\n    reach()", True),
+    "any device": (
+        "for each in {devices!r}:\n    "
+        "try: os.close(os.open(each, os.O_RDONLY | os.O_NONBLOCK))\n    "
+        "except OSError: continue\n    reach()",
+        True,
+    ),
     "a block device of its own": ("os.mknod({mark!r}, 0o600 | stat.S_IFBLK, os.makedev(7, 0))\nreach()", True),
     "a character device of its own": ("os.mknod({mark!r}, 0o600 | stat.S_IFCHR, os.makedev(1, 1))\nreach()", True),
     "mode of the machine's null": ("os.chmod('/dev/null', 0o666)\nreach()", True),
@@ -114,7 +121,8 @@ PROBES: dict[str, tuple[str, bool]] = {
     "shared memory of a device": ("mmap.mmap(os.open('/dev/zero', os.O_RDWR), 4096) and reach()", False),
     "large pipes": ("fcntl.fcntl(os.pipe()[0], 1031, 1 << 18) and reach()", False),
     "large files in memory": (
-        "for each in range(40):\n    file = open(f'/dev/shm/{mark}{{each}}', 'wb', buffering=0)\n    os.unlink(file.name)\n"
+        "for each in range(40):\n    file = open(f'/dev/shm/{mark}{{each}}', 'wb', buffering=0)\n    "
+        "os.unlink(file.name)\n"
         "    kept.append(file)\n    file.write(bytes(1 << 20))\nreach()",
         False,
     ),
@@ -133,7 +141,10 @@ PROBES: dict[str, tuple[str, bool]] = {
         "libc.process_vm_readv(os.getpid(), piece, 1, piece, 1, 0) == 8 and reach()",
         False,
     ),
-    "to mount": ("os.mkdir({mark!r})\nlibc.mount(b'none', {mark!r}.encode(), b'tmpfs', 0, None) == 0 and (libc.umount({mark!r}.encode()), reach())", True),
+    "to mount": (
+        "os.mkdir({mark!r})\nlibc.mount(b'none', {mark!r}.encode(), b'tmpfs', 0, None) == 0 and (libc.umount({mark!r}.encode()), reach())",
+        True,
+    ),
     "to open a file system": ("call(430, b'tmpfs', 0) >= 0 and reach()", True),
     "to copy a tree of mounts": ("call(428, -100, b'/', 1) >= 0 and reach()", True),
     "namespaces of users": ("libc.unshare(0x10000000) == 0 and reach()", False),
@@ -158,7 +169,10 @@ PROBES: dict[str, tuple[str, bool]] = {
     "a key": ("call(numbers(x86_64=248, aarch64=217), b'user', {mark!r}.encode(), b'x', 1, -2) >= 0 and reach()", False),
     "a keyring": ("call(numbers(x86_64=250, aarch64=219), 0, -3, 0, 0, 0) >= 0 and reach()", False),
     # parts of the kernel
-    "programs of the kernel": ("call(numbers(x86_64=321, aarch64=280), 0, struct.pack('4I', 2, 4, 4, 1) + bytes(56), 72) >= 0 and reach()", True),
+    "programs of the kernel": (
+        "call(numbers(x86_64=321, aarch64=280), 0, struct.pack('4I', 2, 4, 4, 1) + bytes(56), 72) >= 0 and reach()",
+        True,
+    ),
     "counters of the processor": (
         "wanted = struct.pack('IIQ', 1, 112, 0) + bytes(96)\ncall(numbers(x86_64=298, aarch64=241), wanted, 0, -1, -1, 0) >= 0 and reach()",
         True,
@@ -169,7 +183,8 @@ PROBES: dict[str, tuple[str, bool]] = {
     # what it is given
     "environment of the run": ("{mark!r} in str(os.environ) and reach()", False),
     "descriptors of the run": (
-        "for each in range(3, 64):\n    try: is_ours = os.readlink(f'/proc/self/fd/{{each}}') == {secret!r}\n    except OSError: continue\n"
+        "for each in range(3, 64):\n    "
+        "try: is_ours = os.readlink(f'/proc/self/fd/{{each}}') == {secret!r}\n    except OSError: continue\n"
         "    is_ours and reach()",
         False,
     ),
@@ -216,7 +231,10 @@ def probe(name: str, machine: dict[str, object]) -> str:
     code = textwrap.indent(PROBES[name][0].format(**machine), "    ")
     start = f"import fcntl, mmap, socket, stat, struct, subprocess, threading, time\n{CALLS}kept = []\n"
     reach = "def reach():\n    print('reached', flush=True)\n    os._exit(0)\n"
-    connect = "def connect(family, address):\n    kept.append(socket.socket(family))\n    kept[-1].settimeout(5)\n    kept[-1].connect(address)\n    return 1\n"
+    connect = (
+        "def connect(family, address):\n    kept.append(socket.socket(family))\n    "
+        "kept[-1].settimeout(5)\n    kept[-1].connect(address)\n    return 1\n"
+    )
     return f"{start}{reach}{connect}try:\n{code}\nexcept Exception as error:\n    print('refused', type(error).__name__, error)\n"
 
 
@@ -312,7 +330,10 @@ def test_who_it_is_inside() -> None:
 
 
 def test_one_limit_holds_for_all_its_files() -> None:
-    fill = "for place in ('/tmp', '/dev/shm'):\n    for each in range(5): open(f'{place}/{each}', 'wb', buffering=0).write(bytes(1 << 18))\nprint(1)"
+    fill = (
+        "for place in ('/tmp', '/dev/shm'):\n    "
+        "for each in range(5): open(f'{place}/{each}', 'wb', buffering=0).write(bytes(1 << 18))\nprint(1)"
+    )
     assert inside(fill, Limits(20.0, file_mb=4)) == "1\n"
     assert inside(fill, Limits(20.0, file_mb=2)) == ""
 
@@ -387,7 +408,8 @@ def test_a_program_that_forks_twice_is_gone_with_its_test() -> None:
     code = (
         "import os, signal, time\nfor number in (1, 2, 15): signal.signal(number, signal.SIG_IGN)\n"
         f"if not os.fork():\n    os.setsid()\n    if not os.fork():\n        open('{MARK}', 'w')\n"
-        f"        import ctypes\n        ctypes.CDLL(None).prctl(15, b'{MARK[:8]}-twice')\n        time.sleep(600)\n    os._exit(0)\n"
+        f"        import ctypes\n        ctypes.CDLL(None).prctl(15, b'{MARK[:8]}-twice')\n        "
+        f"time.sleep(600)\n    os._exit(0)\n"
         f"while not os.path.exists('{MARK}'): pass\nprint(1)"
     )
     assert inside(code) == "1\n"

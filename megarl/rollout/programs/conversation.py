@@ -1,7 +1,7 @@
 """A program that was run and now answers requests, seen from outside its process.
 
-Whatever comes back is data: the program can write what it likes to the pipe. Nothing of it is executed, and each value
-is built anew from Python's own plain types.
+Whatever comes back is data: the program can write what it likes to the pipe. Nothing of it is executed, and
+each value is built anew from Python's own plain types.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Remote:
 class Conversation:
     """Requests to a program, one after the other.
 
-    Each raises ``EndedError``, ``RaisedError``, or a ``ValueError`` or ``RecursionError`` where what comes back is no answer.
+    Each raises ``EndedError``, ``RaisedError``, or a ``ValueError`` or ``RecursionError`` where what comes
+    back is no answer.
 
     Args:
         process: of its supervisor.
@@ -94,7 +95,8 @@ class Conversation:
     def run(self, statement: str) -> bool:
         """Whether a statement runs to its end in the program's own process, as that process says.
 
-        A token that is sent afterwards has to come back, so that nothing which was written before is taken for it.
+        A token that is sent afterwards has to come back, so that nothing which was written before is taken
+        for it.
         """
         self._answer({"do": "run", "statement": statement})
         token = os.urandom(16).hex()

@@ -21,7 +21,8 @@ class Test:
     Attributes:
         given: what it reads from standard input.
         expected: what it has to write there, or the function has to return; None for a statement.
-        function: name of what is called, at the top level or a method of ``Solution``; empty where nothing is.
+        function: name of what is called, at the top level or a method of ``Solution``; empty where nothing
+            is.
         arguments: of the call.
         statement: that has to run without an error after the program; empty for none.
     """
@@ -55,14 +56,14 @@ def program_in(response: str) -> str | None:
 def tests_of(answer: str) -> tuple[Test, ...]:
     """Return the tests that a reference answer holds as JSON, in one of the forms that data sets have.
 
-    * ``{"inputs": [...], "outputs": [...]}`` for programs that read and write text, with ``"fn_name"`` for a function that is
-      called with each list of arguments (APPS, TACO).
-    * ``[{"input", "output"}, ...]``, of which those with ``"testtype": "functional"`` or ``"type": "function_call"`` call the
-      function ``"fn_name"`` or ``metadata.func_name`` with arguments that are written as JSON, one a line (LiveCodeBench). Lists of
-      such tests also stand under ``public_test_cases``, ``private_test_cases``, ``test_cases`` and ``tests`` of an object, beside
-      the ``metadata`` of all.
-    * Statements, ``["assert f(2) == 4", ...]``, also under ``test_list`` and ``challenge_test_list`` of an object, beside
-      ``test_setup_code`` and ``test_imports`` (MBPP).
+    * ``{"inputs": [...], "outputs": [...]}`` for programs that read and write text, with ``"fn_name"`` for a
+      function that is called with each list of arguments (APPS, TACO).
+    * ``[{"input", "output"}, ...]``, of which those with ``"testtype": "functional"`` or ``"type":
+      "function_call"`` call the function ``"fn_name"`` or ``metadata.func_name`` with arguments that are
+      written as JSON, one a line (LiveCodeBench). Lists of such tests also stand under ``public_test_cases``,
+      ``private_test_cases``, ``test_cases`` and ``tests`` of an object, beside the ``metadata`` of all.
+    * Statements, ``["assert f(2) == 4", ...]``, also under ``test_list`` and ``challenge_test_list`` of an
+      object, beside ``test_setup_code`` and ``test_imports`` (MBPP).
 
     Each part may itself be written as JSON text.
 

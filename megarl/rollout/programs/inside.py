@@ -1,8 +1,8 @@
 """What runs in the program's process: it runs the program, then answers requests; and how plain values travel.
 
-The text of this file is given to a Python of its own, so that it imports the standard library alone. Nothing that it
-does protects anybody, because the program can take its place: who reads its answers takes them as data. What protects
-is that expected values do not come here.
+The text of this file is given to a Python of its own, so that it imports the standard library alone. Nothing
+that it does protects anybody, because the program can take its place: who reads its answers takes them as
+data. What protects is that expected values do not come here.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _LONGEST_RANGE = 1_000_000
 GIVEN_NAMES = ("typing", "operator", "math", "itertools", "functools", "collections", "heapq", "bisect")
 GIVEN_MODULES = (*GIVEN_NAMES, "copy", "datetime", "random", "re", "string", "sys")
 """What a program finds imported that stands for a method of ``Solution``, or a function that is called, as on the site
-that such tasks come from: all names of the former (of two modules that have one, the later module's), which hide none of
-Python's own; and each of the latter under its own name, where the program writes ``name.``, since ``bisect`` is a
-function too.
+that such tasks come from: all names of the former (of two modules that have one, the later module's), which
+hide none of Python's own; and each of the latter under its own name, where the program writes ``name.``,
+since ``bisect`` is a function too.
 """
 
 
@@ -219,7 +219,8 @@ def _main() -> None:
     sys.argv = ["program.py"]
     with os.fdopen(source, encoding="utf-8") as file:
         task = json.load(file)
-    # a module of its own: the program finds neither this file's names in its own, nor itself under another name
+    # a module of its own: the program finds neither this file's names in its own, nor itself under another
+    # name
     module = types.ModuleType("program" if asked >= 0 else "__main__")
     sys.modules[module.__name__] = module
     names = vars(module)

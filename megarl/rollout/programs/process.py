@@ -1,10 +1,11 @@
 """A program in a process of its own, within limits, under a supervisor.
 
-Limits of a process are those of Linux (``setrlimit``): address space, size of a file, open files. A supervisor beside
-it looks every few milliseconds how many processes and threads there are, how much memory they have together and how
-much time is over, and in the end kills all that the program started. In the sandbox (``sandbox``) no other memory can
-be had, and the program is the first process of its namespace, with which all others end. Outside of it a program can
-reach the network, write files, end the supervisor, and take memory that belongs to no process: ``env.isolation`` decides.
+Limits of a process are those of Linux (``setrlimit``): address space, size of a file, open files. A
+supervisor beside it looks every few milliseconds how many processes and threads there are, how much memory
+they have together and how much time is over, and in the end kills all that the program started. In the
+sandbox (``sandbox``) no other memory can be had, and the program is the first process of its namespace, with
+which all others end. Outside of it a program can reach the network, write files, end the supervisor, and take
+memory that belongs to no process: ``env.isolation`` decides.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def fault_of_isolation() -> str | None:
     """Return why programs cannot be isolated here, or None. Found by running one; logged once where they can."""
     if sys.platform != "linux":
         return "only Linux has namespaces"
-    # by a process of its own: this one may have threads, beside which no Python should run between fork and exec
+    # by a process of its own: this one may have threads, beside which no Python should run between fork and
+    # exec
     command = [sys.executable, "-m", "megarl.rollout.programs"]
     try:
         found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_START_SECONDS)
@@ -135,7 +137,8 @@ def running(
     Raises:
         RewardError: it cannot be started.
     """
-    # nothing of the run's own environment, which may hold credentials; a fixed seed of hashes, so that equal programs
+    # nothing of the run's own environment, which may hold credentials; a fixed seed of hashes, so that equal
+    # programs
     # write equal sets
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     with contextlib.ExitStack() as stack:
@@ -242,7 +245,8 @@ def _takes_too_much(limits: Limits) -> bool:
     processes = _descendants()
     if sum(map(_threads, processes)) > limits.processes:
         return True
-    # one alone is bounded by its address space, and until it is a program of its own it has the memory of the process that starts it
+    # one alone is bounded by its address space, and until it is a program of its own it has the memory of the
+    # process that starts it
     return len(processes) > 1 and sum(map(_resident, processes)) > limits.memory_mb << 20
 
 
@@ -281,8 +285,9 @@ def _resident(process: int) -> int:
 def _kill_descendants() -> None:
     """Kill and bury until none is left. Each is stopped when it is found, so that it makes no other while it waits to be killed.
 
-    A look may miss one that is made meanwhile, or whose sibling ends. When those before it are gone it is a child of this process, which
-    therefore never waits for a child without looking again, and is done when it has none.
+    A look may miss one that is made meanwhile, or whose sibling ends. When those before it are gone it is a
+    child of this process, which therefore never waits for a child without looking again, and is done when it
+    has none.
     """
     while True:
         stopped = set[int]()

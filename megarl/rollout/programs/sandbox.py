@@ -1,10 +1,11 @@
 """The sandbox of a program: namespaces of its own and a root that holds Python and system libraries, and nothing else.
 
-The root is an allow-list: directories of Python and of the system's libraries, read-only; a ``/proc`` with the program's
-own processes, read-only, without the rest of what is there; null, full, random and urandom as devices; and one file
-system in memory, of limited size, for ``/tmp`` and ``/dev/shm``. Files of the run, of its user and of other programs are
-not in it, nor are sockets and devices. The program has no capabilities and no way to get any, and a filter refuses
-system calls that it does not need (``system_calls``). Where the run is root, the program is user 65534.
+The root is an allow-list: directories of Python and of the system's libraries, read-only; a ``/proc`` with
+the program's own processes, read-only, without the rest of what is there; null, full, random and urandom as
+devices; and one file system in memory, of limited size, for ``/tmp`` and ``/dev/shm``. Files of the run, of
+its user and of other programs are not in it, nor are sockets and devices. The program has no capabilities and
+no way to get any, and a filter refuses system calls that it does not need (``system_calls``). Where the run
+is root, the program is user 65534.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Root:
     Attributes:
         machine: name of the architecture.
         base: directory over which the root is mounted while it is made.
-        places: real path of each file or directory, the path that it has inside, and whether it is a directory.
+        places: real path of each file or directory, the path that it has inside, and whether it is a
+            directory.
         links: paths of symbolic links, and what they point to.
         changes_user: programs become user 65534 of the machine; else they stay the user of the run.
     """
@@ -142,8 +144,10 @@ def start_inside(root: Root) -> tuple[int, int]:
     Raises:
         OSError: Linux grants no namespaces.
     """
-    # CPython's fork takes no flags. No thread of Python runs in this process, and the child soon becomes another
-    # program, so that what os.fork would do beside the call is not missed. PyDLL keeps the lock of the interpreter.
+    # CPython's fork takes no flags. No thread of Python runs in this process, and the child soon becomes
+    # another
+    # program, so that what os.fork would do beside the call is not missed. PyDLL keeps the lock of the
+    # interpreter.
     libc = ctypes.PyDLL(None, use_errno=True)
     wait_for, tell = os.pipe()
     zeros = [ctypes.c_long(0)] * 4

@@ -1,8 +1,8 @@
 """The system calls that a program of the model may not make, as a filter for Linux's seccomp.
 
-Namespaces and an allow-list root close files, processes and the network. A filter closes what is left: memory that
-belongs to no process and to no file system of limited size, sockets of families that no namespace holds, new
-namespaces, and parts of the kernel that a program never needs and that have had holes.
+Namespaces and an allow-list root close files, processes and the network. A filter closes what is left: memory
+that belongs to no process and to no file system of limited size, sockets of families that no namespace holds,
+new namespaces, and parts of the kernel that a program never needs and that have had holes.
 """
 
 from __future__ import annotations

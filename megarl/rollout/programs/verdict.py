@@ -1,9 +1,13 @@
 """The verdict about a program: which of its tests pass.
 
-Each test is a process of its own. Expected values stay outside of it: outputs and returned values are compared here, and
-a statement (``assert f(2) == 4``) is evaluated here, call by call. What cannot be evaluated so (see ``statements``) runs
-in the program's process, after the program: a program that takes that process over passes it, so such statements are
-counted when the data are read.
+Each test is a process of its own. Expected values stay outside of it: outputs and returned values are
+compared here, and a statement (``assert f(2) == 4``) is evaluated here, call by call. What cannot be
+evaluated so (see ``statements``) runs in the program's process, after the program: a program that takes that
+process over passes it, so such statements are counted when the data are read.
+
+A decimal number with a point or an exponent is met by one that differs by no more than 1e-6, or by that share
+of it. Whole numbers and all else have to be equal; truth values are no numbers. A tuple is equal to a list,
+as in JSON. In a statement, what Python says holds.
 """
 
 from __future__ import annotations
@@ -13,11 +17,11 @@ import logging
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
-from megarl.rollout.programs.comparison import same_output, same_returned
 from megarl.rollout.programs.conversation import INSIDE, EndedError, RaisedError, conversation
 from megarl.rollout.programs.forms import Test, program_in, tests_of
 from megarl.rollout.programs.inside import GIVEN_MODULES, GIVEN_NAMES
@@ -29,6 +33,12 @@ logger = logging.getLogger(__name__)
 _LEAST_SECONDS = 0.05
 """In which no program starts, so that a test with no more is not begun."""
 
+TOLERANCE = 1e-6
+"""Absolute, and relative to the expected number."""
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,6})?", re.ASCII)
+_WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
+
 
 def judge(response: str, answer: str, limits: Limits, partial: bool = False, seconds: float = math.inf) -> float:
     """Return 1.0 when the program of a response passes all tests, else 0.0.
@@ -38,8 +48,9 @@ def judge(response: str, answer: str, limits: Limits, partial: bool = False, sec
         answer: the tests, see ``tests_of``.
         limits: of the program, for each test.
         partial: return the share of the tests that pass.
-        seconds: for all tests together, with ``partial``: each has its part of what is left, so that one that does not end leaves time for
-            the others, and those that were cut short have what is left in the end. A test whose time does not come has not passed.
+        seconds: for all tests together, with ``partial``: each has its part of what is left, so that one that
+            does not end leaves time for the others, and those that were cut short have what is left in the
+            end. A test whose time does not come has not passed.
 
     Raises:
         RewardError: the program cannot be started, for a reason that is not its own.
@@ -107,6 +118,81 @@ def _answers(task: dict[str, Any], test: Test, limits: Limits) -> bool | None:
             return False
         except EndedError:
             return None if program.process.wait() == STOPPED else False
+
+
+def same_output(written: str, expected: str) -> bool:
+    """Whether two outputs are equal but for white space around words, empty lines at the end, and decimal numbers."""
+    ours, theirs = written.rstrip().split("\n"), expected.rstrip().split("\n")
+    return len(ours) == len(theirs) and all(_same_line(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+def _same_line(written: str, expected: str) -> bool:
+    ours, theirs = written.split(), expected.split()
+    return len(ours) == len(theirs) and all(a == b or _same_number(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _same_number(written: str, expected: str) -> bool:
+    if not (_NUMBER.fullmatch(written) and _NUMBER.fullmatch(expected)):
+        return False
+    if Decimal(written) == Decimal(expected):
+        return True
+    # beyond the largest float all would be equal
+    ours, theirs = float(written), float(expected)
+    return _WHOLE.fullmatch(expected) is None and math.isfinite(ours) and math.isfinite(theirs) and _is_close(ours, theirs)
+
+
+def _is_close(value: float, expected: float) -> bool:
+    if not math.isfinite(expected):
+        return value == expected or (math.isnan(expected) and math.isnan(value))
+    return abs(value - expected) <= TOLERANCE * max(1.0, abs(expected))
+
+
+def same_returned(value: Any, expected: Any) -> bool:
+    """Whether what a function returned is what is expected, or the one member of a list that is.
+
+    Args:
+        value: plain, as ``inside.decode`` makes it.
+        expected: of the types of JSON.
+    """
+    if _same_value(value, expected):
+        return True
+    # some data sets put the one value that a function returns into a list
+    return isinstance(expected, list) and len(expected) == 1 and _same_value(value, expected[0])
+
+
+def _same_value(value: Any, expected: Any) -> bool:
+    if isinstance(expected, bool) or isinstance(value, bool):
+        return value is expected
+    if isinstance(expected, float):
+        return type(value) in (int, float) and _is_close(_as_float(value), expected)
+    if isinstance(expected, int):
+        return type(value) in (int, float) and bool(value == expected)
+    if isinstance(expected, list):
+        if type(value) not in (list, tuple) or len(value) != len(expected):
+            return False
+        return all(_same_value(ours, theirs) for ours, theirs in zip(value, expected, strict=True))
+    if isinstance(expected, Mapping):
+        return type(value) is dict and _same_mapping(value, expected)
+    return type(value) is type(expected) and bool(value == expected)
+
+
+def _same_mapping(value: dict[Any, Any], expected: Mapping[str, Any]) -> bool:
+    ours = {_key(key): each for key, each in value.items()}
+    return len(ours) == len(value) and ours.keys() == expected.keys() and all(_same_value(ours[key], expected[key]) for key in expected)
+
+
+def _key(key: Any) -> Any:
+    """Return a key as JSON writes it."""
+    if key is None or isinstance(key, bool):
+        return {None: "null", True: "true", False: "false"}[key]
+    return repr(key) if isinstance(key, int | float) else key
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
 
 
 def fault_of_tests(answer: str) -> str | None:

@@ -1,0 +1,99 @@
+"""What a statement about a program may use of Python's own: pure functions, and methods, none of which grows large."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import collections
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+_FUNCTIONS = (
+    *(abs, all, any, ascii, bin, bool, bytes, chr, complex, dict, divmod, enumerate, filter, float, frozenset, hex, int),
+    *(isinstance, iter, len, list, map, max, min, next, oct, ord, pow, range, repr, reversed, round, set, sorted, str),
+    *(sum, tuple, type, zip),
+)
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {function.__name__: function for function in _FUNCTIONS}
+
+ASKED_OF_OBJECTS = frozenset(
+    function.__name__ for function in (abs, bool, bytes, complex, dict, float, int, iter, len, next, repr, reversed, round, str)
+)
+"""Functions of one argument that an object of the program answers in its own process.
+
+The others take what it iterates over.
+"""
+
+EXCEPTIONS: Mapping[str, type[BaseException]] = {
+    name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)
+}
+
+_NOT_OF_MATHEMATICS = {"comb", "factorial", "perm"}
+"""Whose results grow too fast."""
+
+MODULES: Mapping[str, Mapping[str, Any]] = {
+    "math": {name: value for name, value in vars(math).items() if not name.startswith("_") and name not in _NOT_OF_MATHEMATICS},
+    "collections": {"Counter": collections.Counter},
+    "typing": {},
+    "__future__": {"annotations": None},
+}
+ALWAYS_OURS: Mapping[str, Any] = {"isclose": math.isclose, "Counter": collections.Counter}
+"""What programs import for their tests, and nobody asks them for."""
+
+VIEWS: tuple[type, ...] = (type({}.keys()), type({}.items()), type({}.values()))
+PLAIN = (str, bytes, list, tuple, dict, set, frozenset, bool, int, float, complex, range, collections.Counter, *VIEWS)
+METHODS_THAT_GROW = frozenset(("ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes", "replace", "join", "translate"))
+
+_LARGEST = 1_000_000
+"""Length of what an operation may make, and bits of numbers."""
+
+
+def refuse_growth(kind: type, left: Any, right: Any) -> None:
+    """Refuse an operation whose result may be far larger than what it is made of.
+
+    Raises:
+        MemoryError: it may.
+    """
+    if kind is ast.Mod and isinstance(left, str | bytes):
+        raise MemoryError("the width of a format is not known")
+    if kind not in (ast.Pow, ast.LShift, ast.Mult):
+        return
+    if isinstance(left, int) and isinstance(right, int):
+        bits = max(1, left.bit_length())
+        sizes = {ast.Pow: bits * abs(right), ast.LShift: bits + abs(right), ast.Mult: bits + right.bit_length()}
+        size = sizes[kind]
+    else:
+        size = math.prod(abs(each) if isinstance(each, int) else _length(each) for each in (left, right))
+    if size > _LARGEST:
+        raise MemoryError(f"what {kind.__name__} makes is too large")
+
+
+def _length(value: Any) -> int:
+    return len(value) if hasattr(value, "__len__") else 1
+
+
+def refuse_large(name: str, arguments: Sequence[Any]) -> None:
+    """Refuse to call a function whose result may be far larger than its arguments.
+
+    Raises:
+        MemoryError: it may.
+    """
+    if name == "pow" and len(arguments) == 2:
+        refuse_growth(ast.Pow, *arguments)
+    if name == "range" and len(range(*arguments)) > _LARGEST:
+        raise MemoryError("the range is too long")
+    if name == "bytes" and isinstance(arguments[0] if arguments else None, int) and arguments[0] > _LARGEST:
+        raise MemoryError("so many bytes are too many")
+
+
+def bounded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that refuses arguments with which its result may be large."""
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        values = [getattr(method, "__self__", None), *arguments, *keywords.values()]
+        sizes = [abs(value) if isinstance(value, int) else _length(value) for value in values]
+        if math.prod(max(1, size) for size in sizes) > _LARGEST:
+            raise MemoryError("its result may be too large")
+        return method(*arguments, **keywords)
+
+    return call
