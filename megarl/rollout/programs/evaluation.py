@@ -424,7 +424,7 @@ class _Interpreter:
         return value
 
     def _sendable(self, argument: Any) -> Any:
-        if isinstance(argument, VIEWS):
+        if type(argument) in VIEWS:
             return list(argument)
         if isinstance(argument, Iterator):
             return self._program.call(Remote(builtin="iter"), [list(argument)])
@@ -450,7 +450,7 @@ class _Interpreter:
                 return self._program.call(Remote(builtin=name), [value])
             arguments = [self._iterated(each) for each in arguments]
         refuse_large(name, arguments)
-        return function(*arguments, **keywords)
+        return FUNCTIONS[name](*arguments, **keywords)
 
     def _local(self, function: Remote) -> Callable[..., Any]:
         return lambda *arguments: self._program.call(function, arguments)

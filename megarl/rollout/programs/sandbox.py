@@ -49,7 +49,9 @@ NOBODY = 65534
 """The user and group that a program has inside, and outside too where the run is root."""
 
 WORK = "/tmp"
-"""The directory inside that a program starts in and can write to."""
+"""The directory inside that a program starts in."""
+
+_WRITABLE = (WORK, "/dev/shm")
 
 _OLD = "/.old"
 _STORE = "/.store"
@@ -226,6 +228,8 @@ def _build(libc: ctypes.CDLL, root: Root, store_mb: int) -> None:
     pivot = ctypes.c_long(_PIVOT_ROOT_CALL[root.machine])
     _checked(libc.syscall(pivot, root.base.encode(), (root.base + _OLD).encode()), "pivot_root")
     os.chdir("/")
+    # before what may have to be mounted below it: Python may lie in a directory of temporary files
+    _mount_store(libc, store_mb)
     for real, inside, is_directory in root.places:
         _bind(libc, _OLD + real, inside, is_directory)
     for path, target in root.links:
@@ -235,20 +239,26 @@ def _build(libc: ctypes.CDLL, root: Root, store_mb: int) -> None:
         _bind(libc, f"{_OLD}/dev/{device}", f"/dev/{device}", False)
     for name, target in _DEVICE_LINKS.items():
         os.symlink(target, f"/dev/{name}")
-    for path in (_STORE, WORK, "/dev/shm", "/proc"):
-        os.makedirs(path, exist_ok=True)
     _mount_proc(libc)
     _checked(libc.umount2(_OLD.encode(), _DETACH), "umount the old root")
     os.rmdir(_OLD)
-    _set_attributes(libc, "/", _READ_ONLY | _NO_SET_USER)
+    _set_attributes(libc, "/", _EVERYTHING_BELOW, _READ_ONLY | _NO_SET_USER, 0)
+    for path in _WRITABLE:
+        _set_attributes(libc, path, 0, 0, _READ_ONLY)
+
+
+def _mount_store(libc: ctypes.CDLL, store_mb: int) -> None:
+    """Mount one file system at two places, so that one limit holds for both."""
+    os.mkdir(_STORE)
     options = f"size={store_mb}m,nr_inodes={_STORE_FILES},mode=755"
     _mount(libc, "none", _STORE, "tmpfs", _NO_SET_USER | _NO_DEVICES, options)
-    # one file system at two places, so that one limit holds for both
-    for path in (WORK, "/dev/shm"):
-        os.makedirs(_STORE + path)
+    for path in _WRITABLE:
+        for each in (path, _STORE + path):
+            os.makedirs(each)
         os.chmod(_STORE + path, 0o1777)
         _mount(libc, _STORE + path, path, None, _BIND)
     _checked(libc.umount2(_STORE.encode(), _DETACH), "umount the store")
+    os.rmdir(_STORE)
 
 
 def _bind(libc: ctypes.CDLL, source: str, inside: str, is_directory: bool) -> None:
@@ -264,16 +274,17 @@ def _bind(libc: ctypes.CDLL, source: str, inside: str, is_directory: bool) -> No
 def _mount_proc(libc: ctypes.CDLL) -> None:
     """Mount ``/proc`` with the program's own processes alone; in a container that hides parts of it, none is granted."""
     flags = _READ_ONLY | _NO_SET_USER | _NO_DEVICES | _NO_EXECUTION
+    os.makedirs("/proc", exist_ok=True)
     with contextlib.suppress(OSError):
         _mount(libc, "none", "/proc", "proc", flags, "subset=pid")
 
 
-def _set_attributes(libc: ctypes.CDLL, path: str, attributes_on: int) -> None:
-    """Set attributes of a mount and of all below it, whatever attributes each has."""
-    attributes = (ctypes.c_uint64 * 4)(attributes_on, 0, 0, 0)
+def _set_attributes(libc: ctypes.CDLL, path: str, flags: int, on: int, off: int) -> None:
+    """Switch attributes of a mount on and off, whatever others it has; with ``_EVERYTHING_BELOW`` those below it too."""
+    attributes = (ctypes.c_uint64 * 4)(on, off, 0, 0)
     call = ctypes.c_long(_MOUNT_SETATTR_CALL)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    result = libc.syscall(call, _CURRENT_DIRECTORY, path.encode(), _EVERYTHING_BELOW, ctypes.byref(attributes), size)
+    result = libc.syscall(call, _CURRENT_DIRECTORY, path.encode(), flags, ctypes.byref(attributes), size)
     _checked(result, "mount_setattr")
 
 
