@@ -224,9 +224,10 @@ def _code(
         isolated = fault is None
     limits = programs.Limits(code_timeout_s, memory_mb, max_processes, max_file_mb, isolated=isolated)
     notice = (
-        f"programs of the model are not isolated ({fault}): they could reach the network, write files and end other processes"
+        f"programs of the model are not isolated ({fault}): they could read the expected outputs, reach the network, write files and end "
+        "other processes"
         if fault
-        else ""
+        else programs.notice_of_user()
     )
     seconds = _SHARE_OF_TESTS * timeout_s
     return Reward(

@@ -350,6 +350,7 @@ def test_statements_that_run_in_process_are_counted(caplog: pytest.LogCaptureFix
         ("assert f(1) == 2", None),
         ("assert f(1) == 2, print('x') or f'{x!r}'", None),
         ("f(1)", "asserts nothing"),
+        ("assert f(1) == " + "1 + " * 5000 + "1", "nested too deeply"),
         ("assert f(", "no Python"),
         ("assert (f(1) == 2, 'wrong')", "always true"),
         ("with raises(ValueError):\n    f(1)\n    assert 1", "With"),
@@ -606,8 +607,19 @@ def test_isolation_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match=r"env\.isolation = 'required': .*unshare: Operation not permitted.*preferred"):
         get_reward(RewardSpec("code"))
     reward = get_reward(RewardSpec("code", {"isolation": "preferred"}))
-    assert "could reach the network" in str(reward.notice)
+    assert "could read the expected outputs" in str(reward.notice)
     assert reward.judge(Task(fenced(ADDS), TEXT)) == 1.0
+
+
+@needs_namespaces
+def test_a_run_as_root_is_told_what_that_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process.os, "geteuid", lambda: 0)
+    sandbox.planned_root.cache_clear()
+    assert "the run is root" in get_reward(RewardSpec("code")).notice
+    monkeypatch.setattr(process.os, "geteuid", lambda: 1000)
+    assert get_reward(RewardSpec("code")).notice == ""
+    monkeypatch.undo()
+    sandbox.planned_root.cache_clear()
 
 
 @pytest.mark.parametrize("fault", [None, "unshare: Operation not permitted"])

@@ -5,7 +5,7 @@ supervisor and ``sandbox`` shuts it in, ``inside`` runs the program there and an
 ``statements`` and ``evaluation`` evaluate asserts outside.
 """
 
-from megarl.rollout.programs.process import Limits, fault_of_isolation
+from megarl.rollout.programs.process import Limits, fault_of_isolation, notice_of_user
 from megarl.rollout.programs.verdict import CheckedReferences, fault_of_tests, judge
 
-__all__ = ["CheckedReferences", "Limits", "fault_of_isolation", "fault_of_tests", "judge"]
+__all__ = ["CheckedReferences", "Limits", "fault_of_isolation", "fault_of_tests", "judge", "notice_of_user"]

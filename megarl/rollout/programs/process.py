@@ -103,6 +103,17 @@ def fault_of_isolation() -> str | None:
     return None
 
 
+def notice_of_user() -> str:
+    """Return what to know when the run's user is root; empty for any other."""
+    if os.geteuid() != 0:
+        return ""
+    who = "65534" if sandbox.planned_root().changes_user else "of this container's root, without capabilities"
+    return (
+        f"the run is root. Programs of the model are shut in, as user {who}; but should the kernel have a hole, the whole machine is "
+        "theirs. Start the run as another user"
+    )
+
+
 def fault_here() -> str | None:
     """Return why a program that does nothing cannot be run in the sandbox by this process, or None."""
     with file_of() as nothing, file_of() as written:

@@ -79,9 +79,14 @@ _NODES = (
 def reason_against(statement: str) -> str | None:
     """Return why a statement cannot be evaluated outside of the program, or None."""
     try:
-        tree = ast.parse(statement)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return _reason_against_tree(ast.parse(statement))
+    except (SyntaxError, ValueError):
         return "it is no Python"
+    except (RecursionError, MemoryError):
+        return "it is nested too deeply"
+
+
+def _reason_against_tree(tree: ast.Module) -> str | None:
     if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(tree)):
         return "it asserts nothing"
     functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
