@@ -30,7 +30,7 @@ from megarl.rollout.programs import (
 from megarl.rollout.programs.conversation import INSIDE
 from megarl.rollout.programs.inside import decode, encode
 from megarl.rollout.programs.process import file_of, python_command, running, text_in
-from megarl.rollout.programs.statements import reason_against
+from megarl.rollout.programs.statements import reason_against, reason_to_doubt
 from megarl.rollout.programs.verdict import same_output, same_returned
 from megarl.rollout.reward_pool import RewardPool, score_of
 from megarl.rollout.rewards import RewardSpec, Task, get_reward
@@ -336,10 +336,8 @@ def test_statements_that_run_in_process_are_counted(caplog: pytest.LogCaptureFix
     assert reward.fault_of_reference(json.dumps([outside] * 3)) is None and not caplog.messages
     for _ in range(12):
         assert reward.fault_of_reference(json.dumps([outside, inside])) is None
-    assert [message.partition(" run in")[0] for message in caplog.messages] == [
-        "code: 1 of the first 5 statements",
-        "code: 10 of the first 23 statements",
-    ]
+    counts = [message.partition(" pass ")[2].partition(" statements")[0] for message in caplog.messages]
+    assert counts == ["1 of the first 5", "10 of the first 23"]
     assert "np.allclose" in caplog.messages[0] and "the module numpy is not there outside" in caplog.messages[0]
     assert reward.fault_of_reference("12") is not None
 
@@ -350,6 +348,9 @@ def test_statements_that_run_in_process_are_counted(caplog: pytest.LogCaptureFix
         ("assert f(1) == 2", None),
         ("assert f(1) == 2, print('x') or f'{x!r}'", None),
         ("f(1)", "asserts nothing"),
+        ("import math\nassert math.factorial(3) == f(3)", "math.factorial"),
+        ("assert f(1) == datetime.date(2020, 1, 1)", "datetime"),
+        ("from fractions import Fraction\nassert f(1) == Fraction(1, 2)", None),
         ("assert f(1) == " + "1 + " * 5000 + "1", "nested too deeply"),
         ("assert f(", "no Python"),
         ("assert (f(1) == 2, 'wrong')", "always true"),
@@ -371,6 +372,23 @@ def test_statements_that_run_in_process_are_counted(caplog: pytest.LogCaptureFix
 def test_what_is_evaluated_outside(statement: str, reason: str | None) -> None:
     found = reason_against(statement)
     assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(
+    ("statement", "doubtful"),
+    [
+        ("assert P(1).swap() == P(2)", True),
+        ("assert f(1) in [g(1)]", True),
+        ("assert f(1) == 2", False),
+        ("assert f(f(1)) == len('a')", False),
+        ("x = 3\nassert f(x) == x", False),
+        ("def check(candidate):\n    assert candidate(1) == 2\ncheck(f)", False),
+    ],
+)
+def test_statements_that_compare_what_the_program_makes(statement: str, doubtful: bool) -> None:
+    """Whether two objects of its own are equal is its word."""
+    assert reason_against(statement) is None
+    assert (reason_to_doubt(statement) is not None) is doubtful
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,10 @@ STATEMENTS = [
     ("x = [2]\nf(x)\nassert x == [4]", f"{LYING}def f(x): x[0] = E()", True),
     ("assert sum([f(2), 1]) == 5", ODD.format(name="radd", value=5), False),
     ("assert round(f(2), 2) == 4.0", f"{LYING}    def __round__(self, n): return self\ndef f(x): return E()", True),
+    ("assert f(2) == Fraction(4, 1)", f"{LYING}Fraction = lambda *_: E()\ndef f(x): return E()", True),
+    ("assert f(2) == Decimal('4')", f"{LYING}Decimal = lambda *_: E()\ndef f(x): return E()", True),
+    ("assert f(2) == deque([4])", f"{LYING}deque = lambda *_: E()\ndef f(x): return E()", True),
+    ("assert Counter(f(2)) == Counter([4])", f"{LYING}Counter = lambda *_: E()\ndef f(x): return E()", True),
     ("assert f(2) is True", "import builtins\nbuiltins.True_ = 1\ndef f(x): return 1", False),
 ]
 
@@ -325,6 +329,11 @@ SOLVES: dict[str, tuple[str, object]] = {
     "named tuples and counters": (
         "from collections import Counter, namedtuple\nP = namedtuple('P', 'x y')\ndef f(t):\n    return P(1, 2), Counter(t)",
         ["assert f('aab') == ((1, 2), {'a': 2, 'b': 1})", "assert f('a')[0] == (1, 2)"],
+    ),
+    "exact numbers": (
+        "from fractions import Fraction\nfrom decimal import Decimal\nfrom collections import deque\n"
+        "def f(d):\n    d.rotate(1)\n    return Fraction(1, 3), Decimal('1.5'), d",
+        ["assert f(deque([1, 2])) == (Fraction(1, 3), Decimal('1.5'), deque([2, 1]))"],
     ),
     "numpy": (
         "import numpy as np\ndef f(x):\n    return np.array(x).mean()",

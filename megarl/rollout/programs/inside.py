@@ -71,6 +71,8 @@ def _encode_rare(value: Any, other: Callable[[Any], Any]) -> Any:
     # to import these takes longer than most tests; whoever has one has imported them
     if "decimal" in sys.modules and isinstance(value, sys.modules["decimal"].Decimal):
         return {"decimal": str(value)}
+    if "collections" in sys.modules and isinstance(value, sys.modules["collections"].deque):
+        return {"deque": [encode(each, other) for each in value]}
     if "fractions" in sys.modules and isinstance(value, sys.modules["fractions"].Fraction):
         return {"fraction": [hex(value.numerator), hex(value.denominator)]}
     # a scalar of numpy or torch
@@ -97,6 +99,10 @@ def decode(coded: Any, other: Callable[[str, Any], Any]) -> Any:
         raise ValueError("an object with one key is wanted")
     [(kind, content)] = coded.items()
     try:
+        if kind == "deque":
+            from collections import deque
+
+            return deque(decode(each, other) for each in content)
         if kind in _SEQUENCES:
             return _SEQUENCES[kind](decode(each, other) for each in content)
         if kind == "dict":

@@ -7,6 +7,8 @@ import builtins
 import collections
 import math
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 _FUNCTIONS = (
@@ -33,15 +35,24 @@ _NOT_OF_MATHEMATICS = {"comb", "factorial", "perm"}
 
 MODULES: Mapping[str, Mapping[str, Any]] = {
     "math": {name: value for name, value in vars(math).items() if not name.startswith("_") and name not in _NOT_OF_MATHEMATICS},
-    "collections": {"Counter": collections.Counter},
+    "collections": {"Counter": collections.Counter, "deque": collections.deque},
+    "decimal": {"Decimal": Decimal},
+    "fractions": {"Fraction": Fraction},
     "typing": {},
     "__future__": {"annotations": None},
 }
-ALWAYS_OURS: Mapping[str, Any] = {"isclose": math.isclose, "Counter": collections.Counter}
-"""What programs import for their tests, and nobody asks them for."""
+ALWAYS_OURS: Mapping[str, Any] = {
+    "isclose": math.isclose,
+    "Counter": collections.Counter,
+    "deque": collections.deque,
+    "Decimal": Decimal,
+    "Fraction": Fraction,
+}
+"""What expected values are made of; a program may not answer for it by a class of that name."""
 
 VIEWS: tuple[type, ...] = (type({}.keys()), type({}.items()), type({}.values()))
-PLAIN = (str, bytes, list, tuple, dict, set, frozenset, bool, int, float, complex, range, collections.Counter, *VIEWS)
+_RARE = (collections.Counter, collections.deque, Decimal, Fraction)
+PLAIN = (str, bytes, list, tuple, dict, set, frozenset, bool, int, float, complex, range, *VIEWS, *_RARE)
 METHODS_THAT_GROW = frozenset(("ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes", "replace", "join", "translate"))
 
 _LARGEST = 1_000_000

@@ -17,11 +17,13 @@ from megarl.rollout.programs.own_functions import ALWAYS_OURS, EXCEPTIONS, FUNCT
 _JUDGES = frozenset(
     (
         *("np", "numpy", "pd", "pandas", "pytest", "unittest", "torch", "scipy", "sympy", "random", "re"),
-        *("string", "copy", "itertools", "functools", "os", "sys"),
+        *("string", "copy", "itertools", "functools", "os", "sys", "datetime", "date", "timedelta", "OrderedDict"),
+        *("defaultdict", "cmath", "statistics", "json", "heapq", "bisect", "operator"),
     )
 )
 """Modules that a statement may take its measure from, so that the program may not answer for them."""
 
+_OURS = {*FUNCTIONS, *EXCEPTIONS, *MODULES, *ALWAYS_OURS}
 _NEVER = {"format", "format_map"}
 
 _NODES = (
@@ -138,6 +140,8 @@ def _reason_against_node(node: ast.AST) -> str | None:
             return f"{name} is not evaluated outside"
         case ast.Attribute(attr=name) if name.startswith("_") or name in _NEVER:
             return f"the attribute {name} is not read outside"
+        case ast.Attribute(value=ast.Name(id=module), attr=name) if name not in MODULES.get(module, {name: None}):
+            return f"{module}.{name} is not there outside"
         case ast.Import(names=names):
             wanted = [alias.name for alias in names if alias.name not in MODULES]
             return f"the module {wanted[0]} is not there outside" if wanted else None
@@ -151,6 +155,30 @@ def _reason_against_node(node: ast.AST) -> str | None:
         case ast.ExceptHandler(name=str()):
             return "it looks at an exception"
     return None
+
+
+def reason_to_doubt(statement: str) -> str | None:
+    """Return why a program may pass a statement without solving its task, though it is evaluated outside; or None."""
+    tree = ast.parse(statement)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [_names_of_program(each, tree) for each in (node.left, *node.comparators)]
+            if all(sides):
+                return "it compares what the program makes with what the program makes"
+    return None
+
+
+def _names_of_program(part: ast.AST, tree: ast.Module) -> set[str]:
+    return {node.id for node in ast.walk(part) if isinstance(node, ast.Name)} - _OURS - _names_made(tree)
+
+
+def _names_made(tree: ast.Module) -> set[str]:
+    """Names that a statement gives values to."""
+    nodes = list(ast.walk(tree))
+    made = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    made |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    return made | {(node.asname or node.name) for node in nodes if isinstance(node, ast.alias)}
 
 
 def holds(statement: str, program: Conversation) -> bool:
@@ -169,11 +197,6 @@ def holds(statement: str, program: Conversation) -> bool:
 
 def _functions_of_program(tree: ast.Module) -> frozenset[str]:
     """Names of Python's own functions that mean the program's: where a statement calls nothing else, these are tested."""
-    nodes = list(ast.walk(tree))
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    made = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
-    made |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-    made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    made |= {(node.asname or node.name) for node in nodes if isinstance(node, ast.alias)}
-    ours = {*FUNCTIONS, *EXCEPTIONS, *MODULES, *ALWAYS_OURS}
-    return frozenset() if names - ours - made else frozenset(names & {*FUNCTIONS, *ALWAYS_OURS} - made)
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    made = _names_made(tree)
+    return frozenset() if names - _OURS - made else frozenset(names & {*FUNCTIONS, *ALWAYS_OURS} - made)

@@ -26,7 +26,7 @@ from megarl.rollout.programs.conversation import INSIDE, EndedError, RaisedError
 from megarl.rollout.programs.forms import Test, program_in, tests_of
 from megarl.rollout.programs.inside import GIVEN_MODULES, GIVEN_NAMES
 from megarl.rollout.programs.process import STOPPED, Limits, file_of, python_command, running, text_in
-from megarl.rollout.programs.statements import holds, reason_against
+from megarl.rollout.programs.statements import holds, reason_against, reason_to_doubt
 
 logger = logging.getLogger(__name__)
 
@@ -205,13 +205,13 @@ def fault_of_tests(answer: str) -> str | None:
 
 
 class CheckedReferences:
-    """Looks for faults of references, and counts the statements that only the program's own process can tell about.
+    """Looks for faults of references, and counts the statements of which a program may decide itself.
 
     The first is logged, and each time that there are ten times as many.
     """
 
     def __init__(self) -> None:
-        self._statements = self._inside = 0
+        self._statements = self._doubtful = 0
         self._next_report = 1
 
     def __call__(self, answer: str) -> str | None:
@@ -222,20 +222,20 @@ class CheckedReferences:
             return str(error)
         for statement in statements:
             self._statements += 1
-            reason = reason_against(statement)
+            reason = reason_against(statement) or reason_to_doubt(statement)
             if reason is not None:
-                self._inside += 1
+                self._doubtful += 1
                 self._report(statement, reason)
         return None
 
     def _report(self, statement: str, reason: str) -> None:
-        if self._inside < self._next_report:
+        if self._doubtful < self._next_report:
             return
         self._next_report *= 10
         logger.warning(
-            "code: %d of the first %d statements run in the program's own process, where a program that sets out to can pass them "
-            "without solving its task. The last of them is %r: %s",
-            self._inside,
+            "code: a program that sets out to can pass %d of the first %d statements without solving its task. They run in its own "
+            "process, or compare what it makes itself. The last of them is %r: %s",
+            self._doubtful,
             self._statements,
             statement[:200],
             reason,
