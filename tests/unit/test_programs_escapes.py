@@ -52,6 +52,10 @@ PROBES: dict[str, tuple[str, bool]] = {
     "logs of the machine": ("os.listdir('/var') and reach()", False),
     "a link to a file": ("os.symlink({secret!r}, {mark!r})\nopen({mark!r}).read() and reach()", False),
     "above its root": ("open('/' + '../' * 20 + {secret!r}).read() and reach()", False),
+    "the root that was before": (
+        "for top in ('.', *os.listdir('/')):\n    try: open(f'/{{top}}' + {secret!r}).read() and reach()\n    except OSError: pass",
+        False,
+    ),
     "root of its parent": ("open('/proc/{parent}/root' + {secret!r}).read() and reach()", True),
     "another root": (
         "os.mkdir({mark!r})\nos.chroot({mark!r})\nfor _ in range(20): os.chdir('..')\nos.chroot('.')\nopen({secret!r}).read() and reach()",

@@ -1,4 +1,4 @@
-"""Says why programs cannot be isolated here, or nothing where they can: ``process.fault_of_isolation`` asks."""
+"""Print why programs cannot be isolated here, or nothing where they can. ``process.fault_of_isolation`` runs it."""
 
 import sys
 

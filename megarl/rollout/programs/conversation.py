@@ -93,7 +93,7 @@ class Conversation:
         return self._value(self._answer({"do": "solve", "name": name, "arguments": _encoded(list(arguments))}))
 
     def run(self, statement: str) -> bool:
-        """Whether a statement runs to its end in the program's own process, as that process says.
+        """Return whether a statement runs to its end in the program's own process, as that process says.
 
         A token that is sent afterwards has to come back, so that nothing which was written before is taken
         for it.

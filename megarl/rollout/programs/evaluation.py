@@ -58,7 +58,7 @@ _UNARY: Mapping[type, Callable[[Any], Any]] = {
     ast.Invert: operator.invert,
 }
 _OF_PYTHON = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, NameError)
-"""What operations and functions raise here, as they would inside."""
+"""Exceptions that operations and functions raise here, as they would inside."""
 
 
 class _Jump(Exception):
@@ -82,7 +82,7 @@ class _Return(_Jump):
 
 
 def runs_to_its_end(body: Sequence[ast.stmt], program: Conversation, tested: frozenset[str]) -> bool:
-    """Whether statements run without an exception.
+    """Return whether statements run without an exception.
 
     Args:
         body: of which ``statements.reason_against`` has nothing to say.
@@ -485,14 +485,14 @@ def _names_of(kind: type) -> list[str]:
 
 
 def _is_same(left: Any, right: Any) -> bool:
-    """Whether ``is`` holds. Values that came from a program are new objects: for them, whether type and value are the same."""
+    """Return whether ``is`` holds. Values that came from a program are new objects: for them, whether type and value are the same."""
     if isinstance(left, bool | type | Remote) or left is None or left is ... or isinstance(right, bool | type | Remote):
         return left is right
     return type(left) is type(right) and bool(left == right)
 
 
 def _update(argument: Any, changed: Any) -> None:
-    """Make a list, dictionary or set what the program has made of it."""
+    """Give a list, dictionary or set the contents that it has after a call of the program."""
     if type(argument) is not type(changed):
         return
     if isinstance(argument, list):

@@ -1,4 +1,4 @@
-"""What runs in the program's process: it runs the program, then answers requests; and how plain values travel.
+"""The host of a program, in the program's process: runs it, then answers requests. And the encoding of plain values.
 
 The text of this file is given to a Python of its own, so that it imports the standard library alone. Nothing
 that it does protects anybody, because the program can take its place: who reads its answers takes them as
@@ -25,7 +25,7 @@ _LONGEST_RANGE = 1_000_000
 
 GIVEN_NAMES = ("typing", "operator", "math", "itertools", "functools", "collections", "heapq", "bisect")
 GIVEN_MODULES = (*GIVEN_NAMES, "copy", "datetime", "random", "re", "string", "sys")
-"""What a program finds imported that stands for a method of ``Solution``, or a function that is called, as on the site
+"""Modules that a program finds imported which is a method of ``Solution``, or a function that is called, as on the site
 that such tasks come from: all names of the former (of two modules that have one, the later module's), which
 hide none of Python's own; and each of the latter under its own name, where the program writes ``name.``,
 since ``bisect`` is a function too.

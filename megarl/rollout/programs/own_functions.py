@@ -1,4 +1,4 @@
-"""What a statement about a program may use of Python's own: pure functions, and methods, none of which grows large."""
+"""Python's own functions and methods that a statement about a program may use: pure ones, with results of bounded size."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ALWAYS_OURS: Mapping[str, Any] = {
     "Decimal": Decimal,
     "Fraction": Fraction,
 }
-"""What expected values are made of; a program may not answer for it by a class of that name."""
+"""Makers of expected values, for which a program may not answer by a class of that name."""
 
 VIEWS: tuple[type, ...] = (type({}.keys()), type({}.items()), type({}.values()))
 _RARE = (collections.Counter, collections.deque, Decimal, Fraction)

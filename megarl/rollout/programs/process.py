@@ -262,7 +262,7 @@ def _takes_too_much(limits: Limits) -> bool:
 
 
 def _descendants(number: int = 0) -> list[int]:
-    """Processes that this one is an ancestor of. One whose parent is gone belongs to the first of its namespace, or to this one.
+    """Return the descendants of this process. An orphan belongs to the first process of its namespace, or to this one.
 
     Args:
         number: of a signal that each gets as soon as it is found; 0 for none.

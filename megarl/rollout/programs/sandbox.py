@@ -71,7 +71,7 @@ _CURRENT_DIRECTORY, _EVERYTHING_BELOW = -100, 0x8000
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """What a root holds of the machine.
+    """The parts of the machine that a root holds.
 
     Attributes:
         machine: name of the architecture.
@@ -125,7 +125,7 @@ def _is_covered(path: str, places: Iterable[str]) -> bool:
 
 
 def _links_to(path: str) -> Iterator[tuple[str, str]]:
-    """The symbolic links by which an executable is found."""
+    """Yield the symbolic links by which an executable is found."""
     while os.path.islink(path):
         target = os.readlink(path)
         yield path, target
@@ -133,13 +133,13 @@ def _links_to(path: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_mapped(file: str) -> bool:
-    """Whether user or group 65534 exists in this process's user namespace; in some containers only one user does."""
+    """Return whether user or group 65534 exists in this process's user namespace; in some containers only one user does."""
     rows = [list(map(int, line.split())) for line in Path(f"/proc/self/{file}").read_text().splitlines()]
     return any(first <= NOBODY < first + count for first, _, count in rows)
 
 
 def start_inside(root: Root) -> tuple[int, int]:
-    """Fork into new namespaces: the child's number and a file descriptor, or 0 and a file descriptor in the child.
+    """Fork into new namespaces. Return the child's number and a file descriptor; in the child, 0 and a file descriptor.
 
     The parent calls ``let_in`` with both, the child ``enter`` with its own.
 

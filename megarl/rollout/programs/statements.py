@@ -104,7 +104,7 @@ def _reason_against_tree(tree: ast.Module) -> str | None:
 
 
 def _lambdas_for_us(call: ast.Call) -> list[ast.expr]:
-    """The functions without a name that are given to a function of Python's own."""
+    """Return the lambdas that are given to a function of Python's own."""
     ours = isinstance(call.func, ast.Name) and call.func.id in FUNCTIONS
     ours = ours or (isinstance(call.func, ast.Attribute) and call.func.attr == "sort")
     passed = [*call.args, *(keyword.value for keyword in call.keywords)]
@@ -120,7 +120,7 @@ def _reason_against_call(node: ast.AST, functions: set[str]) -> str | None:
 
 
 def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but messages of asserts and annotations, which are not evaluated."""
+    """Yield all nodes but messages of asserts and annotations, which are not evaluated."""
     yield node
     for name, value in ast.iter_fields(node):
         if name in ("msg", "annotation", "returns") or (isinstance(node, ast.Raise) and name == "cause"):
@@ -173,7 +173,7 @@ def _names_of_program(part: ast.AST, tree: ast.Module) -> set[str]:
 
 
 def _names_made(tree: ast.Module) -> set[str]:
-    """Names that a statement gives values to."""
+    """Return the names that a statement gives values to."""
     nodes = list(ast.walk(tree))
     made = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     made |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
@@ -182,7 +182,7 @@ def _names_made(tree: ast.Module) -> set[str]:
 
 
 def holds(statement: str, program: Conversation) -> bool:
-    """Whether a statement runs to its end without an exception.
+    """Return whether a statement runs to its end without an exception.
 
     Args:
         statement: one that ``reason_against`` has nothing to say of.
@@ -196,7 +196,7 @@ def holds(statement: str, program: Conversation) -> bool:
 
 
 def _functions_of_program(tree: ast.Module) -> frozenset[str]:
-    """Names of Python's own functions that mean the program's: where a statement calls nothing else, these are tested."""
+    """Return names of Python's own functions that mean the program's: if a statement calls no other, it tests these."""
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     made = _names_made(tree)
     return frozenset() if names - _OURS - made else frozenset(names & {*FUNCTIONS, *ALWAYS_OURS} - made)

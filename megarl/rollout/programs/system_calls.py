@@ -139,7 +139,7 @@ def filter_program(machine: str) -> bytes:
 
 
 def _on_argument(number: int, argument: int, rules: list[bytes]) -> list[bytes]:
-    """Instructions that look at the lower half of an argument of one system call, and allow it when no rule refuses."""
+    """Return instructions that check the lower half of one argument of a system call, and allow it if no rule refuses."""
     # both architectures are little-endian, so that the lower half comes first
     load = _instruction(_LOAD, _ARGUMENTS_OFFSET + 8 * argument)
     body = [load, *rules, _instruction(_RETURN, _ALLOW)]

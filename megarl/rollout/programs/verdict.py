@@ -82,7 +82,7 @@ def _number_passed(code: str, tests: Sequence[Test], limits: Limits, deadline: f
 
 
 def _passes(code: str, test: Test, limits: Limits) -> bool | None:
-    """Whether a test passes; None where the program was ended for what it took."""
+    """Return whether a test passes; None where the program was ended for what it took."""
     task = _task(code, test)
     if test.function or test.statement:
         return _answers(task, test, limits)
@@ -121,7 +121,7 @@ def _answers(task: dict[str, Any], test: Test, limits: Limits) -> bool | None:
 
 
 def same_output(written: str, expected: str) -> bool:
-    """Whether two outputs are equal but for white space around words, empty lines at the end, and decimal numbers."""
+    """Return whether two outputs are equal but for white space around words, empty lines at the end, and decimal numbers."""
     ours, theirs = written.rstrip().split("\n"), expected.rstrip().split("\n")
     return len(ours) == len(theirs) and all(_same_line(*pair) for pair in zip(ours, theirs, strict=True))
 
@@ -148,7 +148,7 @@ def _is_close(value: float, expected: float) -> bool:
 
 
 def same_returned(value: Any, expected: Any) -> bool:
-    """Whether what a function returned is what is expected, or the one member of a list that is.
+    """Return whether what a function returned is what is expected, or the one member of a list that is.
 
     Args:
         value: plain, as ``inside.decode`` makes it.
@@ -205,7 +205,7 @@ def fault_of_tests(answer: str) -> str | None:
 
 
 class CheckedReferences:
-    """Looks for faults of references, and counts the statements of which a program may decide itself.
+    """A search for faults of references, which also counts the statements of which a program may decide itself.
 
     The first is logged, and each time that there are ten times as many.
     """
