@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import site
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +49,7 @@ def fenced(code: str, before: str = "") -> str:
 
 def result_of(code: str, limits: Limits) -> str:
     """What a program writes; empty where it does not end well."""
-    task = json.dumps({"code": code, "function": "", "given_names": [], "given_modules": []})
+    task = json.dumps({"code": code, "packages": site.getsitepackages(), "function": "", "given_names": [], "given_modules": []})
     with file_of(task) as source, file_of() as nothing, file_of() as written:
         command = python_command(INSIDE, str(source.fileno()), "-1", "-1")
         with running(command, limits, nothing, written, (source.fileno(),)) as started:

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import json
 import os
+import site
 import socket
 import stat
 import struct
@@ -244,7 +245,7 @@ def probe(name: str, machine: dict[str, object]) -> str:
 
 def inside(code: str, limits: Limits | None = None) -> str:
     """What a program writes in the sandbox."""
-    task = json.dumps({"code": code, "function": "", "given_names": [], "given_modules": []})
+    task = json.dumps({"code": code, "packages": site.getsitepackages(), "function": "", "given_names": [], "given_modules": []})
     with file_of(task) as source, file_of() as given, file_of() as written:
         command = python_command(INSIDE, str(source.fileno()), "-1", "-1")
         with running(command, limits or Limits(20.0, memory_mb=768), given, written, (source.fileno(),)) as started:

@@ -364,6 +364,7 @@ SOLVES: dict[str, tuple[str, object]] = {
         "import sys\ndata = sys.stdin.buffer.read().split()\nsys.stdout.buffer.write(b' '.join(data[::-1]))",
         {"inputs": ["a b c"], "outputs": ["c b a"]},
     ),
+    "exit": ("print(1)\nexit()\nprint(2)", {"inputs": [""], "outputs": ["1"]}),
     "a file of input": ("print(sum(map(int, open(0).read().split())))", {"inputs": ["1 2 3"], "outputs": ["6"]}),
     "deep recursion": (
         "import sys, threading\nsys.setrecursionlimit(10 ** 6)\nthreading.stack_size(1 << 26)\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import marshal
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +19,9 @@ from typing import Any
 from megarl.rollout.programs.inside import decode, encode
 from megarl.rollout.programs.process import LONGEST_OUTPUT, Limits, file_of, python_command, running
 
-INSIDE = (Path(__file__).parent / "inside.py").read_text(encoding="utf-8")
-"""The program that runs the model's."""
+_SOURCE = (Path(__file__).parent / "inside.py").read_text(encoding="utf-8")
+INSIDE = f"import marshal\nexec(marshal.loads({marshal.dumps(compile(_SOURCE, 'inside.py', 'exec'))!r}))"
+"""The program that runs the model's, compiled once and not in each process."""
 
 _PIECE = 1 << 16
 

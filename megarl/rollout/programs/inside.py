@@ -11,13 +11,16 @@ import builtins
 import json
 import operator
 import os
+import site
 import sys
 import types
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
 
+# typing takes longer to import than a test to run; the name alone tells a type checker
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from decimal import Decimal
+    from typing import Any
 
 _SMALL = 1 << 62
 _LONGEST_NUMBER = 1 << 18
@@ -158,7 +161,7 @@ class _Program:
 
     def __init__(self, names: dict[str, Any], given: Mapping[str, Any]) -> None:
         self._names, self._given = names, given
-        self._objects = list[Any]()
+        self._objects: list[Any] = []
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -225,6 +228,10 @@ def _main() -> None:
     sys.argv = ["program.py"]
     with os.fdopen(source, encoding="utf-8") as file:
         task = json.load(file)
+    # what a start without site leaves out and a program may use; the hooks that packages install take half of the time
+    sys.path += task["packages"]
+    site.setquit()
+    site.sethelper()
     # a module of its own: the program finds neither this file's names in its own, nor itself under another
     # name
     module = types.ModuleType("program" if asked >= 0 else "__main__")

@@ -62,8 +62,8 @@ class Limits:
 
 
 def python_command(source: str, *arguments: str) -> list[str]:
-    """Return the command that runs a text as a program of Python, without directories of the user."""
-    return [sys.executable, "-s", "-P", "-c", source, *arguments]
+    """Return the command that runs a text as a program of Python, without packages and what they do at every start."""
+    return [sys.executable, "-S", "-P", "-c", source, *arguments]
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import re
+import site
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -100,6 +101,7 @@ def _task(code: str, test: Test) -> dict[str, Any]:
     is_part = bool(test.function) or "Solution(" in test.statement
     return {
         "code": code,
+        "packages": site.getsitepackages(),
         "function": test.function,
         "given_names": GIVEN_NAMES if is_part else (),
         "given_modules": [name for name in GIVEN_MODULES if is_part and re.search(rf"(?<![\w.]){name}\.", code)],
