@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 from megarl.errors import DeadlineError
 from megarl.rollout.answers import gsm8k_answer
+from megarl.rollout.mathematics_answers import boxed_answer, outside_thoughts, stated_answer
+from megarl.rollout.mathematics_statements import agree, values_in
+from megarl.rollout.mathematics_text import unify
+from megarl.rollout.mathematics_values import library_agrees, or_none, silence_library
+from megarl.rollout.mathematics_words import is_unit
 from megarl.time_limit import OutOfTimeError, is_limited, time_limit
 
 CHECK_SECONDS = 5.0
@@ -20,10 +24,9 @@ _LONGEST_KEPT = 1000
 """Characters of a reference that is kept with what was read from it."""
 
 _DELIMITED = re.compile(r"\\boxed\s*\{|\\\(|\\\[|(?<!\\)\$.+(?<!\\)\$", re.DOTALL)
-_BASE = re.compile(r"\d_\{?\d")
-_UNIT = re.compile(r"\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}\s*(?:\^\s*(?:\d|\{\d+\}))?\s*$")
-"""A unit at the end, with its exponent: the library leaves it out, and no part of the value is lost by that."""
-
+_MARKED = re.compile(r"(?<!\\)\$\$.*?\$\$|(?<!\\)\$.*?(?<!\\)\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
+_HEDGE = re.compile(r"[0-9})$]\s+or\s+(?:\$|\\\()*[-+]?[0-9][^\n]*\s*\Z")
+_LONGEST_ENDING = 20_000
 _SPACING = re.compile(r"\\(?:left|right|[!,;: ])|\\text\s*(?=\{)|[\s$]")
 
 
@@ -32,12 +35,10 @@ class JudgementTimeoutError(DeadlineError):
 
 
 def math_verify(response: str, answer: str) -> float:
-    """1.0 when the last mathematical expression of the response equals the reference answer, else 0.0.
+    """Return 1.0 when the final answer of the response equals the reference answer, else 0.0.
 
-    A reference without ``\\boxed{}``, ``$...$``, ``\\(`` or ``\\[`` is taken as if the whole of it stood in a box: the library looks for
-    LaTeX in marked places alone, and of a bare ``3\\sqrt{13}`` would take the 3. What it cannot hold as one value (a number in another
-    base, a sum of unit vectors) is compared as text with the last box of the response. Boxes that stand close to each other, with only a
-    word or a comma between them, are one answer of several values to the library.
+    The final answer is what the last box holds, else what is stated after ``the answer is``, else the last expression that the library
+    finds. A reference without ``\\boxed{}``, ``$...$``, ``\\(`` or ``\\[`` is taken as if the whole of it were in a box.
 
     Args:
         response: the model's.
@@ -47,31 +48,51 @@ def math_verify(response: str, answer: str) -> float:
         JudgementTimeoutError: parsing and comparing took more than ``CHECK_SECONDS``, or than the caller's ``time_limit``. Signals do
             that, so only in the main thread.
     """
-    import math_verify as library
-
     with _time_limit(CHECK_SECONDS):
-        reference = _parsed(answer)
-        if _loses_a_part(answer, reference):
-            return float(_as_text(_last_box(response)) == _as_text(_last_box(answer) or answer))
-        return float(_or_none(lambda: library.verify(list(reference), _parse(response), timeout_seconds=None)) or False)
+        wanted = _reference(answer)
+        boxed = boxed_answer(response, values_in(wanted))
+        if boxed is not None:
+            return float(agree(wanted, boxed))
+        stated = stated_answer(response)
+        if stated is not None and (agree(wanted, stated) or not _DELIMITED.search(stated)):
+            return float(agree(wanted, stated))
+        ending = _ending(outside_thoughts(response))
+        return float(not _HEDGE.search(ending) and library_agrees(list(_parsed(answer)), _parse(ending)))
 
 
 def math_answer(response: str) -> str | None:
-    """The final answer of a response as text, by which a majority votes: its last box, else its last number; None where it has neither.
+    """Return the final answer of a response as text, by which a majority votes: its last box, else its last number; None without either.
 
     1/2 and 0.5 are two answers here: to compare every two by value would take the library as many calls as there are pairs.
     """
-    box = _last_box(response)
-    return _as_text(box) if box else gsm8k_answer(response, "flexible")
+    boxed = boxed_answer(response)
+    return _as_text(boxed) if boxed else gsm8k_answer(response, "flexible")
 
 
 def fault_of_reference(answer: str) -> str | None:
-    """Why nothing can be compared with this reference answer; None where it can."""
+    """Return why nothing can be compared with this reference answer; None where it can."""
     try:
         with _time_limit(CHECK_SECONDS):
             return None if _parsed(answer) else "no mathematical expression can be read from it"
     except JudgementTimeoutError:
         return f"it could not be read within {CHECK_SECONDS:g} s"
+
+
+def _reference(answer: str) -> str:
+    """Return what a reference holds: its boxes, else the whole of it, or the mathematics at the end of a sentence."""
+    boxed = boxed_answer(answer, 2)
+    if boxed is not None:
+        return boxed
+    marked = list(_MARKED.finditer(answer))
+    outside = re.findall(r"[^\W\d_]{2,}", _MARKED.sub(" ", answer))
+    if not marked or all(word in ("and", "or") or is_unit(word) for word in outside):
+        return answer
+    last = [marked[-1][0]]
+    for earlier, later in zip(marked[-2::-1], marked[:0:-1], strict=True):
+        if not re.fullmatch(r"\s*(?:,|;|and|or|,\s*and|,\s*or)\s*", answer[earlier.end() : later.start()]):
+            break
+        last.insert(0, earlier[0])
+    return ", ".join(last)
 
 
 def _parsed(answer: str) -> tuple[Any, ...]:
@@ -90,43 +111,17 @@ _parsed_before = lru_cache(maxsize=1024)(_parsed_now)
 def _parse(text: str) -> list[Any]:
     import math_verify as library
 
-    # Without a time limit of its own, and there is one here, the library warns at every call.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return _or_none(lambda: library.parse(text, parsing_timeout=None)) or []
+    silence_library()
+    return or_none(lambda: library.parse(unify(text), parsing_timeout=None)) or []
 
 
-def _or_none(compute: Callable[[], Any]) -> Any:
-    """Its value; None where it raises. Sympy raises errors of any class on text that only looks like mathematics."""
-    try:
-        return compute()
-    except Exception as error:
-        logging.getLogger(__name__).debug("not mathematics: %s", error)
-        return None
-
-
-def _loses_a_part(answer: str, parsed: tuple[Any, ...]) -> bool:
-    """Whether the library kept less of a reference than it says: fewer digits, or a number without its base."""
-    content = _UNIT.sub("", _last_box(answer) or answer)
-    kept = parsed[-1] if parsed and isinstance(parsed[-1], str) else content
-    if _BASE.search(content):
-        return True
-    # a decimal may be kept as a fraction, which has other digits
-    return "." not in content and len(re.findall(r"\d", kept)) < len(re.findall(r"\d", content))
-
-
-def _last_box(text: str) -> str:
-    """What stands in the last ``\\boxed{}``; empty where there is none or it does not end."""
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for place in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[start + len("\\boxed{") : place]
-    return ""
+def _ending(text: str) -> str:
+    """Return the last lines of a text, in which the library looks for an expression: its patterns are slow on long ones."""
+    return text if len(text) <= _LONGEST_ENDING else text[-_LONGEST_ENDING:].partition("\n")[2]
 
 
 def _as_text(expression: str) -> str:
-    """Without what changes how LaTeX looks and not what it says."""
+    """Return LaTeX without what changes how it looks and not what it says."""
     return re.sub(r"\{([^{}\\])\}", r"\1", _SPACING.sub("", expression))
 
 

@@ -1,0 +1,129 @@
+"""The final answer of a response to a problem of mathematics, as text: what its last boxes hold, else what it states in words."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_UNBRACED = re.compile(r"[^\s$]+")
+
+_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_STATED = re.compile(r"\b(?:answer|result)\b[*\s]*(?:\bis\b|:|=)[*:\s]*([^\n]+)", re.IGNORECASE)
+_END_OF_SENTENCE = re.compile(r"[.!?](?:\s+[A-Z(]|[*\s]*$)|,?\s(?:because|since|as|so|which|where)\b")
+
+# math delimiters and spaces may stand between a box and its unit
+_OUTSIDE_BOX = r"(?:\\[)\],;!: ]|[$~\s])*"
+_UNIT_AFTER_BOX = re.compile(
+    r"(?:\\[,;!: ]|[~\s])*((?:\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}\s*(?:\^\s*\{?\s*\d\s*\}?)?)+|\\?%|\^\s*(?:\{\s*\\circ\s*\}|\\circ))"
+)
+_ALTERNATIVE_AFTER_BOX = re.compile(
+    _OUTSIDE_BOX + r"((?:or|and)\s+(?:more|less|fewer|greater|higher|lower|above|below|over|under)\b|(?:or|and|/)\s*(?:\$|\\\()*[-+]?[\d.]+)"
+)
+_BETWEEN_VALUES = re.compile(
+    r"(?:\\(?:quad|qquad|text|mathrm|left|right)|\\[()\[\],;:! ]|[$\s{}~*,;&/]|\b(?:and|or)\b|[A-Za-z](?:_\{?\w\}?)?\s*=)*"
+)
+_CONNECTIVE = re.compile(r"[,;&/]|\b(?:and|or)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    start: int
+    end: int
+    content: str
+
+
+def boxed_answer(response: str, values: int = 1) -> str | None:
+    """Return what the last box holds, with a unit that follows it; None without a box.
+
+    Boxes inside ``<think>`` count only where there is no answer outside. Boxes joined by a comma, ``and`` or ``or`` are one answer of
+    several values. So are the last boxes, however far apart, where the reference has several values and the last box has one.
+
+    Args:
+        response: of a model.
+        values: number of values of the reference.
+    """
+    outside = outside_thoughts(response)
+    boxes = _boxes(outside)
+    if not boxes and _statement(outside) is None:
+        outside, boxes = response, _boxes(response)
+    if not boxes:
+        return None
+    joined = _joined_to_last(outside, boxes)
+    if len(joined) == 1 and values > 1 and not _CONNECTIVE.search(joined[0]):
+        joined = [box.content for box in boxes[-values:]]
+    joined[-1] += _after_box(outside, boxes[-1].end)
+    return ", ".join(dict.fromkeys(joined))
+
+
+def stated_answer(response: str) -> str | None:
+    """Return what a response without a box states: between ``<answer>`` tags, or after ``the answer is``; None without a statement."""
+    return _statement(outside_thoughts(response))
+
+
+def outside_thoughts(response: str) -> str:
+    """Return a response without its ``<think>...</think>``, which the prompt may have opened."""
+    return _THOUGHT.sub(" ", response).rpartition("</think>")[2] if "think>" in response else response
+
+
+def _statement(text: str) -> str | None:
+    tagged = _TAGGED.findall(text)
+    if tagged:
+        return str(tagged[-1]).strip() or None
+    stated = _STATED.findall(text)
+    if not stated:
+        return None
+    last = str(stated[-1])
+    end = _END_OF_SENTENCE.search(last)
+    return (last[: end.start()] if end else last).strip(" *\t") or None
+
+
+def _boxes(text: str) -> list[_Box]:
+    """Return the outermost boxes that are closed and not empty."""
+    closing = _closing_braces(text)
+    boxes: list[_Box] = []
+    for command in _BOX.finditer(text):
+        start, inside = command.span()
+        if boxes and start < boxes[-1].end:
+            continue
+        if inside in closing:
+            end = closing[inside] + 1
+            content = text[inside + 1 : end - 1]
+        elif text[inside : inside + 1] != "{" and (token := _UNBRACED.match(text, inside)):
+            end, content = token.end(), token[0]
+        else:
+            continue
+        if content.strip():
+            boxes.append(_Box(start, end, content))
+    return boxes
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    """Return the offset of the closing brace for that of each opening one. One pass, since a hostile text has thousands of them."""
+    opened: list[int] = []
+    closing: dict[int, int] = {}
+    for mark in _BRACE.finditer(text):
+        if mark[0] == "{":
+            opened.append(mark.start())
+        elif mark[0] == "}" and opened:
+            closing[opened.pop()] = mark.start()
+    return closing
+
+
+def _joined_to_last(text: str, boxes: list[_Box]) -> list[str]:
+    """Return the contents of the last box and of those before it that only connectives separate from the next."""
+    joined = [boxes[-1].content]
+    for box, later in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
+        between = text[box.end : later.start]
+        if not _CONNECTIVE.search(between) or not _BETWEEN_VALUES.fullmatch(between):
+            break
+        joined.insert(0, box.content)
+    return joined
+
+
+def _after_box(text: str, end: int) -> str:
+    """Return the unit or the alternative right after a box: ``\\boxed{5}\\text{ km}``, ``\\boxed{8}$ or more``."""
+    after = _UNIT_AFTER_BOX.match(text, end) or _ALTERNATIVE_AFTER_BOX.match(text, end)
+    return f" {after[1]}" if after else ""

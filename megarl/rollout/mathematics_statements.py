@@ -1,0 +1,430 @@
+"""Two final answers compared: lists, intervals, congruences, sequences, numbers in other bases, words, and values with units."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from megarl.rollout.mathematics_text import AND, CLOSE, OPEN, OR, closes_at_end, spell
+from megarl.rollout.mathematics_values import fractions_agree, matches_all, number, union_of, value_of, values_agree
+from megarl.rollout.mathematics_words import Words, plain_words, read_words, without_about, without_factors, words_agree
+
+LONGEST = 4000
+"""Characters of an answer that is read as mathematics; a longer one is right only if it is the reference itself."""
+
+_WORDS = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
+_BASE = re.compile(r"\(?\s*([0-9a-zA-Z]+)\s*\)?\s*_\s*\{?\s*(?:base\s*)?([0-9]+|two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\s*\}?")
+_IN_BASE = re.compile(rf"([0-9a-zA-Z]+)\s*{OPEN}(?:in )?base{CLOSE}\s*([0-9]+)")
+_RESIDUE = re.compile(rf"(.+?)\s*[,(]?\s*(?:{OPEN}(?:mod|modulo){CLOSE}|\\pmod|\bmod\b)\s*\{{?\s*\(?\s*([^)}}]+?)\s*\)?\s*\}}?\s*\)?")
+_NAME = r"(?:[A-Za-z]|\\[a-zA-Z]+)(?:_\{?\w+\}?|')*(?:\s*\(\s*[a-zA-Z]\s*\))?"
+_CONGRUENT = re.compile(rf"^\s*{_NAME}\s*\\equiv\s*")
+_ASSIGNED = re.compile(rf"\s*({_NAME})\s*=(?!=)\s*([^=]*)")
+_MEMBER = re.compile(rf"^\s*{_NAME}\s*\\in(?![a-z])\s*")
+_BUILDER = re.compile(rf"\\\{{\s*({_NAME})\s*(?:\\in\s*\\mathbb\{{R\}}\s*)?[|:]\s*(.*)\\\}}\s*$")
+_SEPARATORS = f",;{OR}{AND}"
+_COMPARED = re.compile(r"[<>=]|\\(?:le|ge|ne|in)(?![a-z])")
+_DECIMAL = re.compile(r"[-+]?\s*[0-9]*\.([0-9]+)")
+
+
+def agree(reference: str, response: str) -> bool:
+    """Return whether a final answer says what the reference says, both as they stand in a box or in the data."""
+    if max(len(reference), len(response)) > LONGEST:
+        return reference.strip() == response.strip()
+    spelled = spell(reference), spell(response)
+    if _spelled_agree(*spelled):
+        return True
+    # 2e-1 is 0.2 to most and 2e - 1 to some; 1,234 is one number to most and two values to some
+    other = _read_otherwise(reference)
+    return other is not None and _spelled_agree(spell(other), spelled[1])
+
+
+def values_in(reference: str) -> int:
+    """Return how many values a reference has: those of a list or a set, else 1."""
+    text = spell(reference) if len(reference) <= LONGEST else ""
+    return max(1, len(_split(_without_braces(text))))
+
+
+def _read_otherwise(text: str) -> str | None:
+    if re.search(r"[0-9]e[-+][0-9]", text):
+        return re.sub(r"([0-9])e([-+])", r"\1 e \2", text)
+    return None
+
+
+def _spelled_agree(reference: str, response: str) -> bool:
+    if not reference or not response:
+        return False
+    if _squeezed(reference) == _squeezed(response) and number(reference) is None:
+        return True
+    for kind in (_approximations_agree, _sequences_agree, _residues_agree, _bases_agree):
+        verdict = kind(reference, response)
+        if verdict is not None:
+            return verdict
+    return _lists_agree(reference, response)
+
+
+def _squeezed(text: str) -> str:
+    """Return a text without what changes how it looks and not what it says."""
+    return re.sub(r"\{([^{}\\])\}", r"\1", re.sub(r"(?<![0-9])\s|\s(?![0-9])", "", text))
+
+
+# ---- kinds that decide by themselves: True, False, or None where neither side is of that kind
+
+
+def _approximations_agree(reference: str, response: str) -> bool | None:
+    """Compare where one side says that it is an approximation.
+
+    A reference that says so asks for a tolerance: half a unit of its last digit. A response that says so is right only against a decimal
+    with these digits, or where it gives an exact value as well, to which its decimal fits.
+    """
+    wanted, given = _approximation(reference), _approximation(response)
+    if wanted is None and given is None:
+        return None
+    if wanted is not None:
+        exact, about = wanted
+        candidates = [response] if given is None else [each for each in given if each]
+        if exact and any(_spelled_agree(exact, each) for each in candidates):
+            return True
+        return any(_is_near(about, each) for each in candidates)
+    assert given is not None
+    exact, about = given
+    if exact and not _is_near(about, exact):
+        return False
+    if exact and _spelled_agree(reference, exact):
+        return True
+    return _DECIMAL.match(_WORDS.sub("", reference).strip()) is not None and _spelled_agree(reference, about)
+
+
+def _approximation(text: str) -> tuple[str, str] | None:
+    """Return the exact value (or nothing) and the approximate one of a text that says ``\\approx`` or ``about``."""
+    before, sign, after = text.rpartition("\\approx")
+    if sign:
+        # the name of what is approximated says nothing of its value
+        return ("" if re.fullmatch(rf"\s*(?:{_NAME})?\s*", before) else before.strip(), after.strip())
+    found = [without_about(run[1])[1] for run in _WORDS.finditer(text)]
+    if not any(found):
+        return None
+    return "", _WORDS.sub(_words_without_about, text).strip()
+
+
+def _words_without_about(run: re.Match[str]) -> str:
+    kept = without_about(run[1])[0].strip()
+    return f"{OPEN}{kept}{CLOSE}" if kept else ""
+
+
+def _is_near(about: str, other: str) -> bool:
+    """Return whether a value rounds to an approximate decimal at its last digit, and has its words."""
+    wanted, given = _Piece.of(about), _Piece.of(other)
+    middle = number(wanted.value)
+    if middle is None or not words_agree(read_words(wanted.words), read_words(given.words)):
+        return False
+    decimals = _DECIMAL.fullmatch(wanted.value.strip())
+    allowed = Fraction(1, 2 * 10 ** len(decimals[1])) if decimals else Fraction(1, 2)
+    exact = number(given.value)
+    if exact is not None:
+        return abs(exact - middle) <= allowed
+    value = value_of(given.value)
+    return value is not None and _is_within(value, middle, allowed)
+
+
+def _is_within(value: Any, middle: Fraction, allowed: Fraction) -> bool:
+    import sympy
+
+    if not isinstance(value, sympy.Expr) or value.free_symbols:
+        return False
+    distance = sympy.N(abs(value - sympy.Rational(middle.numerator, middle.denominator)), 30)
+    return bool(distance <= sympy.Rational(allowed.numerator, allowed.denominator))
+
+
+def _sequences_agree(reference: str, response: str) -> bool | None:
+    """Compare where one side leaves elements out: ``1,3,\\ldots,2n-1``. The elements that are written must be the same ones."""
+    if "\\ldots" not in reference and "\\ldots" not in response:
+        return None
+    first, second = (_split(re.sub(r"(\\ldots)", r",\1,", _without_braces(text))) for text in (reference, response))
+    return len(first) == len(second) > 1 and all(
+        one == other if "\\ldots" in (one, other) else _spelled_agree(one, other) for one, other in zip(first, second, strict=True)
+    )
+
+
+def _residues_agree(reference: str, response: str) -> bool | None:
+    """Compare where one side is a residue: ``3 \\pmod 7`` is 10 modulo 7, not 3 modulo 5, and is not the number 3."""
+    wanted, given = (_RESIDUE.fullmatch(text) for text in (reference, response))
+    if wanted is None and given is None:
+        return None
+    if given is None:
+        return False
+    residues = _CONGRUENT.sub("", given[1]).rstrip("( ")
+    if wanted is None:
+        # the remainder that was asked for, with its modulus
+        return _spelled_agree(reference, residues)
+    modulus = number(wanted[2])
+    if modulus is None:
+        return _spelled_agree(wanted[2], given[2]) and _spelled_agree(wanted[1], given[1])
+    if modulus != number(given[2]):
+        return False
+    first, second = ([number(each) for each in _split(_CONGRUENT.sub("", text).rstrip("( "))] for text in (wanted[1], given[1]))
+    if None in first or None in second or not modulus:
+        return _spelled_agree(wanted[1], given[1])
+    return {each % modulus for each in first if each is not None} == {each % modulus for each in second if each is not None}
+
+
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "twelve": 12, "sixteen": 16}
+
+
+def _bases_agree(reference: str, response: str) -> bool | None:
+    """Compare where one side is a number in another base. The digits have to be the same; only the response may add the base."""
+    wanted, given = _in_base(reference), _in_base(response)
+    if wanted is None and given is None:
+        return None
+    if wanted is None:
+        assert given is not None
+        return number(reference) is not None and _spelled_agree(reference, given[0])
+    return wanted == given
+
+
+def _in_base(text: str) -> tuple[str, int] | None:
+    unmarked = _WORDS.sub(r"\1", text).replace("\\", "") if "_" in text else text
+    found = _BASE.fullmatch(unmarked.strip()) or _IN_BASE.fullmatch(text)
+    if found is None or not found[1][0].isdigit() and not found[1].isupper():
+        return None
+    if not any(each.isdigit() for each in found[1]) and found[1].isalpha() and len(found[1]) == 1:
+        return None  # a variable with an index
+    return found[1].upper().lstrip("0") or "0", _BASES.get(found[2]) or int(found[2])
+
+
+# ---- lists, and their elements
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One value and its words.
+
+    Attributes:
+        value: mathematics.
+        words: all words before and after it.
+        parts: words and values in turn, where words stand between values.
+    """
+
+    value: str
+    words: str
+    parts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, text: str) -> _Piece:
+        parts = _WORDS.split(text)
+        values = [part.strip(" ,;:") for part in parts[::2]]
+        kept = [value for value in values if value]
+        words = " ".join(parts[1::2])
+        if len(kept) > 1:
+            return cls("", words, tuple(part for part in (each.strip(" ,;:") for each in parts) if part))
+        return cls(kept[0] if kept else "", words)
+
+
+def _lists_agree(reference: str, response: str) -> bool:
+    """Compare lists in any order; one of a single value is that value."""
+    first, second = (_elements(text) for text in (reference, response))
+    if len(first) == len(second) and matches_all(first, second, _elements_agree):
+        return True
+    if _stream(reference) == _stream(response) and (_WORDS.search(reference) or len(first) == len(second)):
+        return True
+    # the same set said as a union and as a list of conditions
+    if (OR in response or OR in reference) and _unions_agree(first, second):
+        return True
+    return _is_bare_tuple(first, second, response) or _is_bare_tuple(second, first, reference)
+
+
+def _is_bare_tuple(one: Sequence[str], other: Sequence[str], text: str) -> bool:
+    """Return whether one side is a tuple and the other has its coordinates in their order, without the brackets."""
+    if len(one) != 1 or "\\{" in text or OR in text:
+        return False
+    coordinates = _coordinates(one[0])
+    return len(coordinates) == len(other) and all(map(_elements_agree, coordinates, other))
+
+
+def _unions_agree(first: Sequence[str], second: Sequence[str]) -> bool:
+    sets = [union_of(value_of(_condition(each)) for each in elements) for elements in (first, second)]
+    return None not in sets and values_agree(*sets)
+
+
+def _elements(text: str) -> list[str]:
+    """Return the distinct values of a list or a set; both values of each ``\\pm``."""
+    inner = _without_braces(_without_name_of_list(text))
+    expanded = [value for part in _split(inner) for value in _both_signs(part)]
+    distinct: list[str] = []
+    for each in expanded:
+        if _squeezed(each) not in map(_squeezed, distinct):
+            distinct.append(each)
+    return distinct
+
+
+def _without_name_of_list(text: str) -> str:
+    """Return a list without the one name before its first value: ``x = 1, 2``."""
+    parts = _split(text)
+    named = _ASSIGNED.match(parts[0]) if len(parts) > 1 else None
+    if named is None or any(_COMPARED.search(part) for part in parts[1:]):
+        return text
+    return text[named.start(2) :]
+
+
+def _both_signs(text: str) -> list[str]:
+    if "\\pm" not in re.sub(r"\\pmod", "", text):
+        return [text]
+    upper = re.sub(r"\\pm(?![a-z])", "+", re.sub(r"\\mp(?![a-z])", "-", text))
+    lower = re.sub(r"\\pm(?![a-z])", "-", re.sub(r"\\mp(?![a-z])", "+", text))
+    return [upper.strip().removeprefix("+"), lower]
+
+
+def _without_braces(text: str) -> str:
+    """Return what is between the braces of a set that is a list."""
+    inner = text.strip()
+    if inner.startswith("\\{") and inner.endswith("\\}") and _BUILDER.match(inner) is None and inner.count("\\{") == 1:
+        return inner[2:-2]
+    return text
+
+
+def _split(text: str) -> list[str]:
+    """Split a list at the commas and connectives outside all brackets."""
+    depth, start, parts = 0, 0, list[str]()
+    for place, character in enumerate(text):
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        elif character in _SEPARATORS and depth <= 0 and not _is_in_words(text, place):
+            parts.append(text[start:place])
+            start = place + 1
+    parts.append(text[start:])
+    return [part.strip() for part in parts if part.strip(" .")]
+
+
+def _is_in_words(text: str, place: int) -> bool:
+    return text.rfind(OPEN, 0, place) > text.rfind(CLOSE, 0, place)
+
+
+def _coordinates(text: str) -> list[str]:
+    """Return the coordinates of a tuple ``(a, b)``, also of ``(x, y) = (a, b)``; nothing for anything else."""
+    inner = text.rpartition("=")[2].strip()
+    if not (inner.startswith("(") and inner.endswith(")") and closes_at_end(inner, "(", ")")):
+        return []
+    parts = _split(inner[1:-1])
+    return parts if len(parts) > 1 else []
+
+
+def _elements_agree(reference: str, response: str) -> bool:
+    """Compare two values with their words."""
+    first, second = _Piece.of(reference), _Piece.of(response)
+    if first.parts or second.parts:
+        return len(first.parts) == len(second.parts) and all(map(_parts_agree, first.parts, second.parts))
+    if not first.value or not second.value:
+        return _texts_agree(first, second)
+    first, factor = _without_factor(first)
+    second, other_factor = _without_factor(second)
+    wanted, given = read_words(first.words), read_words(second.words)
+    if given.changes != wanted.changes and not words_agree(wanted, given):
+        return False
+    percents = [("percent", 1) in each.units for each in (wanted, given)]
+    if any(percents):
+        return _percentages_agree(first, second, percents)
+    if words_agree(wanted, given) and _values_agree(first.value, second.value, factor, other_factor):
+        return True
+    return _agree_by_letter(first.value, wanted, second.value, given) or _agree_by_letter(second.value, given, first.value, wanted)
+
+
+def _agree_by_letter(value: str, words: Words, bare: str, others: Words) -> bool:
+    """Compare a value and its unit with one whose unit is a letter outside ``\\text{}``: 5 m."""
+    found = re.fullmatch(r"(.*[0-9)}])\s*([a-zA-Z])(?:\s*\^\s*\{?([0-9])\}?)?", bare)
+    if found is None or not words.units or others:
+        return False
+    unit = read_words(found[2] + (f"^{found[3]}" if found[3] else ""))
+    return unit.units == words.units and _values_agree(value, found[1])
+
+
+def _parts_agree(reference: str, response: str) -> bool:
+    if plain_words(reference) == plain_words(response):
+        return True
+    return _values_agree(reference, response)
+
+
+def _texts_agree(first: _Piece, second: _Piece) -> bool:
+    """Compare answers of which one is no value: words, or the letter of a choice."""
+    if bool(first.value) != bool(second.value):
+        return False
+    return bool(first.words) and plain_words(first.words) == plain_words(second.words)
+
+
+def _stream(text: str) -> tuple[str, ...]:
+    """Return all words and signs of a text in their order, without what joins them."""
+    if not _WORDS.search(text):
+        return (_squeezed(text),)
+    return plain_words(re.sub(f"[{_SEPARATORS}{OPEN}{CLOSE}]", " ", text), signs=True)
+
+
+def _without_factor(piece: _Piece) -> tuple[_Piece, Fraction]:
+    words, factor = without_factors(piece.words)
+    return replace(piece, words=words), Fraction(factor)
+
+
+def _percentages_agree(first: _Piece, second: _Piece, percents: Sequence[bool]) -> bool:
+    """Compare where one side has a percent sign: by value, or as numbers where the other leaves the sign away.
+
+    A reference without the sign is a number of percent only if it is an integer: 0.5% is not 0.5.
+    """
+    rest = [read_words(re.sub(r"percent(?:age)?|%", "", piece.words)) for piece in (first, second)]
+    if not words_agree(*rest) or (not all(percents) and any(rest)):
+        return False
+    hundredth = Fraction(1, 100)
+    factors = [hundredth if percent else Fraction(1) for percent in percents]
+    if _values_agree(first.value, second.value, *factors):
+        return True
+    wanted = number(first.value)
+    may_lack = percents[0] or (wanted is not None and wanted.denominator == 1)
+    return not all(percents) and may_lack and _values_agree(first.value, second.value)
+
+
+def _values_agree(reference: str, response: str, factor: Fraction = Fraction(1), other_factor: Fraction = Fraction(1)) -> bool:
+    """Compare two texts without words, each times a factor."""
+    reference, response = _same_side(reference, response)
+    exact = [number(text) for text in (reference, response)]
+    if any(re.search(r"[0-9]\s+[0-9]", text) for text in (reference, response)):
+        # the library would read 10 00 as 1000
+        return _squeezed(reference) == _squeezed(response)
+    if exact[0] is not None and exact[1] is not None:
+        return fractions_agree(exact[0] * factor, exact[1] * other_factor)
+    if factor == other_factor == 1:
+        if _squeezed(reference) == _squeezed(response):
+            return True
+        tuples = _coordinates(reference), _coordinates(response)
+        if len(tuples[0]) > 2 or len(tuples[1]) > 2 or (all(tuples) and not value_of(reference)):
+            return len(tuples[0]) == len(tuples[1]) and all(map(_elements_agree, *tuples))
+    values = [value_of(_condition(text)) for text in (reference, response)]
+    if values[0] is None or values[1] is None:
+        return False
+    if factor != 1 or other_factor != 1:
+        values = [_scaled(value, each) for value, each in zip(values, (factor, other_factor), strict=True)]
+    return None not in values and values_agree(*values)
+
+
+def _scaled(value: Any, factor: Fraction) -> Any:
+    import sympy
+
+    return value * sympy.Rational(factor.numerator, factor.denominator) if isinstance(value, sympy.Expr) else None
+
+
+def _same_side(reference: str, response: str) -> tuple[str, str]:
+    """Return both without names that only one of them gives: ``x = 5`` for 5, ``AB = 5``, ``x \\in [1,2)``."""
+    reference, response = _MEMBER.sub("", reference, count=1), _MEMBER.sub("", response, count=1)
+    has_equation = ["=" in text for text in (reference, response)]
+    if has_equation == [False, True] and not _COMPARED.search(reference):
+        return reference, response.rpartition("=")[2].strip()
+    if has_equation == [True, False] and not _COMPARED.search(response):
+        named = _ASSIGNED.fullmatch(reference)
+        return (named[2].strip() if named else reference), response
+    return reference, response
+
+
+def _condition(text: str) -> str:
+    """Return the condition of a set that is written by one, ``\\{x \\mid x > 2\\}``."""
+    built = _BUILDER.match(_MEMBER.sub("", text, count=1))
+    return built[2].strip() if built else _MEMBER.sub("", text, count=1)

@@ -1,0 +1,275 @@
+"""Mathematical values read from LaTeX by the library `math_verify`, and compared exactly.
+
+The library rounds decimals to six places and takes differences below 1e-15 for nothing, so that 1/2^98 would equal 1/2^99. Its parser and
+its rules for equations, sets and matrices are used; every comparison of two numbers or expressions is replaced by an exact one.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from megarl.patched import patched
+
+_LONGEST_KEPT = 1000
+"""Characters of a text that is kept with the value that was read from it."""
+
+_DIGITS = 60
+"""Precision, in decimal digits, at which irrational constants are compared."""
+
+_AGREEING = 40
+"""Leading digits that equal constants have in common; the rest is room for rounding and cancellation."""
+
+_LARGEST_EXPONENT = 10_000
+
+_INTEGER, _DECIMAL = r"[0-9]+", r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
+_NUMBER = re.compile(
+    rf"(?P<sign>[-+]?)\s*(?:(?P<whole>{_INTEGER})?\s*\\frac\s*\{{\s*(?P<inner>-?)\s*(?P<over>{_DECIMAL})\s*\}}\s*\{{\s*(?P<under>{_DECIMAL})\s*\}}"
+    rf"|(?P<top>{_DECIMAL})\s*/\s*(?P<bottom>{_DECIMAL})"
+    rf"|(?P<decimal>{_DECIMAL})(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{{?\s*(?P<exponent>[-+]?[0-9]+)\s*\}}?)?)"
+)
+
+
+def number(text: str) -> Fraction | None:
+    """Return the exact value of an integer, a decimal, a fraction, a mixed number or ``3\\times 10^{8}``; None for anything else."""
+    found = _NUMBER.fullmatch(text.strip())
+    if found is None:
+        return None
+    part = found.groupdict()
+    try:
+        if part["over"]:
+            value = Fraction(part["over"]) / Fraction(part["under"])
+            if part["whole"] and part["inner"]:
+                return None
+            value = Fraction(part["whole"] or 0) + (-value if part["inner"] else value)
+        elif part["top"]:
+            value = Fraction(part["top"]) / Fraction(part["bottom"])
+        else:
+            exponent = int(part["exponent"] or 0)
+            if abs(exponent) > _LARGEST_EXPONENT:
+                return None
+            value = Fraction(part["decimal"]) * Fraction(10) ** exponent
+    except (ZeroDivisionError, ValueError):
+        return None
+    return -value if part["sign"] == "-" else value
+
+
+def value_of(text: str) -> Any:
+    """Return the sympy value of LaTeX without words, in which decimals are exact and i is the imaginary unit; None where there is none."""
+    return _value_kept(text) if len(text) <= _LONGEST_KEPT else None
+
+
+def _value_now(text: str) -> Any:
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse
+
+    # units are taken off before; the library would take 3m for 3
+    config = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
+    )
+    silence_library()
+    read = or_none(lambda: parse(f"\\boxed{{{text}}}", extraction_config=[config], fallback_mode="no_fallback", parsing_timeout=None))
+    return or_none(lambda: _exact(read[0])) if read else None
+
+
+_value_kept = lru_cache(maxsize=1024)(_value_now)
+
+
+def silence_library() -> None:
+    """Keep the library from a warning at every call without a time limit of its own: there is one here."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+def or_none(compute: Callable[[], Any]) -> Any:
+    """Return a value; None where computing it raises. Sympy raises errors of any class on text that only looks like mathematics."""
+    try:
+        return compute()
+    except Exception as error:
+        logging.getLogger(__name__).debug("not mathematics: %s", error)
+        return None
+
+
+def _exact(value: Any) -> Any:
+    """Return a value with fractions in place of floats, and I in place of the symbol i, which the library takes for a variable."""
+    import sympy
+
+    if isinstance(value, sympy.MatrixBase):
+        return value.applyfunc(_exact)
+    if not isinstance(value, sympy.Basic):
+        return value
+    replaced: dict[Any, Any] = {each: sympy.Rational(str(each)) for each in value.atoms(sympy.Float)}
+    replaced |= {each: sympy.I for each in value.atoms(sympy.Symbol) if each.name == "i"}
+    return value.xreplace(replaced) if replaced else value
+
+
+def fractions_agree(reference: Fraction, response: Fraction) -> bool:
+    """Return whether two exact numbers are equal."""
+    import sympy
+
+    one, other = (sympy.Rational(each.numerator, each.denominator) for each in (reference, response))
+    return library_agrees([one], [other])
+
+
+def values_agree(reference: Any, response: Any) -> bool:
+    """Return whether two sympy values are equal: numbers exactly, expressions for every value of their variables, sets as sets."""
+    import sympy
+
+    if isinstance(reference, sympy.Expr) and isinstance(response, sympy.Expr):
+        verdict = _expressions_equal(reference, response)
+        if verdict is not None:
+            return verdict
+    sets = [_as_set(reference), _as_set(response)]
+    if None not in sets and (isinstance(reference, sympy.Set) or isinstance(response, sympy.Set)):
+        return _sets_equal(*sets)
+    return library_agrees([reference], [response])
+
+
+def library_agrees(reference: list[Any], response: list[Any]) -> bool:
+    """Return whether the library takes one of several readings of a response for the reference, with exact comparisons."""
+    import math_verify as library
+    from math_verify import grader
+
+    simplified = grader.sympy_symbolic_eq
+
+    def symbolic(one: Any, other: Any) -> bool:
+        return _expressions_equal(one, other) is not False and bool(simplified(one, other))
+
+    silence_library()
+    exact = (grader, "sympy_numeric_eq", _numbers_equal), (grader, "sympy_symbolic_eq", symbolic)
+    with patched(*exact, (grader, "sympy_deep_compare_set_and_tuple", _collections_equal)):
+        return bool(or_none(lambda: library.verify([_exact(each) for each in reference], response, timeout_seconds=None)))
+
+
+def _numbers_equal(one: Any, other: Any, *_: Any) -> bool:
+    import sympy
+
+    if isinstance(one, sympy.MatrixBase) and isinstance(other, sympy.MatrixBase):
+        return one.shape == other.shape and all(map(_equal, one.flat(), other.flat()))
+    return _expressions_equal(one, other) is True
+
+
+def _equal(one: Any, other: Any) -> bool:
+    from math_verify import grader
+
+    return bool(grader.sympy_expr_eq(one, _exact(other), 0, _DIGITS))
+
+
+def _collections_equal(one: Any, other: Any, *_: Any) -> bool:
+    """Return whether two tuples agree in order, or two finite sets in any order."""
+    import sympy
+
+    first, second = list(one.args), list(getattr(other, "_unsorted_args", other.args))
+    if len(first) != len(second):
+        return False
+    if isinstance(one, sympy.FiniteSet) and isinstance(other, sympy.FiniteSet):
+        return matches_all(first, second, _equal)
+    return all(map(_equal, first, second))
+
+
+def matches_all(first: Iterable[Any], second: Iterable[Any], equal: Callable[[Any, Any], bool]) -> bool:
+    """Return whether each element of one collection equals one of the other that no element before it has taken."""
+    left = list(second)
+    for each in first:
+        place = next((place for place, other in enumerate(left) if equal(each, other)), None)
+        if place is None:
+            return False
+        left.pop(place)
+    return not left
+
+
+def _expressions_equal(one: Any, other: Any) -> bool | None:
+    """Return whether two expressions are equal wherever both have a value; None where numbers do not tell.
+
+    Constants are compared as fractions or by ``_AGREEING`` digits, expressions at points that are always the same. Two expressions that
+    differ would have to agree at all of them to be taken for equal.
+    """
+    import sympy
+
+    if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
+        return None
+    symbols = sorted(one.free_symbols | other.free_symbols, key=str)
+    if any(isinstance(each, sympy.Basic) and each.has(sympy.core.function.AppliedUndef) for each in (one, other)):
+        return None
+    verdicts = [or_none(lambda point=point: _equal_at(one, other, point)) for point in _points(symbols)]
+    if False in verdicts:
+        return False
+    return True if verdicts.count(True) >= min(2, len(verdicts)) else None
+
+
+def _points(symbols: list[Any]) -> list[dict[Any, Any]]:
+    """Return points at which to compare: all positive, all negative, small, and mixed; one empty point for constants."""
+    import sympy
+
+    if not symbols:
+        return [{}]
+    chooser = random.Random(len(symbols))
+
+    def coordinate(low: int, high: int, signs: tuple[int, ...]) -> Any:
+        return sympy.Rational(chooser.choice(signs) * chooser.randrange(low, high), chooser.choice((7, 11, 13, 17, 19)))
+
+    ranges = ((20, 90, (1,)), (20, 90, (-1,)), (1, 6, (1,)), (1, 90, (1, -1)))
+    return [{symbol: coordinate(low, high, signs) for symbol in symbols} for low, high, signs in ranges]
+
+
+def _equal_at(one: Any, other: Any, point: dict[Any, Any]) -> bool | None:
+    """Return whether two expressions have one value at a point; None where either has none there."""
+    import sympy
+
+    first, second = (each.xreplace(point).doit() for each in (one, other))
+    if first.is_Rational and second.is_Rational:
+        return bool(first == second)
+    if first in (sympy.oo, -sympy.oo) or second in (sympy.oo, -sympy.oo):
+        return bool(first == second)
+    numbers = [sympy.N(each, _DIGITS) for each in (first, second)]
+    if not all(each.is_number and each.is_finite for each in numbers):
+        return None
+    size = max(abs(each) for each in numbers)
+    difference = abs(numbers[0] - numbers[1])
+    if size > sympy.Float(10) ** -_AGREEING:
+        return bool(difference <= size * sympy.Float(10) ** -_AGREEING)
+    # zero, or too small to tell from it at this precision
+    return or_none(lambda: (first - second).equals(0))
+
+
+def _as_set(value: Any) -> Any:
+    """Return the set that a value is, or that an inequality in one variable describes; None for anything else."""
+    import sympy
+    from latex2sympy2_extended.logic import And
+
+    if isinstance(value, sympy.Set):
+        return value
+    parts = list(getattr(value, "_unsorted_args", [value])) if isinstance(value, And) else [value]
+    if not all(isinstance(each, sympy.core.relational.Relational) and not isinstance(each, sympy.Eq) for each in parts):
+        return None
+    if len(set().union(*(each.free_symbols for each in parts))) != 1:
+        return None
+    return or_none(lambda: sympy.Intersection(*(each.doit().as_set() for each in parts)))
+
+
+def _sets_equal(one: Any, other: Any) -> bool:
+    """Return whether two sets of real numbers are equal; ends of intervals are compared as exact numbers."""
+    import sympy
+
+    if one == other:
+        return True
+    if isinstance(one, sympy.Interval) and isinstance(other, sympy.Interval):
+        closed = (one.left_open, one.right_open) == (other.left_open, other.right_open)
+        return closed and _equal(one.start, other.start) and _equal(one.end, other.end)
+    if isinstance(one, sympy.FiniteSet) and isinstance(other, sympy.FiniteSet):
+        return _collections_equal(one, other)
+    if isinstance(one, sympy.Union) and isinstance(other, sympy.Union):
+        return matches_all(one.args, other.args, _sets_equal)
+    return bool(or_none(lambda: one.symmetric_difference(other).is_empty))
+
+
+def union_of(values: Iterable[Any]) -> Any:
+    """Return the union of sets and of inequalities in one variable; None where one of the values is neither."""
+    import sympy
+
+    sets = [_as_set(value) for value in values]
+    return None if None in sets else or_none(lambda: sympy.Union(*sets))
