@@ -12,13 +12,24 @@ _NUMBER = r"(?:[-+]\$?|\$[-+]?)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 _MARKED_NUMBER = re.compile(rf"####[ \t]*\**({_NUMBER})(\S*)")
 _GOES_ON = re.compile(r"[.,]?[0-9]|[/^:]|[-*][0-9]")
 _ANY_NUMBER = re.compile(rf"(?<![0-9.]){_NUMBER}")
+_GUESS = r"(?:(?:maybe|perhaps|possibly|even|about|else)\s+)?"
+# units may stand between the number and its alternative
+_ALTERNATIVE = re.compile(
+    rf"[*)}}]*(?:[ \t]+[A-Za-z]+){{0,2}}?[ \t]*[(,;]*[ \t]*"
+    rf"(?:(?:or|and|to|versus|vs\.?)[ \t]+{_GUESS}(?:[*(]*{_NUMBER}|more\b|less\b|fewer\b|so\b)|(?:[,;/|&~\u00b1]|\+-)[ \t]*[*]*{_NUMBER})"
+)
+_OR_BEFORE = re.compile(rf"[0-9][*)}}$]*(?:[ \t]+[A-Za-z]+){{0,2}}?[ \t]*,?[ \t]+or[ \t]+{_GUESS}[*($]*\Z")
 
 _WRAPPING = r"(?:\\boxed\s*\{|\\(?:text|textbf|mathbf|mathrm)\s*\{|[*$\s({\[])*"
 # A and I are words too
 _LETTER = r"([B-HJ-Z](?![A-Za-z0-9'])|[AI](?=\s*(?:$|[)\].,:;!*}$\\\n]|(?:because|since|as|is)\b)))"
-_NOT_ONE_OF_SEVERAL = r"(?![)\]}]*\s*(?:and|or|,|&|/)\s*[(\[]?[A-Z](?![A-Za-z]))"
 _CHOICE = re.compile(
-    rf"(?:\\boxed\s*\{{|\b(?i:answer|choice|option)[*]*\s*(?:(?i:is)\b\s*:?|:)){_WRAPPING}(?:(?i:option|choice)\s+)?{_LETTER}{_NOT_ONE_OF_SEVERAL}"
+    rf"(?:\\boxed\s*\{{|\b(?i:answer|choice|option)[*]*\s*(?:(?i:is)\b\s*:?|:)){_WRAPPING}(?:(?i:option|choice)\s+)?{_LETTER}"
+)
+_CONNECTIVE = r"(?:\b(?:and|or|nor|vs)\b|\\text\s*\{\s*(?:and|or)\s*\}|[,;&/|+])"
+_SECOND_LETTER = re.compile(
+    rf"[)\]}}*$( \t]*{_CONNECTIVE}(?:{_CONNECTIVE}|\b(?i:maybe|perhaps|possibly|else|also|even|the|correct|answer|is|option|choice)\b|[: \t])*{_WRAPPING}"
+    rf"(?:([B-HJ-Z])(?![A-Za-z0-9'])|{_LETTER})|[)\]}}*$]*[ \t]+\(?([B-HJ-Z])\)?[ \t.]*(?=\n|\Z)"
 )
 _ONLY_A_LETTER = re.compile(r"[*($\[\s]*([A-Z])[*)$.\]\s]*")
 
@@ -27,6 +38,11 @@ LONGEST_ENDING = 300
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _ARTICLES_AND_SPACES = (("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""))
+_NAMES_SEVERAL = re.compile(
+    r"\bor\b.*=|=.*(?:\b(?:or|and)\b|[,;]).*="
+    r"|\$[^$]*\b(?:or|maybe|perhaps|possibly|alternatively)\b[^$]*\$"
+    r"|\$\s*(?:and\b|[,;/&]|\\text\s*\{\s*and\s*\}|\\(?:lor|quad)\b|\s)+\s*(?:[a-z]\s*=\s*)?\$"
+)
 _NAMES_OF_TEXT = (("mbox", "text"), (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"))
 _UNITS = (
     "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm pounds meters meals "
@@ -45,7 +61,8 @@ def gsm8k(response: str, answer: str, method: str = "strict") -> float:
     """1.0 when the response ends in the number of the reference, as a decimal number; commas and a dollar sign do not count.
 
     Args:
-        response: with ``#### 72``, of which the last counts. A number that goes on (``#### 3/4``) is none.
+        response: with ``#### 72``, of which the last counts. A number that goes on (``#### 3/4``) or has an alternative (``#### 72 or 71``)
+            is none.
         answer: a whole solution with ``####``, as the data set has it, or a number.
         method: ``flexible`` takes the last number of the response, wherever it stands.
     """
@@ -63,13 +80,23 @@ def gsm8k_answer(response: str, method: str = "strict") -> str | None:
 
 
 def _last_number(response: str, method: str) -> Decimal | None:
-    found = _ANY_NUMBER.findall(response) if method == "flexible" else _marked_numbers(response)
-    return None if not found or found[-1] is None else _number(found[-1])
+    if method == "flexible":
+        found = list(_ANY_NUMBER.finditer(response))
+        # of 71 or 72 neither is the answer
+        return _number(found[-1][0]) if found and not _OR_BEFORE.search(response, 0, found[-1].start()) else None
+    marked = _marked_numbers(response)
+    return None if not marked or marked[-1] is None else _number(marked[-1])
 
 
 def _marked_numbers(response: str) -> list[str | None]:
-    """What follows each ``####``; None for what begins like a number and is none."""
-    return [None if _GOES_ON.match(rest) else number for number, rest in _MARKED_NUMBER.findall(response)]
+    """Return what follows each ``####``; None for what begins like a number and is none, or names a second number."""
+    numbers: list[str | None] = []
+    for found in _MARKED_NUMBER.finditer(response):
+        # the pattern of a number takes a comma after it
+        end = found.start(1) + len(found[1].rstrip(","))
+        is_number = not _GOES_ON.match(found[2]) and not _ALTERNATIVE.match(response, end)
+        numbers.append(found[1] if is_number else None)
+    return numbers
 
 
 def fault_of_gsm8k(answer: str) -> str | None:
@@ -90,7 +117,8 @@ def multichoice(response: str, answer: str) -> float:
     """1.0 when the response chooses the letter of the reference.
 
     The last of ``\\boxed{B}``, ``Answer: B``, ``the answer is (B)`` and ``the choice is option B`` counts, or a response that is a letter
-    and nothing else. The first word of a sentence (``Answer: A good one``) is no choice, nor are several letters (``B and C``).
+    and nothing else. The first word of a sentence (``Answer: A good one``) is no choice, nor are several letters (``B and C``, ``B / C``,
+    ``\\boxed{B} or \\boxed{C}``).
 
     Args:
         response: the model's.
@@ -103,8 +131,16 @@ def multichoice(response: str, answer: str) -> float:
 def chosen_letter(response: str) -> str | None:
     """The letter that ``multichoice`` takes a response to choose; None where it chooses none."""
     alone = _ONLY_A_LETTER.fullmatch(response)
-    chosen: list[str] = [alone[1]] if alone else _CHOICE.findall(response)
-    return chosen[-1] if chosen else None
+    if alone is not None:
+        return alone[1]
+    chosen, hedged = None, -1
+    for choice in _CHOICE.finditer(response):
+        second = _SECOND_LETTER.match(response, choice.end(1))
+        # the letter that an earlier choice names as its alternative is none either
+        chosen = None if second is not None or choice.start(1) == hedged else choice[1]
+        if second is not None:
+            hedged = max(second.start(group) for group in range(1, len(second.groups()) + 1))
+    return chosen
 
 
 def fault_of_choice(answer: str) -> str | None:
@@ -139,11 +175,17 @@ def fault_of_text(answer: str) -> str | None:
 
 
 def simplified(text: str) -> str:
-    """A final answer without what DAPO's rule takes for spelling: what stands before ``=``, articles, spaces, units, dollars, boxes."""
-    text = text.split("=")[-1]
+    """Return a final answer without what DAPO's rule takes for spelling: what is before ``=``, articles, spaces, units, dollars, boxes.
+
+    Of several values (``$3$ or $4$``, ``x = 3 or x = 4``) that rule would keep one; here all are kept, so that it equals none of them.
+    """
+    names_several = _NAMES_SEVERAL.search(text) is not None
+    if not names_several:
+        text = text.split("=")[-1]
     for before, after in (*_ARTICLES_AND_SPACES, *_NAMES_OF_TEXT, *((each, "") for each in (*_UNITS.split(), *_MARKS))):
         text = text.replace(before, after)
-    text = re.sub(r"(.*?)\$(.*?)\$(.*)", r"$\2$", text)
+    if not names_several:
+        text = re.sub(r"(.*?)\$(.*?)\$(.*)", r"$\2$", text)
     for wrapping in _UNWRAPPED:
         text = wrapping.sub(r"\1", text)
     # \frac12 and \sqrt2 are written with braces
@@ -153,8 +195,15 @@ def simplified(text: str) -> str:
     return (digits if digits.isdigit() else text).strip()
 
 
-def thinks_first(response: str) -> float:
-    """1.0 for one ``<think>...</think>`` that begins the response, with an answer after it."""
+def thinks_first(response: str, prompt: str = "") -> float:
+    """Return 1.0 for one ``<think>...</think>`` that begins the response, with an answer after it, else 0.0.
+
+    Args:
+        response: of a model.
+        prompt: its text; one that ends in ``<think>`` has opened the thinking of the response.
+    """
+    if prompt.rstrip().endswith("<think>"):
+        response = f"<think>{response}"
     begin, end = response.find("<think>"), response.find("</think>")
     once = response.count("<think>") == response.count("</think>") == 1
     return float(once and not response[:begin].strip() and bool(response[end + len("</think>") :].strip()))

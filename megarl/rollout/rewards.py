@@ -166,7 +166,8 @@ def _multichoice() -> Reward:
 
 def _format(pattern: str | None = None) -> Reward:
     if pattern is None:
-        return Reward(lambda task: answers.thinks_first(task.response), tells_right_from_wrong=False)
+        # chat templates of reasoning models end the prompt in <think>
+        return Reward(lambda task: answers.thinks_first(task.response, task.prompt), wants_record=True, tells_right_from_wrong=False)
     wanted = re.compile(pattern, re.DOTALL)
     return Reward(lambda task: float(wanted.fullmatch(task.response) is not None), tells_right_from_wrong=False)
 

@@ -53,6 +53,24 @@ GSM8K = [
     ("", "72", 0, 0),
     ("####", "72", 0, 0),
     ("#### \u0667\u0662", "72", 0, 0),
+    ("#### 72 or 71", "72", 0, 0),
+    ("#### 71 or 72", "72", 0, 0),
+    ("#### 72, 71", "72", 0, 0),
+    ("#### 72; 71", "72", 0, 0),
+    ("#### 72 / 71", "72", 0, 0),
+    ("#### 72 and 71", "72", 0, 0),
+    ("#### 72 to 80", "72", 0, 0),
+    ("#### 72 or more", "72", 0, 1),
+    ("#### 72 (or 71)", "72", 0, 0),
+    ("#### $72 or $71", "72", 0, 0),
+    ("#### **72** or **71**", "72", 0, 0),
+    ("#### 72 apples or maybe 71 apples", "72", 0, 0),
+    ("#### 72 or 71\n#### 72", "72", 1, 1),
+    ("#### 72 clips in 2 months", "72", 1, 0),
+    ("#### 72 (48 and 24)", "72", 1, 0),
+    ("The answer is 71 or 72", "72", 0, 0),
+    ("The answer is 71 clips or 72", "72", 0, 0),
+    ("I add 48 and 24 to get 72", "72", 0, 1),
 ]
 
 
@@ -93,6 +111,31 @@ CHOICES = [
     ("I would say B", None),
     ("", None),
     ("BC", None),
+    ("B or C", None),
+    ("Answer: B or C", None),
+    ("Answer: B / C", None),
+    ("Answer: B/C", None),
+    ("Answer: B; C", None),
+    ("Answer: B C", None),
+    ("Answer: A or B", None),
+    ("Answer: B or A", None),
+    ("Answer: B (or C)", None),
+    ("Answer: B or maybe C", None),
+    ("Answer: **B** or **C**", None),
+    ("Answer: $B$ or $C$", None),
+    ("The answer is option B or option C", None),
+    ("The answer is B or the answer is C.", None),
+    (r"\boxed{B} or \boxed{C}", None),
+    (r"$\boxed{B}$, $\boxed{C}$", None),
+    (r"\boxed{B \text{ or } C}", None),
+    (r"\boxed{\text{B or C}}", None),
+    (r"\boxed{C}. Wait, \boxed{B}", "B"),
+    ("Answer: B or C\nAnswer: B", "B"),
+    ("Answer: B\nC is wrong", "B"),
+    ("Answer: B. C is wrong", "B"),
+    ("Answer: B, I think", "B"),
+    ("Answer: B and a half", "B"),
+    ("Answer: B) 5 or 6", "B"),
 ]
 
 
@@ -152,6 +195,21 @@ DAPO = [
     ("Answer: 34" + " and so on" * 40, "34", 0),
     ("Answer: 34\n" + "x" * 288, "34", 1),
     ("Answer: 34\n" + "x" * 290, "34", 0),
+    ("Answer: 34 or 35", "34", 0),
+    ("Answer: 34 / 35", "34", 0),
+    ("Answer: $34$ or $35$", "34", 0),
+    ("Answer: $34$ (or $35$)", "34", 0),
+    ("Answer: $34$, $35$", "34", 0),
+    ("Answer: $34$ and $35$", "34", 0),
+    ("Answer: $34$ $35$", "34", 0),
+    ("Answer: x = 35 or x = 34", "34", 0),
+    ("Answer: 35 or x = 34", "34", 0),
+    ("Answer: $x = 35$ or $x = 34$", "34", 0),
+    ("Answer: x = 35, x = 34", "34", 0),
+    ("Answer: \\boxed{34} or \\boxed{35}", "34", 0),
+    ("Answer: x = 3 or x = 4", "x = 3 or x = 4", 1),
+    ("Answer: a + b = 30 + 4 = 34", "34", 1),
+    ("Answer: the sum of a and b is $34$", "34", 1),
 ]
 
 
@@ -178,6 +236,38 @@ def test_the_rule_of_dapo(response: str, answer: str, score: float) -> None:
 def test_a_response_that_thinks_first(response: str, score: float) -> None:
     assert answers.thinks_first(response) == score
     assert get_reward(RewardSpec("format")).judge(Task(response, "")) == score
+
+
+# response after a prompt that ends in <think>, score
+OPENED_BY_PROMPT = [
+    ("two and two\n</think>\n\n4", 1),
+    ("</think>4", 1),
+    ("two and two\n</think>\n", 0),
+    ("two and two 4", 0),
+    ("a</think>b</think>c", 0),
+    ("<think>a</think>c", 0),
+    ("", 0),
+]
+
+
+@pytest.mark.parametrize(("response", "score"), OPENED_BY_PROMPT)
+def test_thinking_that_the_prompt_has_opened(response: str, score: float) -> None:
+    reward = get_reward(RewardSpec("format"))
+    for prompt in ("user: 2+2?\nassistant: <think>\n", "<think>", "a<think> b</think>\n<think>"):
+        assert reward.judge(Task(response, "", prompt=prompt)) == score, prompt
+    # neither a closed thinking nor a question about the tag opens it
+    for prompt in ("", "<think>\n\n</think>\n\n", "What does <think> mean?", "user: <think>\nassistant:"):
+        assert reward.judge(Task(response, "", prompt=prompt)) == answers.thinks_first(response), prompt
+
+
+def test_the_environment_hands_the_prompt_to_the_format(environments: list[SingleTurn]) -> None:
+    config = raw_grpo()
+    config["env"] = {"rewards": {"form": {"reward": "format"}, "right": {"reward": "exact_match", "weight": 10}}, "processes": 1}
+    environments.append(SingleTurn(complete(config)["env"]))
+    record: Any = SimpleNamespace(index=0, answer="4", env_name=None, fields={})
+    responses = ["two and two\n</think>\n\n4"] * 2
+    turn = Turn([record] * 2, responses, [[1]] * 2, [None] * 2, prompts=["2+2? <think>\n", "2+2?"])
+    assert list(environments[0].step(turn).rewards) == [1.0, 0.0]
 
 
 def test_references_that_say_nothing_are_found() -> None:

@@ -12,6 +12,7 @@ from megarl.rollout import mathematics
 from megarl.rollout.mathematics import JudgementTimeoutError, fault_of_reference, math_verify
 from megarl.rollout.programs import fault_of_tests
 from tests.tiers import sampled
+from tests.unit.mathematics_pairs import PAIRS
 
 # kind -> reference, parts of it that are wrong, other ways to write it
 REFERENCES: dict[str, list[tuple[str, list[str], list[str]]]] = {
@@ -110,6 +111,16 @@ def test_the_whole_reference_is_right_and_no_part_of_it(reference: str, parts: l
         assert math_verify(f"Some thought, $x=99$. So the answer is $\\boxed{{{right}}}$.", reference) == 1.0, right
     for wrong in parts:
         assert math_verify(f"So the answer is $\\boxed{{{wrong}}}$.", reference) == 0.0, wrong
+
+
+def in_box(response: str, kind: str) -> str:
+    return response if "box" in response or kind == "responses without a box" else f"So $\\boxed{{{response}}}$."
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_pairs_of_a_kind(kind: str) -> None:
+    judged = [(*pair, math_verify(in_box(pair[0], kind), pair[1])) for pair in PAIRS[kind]]
+    assert [pair for pair in judged if pair[2] != pair[3]] == []
 
 
 @pytest.mark.parametrize("reference", [r"The sum is $\frac{3}{4}$.", r"so \boxed{\frac{3}{4}}", r"\(\frac{3}{4}\)", r"\[\frac{3}{4}\]"])
