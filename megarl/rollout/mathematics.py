@@ -26,6 +26,8 @@ _LONGEST_KEPT = 1000
 _DELIMITED = re.compile(r"\\boxed\s*\{|\\\(|\\\[|(?<!\\)\$.+(?<!\\)\$", re.DOTALL)
 _MARKED = re.compile(r"(?<!\\)\$\$.*?\$\$|(?<!\\)\$.*?(?<!\\)\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
 _HEDGE = re.compile(r"[0-9})$]\s+or\s+(?:\$|\\\()*[-+]?[0-9][^\n]*\s*\Z")
+_PLAIN = re.compile(r"(?:(?:either|about|approximately|exactly|at least|at most|more than|less than)\s+)?[-+]?[0-9.][^$\\]*\Z")
+"""A statement that is a number and its words, with no mathematics that the library would find better."""
 _LONGEST_ENDING = 20_000
 _SPACING = re.compile(r"\\(?:left|right|[!,;: ])|\\text\s*(?=\{)|[\s$]")
 
@@ -54,7 +56,7 @@ def math_verify(response: str, answer: str) -> float:
         if boxed is not None:
             return float(agree(wanted, boxed))
         stated = stated_answer(response)
-        if stated is not None and (agree(wanted, stated) or not _DELIMITED.search(stated)):
+        if stated is not None and (agree(wanted, stated) or _PLAIN.match(stated)):
             return float(agree(wanted, stated))
         ending = _ending(outside_thoughts(response))
         return float(not _HEDGE.search(ending) and library_agrees(list(_parsed(answer)), _parse(ending)))

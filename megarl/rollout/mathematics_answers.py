@@ -11,7 +11,7 @@ _UNBRACED = re.compile(r"[^\s$]+")
 
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-_STATED = re.compile(r"\b(?:answer|result)\b[*\s]*(?:\bis\b|:|=)[*:\s]*([^\n]+)", re.IGNORECASE)
+_STATED = re.compile(r"\b(?:answer|result)\b[*\s]*(?:\bis\b|:|=)[*:\s]*((?:(?!\b(?:answer|result)\b)[^\n])+)", re.IGNORECASE)
 _END_OF_SENTENCE = re.compile(r"[.!?](?:\s+[A-Z(]|[*\s]*$)|,?\s(?:because|since|as|so|which|where)\b")
 
 # math delimiters and spaces may stand between a box and its unit
@@ -25,6 +25,7 @@ _ALTERNATIVE_AFTER_BOX = re.compile(
 _BETWEEN_VALUES = re.compile(
     r"(?:\\(?:quad|qquad|text|mathrm|left|right)|\\[()\[\],;:! ]|[$\s{}~*,;&/]|\b(?:and|or)\b|[A-Za-z](?:_\{?\w\}?)?\s*=)*"
 )
+_BRACKETED = re.compile(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}")
 _CONNECTIVE = re.compile(r"[,;&/]|\b(?:and|or)\b")
 
 
@@ -52,7 +53,7 @@ def boxed_answer(response: str, values: int = 1) -> str | None:
     if not boxes:
         return None
     joined = _joined_to_last(outside, boxes)
-    if len(joined) == 1 and values > 1 and not _CONNECTIVE.search(joined[0]):
+    if len(joined) == 1 and values > 1 and not _CONNECTIVE.search(_BRACKETED.sub("", joined[0])):
         joined = [box.content for box in boxes[-values:]]
     joined[-1] += _after_box(outside, boxes[-1].end)
     return ", ".join(dict.fromkeys(joined))

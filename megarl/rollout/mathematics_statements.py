@@ -6,11 +6,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import lcm
 from typing import Any
 
 from megarl.rollout.mathematics_text import AND, CLOSE, OPEN, OR, closes_at_end, spell
 from megarl.rollout.mathematics_values import fractions_agree, matches_all, number, union_of, value_of, values_agree
 from megarl.rollout.mathematics_words import Words, plain_words, read_words, without_about, without_factors, words_agree
+
+_LARGEST_MODULUS = 10_000
 
 LONGEST = 4000
 """Characters of an answer that is read as mathematics; a longer one is right only if it is the reference itself."""
@@ -58,7 +61,7 @@ def _spelled_agree(reference: str, response: str) -> bool:
         return False
     if _squeezed(reference) == _squeezed(response) and number(reference) is None:
         return True
-    for kind in (_approximations_agree, _sequences_agree, _residues_agree, _bases_agree):
+    for kind in (_approximations_agree, _sequences_agree, _residues_agree, _bases_agree, _ratios_agree):
         verdict = kind(reference, response)
         if verdict is not None:
             return verdict
@@ -150,24 +153,36 @@ def _sequences_agree(reference: str, response: str) -> bool | None:
 
 def _residues_agree(reference: str, response: str) -> bool | None:
     """Compare where one side is a residue: ``3 \\pmod 7`` is 10 modulo 7, not 3 modulo 5, and is not the number 3."""
-    wanted, given = (_RESIDUE.fullmatch(text) for text in (reference, response))
-    if wanted is None and given is None:
+    wanted, given = _residues(reference), _residues(response)
+    if not wanted and not given:
         return None
-    if given is None:
+    if not given:
         return False
-    residues = _CONGRUENT.sub("", given[1]).rstrip("( ")
-    if wanted is None:
+    if not wanted:
         # the remainder that was asked for, with its modulus
-        return _spelled_agree(reference, residues)
-    modulus = number(wanted[2])
-    if modulus is None:
-        return _spelled_agree(wanted[2], given[2]) and _spelled_agree(wanted[1], given[1])
-    if modulus != number(given[2]):
-        return False
-    first, second = ([number(each) for each in _split(_CONGRUENT.sub("", text).rstrip("( "))] for text in (wanted[1], given[1]))
-    if None in first or None in second or not modulus:
-        return _spelled_agree(wanted[1], given[1])
-    return {each % modulus for each in first if each is not None} == {each % modulus for each in second if each is not None}
+        return len(given) == 1 and _spelled_agree(reference, given[0][0])
+    numbers = [[(number(residue), number(modulus)) for residue, modulus in side] for side in (wanted, given)]
+    classes = [[(int(r), int(m)) for r, m in side if r is not None and m and r.denominator == m.denominator == 1] for side in numbers]
+    if AND in reference + response or list(map(len, classes)) != [len(wanted), len(given)]:
+        return matches_all(wanted, given, lambda one, other: all(map(_spelled_agree, one, other)))
+    common = lcm(*(modulus for side in classes for _, modulus in side))
+    if common > _LARGEST_MODULUS:
+        return {(r % m, m) for r, m in classes[0]} == {(r % m, m) for r, m in classes[1]}
+    first, second = ({each % common for r, m in side for each in range(r, r + common, abs(m))} for side in classes)
+    return first == second
+
+
+def _residues(text: str) -> list[tuple[str, str]]:
+    """Return (residue, modulus) of a list of residues, of which ``1, 3 \\pmod 8`` has two; nothing where it is none."""
+    found: list[tuple[str, str]] = []
+    modulus = ""
+    for part in reversed(_split(text)):
+        residue = _RESIDUE.fullmatch(part)
+        modulus = residue[2] if residue else modulus
+        if not modulus:
+            return []
+        found.insert(0, (_CONGRUENT.sub("", residue[1] if residue else part).rstrip("( "), modulus))
+    return found
 
 
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "twelve": 12, "sixteen": 16}
@@ -194,6 +209,20 @@ def _in_base(text: str) -> tuple[str, int] | None:
     return found[1].upper().lstrip("0") or "0", _BASES.get(found[2]) or int(found[2])
 
 
+def _ratios_agree(reference: str, response: str) -> bool | None:
+    """Compare where one side is a ratio, 1:2:3, whose terms may have a factor in common; but 2:05 is a time."""
+    wanted, given = ([number(each) for each in text.split(":")] for text in (reference, response))
+    if len(wanted) < 2 and len(given) < 2 or None in wanted or None in given:
+        return None
+    if re.search(r":0[0-9]", reference + response):
+        return reference.lstrip("0 ") == response.lstrip("0 ")
+    if len(wanted) != len(given):
+        # 1:2 is one half
+        return None if min(len(wanted), len(given)) == 1 and max(len(wanted), len(given)) == 2 else False
+    crossed = ((one, other) for one in range(len(wanted)) for other in range(one))
+    return all((wanted[i] or 0) * (given[j] or 0) == (wanted[j] or 0) * (given[i] or 0) for i, j in crossed)
+
+
 # ---- lists, and their elements
 
 
@@ -204,7 +233,7 @@ class _Piece:
     Attributes:
         value: mathematics.
         words: all words before and after it.
-        parts: words and values in turn, where words stand between values.
+        parts: words, after ``OPEN``, and values in turn, where words stand between values.
     """
 
     value: str
@@ -218,7 +247,8 @@ class _Piece:
         kept = [value for value in values if value]
         words = " ".join(parts[1::2])
         if len(kept) > 1:
-            return cls("", words, tuple(part for part in (each.strip(" ,;:") for each in parts) if part))
+            marked = (f"{OPEN}{part}" if place % 2 else part.strip(" ,;:") for place, part in enumerate(parts))
+            return cls("", words, tuple(part for part in marked if part))
         return cls(kept[0] if kept else "", words)
 
 
@@ -229,8 +259,7 @@ def _lists_agree(reference: str, response: str) -> bool:
         return True
     if _stream(reference) == _stream(response) and (_WORDS.search(reference) or len(first) == len(second)):
         return True
-    # the same set said as a union and as a list of conditions
-    if (OR in response or OR in reference) and _unions_agree(first, second):
+    if _unions_agree(first, second, OR in response + reference):
         return True
     return _is_bare_tuple(first, second, response) or _is_bare_tuple(second, first, reference)
 
@@ -243,14 +272,18 @@ def _is_bare_tuple(one: Sequence[str], other: Sequence[str], text: str) -> bool:
     return len(coordinates) == len(other) and all(map(_elements_agree, coordinates, other))
 
 
-def _unions_agree(first: Sequence[str], second: Sequence[str]) -> bool:
-    sets = [union_of(value_of(_condition(each)) for each in elements) for elements in (first, second)]
+def _unions_agree(first: Sequence[str], second: Sequence[str], by_or: bool) -> bool:
+    """Compare a union with a list of conditions: joined by ``or``, or such that no number meets two of them."""
+    if len(first) == len(second) or not all(_COMPARED.search(each) for side in (first, second) if len(side) > 1 for each in side):
+        return False
+    sets = [union_of([value_of(_condition(each)) for each in side], disjoint=not by_or) for side in (first, second)]
     return None not in sets and values_agree(*sets)
 
 
 def _elements(text: str) -> list[str]:
     """Return the distinct values of a list or a set; both values of each ``\\pm``."""
-    inner = _without_braces(_without_name_of_list(text))
+    built = _BUILDER.match(_MEMBER.sub("", text))
+    inner = built[2] if built else _without_braces(_without_name_of_list(text))
     expanded = [value for part in _split(inner) for value in _both_signs(part)]
     distinct: list[str] = []
     for each in expanded:
@@ -342,8 +375,10 @@ def _agree_by_letter(value: str, words: Words, bare: str, others: Words) -> bool
 
 
 def _parts_agree(reference: str, response: str) -> bool:
-    if plain_words(reference) == plain_words(response):
-        return True
+    """Compare two words, or two values, of answers that have words between values."""
+    are_words = [text.startswith(OPEN) for text in (reference, response)]
+    if any(are_words):
+        return all(are_words) and (read_words(reference) == read_words(response))
     return _values_agree(reference, response)
 
 

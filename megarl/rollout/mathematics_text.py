@@ -80,7 +80,8 @@ _REPLACED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     for pattern, replacement in (
         # looks, not meaning
         (r"\\(?:displaystyle|textstyle|scriptstyle|limits|large|Large|LARGE|huge|small|normalsize|bf|it|mathstrut|strut)(?![a-zA-Z])", " "),
-        (r"\\(?:left|right)(?:\.|(?![a-zA-Z]))|\\(?:big|Big|bigg|Bigg)[lrm]?(?![a-zA-Z])", ""),
+        (r"\\(?:text)?color\s*\{[^{}]*\}", ""),
+        (r"\\(?:left|right|middle)(?:\.|(?![a-zA-Z]))|\\(?:big|Big|bigg|Bigg)[lrm]?(?![a-zA-Z])", ""),
         (r"\\(?:boxed|fbox|framebox|underline|ensuremath)(?![a-zA-Z])", ""),
         (r"\\h?phantom\s*\{[^{}]*\}|\\[hv]space\*?\s*\{[^{}]*\}|\\label\s*\{[^{}]*\}|\\tag\s*\{[^{}]*\}", " "),
         (r"(?<!\\)(?:\$|\\[()\[\]])|(?<![0-9a-zA-Z)}])\*\*|\*\*(?![-0-9a-zA-Z({\\])|`", " "),
@@ -133,9 +134,11 @@ _UNIT_FRACTION = re.compile(rf"\\frac\s*\{{\s*{OPEN}([^{CLOSE}]*){CLOSE}\s*\}}\s
 _UNIT_POWER = re.compile(rf"\s*{CLOSE}\s*\^\s*\{{?\s*(-?[0-9])\s*\}}?")
 _UNIT_QUOTIENT = re.compile(rf"{CLOSE}\s*/\s*(?:{OPEN}|([a-z]+)(?![a-zA-Z]))")
 _UNIT_PRODUCT = re.compile(rf"{CLOSE}\s*(?:\\cdot|\\times)?\s*{OPEN}")
+_ANGLE = re.compile(rf"(\\(?:sin|cos|tan|cot|sec|csc))\s*(\^\s*\{{?\s*[0-9]\s*\}}?)?\s*[({{]?\s*([0-9.]+)\s*{OPEN}degree{CLOSE}\s*[)}}]?")
 _LISTED = re.compile(rf"{OPEN}[\s,;]*(and|or)[\s,;]*{CLOSE}")
 _JOINING = re.compile(rf"\s+(and|or)\s*{CLOSE}(?=\s*[-+0-9\\(\[.])")
 _BOUND = re.compile(r"^\s*\\(le|ge)\s*(?=[-\\0-9])")
+_OUTWARD = re.compile(r"^\s*([\[\]])([^\[\]]*,[^\[\]]*)([\[\]])\s*$")
 _NAMED_SETS = (
     (re.compile(rf"{OPEN}\s*(?:the set of )?(?:all|any) real(?:s| numbers?)\s*{CLOSE}", re.IGNORECASE), r"\\mathbb{R}"),
     (re.compile(rf"{OPEN}\s*(?:the )?empty set\s*{CLOSE}", re.IGNORECASE), r"\\emptyset "),
@@ -153,15 +156,23 @@ def spell(text: str) -> str:
     text = _ORDINAL.sub(" ", text)
     text = _BARE.sub(lambda run: _bare_word(text, run), text)
     text = _UNIT_FRACTION.sub(rf"{OPEN}\1 / \2{CLOSE}", text)
+    text = _ANGLE.sub(r"\1\2(\\frac{\3\\pi}{180})", text)
     text = _UNIT_POWER.sub(rf"^\1{CLOSE}", text)
     text = _UNIT_QUOTIENT.sub(lambda quotient: f" / {quotient[1]}{CLOSE}" if quotient[1] else " / ", text)
+    text = _UNIT_POWER.sub(rf"^\1{CLOSE}", text)
     text = _UNIT_PRODUCT.sub(" ", text)
     text = _JOINING.sub(rf"{CLOSE} {OPEN}\1{CLOSE} ", text)
     text = _LISTED.sub(lambda word: f" {AND if word[1].lower() == 'and' else OR} ", text)
     for pattern, replacement in _NAMED_SETS:
         text = pattern.sub(replacement, text)
     text = _BOUND.sub(lambda bound: f"{OPEN}{'at most' if bound[1] == 'le' else 'at least'}{CLOSE}", text)
+    text = _OUTWARD.sub(_inward_brackets, text)
     return _trimmed(_digits(text))
+
+
+def _inward_brackets(interval: re.Match[str]) -> str:
+    """Return an interval whose open ends are brackets that face outwards, ``]1,2[``, with parentheses."""
+    return ("(" if interval[1] == "]" else "[") + interval[2] + (")" if interval[3] == "[" else "]")
 
 
 def _words_of_command(command: re.Match[str]) -> str:
@@ -169,6 +180,8 @@ def _words_of_command(command: re.Match[str]) -> str:
     content = (command[1] if command[1] is not None else command[2]).strip().replace("\n", " ")
     name = content.strip("() .")
     if not content or re.search(r"[0-9\\]", re.sub(r"\^\s*\{?[0-9]\}?", "", content)):
+        return f" {content} "
+    if "," in content and not re.search(r"[^\W\d_]{2,}", content):
         return f" {content} "
     after_value = _ends_in_value(command.string[: command.start()])
     if content in FUNCTIONS and not after_value:
@@ -204,6 +217,7 @@ _SCIENTIFIC = re.compile(r"(?<![\w.\\])([0-9]+\.?[0-9]*|\.[0-9]+)[eE]([-+]?[0-9]
 _POWER = re.compile(r"\^\s*(?:\(\s*)?([-+]?[0-9]{2,}|[-+][0-9]+)(?:\s*\))?")
 _MIXED = re.compile(r"(?<![0-9./^_{,])([0-9]+) +([0-9]+)/([0-9]+)(?![0-9./])")
 _FRACTION_ARGUMENTS = re.compile(r"\\frac\s*(\{[^{}]*\}|[0-9a-zA-Z])\s*(\{[^{}]*\}|[0-9a-zA-Z])")
+_ROOT_IN_BRACKETS = re.compile(r"\\sqrt\s*\(([^()]*)\)")
 _ROOT_ARGUMENT = re.compile(r"\\sqrt\s*([0-9a-zA-Z])")
 _REPEATING = re.compile(
     r"([0-9]*)\.([0-9]*)(?:\\(?:overline|bar|overbar|dot)\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))(?:([0-9]*)\\dot\s*\{?([0-9])\}?)?|\(([0-9]+)\))"
@@ -221,6 +235,7 @@ def _digits(text: str) -> str:
     text = _POWER.sub(r"^{\1}", text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
     text = _FRACTION_ARGUMENTS.sub(lambda pair: "\\frac" + "".join(f"{{{each.strip('{}')}}}" for each in pair.groups()), text)
+    text = _ROOT_IN_BRACKETS.sub(r"\\sqrt{\1}", text)
     return _ROOT_ARGUMENT.sub(r"\\sqrt{\1}", text)
 
 

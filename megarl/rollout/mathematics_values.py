@@ -19,11 +19,11 @@ from megarl.patched import patched
 _LONGEST_KEPT = 1000
 """Characters of a text that is kept with the value that was read from it."""
 
-_DIGITS = 60
-"""Precision, in decimal digits, at which irrational constants are compared."""
+_DIGITS = 60, 400
+"""Precisions, in decimal digits, at which irrational numbers are compared; the second is for those that agree at the first."""
 
-_AGREEING = 40
-"""Leading digits that equal constants have in common; the rest is room for rounding and cancellation."""
+_ROOM = 20
+"""Last digits of a precision that may differ by rounding and cancellation."""
 
 _LARGEST_EXPONENT = 10_000
 
@@ -156,7 +156,7 @@ def _numbers_equal(one: Any, other: Any, *_: Any) -> bool:
 def _equal(one: Any, other: Any) -> bool:
     from math_verify import grader
 
-    return bool(grader.sympy_expr_eq(one, _exact(other), 0, _DIGITS))
+    return bool(grader.sympy_expr_eq(one, _exact(other), 0, _DIGITS[0]))
 
 
 def _collections_equal(one: Any, other: Any, *_: Any) -> bool:
@@ -185,7 +185,7 @@ def matches_all(first: Iterable[Any], second: Iterable[Any], equal: Callable[[An
 def _expressions_equal(one: Any, other: Any) -> bool | None:
     """Return whether two expressions are equal wherever both have a value; None where numbers do not tell.
 
-    Constants are compared as fractions or by ``_AGREEING`` digits, expressions at points that are always the same. Two expressions that
+    Constants are compared as fractions or by hundreds of digits, expressions so at points that are always the same. Two expressions that
     differ would have to agree at all of them to be taken for equal.
     """
     import sympy
@@ -225,13 +225,21 @@ def _equal_at(one: Any, other: Any, point: dict[Any, Any]) -> bool | None:
         return bool(first == second)
     if first in (sympy.oo, -sympy.oo) or second in (sympy.oo, -sympy.oo):
         return bool(first == second)
-    numbers = [sympy.N(each, _DIGITS) for each in (first, second)]
+    verdicts = (_equal_to(digits, first, second) for digits in _DIGITS)
+    return next((verdict for verdict in verdicts if verdict is not True), True)
+
+
+def _equal_to(digits: int, first: Any, second: Any) -> bool | None:
+    """Return whether two constants agree to so many digits, but for the last ones; None where either is no number."""
+    import sympy
+
+    numbers = [sympy.N(each, digits) for each in (first, second)]
     if not all(each.is_number and each.is_finite for each in numbers):
         return None
     size = max(abs(each) for each in numbers)
-    difference = abs(numbers[0] - numbers[1])
-    if size > sympy.Float(10) ** -_AGREEING:
-        return bool(difference <= size * sympy.Float(10) ** -_AGREEING)
+    tolerance = sympy.Float(10, digits) ** (_ROOM - digits)
+    if size > tolerance:
+        return bool(abs(numbers[0] - numbers[1]) <= size * tolerance)
     # zero, or too small to tell from it at this precision
     return or_none(lambda: (first - second).equals(0))
 
@@ -248,7 +256,15 @@ def _as_set(value: Any) -> Any:
         return None
     if len(set().union(*(each.free_symbols for each in parts))) != 1:
         return None
-    return or_none(lambda: sympy.Intersection(*(each.doit().as_set() for each in parts)))
+    return or_none(lambda: sympy.Intersection(*(_solutions(each) for each in parts)))
+
+
+def _solutions(inequality: Any) -> Any:
+    """Return the set that an inequality describes; all reals for one that holds for every real number, as x < oo does."""
+    import sympy
+
+    evaluated = inequality.doit()
+    return sympy.S.Reals if evaluated == sympy.true else evaluated.as_set()
 
 
 def _sets_equal(one: Any, other: Any) -> bool:
@@ -267,9 +283,18 @@ def _sets_equal(one: Any, other: Any) -> bool:
     return bool(or_none(lambda: one.symmetric_difference(other).is_empty))
 
 
-def union_of(values: Iterable[Any]) -> Any:
-    """Return the union of sets and of inequalities in one variable; None where one of the values is neither."""
+def union_of(values: Iterable[Any], disjoint: bool = False) -> Any:
+    """Return the union of sets and of inequalities in one variable; None where one of the values is neither.
+
+    Args:
+        values: read from LaTeX.
+        disjoint: give a union only where no two of several sets meet.
+    """
     import sympy
 
     sets = [_as_set(value) for value in values]
-    return None if None in sets else or_none(lambda: sympy.Union(*sets))
+    if None in sets:
+        return None
+    if disjoint and len(sets) > 1 and not or_none(lambda: sympy.Intersection(*sets).is_empty):
+        return None
+    return or_none(lambda: sympy.Union(*sets))

@@ -86,7 +86,7 @@ _BOUNDS = (
 )
 _CHANGES = frozenset(
     "≥ ≤ > < am pm noon midnight or and not no non to between than more less fewer greater least most mod modulo if where except without "
-    "minus plus negative odd even bc ad north south east west".split()
+    "minus plus negative odd even bc ad maybe perhaps possibly probably north south east west".split()
 )
 """Words without which a value says something else; no other side may lack them."""
 
