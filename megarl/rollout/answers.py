@@ -27,9 +27,10 @@ _CHOICE = re.compile(
     rf"(?:\\boxed\s*\{{|\b(?i:answer|choice|option)[*]*\s*(?:(?i:is)\b\s*:?|:)){_WRAPPING}(?:(?i:option|choice)\s+)?{_LETTER}"
 )
 _CONNECTIVE = r"(?:\b(?:and|or|nor|vs)\b|\\text\s*\{\s*(?:and|or)\s*\}|[,;&/|+])"
+_BEFORE_SECOND = r"\b(?i:maybe|perhaps|possibly|else|also|even|the|correct|answer|is|option|choice)\b|[: \t]"
 _SECOND_LETTER = re.compile(
-    rf"[)\]}}*$( \t]*{_CONNECTIVE}(?:{_CONNECTIVE}|\b(?i:maybe|perhaps|possibly|else|also|even|the|correct|answer|is|option|choice)\b|[: \t])*{_WRAPPING}"
-    rf"(?:([B-HJ-Z])(?![A-Za-z0-9'])|{_LETTER})|[)\]}}*$]*[ \t]+\(?([B-HJ-Z])\)?[ \t.]*(?=\n|\Z)"
+    rf"[)\]}}*$( \t]*{_CONNECTIVE}(?:{_CONNECTIVE}|{_BEFORE_SECOND})*{_WRAPPING}(?:([B-HJ-Z])(?![A-Za-z0-9'])|{_LETTER})"
+    r"|[)\]}*$]*[ \t]+\(?([B-HJ-Z])\)?[ \t.]*(?=\n|\Z)"
 )
 _ONLY_A_LETTER = re.compile(r"[*($\[\s]*([A-Z])[*)$.\]\s]*")
 

@@ -17,10 +17,12 @@ _END_OF_SENTENCE = re.compile(r"[.!?](?:\s+[A-Z(]|[*\s]*$)|,?\s(?:because|since|
 # math delimiters and spaces may stand between a box and its unit
 _OUTSIDE_BOX = r"(?:\\[)\],;!: ]|[$~\s])*"
 _UNIT_AFTER_BOX = re.compile(
-    r"(?:\\[,;!: ]|[~\s])*((?:\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}\s*(?:\^\s*\{?\s*\d\s*\}?)?)+|\\?%|\^\s*(?:\{\s*\\circ\s*\}|\\circ))"
+    r"(?:\\[,;!: ]|[~\s])*((?:\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}\s*(?:\^\s*\{?\s*\d\s*\}?)?)+"
+    r"|\\?%|\^\s*(?:\{\s*\\circ\s*\}|\\circ))"
 )
 _ALTERNATIVE_AFTER_BOX = re.compile(
-    _OUTSIDE_BOX + r"((?:or|and)\s+(?:more|less|fewer|greater|higher|lower|above|below|over|under)\b|(?:or|and|/)\s*(?:\$|\\\()*[-+]?[\d.]+)"
+    _OUTSIDE_BOX
+    + r"((?:or|and)\s+(?:more|less|fewer|greater|higher|lower|above|below|over|under)\b|(?:or|and|/)\s*(?:\$|\\\()*[-+]?[\d.]+)"
 )
 _BETWEEN_VALUES = re.compile(
     r"(?:\\(?:quad|qquad|text|mathrm|left|right)|\\[()\[\],;:! ]|[$\s{}~*,;&/]|\b(?:and|or)\b|[A-Za-z](?:_\{?\w\}?)?\s*=)*"

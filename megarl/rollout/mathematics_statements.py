@@ -19,10 +19,12 @@ LONGEST = 4000
 """Characters of an answer that is read as mathematics; a longer one is right only if it is the reference itself."""
 
 _WORDS = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
-_BASE = re.compile(r"\(?\s*([0-9a-zA-Z]+)\s*\)?\s*_\s*\{?\s*(?:base\s*)?([0-9]+|two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\s*\}?")
+_BASE = re.compile(
+    r"\(?\s*([0-9a-zA-Z]+)\s*\)?\s*_\s*\{?\s*(?:base\s*)?([0-9]+|two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\s*\}?"
+)
 _IN_BASE = re.compile(rf"([0-9a-zA-Z]+)\s*{OPEN}(?:in )?base{CLOSE}\s*([0-9]+)")
 _RESIDUE = re.compile(rf"(.+?)\s*[,(]?\s*(?:{OPEN}(?:mod|modulo){CLOSE}|\\pmod|\bmod\b)\s*\{{?\s*\(?\s*([^)}}]+?)\s*\)?\s*\}}?\s*\)?")
-_NAME = r"(?:[A-Za-z]|\\[a-zA-Z]+)(?:_\{?\w+\}?|')*(?:\s*\(\s*[a-zA-Z]\s*\))?"
+_NAME = r"(?:[A-Za-z]|\\[a-zA-Z]+)(?:_\{?[0-9A-Za-z]+\}?|')*(?:\s*\(\s*[a-zA-Z]\s*\))?"
 _CONGRUENT = re.compile(rf"^\s*{_NAME}\s*\\equiv\s*")
 _ASSIGNED = re.compile(rf"\s*({_NAME})\s*=(?!=)\s*([^=]*)")
 _MEMBER = re.compile(rf"^\s*{_NAME}\s*\\in(?![a-z])\s*")
@@ -202,7 +204,7 @@ def _bases_agree(reference: str, response: str) -> bool | None:
 def _in_base(text: str) -> tuple[str, int] | None:
     unmarked = _WORDS.sub(r"\1", text).replace("\\", "") if "_" in text else text
     found = _BASE.fullmatch(unmarked.strip()) or _IN_BASE.fullmatch(text)
-    if found is None or not found[1][0].isdigit() and not found[1].isupper():
+    if found is None or (not found[1][0].isdigit() and not found[1].isupper()):
         return None
     if not any(each.isdigit() for each in found[1]) and found[1].isalpha() and len(found[1]) == 1:
         return None  # a variable with an index
@@ -212,7 +214,7 @@ def _in_base(text: str) -> tuple[str, int] | None:
 def _ratios_agree(reference: str, response: str) -> bool | None:
     """Compare where one side is a ratio, 1:2:3, whose terms may have a factor in common; but 2:05 is a time."""
     wanted, given = ([number(each) for each in text.split(":")] for text in (reference, response))
-    if len(wanted) < 2 and len(given) < 2 or None in wanted or None in given:
+    if (len(wanted) < 2 and len(given) < 2) or None in wanted or None in given:
         return None
     if re.search(r":0[0-9]", reference + response):
         return reference.lstrip("0 ") == response.lstrip("0 ")

@@ -128,7 +128,9 @@ _IN_TEXT = re.compile(
     r"\{((?:[^{}]|\{[^{}]*\})*)\}|\{\s*\\rm\s*([^{}]*)\}"
 )
 _OF_DAY = re.compile(r"\b([apAP])\.\s?[mM]\b\.?")
-_BARE = re.compile(rf"\\(?:begin|end)\s*\{{[^}}]*\}}|\\[a-zA-Z]+|{OPEN}[^{CLOSE}]*{CLOSE}|[a-zA-Z]{{2,}}(?:'[a-z]+)?\.?|(?<=[0-9.])(?:st|nd|rd|th)\b")
+_BARE = re.compile(
+    rf"\\(?:begin|end)\s*\{{[^}}]*\}}|\\[a-zA-Z]+|{OPEN}[^{CLOSE}]*{CLOSE}|[a-zA-Z]{{2,}}(?:'[a-z]+)?\.?|(?<=[0-9.])(?:st|nd|rd|th)\b"
+)
 _ORDINAL = re.compile(rf"(?<=[0-9}}])\s*(?:\^\s*)?\{{?\s*(?:{OPEN}\s*(?:st|nd|rd|th)\s*{CLOSE}|(?:st|nd|rd|th)\b)\s*\}}?")
 _UNIT_FRACTION = re.compile(rf"\\frac\s*\{{\s*{OPEN}([^{CLOSE}]*){CLOSE}\s*\}}\s*\{{\s*{OPEN}([^{CLOSE}]*){CLOSE}\s*\}}")
 _UNIT_POWER = re.compile(rf"\s*{CLOSE}\s*\^\s*\{{?\s*(-?[0-9])\s*\}}?")
@@ -213,16 +215,16 @@ def _ends_in_value(text: str) -> bool:
 
 _BY_SPACES = re.compile(r"(?<![0-9.,])([0-9]{1,3}(?: [0-9]{3})+)(?![0-9])|(?<=[0-9]\.)([0-9]{3}(?: [0-9]{3})* [0-9]{1,3})(?![0-9])")
 _BY_COMMAS = re.compile(r"(?<![0-9.,])([1-9][0-9]{0,2}(?:,[0-9]{3})+)(?!,?[0-9])")
-_SCIENTIFIC = re.compile(r"(?<![\w.\\])([0-9]+\.?[0-9]*|\.[0-9]+)[eE]([-+]?[0-9]{1,6})(?![\w.])")
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([-+]?[0-9]{1,6})(?![\w.])")
 _POWER = re.compile(r"\^\s*(?:\(\s*)?([-+]?[0-9]{2,}|[-+][0-9]+)(?:\s*\))?")
 _MIXED = re.compile(r"(?<![0-9./^_{,])([0-9]+) +([0-9]+)/([0-9]+)(?![0-9./])")
 _FRACTION_ARGUMENTS = re.compile(r"\\frac\s*(\{[^{}]*\}|[0-9a-zA-Z])\s*(\{[^{}]*\}|[0-9a-zA-Z])")
 _ROOT_IN_BRACKETS = re.compile(r"\\sqrt\s*\(([^()]*)\)")
 _ROOT_ARGUMENT = re.compile(r"\\sqrt\s*([0-9a-zA-Z])")
 _REPEATING = re.compile(
-    r"([0-9]*)\.([0-9]*)(?:\\(?:overline|bar|overbar|dot)\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))(?:([0-9]*)\\dot\s*\{?([0-9])\}?)?|\(([0-9]+)\))"
+    r"(?<![0-9])([0-9]*)\.([0-9]*)(?:\\(?:overline|bar|overbar|dot)\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))(?:([0-9]*)\\dot\s*\{?([0-9])\}?)?|\(([0-9]+)\))"
 )
-_CONTINUED = re.compile(r"([0-9]*)\.([0-9]+)\s*\\ldots")
+_CONTINUED = re.compile(r"(?<![0-9])([0-9]*)\.([0-9]+)\s*\\ldots")
 
 
 def _digits(text: str) -> str:

@@ -27,7 +27,7 @@ _ROOM = 20
 
 _LARGEST_EXPONENT = 10_000
 
-_INTEGER, _DECIMAL = r"[0-9]+", r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
+_INTEGER, _DECIMAL = r"[0-9]+", r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _NUMBER = re.compile(
     rf"(?P<sign>[-+]?)\s*(?:(?P<whole>{_INTEGER})?\s*\\frac\s*\{{\s*(?P<inner>-?)\s*(?P<over>{_DECIMAL})\s*\}}\s*\{{\s*(?P<under>{_DECIMAL})\s*\}}"
     rf"|(?P<top>{_DECIMAL})\s*/\s*(?P<bottom>{_DECIMAL})"

@@ -6,6 +6,11 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
+
+def _set_of(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
 _SPELLINGS = {
     "mm": "millimeter millimetre",
     "cm": "centimeter centimetre cms",
@@ -76,7 +81,7 @@ _SPELLINGS = {
 _UNITS = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in (unit, *spellings.split())}
 _QUOTIENTS = {"mph": ("mi", "h"), "kmh": ("km", "h"), "kph": ("km", "h"), "kmph": ("km", "h"), "fps": ("ft", "s"), "mps": ("m", "s")}
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
-_FILLERS = frozenset("the a an of unit each total exactly only just our its".split())
+_FILLERS = _set_of("the a an of unit each total exactly only just our its")
 
 _BOUNDS = (
     (r"(?:or|and) (?:more|greater|above|higher|over|up)|at least|no less than|not less than|no fewer than|minimum of", "≥"),
@@ -84,9 +89,11 @@ _BOUNDS = (
     (r"more than|greater than|over|above|exceeding", ">"),
     (r"less than|fewer than|under|below", "<"),
 )
-_CHANGES = frozenset(
-    "≥ ≤ > < am pm noon midnight or and not no non to between than more less fewer greater least most mod modulo if where except without "
-    "minus plus negative odd even bc ad maybe perhaps possibly probably north south east west".split()
+_CHANGES = _set_of(
+    "≥ ≤ > < am pm noon midnight or and not no non to between than more less fewer greater least most mod "
+    "modulo if where except without minus plus negative odd even bc ad maybe perhaps possibly probably "
+    "north south east west january february march april may june july august september october november "
+    "december monday tuesday wednesday thursday friday saturday sunday"
 )
 """Words without which a value says something else; no other side may lack them."""
 
@@ -94,15 +101,13 @@ _ABOUT = re.compile(r"\b(?:about|approximately|approx|around|roughly|nearly|almo
 _FACTORS = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _TOKEN = re.compile(r"[^\W\d_]+|[$€£¥₹¢%°≥≤><]|\^-?[0-9]|/|[0-9]+")
 
-FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp lim max min gcd lcm det dim ker deg arg sqrt pi infty inf sup "
-    "alpha beta gamma theta phi omega".split()
+FUNCTIONS = _set_of(
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp lim max min gcd lcm det dim "
+    "ker deg arg sqrt pi infty inf sup alpha beta gamma theta phi omega"
 )
 """Names in mathematics that are no words of a language."""
 
-_SHORT_WORDS = frozenset(
-    "yes no and or not am pm the of is in on at to if for all odd any red ten one two six day per mod are has".split()
-)
+_SHORT_WORDS = _set_of("yes no and or not am pm the of is in on at to if for all odd any red ten one two six day per mod are has")
 
 
 @dataclass(frozen=True, slots=True)

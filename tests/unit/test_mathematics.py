@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from fractions import Fraction
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megarl.rollout import mathematics
 from megarl.rollout.mathematics import JudgementTimeoutError, fault_of_reference, math_verify
 from megarl.rollout.programs import fault_of_tests
 from tests.tiers import sampled
-from tests.unit.mathematics_pairs import PAIRS
+from tests.unit.mathematics_pairs import AS_THEY_ARE, PAIRS
 
 # kind -> reference, parts of it that are wrong, other ways to write it
 REFERENCES: dict[str, list[tuple[str, list[str], list[str]]]] = {
@@ -114,13 +117,123 @@ def test_the_whole_reference_is_right_and_no_part_of_it(reference: str, parts: l
 
 
 def in_box(response: str, kind: str) -> str:
-    return response if "box" in response or kind == "responses without a box" else f"So $\\boxed{{{response}}}$."
+    return response if "box" in response or kind in AS_THEY_ARE else f"So $\\boxed{{{response}}}$."
 
 
 @pytest.mark.parametrize("kind", PAIRS)
 def test_pairs_of_a_kind(kind: str) -> None:
     judged = [(*pair, math_verify(in_box(pair[0], kind), pair[1])) for pair in PAIRS[kind]]
     assert [pair for pair in judged if pair[2] != pair[3]] == []
+
+
+def test_every_kind_has_right_pairs_and_wrong_ones() -> None:
+    """So that neither a rule that takes everything nor one that takes nothing passes."""
+    pairs = [pair for each in PAIRS.values() for pair in each]
+    assert len(pairs) == len(set(pairs)) > 150
+    assert all({right for *_, right in PAIRS[kind]} == {0, 1} for kind in PAIRS if kind != "hedges")
+
+
+def decimal_of(value: Fraction) -> str:
+    """The decimal of a fraction by long division, with its period under a line."""
+    rest, digits, seen = abs(value.numerator) % value.denominator, "", dict[int, int]()
+    while rest and rest not in seen:
+        seen[rest] = len(digits)
+        digits += str(rest * 10 // value.denominator)
+        rest = rest * 10 % value.denominator
+    sign = "-" if value < 0 else ""
+    whole = f"{sign}{abs(value.numerator) // value.denominator}"
+    if not digits:
+        return whole
+    return f"{whole}.{digits[: seen[rest]]}\\overline{{{digits[seen[rest] :]}}}" if rest else f"{whole}.{digits}"
+
+
+def mixed_number(value: Fraction) -> str:
+    whole, rest = divmod(abs(value.numerator), value.denominator)
+    sign = "-" if value < 0 else ""
+    return f"{sign}{whole}\\frac{{{rest}}}{{{value.denominator}}}" if whole and rest else f"{value.numerator}/{value.denominator}"
+
+
+SPELLINGS = {
+    "fraction": lambda value: f"\\frac{{{value.numerator}}}{{{value.denominator}}}",
+    "dfrac": lambda value: f"{'-' * (value < 0)}\\dfrac{{{abs(value.numerator)}}}{{{value.denominator}}}",
+    "slash": lambda value: f"{value.numerator}/{value.denominator}",
+    "not in lowest terms": lambda value: f"\\frac{{{-6 * value.numerator}}}{{{-6 * value.denominator}}}",
+    "sum": lambda value: f"{value.numerator - value.denominator}/{value.denominator} + 1",
+    "root": lambda value: f"\\frac{{{value.numerator}\\sqrt{{2}}}}{{{value.denominator}\\sqrt{{2}}}}",
+    "power": lambda value: f"{value.numerator} \\cdot {value.denominator}^{{-1}}",
+    "mixed": mixed_number,
+    "decimal": decimal_of,
+    "thousands": lambda value: f"{value.numerator:,}/{value.denominator}".replace(",", "\\,"),
+    "full width": lambda value: str(value).translate({ord(digit): ord(digit) + 0xFEE0 for digit in "0123456789/"}),
+}
+RATIONALS = st.one_of(
+    st.fractions(max_denominator=97).filter(lambda value: abs(value) < 10**6),
+    st.builds(Fraction, st.integers(-(10**40), 10**40), st.sampled_from((1, 2**60, 3, 10**30))),
+)
+LONG_DECIMAL = 10**4
+"""Denominators from which on a period may have more digits than anyone writes."""
+
+
+@settings(max_examples=150)
+@given(RATIONALS, st.sampled_from((0, 0, 1, -1, 10**-3)), st.sampled_from(sorted(SPELLINGS)), st.sampled_from(sorted(SPELLINGS)))
+def test_exact_rationals_in_several_spellings(reference: Fraction, difference: float, one: str, other: str) -> None:
+    """A difference in the last place of a number of forty digits is one."""
+    response = reference + Fraction(difference).limit_denominator(10**9) / max(1, reference.denominator)
+    texts = []
+    for value, spelling in ((reference, one), (response, other)):
+        can_be_written = spelling != "decimal" or value.denominator < LONG_DECIMAL
+        texts.append(SPELLINGS[spelling if can_be_written else "fraction"](value))
+    assert math_verify(f"\\boxed{{{texts[1]}}}", texts[0]) == float(reference == response), texts
+
+
+@given(
+    st.text(alphabet="0123456789.,;:{}()[]\\\\^_$%/|<>=+-~ xnei\u00bd\u221a\uff12", max_size=40),
+    st.sampled_from(("5", "1, 2", "[1,2)", r"3 \pmod 7")),
+)
+def test_no_text_is_a_fault(content: str, reference: str) -> None:
+    """Whatever a model writes, it is judged, and a text equals itself."""
+    assert math_verify(f"\\boxed{{{content}}}", reference) in (0.0, 1.0)
+    boxed = f"\\boxed{{{content}}}"
+    if content.count("{") == content.count("}") == content.count("\\") == content.count("$") == 0 and content.strip(" .,;:~"):
+        assert math_verify(boxed, content) == 1.0
+
+
+HOSTILE = {
+    "braces": "\\boxed{" + "{" * 50_000 + "8" + "}" * 50_000 + "}",
+    "boxes that never end": "\\boxed{" * 14_000,
+    "boxes": r"\boxed{7}" * 11_000,
+    "fractions": "\\boxed{" + r"\frac{1}{" * 380 + "2" + "}" * 380 + "}",
+    "words": "\\boxed{" + r"\text{a " * 500 + "}" * 500 + "}",
+    "spaces": "\\boxed{" + " " * 100_000 + "7}",
+    "spaces after the box": r"\boxed{7}" + " " * 100_000 + "or",
+    "brackets": "\\boxed{" + "(" * 3_900 + "}",
+    "digits": "\\boxed{" + "9" * 3_900 + "}",
+    "repeated digits": "\\boxed{0." + "3" * 3_900 + "...}",
+    "dollars": "$ x " * 25_000,
+    "thoughts": "<think>" * 14_000,
+    "ends of thoughts": "</think>" * 12_000,
+    "statements": "answer: " * 12_000,
+    "tags": "<answer>" * 12_000,
+    "prose": "so we see that the sum is 4 and 6 or 7 " * 2_500,
+    "values": "\\boxed{" + "1," * 1_900 + "3}",
+    "signs": "\\boxed{" + r"\pm 1 " * 500 + "}",
+    "equations": "\\boxed{" + "x=" * 1_900 + "1}",
+    "residues": "\\boxed{" + r"1 \pmod " * 480 + "}",
+    "names": "\\boxed{a" + "_" * 3_900 + "= 7}",
+    "indices": "\\boxed{" + "a_1" * 1_300 + "= 7}",
+    "halves": "\u00bd" * 100_000,
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_response_is_judged_in_time(kind: str) -> None:
+    for reference in ("5", "x^2+1", "1, 2", "[1,2)", r"3 \pmod 7", r"1,2,\ldots,n", r"12 \text{ cm}", r"\approx 3.1"):
+        assert math_verify(HOSTILE[kind], reference) == 0.0, reference
+
+
+def test_a_huge_power_is_right_where_it_is_the_reference() -> None:
+    """Without being computed."""
+    assert math_verify(r"\boxed{2^{10^9} - 1}", "2^{10^9}-1") == 1.0
 
 
 @pytest.mark.parametrize("reference", [r"The sum is $\frac{3}{4}$.", r"so \boxed{\frac{3}{4}}", r"\(\frac{3}{4}\)", r"\[\frac{3}{4}\]"])
