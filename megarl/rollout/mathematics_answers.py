@@ -9,13 +9,14 @@ _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _UNBRACED = re.compile(r"[^\s$]+")
 
-_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_THOUGHT = re.compile(r"<(think|thinking|thought|reasoning)>.*?(?:</\1>|\Z)", re.DOTALL)
+_END_OF_THOUGHT = re.compile(r"</(?:think|thinking|thought|reasoning)>")
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _STATED = re.compile(r"\b(?:answer|result)\b[*\s]*(?:\bis\b|:|=)[*:\s]*((?:(?!\b(?:answer|result)\b)[^\n])+)", re.IGNORECASE)
 _END_OF_SENTENCE = re.compile(r"[.!?](?:\s+[A-Z(]|[*\s]*$)|,?\s(?:because|since|as|so|which|where)\b")
 
 # math delimiters and spaces may stand between a box and its unit
-_OUTSIDE_BOX = r"(?:\\[)\],;!: ]|[$~\s])*"
+_OUTSIDE_BOX = r"(?:\\[)\],;!: ]|[$~\s,(])*"
 _UNIT_AFTER_BOX = re.compile(
     r"(?:\\[,;!: ]|[~\s])*((?:\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}\s*(?:\^\s*\{?\s*\d\s*\}?)?)+"
     r"|\\?%|\^\s*(?:\{\s*\\circ\s*\}|\\circ))"
@@ -25,7 +26,8 @@ _ALTERNATIVE_AFTER_BOX = re.compile(
     + r"((?:or|and)\s+(?:more|less|fewer|greater|higher|lower|above|below|over|under)\b|(?:or|and|/)\s*(?:\$|\\\()*[-+]?[\d.]+)"
 )
 _BETWEEN_VALUES = re.compile(
-    r"(?:\\(?:quad|qquad|text|mathrm|left|right)|\\[()\[\],;:! ]|[$\s{}~*,;&/]|\b(?:and|or)\b|[A-Za-z](?:_\{?\w\}?)?\s*=)*"
+    r"(?:\\(?:quad|qquad|text|mathrm|left|right)|\\[()\[\],;:! ]|[$\s{}~*,;&/()]"
+    r"|\b(?:and|or|also|both|either|else|maybe|perhaps|possibly|alternatively)\b|[A-Za-z](?:_\{?\w\}?)?\s*=)*"
 )
 _BRACKETED = re.compile(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}")
 _CONNECTIVE = re.compile(r"[,;&/]|\b(?:and|or)\b")
@@ -68,7 +70,7 @@ def stated_answer(response: str) -> str | None:
 
 def outside_thoughts(response: str) -> str:
     """Return a response without its ``<think>...</think>``, which the prompt may have opened."""
-    return _THOUGHT.sub(" ", response).rpartition("</think>")[2] if "think>" in response else response
+    return _END_OF_THOUGHT.split(_THOUGHT.sub(" ", response))[-1]
 
 
 def _statement(text: str) -> str | None:

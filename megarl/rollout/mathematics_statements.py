@@ -19,16 +19,16 @@ LONGEST = 4000
 """Characters of an answer that is read as mathematics; a longer one is right only if it is the reference itself."""
 
 _WORDS = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
-_BASE = re.compile(
-    r"\(?\s*([0-9a-zA-Z]+)\s*\)?\s*_\s*\{?\s*(?:base\s*)?([0-9]+|two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\s*\}?"
-)
-_IN_BASE = re.compile(rf"([0-9a-zA-Z]+)\s*{OPEN}(?:in )?base{CLOSE}\s*([0-9]+)")
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "twelve": 12, "sixteen": 16}
+_BASE = re.compile(rf"\(?\s*([0-9a-zA-Z]+)\s*\)?\s*_\s*\{{?\s*\(?\s*(?:base\s*)?([0-9]+|{'|'.join(_BASES)})\s*\)?\s*\}}?")
+_IN_BASE = re.compile(rf"([0-9a-zA-Z]+)\s*\(?{OPEN}(?:in )?base{CLOSE}\s*([0-9]+)\)?")
 _RESIDUE = re.compile(rf"(.+?)\s*[,(]?\s*(?:{OPEN}(?:mod|modulo){CLOSE}|\\pmod|\bmod\b)\s*\{{?\s*\(?\s*([^)}}]+?)\s*\)?\s*\}}?\s*\)?")
 _NAME = r"(?:[A-Za-z]|\\[a-zA-Z]+)(?:_\{?[0-9A-Za-z]+\}?|')*(?:\s*\(\s*[a-zA-Z]\s*\))?"
 _CONGRUENT = re.compile(rf"^\s*{_NAME}\s*\\equiv\s*")
 _ASSIGNED = re.compile(rf"\s*({_NAME})\s*=(?!=)\s*([^=]*)")
 _MEMBER = re.compile(rf"^\s*{_NAME}\s*\\in(?![a-z])\s*")
 _BUILDER = re.compile(rf"\\\{{\s*({_NAME})\s*(?:\\in\s*\\mathbb\{{R\}}\s*)?[|:]\s*(.*)\\\}}\s*$")
+_SEVERAL_NUMBERS = re.compile(r"(?<![_^.\w])[0-9.]+\s+[0-9]")
 _SEPARATORS = f",;{OR}{AND}"
 _COMPARED = re.compile(r"[<>=]|\\(?:le|ge|ne|in)(?![a-z])")
 _DECIMAL = re.compile(r"[-+]?\s*[0-9]*\.([0-9]+)")
@@ -185,9 +185,6 @@ def _residues(text: str) -> list[tuple[str, str]]:
             return []
         found.insert(0, (_CONGRUENT.sub("", residue[1] if residue else part).rstrip("( "), modulus))
     return found
-
-
-_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "twelve": 12, "sixteen": 16}
 
 
 def _bases_agree(reference: str, response: str) -> bool | None:
@@ -424,7 +421,7 @@ def _values_agree(reference: str, response: str, factor: Fraction = Fraction(1),
     """Compare two texts without words, each times a factor."""
     reference, response = _same_side(reference, response)
     exact = [number(text) for text in (reference, response)]
-    if any(re.search(r"[0-9]\s+[0-9]", text) for text in (reference, response)):
+    if any(_SEVERAL_NUMBERS.search(text) for text in (reference, response)):
         # the library would read 10 00 as 1000
         return _squeezed(reference) == _squeezed(response)
     if exact[0] is not None and exact[1] is not None:

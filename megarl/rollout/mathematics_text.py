@@ -92,6 +92,7 @@ _REPLACED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\(?:quad|qquad)(?![a-zA-Z])|\\\\\s*$", "  "),
         # several names of one command
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
         (r"\\(?:leqslant|leqq|leq)(?![a-zA-Z])|<=", r"\\le "),
         (r"\\(?:geqslant|geqq|geq)(?![a-zA-Z])|>=", r"\\ge "),
         (r"\\neq(?![a-zA-Z])|\\not\s*=|!=", r"\\ne "),
@@ -100,12 +101,15 @@ _REPLACED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
         (r"\\(?:dots|dotsc|dotsb|cdots|hdots|dotsm)(?![a-zA-Z])|\.\.\.+", r"\\ldots "),
         (r"\\(?:mid|vert|lvert|rvert)(?![a-zA-Z])", "|"),
+        (r"\\langle(?![a-zA-Z])", "("),
+        (r"\\rangle(?![a-zA-Z])", ")"),
         (r"\\lbrace(?![a-zA-Z])", r"\\{"),
         (r"\\rbrace(?![a-zA-Z])", r"\\}"),
         (r"\\(?:simeq|thickapprox|approxeq|doteq)(?![a-zA-Z])", r"\\approx "),
         (r"\\(?:R|reals|Reals)(?![a-zA-Z])|\\mathbb\s+R", r"\\mathbb{R}"),
         (r"\\(?:imath|jmath)(?![a-zA-Z])", "i"),
         (r"\\(?:vec|hat|mathbf|boldsymbol|bm|mathit|mathsf|mathcal)\s*\{\s*([a-zA-Z])\s*\}", r"\1"),
+        (r"\\lg(?![a-zA-Z])", r"\\log_{10}"),
         (r"\\colon(?![a-zA-Z])", ":"),
         (r"\\(?:backslash|smallsetminus)(?![a-zA-Z])", r"\\setminus "),
         (r"\\(?:lor|vee)(?![a-zA-Z])", f" {OR} "),
@@ -140,10 +144,12 @@ _ANGLE = re.compile(rf"(\\(?:sin|cos|tan|cot|sec|csc))\s*(\^\s*\{{?\s*[0-9]\s*\}
 _LISTED = re.compile(rf"{OPEN}[\s,;]*(and|or)[\s,;]*{CLOSE}")
 _JOINING = re.compile(rf"\s+(and|or)\s*{CLOSE}(?=\s*[-+0-9\\(\[.])")
 _BOUND = re.compile(r"^\s*\\(le|ge)\s*(?=[-\\0-9])")
+_FULL_HOUR = re.compile(rf":00(?=\s*{OPEN}[ap]\.?m\b)", re.IGNORECASE)
 _OUTWARD = re.compile(r"^\s*([\[\]])([^\[\]]*,[^\[\]]*)([\[\]])\s*$")
 _NAMED_SETS = (
     (re.compile(rf"{OPEN}\s*(?:the set of )?(?:all|any) real(?:s| numbers?)\s*{CLOSE}", re.IGNORECASE), r"\\mathbb{R}"),
     (re.compile(rf"{OPEN}\s*(?:the )?empty set\s*{CLOSE}", re.IGNORECASE), r"\\emptyset "),
+    (re.compile(r"\\mathbb\s*\{R\}\s*(?:\^\s*\{?\s*\+\s*\}?|_\s*\{?\s*(?:\+|>\s*0)\s*\}?)"), r"(0,\\infty)"),
     (re.compile(rf"{OPEN}\s*infinity\s*{CLOSE}", re.IGNORECASE), r"\\infty "),
 )
 
@@ -168,6 +174,7 @@ def spell(text: str) -> str:
     for pattern, replacement in _NAMED_SETS:
         text = pattern.sub(replacement, text)
     text = _BOUND.sub(lambda bound: f"{OPEN}{'at most' if bound[1] == 'le' else 'at least'}{CLOSE}", text)
+    text = _FULL_HOUR.sub("", text)
     text = _OUTWARD.sub(_inward_brackets, text)
     return _trimmed(_digits(text))
 
@@ -183,8 +190,11 @@ def _words_of_command(command: re.Match[str]) -> str:
     name = content.strip("() .")
     if not content or re.search(r"[0-9\\]", re.sub(r"\^\s*\{?[0-9]\}?", "", content)):
         return f" {content} "
-    if "," in content and not re.search(r"[^\W\d_]{2,}", content):
-        return f" {content} "
+    if re.search(r",| and | or ", content) and not re.search(r"[^\W\d_]{2,}", re.sub(r"\b(?:and|or)\b", "", content)):
+        return f" {content} "  # letters of choices: A, B and C
+    choice = re.fullmatch(r"(?:option|choice|answer)\s*:?\s*\(?([A-Z])\)?", content, re.IGNORECASE)
+    if choice:
+        return choice[1]
     after_value = _ends_in_value(command.string[: command.start()])
     if content in FUNCTIONS and not after_value:
         return f"\\{content} "
@@ -209,7 +219,8 @@ def _bare_word(text: str, run: re.Match[str]) -> str:
 
 def _ends_in_value(text: str) -> bool:
     """Return whether a number, a bracket or a unit ends a text, so that letters after it may be a unit."""
-    before = text.rstrip()
+    # the unit before this one in a product or a quotient of units
+    before = re.sub(rf"(?<=[{CLOSE}}}])\s*(?:\\cdot|\\times|/)\s*$", "", text.rstrip())
     return bool(before) and before[-1] in f"0123456789}}){{{CLOSE}"
 
 
@@ -218,7 +229,7 @@ _BY_COMMAS = re.compile(r"(?<![0-9.,])([1-9][0-9]{0,2}(?:,[0-9]{3})+)(?!,?[0-9])
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([-+]?[0-9]{1,6})(?![\w.])")
 _POWER = re.compile(r"\^\s*(?:\(\s*)?([-+]?[0-9]{2,}|[-+][0-9]+)(?:\s*\))?")
 _MIXED = re.compile(r"(?<![0-9./^_{,])([0-9]+) +([0-9]+)/([0-9]+)(?![0-9./])")
-_FRACTION_ARGUMENTS = re.compile(r"\\frac\s*(\{[^{}]*\}|[0-9a-zA-Z])\s*(\{[^{}]*\}|[0-9a-zA-Z])")
+_TWO_ARGUMENTS = re.compile(r"\\(frac|binom)\s*(\{[^{}]*\}|[0-9a-zA-Z])\s*(\{[^{}]*\}|[0-9a-zA-Z])")
 _ROOT_IN_BRACKETS = re.compile(r"\\sqrt\s*\(([^()]*)\)")
 _ROOT_ARGUMENT = re.compile(r"\\sqrt\s*([0-9a-zA-Z])")
 _REPEATING = re.compile(
@@ -236,9 +247,14 @@ def _digits(text: str) -> str:
     text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
     text = _POWER.sub(r"^{\1}", text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
-    text = _FRACTION_ARGUMENTS.sub(lambda pair: "\\frac" + "".join(f"{{{each.strip('{}')}}}" for each in pair.groups()), text)
+    text = _TWO_ARGUMENTS.sub(_with_braces, text)
     text = _ROOT_IN_BRACKETS.sub(r"\\sqrt{\1}", text)
     return _ROOT_ARGUMENT.sub(r"\\sqrt{\1}", text)
+
+
+def _with_braces(command: re.Match[str]) -> str:
+    """Return ``\\frac12`` as ``\\frac{1}{2}``."""
+    return f"\\{command[1]}" + "".join(f"{{{each.strip('{}')}}}" for each in command.groups()[1:])
 
 
 def _is_bracketed(text: str, place: int) -> bool:
@@ -278,7 +294,8 @@ def _trimmed(text: str) -> str:
     text = re.sub(r"\s+", " ", text).strip(" \"',;:").rstrip(" .,;:?")
     while text.startswith("{") and closes_at_end(text, "{", "}"):
         text = text[1:-1].strip(" ,;:").rstrip(" .,;:?")
-    return text
+    choice = re.fullmatch(r"([A-Z])\)", text)
+    return choice[1] if choice else text
 
 
 def closes_at_end(text: str, opening: str, closing: str) -> bool:

@@ -124,7 +124,8 @@ def values_agree(reference: Any, response: Any) -> bool:
         if verdict is not None:
             return verdict
     sets = [_as_set(reference), _as_set(response)]
-    if None not in sets and (isinstance(reference, sympy.Set) or isinstance(response, sympy.Set)):
+    is_set = isinstance(reference, sympy.Set) or isinstance(response, sympy.Set)
+    if None not in sets and (is_set or reference.free_symbols == response.free_symbols):
         return _sets_equal(*sets)
     return library_agrees([reference], [response])
 
