@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import weakref
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +18,8 @@ from megarl.rollout.mathematics import JudgementTimeoutError, fault_of_reference
 from megarl.rollout.programs import fault_of_tests
 from tests.tiers import sampled
 from tests.unit.mathematics_pairs import AS_THEY_ARE, PAIRS
+
+ROOT = Path(__file__).parents[2]
 
 # kind -> reference, parts of it that are wrong, other ways to write it
 REFERENCES: dict[str, list[tuple[str, list[str], list[str]]]] = {
@@ -124,6 +128,25 @@ def in_box(response: str, kind: str) -> str:
 def test_pairs_of_a_kind(kind: str) -> None:
     judged = [(*pair, math_verify(in_box(pair[0], kind), pair[1])) for pair in PAIRS[kind]]
     assert [pair for pair in judged if pair[2] != pair[3]] == []
+
+
+def documented_pairs() -> list[tuple[str, str, float]]:
+    """Response, reference and score of each example in the table of configs/README.md."""
+    text = (ROOT / "configs" / "README.md").read_text(encoding="utf-8")
+    section = text.split("## How mathematics is compared")[1].split("\n## ")[0]
+    rows = [row.strip(" |").split(" | ") for row in section.splitlines() if row.startswith("| ")][1:]
+    examples = [[re.findall(r"`([^`]*)`", cell) for cell in row[1:]] for row in rows]
+    return [
+        (response, reference[0], score)
+        for reference, *sides in examples
+        for side, score in zip(sides, (1.0, 0.0), strict=True)
+        for response in side
+    ]
+
+
+@pytest.mark.parametrize(("response", "reference", "score"), documented_pairs())
+def test_the_rules_that_are_written_down(response: str, reference: str, score: float) -> None:
+    assert math_verify(f"\\boxed{{{response}}}", reference) == score
 
 
 def test_every_kind_has_right_pairs_and_wrong_ones() -> None:
