@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterable
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from megarl.patched import patched
@@ -65,8 +65,7 @@ def value_of(text: str) -> Any:
 
 
 def _value_now(text: str) -> Any:
-    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse
+    from math_verify.parser import LatexExtractionConfig, NormalizationConfig, parse
 
     # units are taken off before; the library would take 3m for 3
     config = LatexExtractionConfig(
@@ -196,7 +195,7 @@ def _expressions_equal(one: Any, other: Any) -> bool | None:
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
     if any(isinstance(each, sympy.Basic) and each.has(sympy.core.function.AppliedUndef) for each in (one, other)):
         return None
-    verdicts = [or_none(lambda point=point: _equal_at(one, other, point)) for point in _points(symbols)]
+    verdicts = [or_none(partial(_equal_at, one, other, point)) for point in _points(symbols)]
     if False in verdicts:
         return False
     return True if verdicts.count(True) >= min(2, len(verdicts)) else None
@@ -248,7 +247,7 @@ def _equal_to(digits: int, first: Any, second: Any) -> bool | None:
 def _as_set(value: Any) -> Any:
     """Return the set that a value is, or that an inequality in one variable describes; None for anything else."""
     import sympy
-    from latex2sympy2_extended.logic import And
+    from math_verify.grader import And
 
     if isinstance(value, sympy.Set):
         return value
