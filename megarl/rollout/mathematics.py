@@ -54,12 +54,17 @@ def math_verify(response: str, answer: str) -> float:
         wanted = _reference(answer)
         boxed = boxed_answer(response, values_in(wanted))
         if boxed is not None:
-            return float(agree(wanted, boxed))
+            return _score(wanted, boxed)
         stated = stated_answer(response)
-        if stated is not None and (agree(wanted, stated) or _PLAIN.match(stated)):
-            return float(agree(wanted, stated))
+        if stated is not None and (_score(wanted, stated) or _PLAIN.match(stated)):
+            return _score(wanted, stated)
         ending = _ending(outside_thoughts(response))
         return float(not _HEDGE.search(ending) and library_agrees(list(_parsed(answer)), _parse(ending)))
+
+
+def _score(reference: str, answer: str) -> float:
+    # sympy may raise on text that only looks like mathematics, and a response that makes it raise is not excused
+    return float(or_none(lambda: agree(reference, answer)) or False)
 
 
 def math_answer(response: str) -> str | None:

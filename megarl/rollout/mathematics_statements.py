@@ -6,11 +6,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import product
 from math import lcm
 from typing import Any
 
 from megarl.rollout.mathematics_text import AND, CLOSE, OPEN, OR, closes_at_end, spell
-from megarl.rollout.mathematics_values import fractions_agree, matches_all, number, union_of, value_of, values_agree
+from megarl.rollout.mathematics_values import fractions_agree, joined_sets, matches_all, number, value_of, values_agree
 from megarl.rollout.mathematics_words import Words, plain_words, read_words, without_about, without_factors, words_agree
 
 _LARGEST_MODULUS = 10_000
@@ -23,11 +24,12 @@ _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eig
 _BASE = re.compile(rf"\(?\s*([0-9a-zA-Z]+)\s*\)?\s*_\s*\{{?\s*\(?\s*(?:base\s*)?([0-9]+|{'|'.join(_BASES)})\s*\)?\s*\}}?")
 _IN_BASE = re.compile(rf"([0-9a-zA-Z]+)\s*\(?{OPEN}(?:in )?base{CLOSE}\s*([0-9]+)\)?")
 _RESIDUE = re.compile(rf"(.+?)\s*[,(]?\s*(?:{OPEN}(?:mod|modulo){CLOSE}|\\pmod|\bmod\b)\s*\{{?\s*\(?\s*([^)}}]+?)\s*\)?\s*\}}?\s*\)?")
-_NAME = r"(?:[A-Za-z]|\\[a-zA-Z]+)(?:_\{?[0-9A-Za-z]+\}?|')*(?:\s*\(\s*[a-zA-Z]\s*\))?"
+_NAME = r"(?:[A-Za-z]|\\[a-zA-Z]+)(?:_\{?[0-9A-Za-z]+\}?|')*(?:\s*\(\s*\w+\s*\))?"
 _CONGRUENT = re.compile(rf"^\s*{_NAME}\s*\\equiv\s*")
-_ASSIGNED = re.compile(rf"\s*({_NAME})\s*=(?!=)\s*([^=]*)")
+_ASSIGNED = re.compile(rf"\s*(?:\\(?:angle|triangle|overline)\s*)?(?:{_NAME}|[A-Z]+|\{{[A-Z]+\}})?\s*=(?!=)\s*([^=]*)")
 _MEMBER = re.compile(rf"^\s*{_NAME}\s*\\in(?![a-z])\s*")
 _BUILDER = re.compile(rf"\\\{{\s*({_NAME})\s*(?:\\in\s*\\mathbb\{{R\}}\s*)?[|:]\s*(.*)\\\}}\s*$")
+_BETWEEN_NAMES = re.compile(r"\s*,\s*(?:and\s)?|\s+and\s+")
 _SEVERAL_NUMBERS = re.compile(r"(?<![_^.\w])[0-9.]+\s+[0-9]")
 _SEPARATORS = f",;{OR}{AND}"
 _COMPARED = re.compile(r"[<>=]|\\(?:le|ge|ne|in)(?![a-z])")
@@ -38,12 +40,8 @@ def agree(reference: str, response: str) -> bool:
     """Return whether a final answer says what the reference says, both as they stand in a box or in the data."""
     if max(len(reference), len(response)) > LONGEST:
         return reference.strip() == response.strip()
-    spelled = spell(reference), spell(response)
-    if _spelled_agree(*spelled):
-        return True
-    # 2e-1 is 0.2 to most and 2e - 1 to some; 1,234 is one number to most and two values to some
-    other = _read_otherwise(reference)
-    return other is not None and _spelled_agree(spell(other), spelled[1])
+    readings = ([spell(each) for each in _readings(text)] for text in (reference, response))
+    return any(_spelled_agree(wanted, given) for wanted, given in product(*readings))
 
 
 def values_in(reference: str) -> int:
@@ -52,10 +50,10 @@ def values_in(reference: str) -> int:
     return max(1, len(_split(_without_braces(text))))
 
 
-def _read_otherwise(text: str) -> str | None:
-    if re.search(r"[0-9]e[-+][0-9]", text):
-        return re.sub(r"([0-9])e([-+])", r"\1 e \2", text)
-    return None
+def _readings(text: str) -> tuple[str, ...]:
+    """Return a text as it is and, where it has one like 2e-1, which is 0.2 to most and 2e - 1 to some, so that e is Euler's number."""
+    by_euler = re.sub(r"([0-9])e(?=[-+][0-9])", r"\1 e ", text)
+    return (text,) if by_euler == text else (text, by_euler)
 
 
 def _spelled_agree(reference: str, response: str) -> bool:
@@ -258,7 +256,7 @@ def _lists_agree(reference: str, response: str) -> bool:
         return True
     if _stream(reference) == _stream(response) and (_WORDS.search(reference) or len(first) == len(second)):
         return True
-    if _unions_agree(first, second, OR in response + reference):
+    if _conditions_agree(first, second, reference + response):
         return True
     return _is_bare_tuple(first, second, response) or _is_bare_tuple(second, first, reference)
 
@@ -271,12 +269,18 @@ def _is_bare_tuple(one: Sequence[str], other: Sequence[str], text: str) -> bool:
     return len(coordinates) == len(other) and all(map(_elements_agree, coordinates, other))
 
 
-def _unions_agree(first: Sequence[str], second: Sequence[str], by_or: bool) -> bool:
-    """Compare a union with a list of conditions: joined by ``or``, or such that no number meets two of them."""
-    if len(first) == len(second) or not all(_COMPARED.search(each) for side in (first, second) if len(side) > 1 for each in side):
+def _conditions_agree(first: Sequence[str], second: Sequence[str], text: str) -> bool:
+    """Compare a set with a list of conditions or sets: joined by ``or``, by ``and``, or by commas, which may mean either."""
+    if len(first) == len(second) or not all(_is_condition(each, text) for side in (first, second) if len(side) > 1 for each in side):
         return False
-    sets = [union_of([value_of(_condition(each)) for each in side], disjoint=not by_or) for side in (first, second)]
+    joined = "or" if OR in text else "and" if AND in text else "by commas"
+    sets = [joined_sets([value_of(_condition(each)) for each in side], joined) for side in (first, second)]
     return None not in sets and values_agree(*sets)
+
+
+def _is_condition(element: str, text: str) -> bool:
+    # (1,2), (3,4) are two points, unless the other side has a union
+    return _COMPARED.search(element) is not None or "\\cup" in text
 
 
 def _elements(text: str) -> list[str]:
@@ -285,9 +289,12 @@ def _elements(text: str) -> list[str]:
     inner = built[2] if built else _without_braces(_without_name_of_list(text))
     expanded = [value for part in _split(inner) for value in _both_signs(part)]
     distinct: list[str] = []
+    seen = set[Any]()
     for each in expanded:
-        if _squeezed(each) not in map(_squeezed, distinct):
-            distinct.append(each)
+        value = number(each)
+        key = _squeezed(each) if value is None else value
+        distinct += [] if key in seen else [each]
+        seen.add(key)
     return distinct
 
 
@@ -297,7 +304,7 @@ def _without_name_of_list(text: str) -> str:
     named = _ASSIGNED.match(parts[0]) if len(parts) > 1 else None
     if named is None or any(_COMPARED.search(part) for part in parts[1:]):
         return text
-    return text[named.start(2) :]
+    return text[named.start(1) :]
 
 
 def _both_signs(text: str) -> list[str]:
@@ -316,15 +323,15 @@ def _without_braces(text: str) -> str:
     return text
 
 
-def _split(text: str) -> list[str]:
-    """Split a list at the commas and connectives outside all brackets."""
+def _split(text: str, separators: str = _SEPARATORS) -> list[str]:
+    """Split a list at the commas and connectives outside all brackets, or another text at other separators."""
     depth, start, parts = 0, 0, list[str]()
     for place, character in enumerate(text):
         if character in "([{":
             depth += 1
         elif character in ")]}":
             depth -= 1
-        elif character in _SEPARATORS and depth <= 0 and not _is_in_words(text, place):
+        elif character in separators and depth <= 0 and not _is_in_words(text, place):
             parts.append(text[start:place])
             start = place + 1
     parts.append(text[start:])
@@ -383,9 +390,10 @@ def _parts_agree(reference: str, response: str) -> bool:
 
 def _texts_agree(first: _Piece, second: _Piece) -> bool:
     """Compare answers of which one is no value: words, or the letter of a choice."""
-    if bool(first.value) != bool(second.value):
+    if first.value or second.value or not first.words or not second.words:
         return False
-    return bool(first.words) and plain_words(first.words) == plain_words(second.words)
+    names = [[plain_words(each) for each in _BETWEEN_NAMES.split(piece.words)] for piece in (first, second)]
+    return plain_words(first.words) == plain_words(second.words) or (len(names[0]) > 1 and sorted(names[0]) == sorted(names[1]))
 
 
 def _stream(text: str) -> tuple[str, ...]:
@@ -430,9 +438,12 @@ def _values_agree(reference: str, response: str, factor: Fraction = Fraction(1),
         if _squeezed(reference) == _squeezed(response):
             return True
         tuples = _coordinates(reference), _coordinates(response)
-        if len(tuples[0]) > 2 or len(tuples[1]) > 2 or (all(tuples) and not value_of(reference)):
+        if all(tuples) or len(tuples[0]) > 2 or len(tuples[1]) > 2:
             return len(tuples[0]) == len(tuples[1]) and all(map(_elements_agree, *tuples))
     values = [value_of(_condition(text)) for text in (reference, response)]
+    if any(str(value) == "EmptySet" and "\\emptyset" not in text for value, text in zip(values, (reference, response), strict=True)):
+        # [2,1) is no interval, and no other such one either
+        return False
     if values[0] is None or values[1] is None:
         return False
     if factor != 1 or other_factor != 1:
@@ -449,12 +460,13 @@ def _scaled(value: Any, factor: Fraction) -> Any:
 def _same_side(reference: str, response: str) -> tuple[str, str]:
     """Return both without names that only one of them gives: ``x = 5`` for 5, ``AB = 5``, ``x \\in [1,2)``."""
     reference, response = _MEMBER.sub("", reference, count=1), _MEMBER.sub("", response, count=1)
-    has_equation = ["=" in text for text in (reference, response)]
+    sides = [_split(text, "=") for text in (reference, response)]
+    has_equation = [len(each) > 1 or text.startswith("=") for each, text in zip(sides, (reference, response), strict=True)]
     if has_equation == [False, True] and not _COMPARED.search(reference):
-        return reference, response.rpartition("=")[2].strip()
+        return reference, sides[1][-1] if sides[1] else ""
     if has_equation == [True, False] and not _COMPARED.search(response):
         named = _ASSIGNED.fullmatch(reference)
-        return (named[2].strip() if named else reference), response
+        return (named[1].strip() if named else reference), response
     return reference, response
 
 

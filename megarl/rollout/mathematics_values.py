@@ -195,18 +195,26 @@ def _expressions_equal(one: Any, other: Any) -> bool | None:
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
     if any(isinstance(each, sympy.Basic) and each.has(sympy.core.function.AppliedUndef) for each in (one, other)):
         return None
-    verdicts = [or_none(partial(_equal_at, one, other, point)) for point in _points(symbols)]
+    counts = any(each.has(sympy.Sum, sympy.Product) for each in (one, other))
+    verdicts = [or_none(partial(_equal_at, one, other, point)) for point in _points(symbols, whole=counts)]
     if False in verdicts:
         return False
     return True if verdicts.count(True) >= min(2, len(verdicts)) else None
 
 
-def _points(symbols: list[Any]) -> list[dict[Any, Any]]:
-    """Return points at which to compare: all positive, all negative, small, and mixed; one empty point for constants."""
+def _points(symbols: list[Any], whole: bool) -> list[dict[Any, Any]]:
+    """Return points at which to compare: all positive, all negative, small, and mixed; one empty point for constants.
+
+    Args:
+        symbols: variables.
+        whole: give positive integers, for sums up to a variable.
+    """
     import sympy
 
     if not symbols:
         return [{}]
+    if whole:
+        return [{symbol: sympy.Integer(first + 2 * place) for place, symbol in enumerate(symbols)} for first in (2, 5, 8)]
     chooser = random.Random(len(symbols))
 
     def coordinate(low: int, high: int, signs: tuple[int, ...]) -> Any:
@@ -225,6 +233,9 @@ def _equal_at(one: Any, other: Any, point: dict[Any, Any]) -> bool | None:
         return bool(first == second)
     if first in (sympy.oo, -sympy.oo) or second in (sympy.oo, -sympy.oo):
         return bool(first == second)
+    if point and first.is_real is not second.is_real:
+        # ln(ab) and ln a + ln b, of negative a and b: one of the two is not defined here
+        return None
     verdicts = (_equal_to(digits, first, second) for digits in _DIGITS)
     return next((verdict for verdict in verdicts if verdict is not True), True)
 
@@ -244,15 +255,17 @@ def _equal_to(digits: int, first: Any, second: Any) -> bool | None:
     return or_none(lambda: (first - second).equals(0))
 
 
-def _as_set(value: Any) -> Any:
-    """Return the set that a value is, or that an inequality in one variable describes; None for anything else."""
+def _as_set(value: Any, with_equations: bool = False) -> Any:
+    """Return the set that a value is, or that an inequality (or an equation) in one variable describes; None for anything else."""
     import sympy
     from math_verify.grader import And
 
     if isinstance(value, sympy.Set):
         return value
     parts = list(getattr(value, "_unsorted_args", [value])) if isinstance(value, And) else [value]
-    if not all(isinstance(each, sympy.core.relational.Relational) and not isinstance(each, sympy.Eq) for each in parts):
+    if not all(isinstance(each, sympy.core.relational.Relational) for each in parts):
+        return None
+    if not with_equations and any(isinstance(each, sympy.Eq) for each in parts):
         return None
     if len(set().union(*(each.free_symbols for each in parts))) != 1:
         return None
@@ -283,18 +296,19 @@ def _sets_equal(one: Any, other: Any) -> bool:
     return bool(or_none(lambda: one.symmetric_difference(other).is_empty))
 
 
-def union_of(values: Iterable[Any], disjoint: bool = False) -> Any:
-    """Return the union of sets and of inequalities in one variable; None where one of the values is neither.
+def joined_sets(values: Iterable[Any], joined: str) -> Any:
+    """Return the set that several sets, or conditions on one variable, describe together; None where one of them is neither.
 
     Args:
         values: read from LaTeX.
-        disjoint: give a union only where no two of several sets meet.
+        joined: ``or`` for their union, ``and`` for what they have in common, ``by commas`` for the latter unless it is empty.
     """
     import sympy
 
-    sets = [_as_set(value) for value in values]
+    sets = [_as_set(value, with_equations=True) for value in values]
     if None in sets:
         return None
-    if disjoint and len(sets) > 1 and not or_none(lambda: sympy.Intersection(*sets).is_empty):
-        return None
+    common = or_none(lambda: sympy.Intersection(*sets))
+    if len(sets) == 1 or joined == "and" or (joined == "by commas" and common is not None and not common.is_empty):
+        return common
     return or_none(lambda: sympy.Union(*sets))

@@ -181,8 +181,9 @@ def plain_words(text: str, signs: bool = False) -> tuple[str, ...]:
         text: words, and numbers among them.
         signs: keep every other sign of the text as well.
     """
-    tokens = re.findall(r"[^\W\d_]+|[0-9.]+|[^\s\w]", text.lower()) if signs else _tokens(text)
-    return tuple(singular(token) for token in tokens if token not in ("the", "a", "an"))
+    if signs:
+        return tuple(map(singular, re.findall(r"[^\W\d_]+|[0-9.]+|[^\s\w]", text.lower())))
+    return tuple(singular(token) for token in _tokens(text) if token not in ("the", "a", "an"))
 
 
 def without_about(text: str) -> tuple[str, bool]:
