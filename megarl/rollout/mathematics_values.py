@@ -131,6 +131,11 @@ def values_agree(reference: Any, response: Any) -> bool:
 
 def library_agrees(reference: list[Any], response: list[Any]) -> bool:
     """Return whether the library takes one of several readings of a response for the reference, with exact comparisons."""
+    silence_library()
+    return bool(or_none(lambda: _library_verdict(reference, response)))
+
+
+def _library_verdict(reference: list[Any], response: list[Any]) -> bool:
     import math_verify as library
     from math_verify import grader
 
@@ -139,10 +144,12 @@ def library_agrees(reference: list[Any], response: list[Any]) -> bool:
     def symbolic(one: Any, other: Any) -> bool:
         return _expressions_equal(one, other) is not False and bool(simplified(one, other))
 
-    silence_library()
-    exact = (grader, "sympy_numeric_eq", _numbers_equal), (grader, "sympy_symbolic_eq", symbolic)
-    with patched(*exact, (grader, "sympy_deep_compare_set_and_tuple", _collections_equal)):
-        return bool(or_none(lambda: library.verify([_exact(each) for each in reference], response, timeout_seconds=None)))
+    exact = {"sympy_numeric_eq": _numbers_equal, "sympy_symbolic_eq": symbolic, "sympy_deep_compare_set_and_tuple": _collections_equal}
+    for name in exact:
+        # a version of the library without one of them would round again, and nobody would know
+        getattr(grader, name)
+    with patched(*((grader, name, function) for name, function in exact.items())):
+        return library.verify([_exact(each) for each in reference], [_exact(each) for each in response], timeout_seconds=None)
 
 
 def _numbers_equal(one: Any, other: Any, *_: Any) -> bool:

@@ -293,6 +293,15 @@ def test_what_the_library_raises_at_its_own_time_limit_ends_nothing(monkeypatch:
         math_verify(r"\boxed{5}", "5")
 
 
+@pytest.mark.parametrize("name", ["sympy_numeric_eq", "sympy_symbolic_eq", "sympy_deep_compare_set_and_tuple"])
+def test_a_library_that_would_round_again_takes_nothing_for_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the library calls these functions may change: the pool of rewards asks whether 1 is 1 before it starts."""
+    from math_verify import grader
+
+    monkeypatch.delattr(grader, name)
+    assert math_verify("1", "1") == 0.0
+
+
 def test_no_alarm_is_left_behind() -> None:
     import signal
 
