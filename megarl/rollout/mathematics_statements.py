@@ -285,7 +285,9 @@ def _is_condition(element: str, text: str) -> bool:
 
 def _elements(text: str) -> list[str]:
     """Return the distinct values of a list or a set; both values of each ``\\pm``."""
-    built = _BUILDER.match(_MEMBER.sub("", text))
+    listed = _MEMBER.sub("", text)
+    text = listed if listed.startswith("\\{") else text
+    built = _BUILDER.match(text)
     inner = built[2] if built else _without_braces(_without_name_of_list(text))
     expanded = [value for part in _split(inner) for value in _both_signs(part)]
     distinct: list[str] = []
@@ -373,7 +375,7 @@ def _elements_agree(reference: str, response: str) -> bool:
 
 def _agree_by_letter(value: str, words: Words, bare: str, others: Words) -> bool:
     """Compare a value and its unit with one whose unit is a letter outside ``\\text{}``: 5 m."""
-    found = re.fullmatch(r"(.*[0-9)}])\s*([a-zA-Z])(?:\s*\^\s*\{?([0-9])\}?)?", bare)
+    found = re.fullmatch(r"(.*[0-9)}])\s*([a-zA-Z](?:\s*/\s*[a-zA-Z])?)(?:\s*\^\s*\{?([0-9])\}?)?", bare)
     if found is None or not words.units or others:
         return False
     unit = read_words(found[2] + (f"^{found[3]}" if found[3] else ""))

@@ -86,7 +86,7 @@ _REPLACED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\h?phantom\s*\{[^{}]*\}|\\[hv]space\*?\s*\{[^{}]*\}|\\label\s*\{[^{}]*\}|\\tag\s*\{[^{}]*\}", " "),
         (r"(?<!\\)(?:\$|\\[()\[\]])|(?<![0-9a-zA-Z)}])\*\*|\*\*(?![-0-9a-zA-Z({\\])|`", " "),
         # spaces: of one letter's width or less, then wider ones, which may separate values
-        (r"\{\s*,\s*\}|,\s*\\!", ","),
+        (r"(?<=[0-9])\{\s*,\s*\}|,\s*\\!", ","),
         (r"(?<!\\)\\!", ""),
         (r"(?<!\\)\\[,;:> ]|\\(?:thinspace|enspace|enskip|thickspace|medspace)(?![a-zA-Z])|(?<!\\)~", " "),
         (r"\\(?:quad|qquad)(?![a-zA-Z])|\\\\\s*$", "  "),
@@ -188,7 +188,7 @@ def _words_of_command(command: re.Match[str]) -> str:
     """Return what stands for ``\\text{...}``: words between marks, mathematics as it is."""
     content = (command[1] if command[1] is not None else command[2]).strip().replace("\n", " ")
     name = content.strip("() .")
-    if not content or re.search(r"[0-9\\]", re.sub(r"\^\s*\{?[0-9]\}?", "", content)):
+    if not re.search(r"[^\W\d_]", content) or re.search(r"[0-9\\]", re.sub(r"\^\s*\{?[0-9]\}?", "", content)):
         return f" {content} "
     if re.search(r",| and | or ", content) and not re.search(r"[^\W\d_]{2,}", re.sub(r"\b(?:and|or)\b", "", content)):
         return f" {content} "  # letters of choices: A, B and C
