@@ -29,6 +29,8 @@ _HEDGE = re.compile(r"[0-9})$]\s+or\s+(?:\$|\\\()*[-+]?[0-9][^\n]*\s*\Z")
 _PLAIN = re.compile(r"(?:(?:either|about|approximately|exactly|at least|at most|more than|less than)\s+)?[-+]?[0-9.][^$\\]*\Z")
 """A statement that is a number and its words, with no mathematics that the library would find better."""
 _LONGEST_ENDING = 20_000
+"""Characters at the end of a response without a box in which the library looks for an expression."""
+
 _SPACING = re.compile(r"\\(?:left|right|[!,;: ])|\\text\s*(?=\{)|[\s$]")
 
 
@@ -103,7 +105,10 @@ def _reference(answer: str) -> str:
 
 
 def _parsed(answer: str) -> tuple[Any, ...]:
-    """Return what the library reads from a reference: values, and last the text that they came from; empty for nothing."""
+    """Return what the library reads from a reference: values, and last the text that they came from.
+
+    Empty for nothing.
+    """
     return _parsed_before(answer) if len(answer) <= _LONGEST_KEPT else _parsed_now(answer)
 
 
@@ -134,7 +139,10 @@ def _as_text(expression: str) -> str:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises JudgementTimeoutError where the block takes longer, in the main thread; a caller's ``time_limit`` holds in its place."""
+    """Raises JudgementTimeoutError where the block takes longer, in the main thread.
+
+    A caller's ``time_limit`` holds in its place.
+    """
     from math_verify.errors import TimeoutException  # no Exception either
 
     try:

@@ -1,4 +1,4 @@
-"""The final answer of a response to a problem of mathematics, as text: what its last boxes hold, else what it states in words."""
+"""The final answer of a response, as text: what its last boxes hold, else what it states in words."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def boxed_answer(response: str, values: int = 1) -> str | None:
 
 
 def stated_answer(response: str) -> str | None:
-    """Return what a response without a box states: between ``<answer>`` tags, or after ``the answer is``; None without a statement."""
+    """Return what a response without a box states: between ``<answer>`` tags, or after ``the answer is``.
+
+    None without a statement.
+    """
     return _statement(outside_thoughts(response))
 
 
@@ -106,7 +109,10 @@ def _boxes(text: str) -> list[_Box]:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Return the offset of the closing brace for that of each opening one. One pass, since a hostile text has thousands of them."""
+    """Return the offset of the closing brace for that of each opening one.
+
+    One pass, since a hostile text has thousands of them.
+    """
     opened: list[int] = []
     closing: dict[int, int] = {}
     for mark in _BRACE.finditer(text):

@@ -1,4 +1,4 @@
-"""Two final answers compared: lists, intervals, congruences, sequences, numbers in other bases, words, and values with units."""
+"""Comparison of two final answers: lists, intervals, congruences, sequences, other bases, words, units."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from megarl.rollout.mathematics_words import Words, plain_words, read_words, wit
 _LARGEST_MODULUS = 10_000
 
 LONGEST = 4000
-"""Characters of an answer that is read as mathematics; a longer one is right only if it is the reference itself."""
+"""Characters of an answer that is read as mathematics.
+
+A longer one is right only if it is the reference itself.
+"""
 
 _WORDS = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "twelve": 12, "sixteen": 16}
@@ -51,7 +54,7 @@ def values_in(reference: str) -> int:
 
 
 def _readings(text: str) -> tuple[str, ...]:
-    """Return a text as it is and, where it has one like 2e-1, which is 0.2 to most and 2e - 1 to some, so that e is Euler's number."""
+    """Return a text as it is and, where it has a number like 2e-1, with e as Euler's number."""
     by_euler = re.sub(r"([0-9])e(?=[-+][0-9])", r"\1 e ", text)
     return (text,) if by_euler == text else (text, by_euler)
 
@@ -142,7 +145,10 @@ def _is_within(value: Any, middle: Fraction, allowed: Fraction) -> bool:
 
 
 def _sequences_agree(reference: str, response: str) -> bool | None:
-    """Compare where one side leaves elements out: ``1,3,\\ldots,2n-1``. The elements that are written must be the same ones."""
+    """Compare where one side leaves elements out: ``1,3,\\ldots,2n-1``.
+
+    The elements that are written must be the same ones.
+    """
     if "\\ldots" not in reference and "\\ldots" not in response:
         return None
     first, second = (_split(re.sub(r"(\\ldots)", r",\1,", _without_braces(text))) for text in (reference, response))
@@ -173,7 +179,10 @@ def _residues_agree(reference: str, response: str) -> bool | None:
 
 
 def _residues(text: str) -> list[tuple[str, str]]:
-    """Return (residue, modulus) of a list of residues, of which ``1, 3 \\pmod 8`` has two; nothing where it is none."""
+    """Return (residue, modulus) of a list of residues, of which ``1, 3 \\pmod 8`` has two.
+
+    Nothing where it is none.
+    """
     found: list[tuple[str, str]] = []
     modulus = ""
     for part in reversed(_split(text)):
@@ -186,7 +195,10 @@ def _residues(text: str) -> list[tuple[str, str]]:
 
 
 def _bases_agree(reference: str, response: str) -> bool | None:
-    """Compare where one side is a number in another base. The digits have to be the same; only the response may add the base."""
+    """Compare where one side is a number in another base.
+
+    The digits have to be the same; only the response may add the base.
+    """
     wanted, given = _in_base(reference), _in_base(response)
     if wanted is None and given is None:
         return None
@@ -207,7 +219,10 @@ def _in_base(text: str) -> tuple[str, int] | None:
 
 
 def _ratios_agree(reference: str, response: str) -> bool | None:
-    """Compare where one side is a ratio, 1:2:3, whose terms may have a factor in common; but 2:05 is a time."""
+    """Compare where one side is a ratio, 1:2:3, whose terms may have a factor in common.
+
+    But 2:05 is a time.
+    """
     wanted, given = ([number(each) for each in text.split(":")] for text in (reference, response))
     if (len(wanted) < 2 and len(given) < 2) or None in wanted or None in given:
         return None
@@ -345,7 +360,10 @@ def _is_in_words(text: str, place: int) -> bool:
 
 
 def _coordinates(text: str) -> list[str]:
-    """Return the coordinates of a tuple ``(a, b)``, also of ``(x, y) = (a, b)``; nothing for anything else."""
+    """Return the coordinates of a tuple ``(a, b)``, also of ``(x, y) = (a, b)``.
+
+    Nothing for anything else.
+    """
     inner = text.rpartition("=")[2].strip()
     if not (inner.startswith("(") and inner.endswith(")") and closes_at_end(inner, "(", ")")):
         return []

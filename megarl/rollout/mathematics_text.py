@@ -11,7 +11,10 @@ import unicodedata
 from megarl.rollout.mathematics_words import FUNCTIONS, is_unit, is_word
 
 OPEN, CLOSE = "\ue000", "\ue001"
-"""Marks around words: what is outside them is mathematics. They are private characters, which ``unify`` takes out of any text."""
+"""Marks around words: what is outside them is mathematics.
+
+They are private characters, which ``unify`` takes out of any text.
+"""
 
 OR, AND = "\ue002", "\ue003"
 """Marks in place of the words between values of a list."""
@@ -155,7 +158,7 @@ _NAMED_SETS = (
 
 
 def spell(text: str) -> str:
-    """Return the content of a box, or a reference, in the one spelling: words between marks, values as the library reads them best."""
+    """Return an answer in the one spelling: words between marks, values as the library reads them best."""
     text = unify(text)
     for pattern, replacement in _REPLACED:
         text = pattern.sub(replacement, text)
@@ -206,7 +209,10 @@ def _words_of_command(command: re.Match[str]) -> str:
 
 
 def _bare_word(text: str, run: re.Match[str]) -> str:
-    """Return letters outside ``\\text{}`` between marks where they are a word or a unit; a function's name as its command."""
+    """Return letters outside ``\\text{}`` between marks where they are a word or a unit.
+
+    A function's name as its command.
+    """
     word = run[0].rstrip(".")
     if run[0][0] in f"\\{OPEN}":
         return run[0]
@@ -272,7 +278,10 @@ def _repeating_decimal(decimal: re.Match[str]) -> str:
 
 
 def _continued_decimal(decimal: re.Match[str]) -> str:
-    """Return the fraction that 0.1666... names; a decimal whose last digits do not repeat (3.1415...) stays as it is."""
+    """Return the fraction of a decimal that is continued, such as 0.1666 with an ellipsis.
+
+    A decimal whose last digits do not repeat, such as 3.1415, stays as it is.
+    """
     digits = decimal[2]
     for period in range(1, len(digits) // 2 + 1):
         repeated = digits[-period:]

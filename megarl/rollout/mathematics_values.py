@@ -20,7 +20,10 @@ _LONGEST_KEPT = 1000
 """Characters of a text that is kept with the value that was read from it."""
 
 _DIGITS = 60, 400
-"""Precisions, in decimal digits, at which irrational numbers are compared; the second is for those that agree at the first."""
+"""Precisions, in decimal digits, at which irrational numbers are compared.
+
+The second is for those that agree at the first.
+"""
 
 _ROOM = 20
 """Last digits of a precision that may differ by rounding and cancellation."""
@@ -36,7 +39,10 @@ _NUMBER = re.compile(
 
 
 def number(text: str) -> Fraction | None:
-    """Return the exact value of an integer, a decimal, a fraction, a mixed number or ``3\\times 10^{8}``; None for anything else."""
+    """Return the exact value of an integer, a decimal, a fraction, a mixed number or ``3\\times 10^{8}``.
+
+    None for anything else.
+    """
     found = _NUMBER.fullmatch(text.strip())
     if found is None:
         return None
@@ -60,7 +66,10 @@ def number(text: str) -> Fraction | None:
 
 
 def value_of(text: str) -> Any:
-    """Return the sympy value of LaTeX without words, in which decimals are exact and i is the imaginary unit; None where there is none."""
+    """Return the sympy value of LaTeX without words, in which decimals are exact and i is the imaginary unit.
+
+    None where there is none.
+    """
     return _value_kept(text) if len(text) <= _LONGEST_KEPT else None
 
 
@@ -85,7 +94,10 @@ def silence_library() -> None:
 
 
 def or_none(compute: Callable[[], Any]) -> Any:
-    """Return a value; None where computing it raises. Sympy raises errors of any class on text that only looks like mathematics."""
+    """Return a value; None where computing it raises.
+
+    Sympy raises errors of any class on text that only looks like mathematics.
+    """
     try:
         return compute()
     except Exception as error:
@@ -248,7 +260,10 @@ def _equal_at(one: Any, other: Any, point: dict[Any, Any]) -> bool | None:
 
 
 def _equal_to(digits: int, first: Any, second: Any) -> bool | None:
-    """Return whether two constants agree to so many digits, but for the last ones; None where either is no number."""
+    """Return whether two constants agree to so many digits, but for the last ones.
+
+    None where either is no number.
+    """
     import sympy
 
     numbers = [sympy.N(each, digits) for each in (first, second)]
@@ -263,7 +278,10 @@ def _equal_to(digits: int, first: Any, second: Any) -> bool | None:
 
 
 def _as_set(value: Any, with_equations: bool = False) -> Any:
-    """Return the set that a value is, or that an inequality (or an equation) in one variable describes; None for anything else."""
+    """Return the set that a value is, or that an inequality (or an equation) in one variable describes.
+
+    None for anything else.
+    """
     import sympy
     from math_verify.grader import And
 
@@ -280,7 +298,10 @@ def _as_set(value: Any, with_equations: bool = False) -> Any:
 
 
 def _solutions(inequality: Any) -> Any:
-    """Return the set that an inequality describes; all reals for one that holds for every real number, as x < oo does."""
+    """Return the set that an inequality describes.
+
+    All reals for one that holds for every real number, as x < oo does.
+    """
     import sympy
 
     evaluated = inequality.doit()
