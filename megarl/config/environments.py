@@ -41,7 +41,7 @@ class RewardOptions(TypedDict):
             str,
             Key(
                 "`format`: regular expression that the whole response has to match, in which a dot is any character; when absent "
-                "there is one ``<think>...</think>`` at the beginning and an answer after it."
+                "there is one ``<think>...</think>`` at the beginning, which the prompt may have opened, and an answer after it."
             ),
         ]
     ]
@@ -80,9 +80,9 @@ class RewardOptions(TypedDict):
         Annotated[
             Literal["required", "preferred"],
             Key(
-                "`code`: where Linux grants no namespaces, programs of a model could reach the network, write files and end "
-                "other processes: `required` refuses to run them (when absent), `preferred` runs them with the other limits alone, and "
-                "says so."
+                "`code`: where Linux grants no namespaces, programs of a model could reach the network, read the expected outputs, write "
+                "files and end other processes: `required` refuses to run them (when absent), `preferred` runs them with the other limits "
+                "alone, and says so."
             ),
         ]
     ]

@@ -210,7 +210,7 @@ def _record(row: Any, source: DataSource, known: NamedSet | None, origin: str) -
         return _conversation_record(row, source, origin)
     prompt_key, answer_key = (known.prompt_key, known.answer_key) if known is not None else (source["prompt_key"], source["answer_key"])
     values = [value_of(row, key, origin) for key in (prompt_key, answer_key)]
-    answer = text_of(values[1], answer_key, origin)
+    answer = answer_of(values[1], answer_key, origin)
     if known is not None and known.answer is not None:
         try:
             answer = known.answer(answer)
@@ -252,6 +252,26 @@ def text_of(value: Any, key: str, origin: str) -> str:
         fix = f"name one of its fields, for example by {key}.{next(iter(value))}"
     found = "is null" if value is None else f"= {repr(value)[:80]} is a {type(value).__name__}"
     raise RecordError(f"{origin}: {key!r} {found}, expected a string or a number. Fix: {fix}")
+
+
+def answer_of(value: Any, key: str, origin: str) -> str:
+    """Return a reference answer as text. Tests of a program, which sets store as lists and objects, become the JSON that ``code`` reads.
+
+    Raises:
+        RecordError: it is neither a text, a number nor tests.
+    """
+    return json.dumps(value) if _are_tests(value) else text_of(value, key, origin)
+
+
+def _are_tests(value: Any) -> bool:
+    """Whether a value holds tests: statements (MBPP), inputs with outputs (APPS), or a list of them (LiveCodeBench)."""
+    if isinstance(value, Mapping):
+        return isinstance(value.get("inputs"), list) and isinstance(value.get("outputs"), list)
+    if not isinstance(value, list) or not value:
+        return False
+    if all(isinstance(each, str) for each in value):
+        return all(each.lstrip().startswith("assert") for each in value)
+    return all(isinstance(each, Mapping) and {"input", "output"} <= each.keys() for each in value)
 
 
 def texts_of(prompt: str | Sequence[ChatMessage]) -> list[str]:
@@ -305,7 +325,7 @@ def _conversation_record(row: Mapping[str, Any], source: DataSource, origin: str
     prompt = messages[:-1] if has_last else messages
     has_system = messages[0]["role"] in _SYSTEM
     if source.get("answer_key") is not None:
-        answer = text_of(value_of(row, source["answer_key"], origin), source["answer_key"], origin)
+        answer = answer_of(value_of(row, source["answer_key"], origin), source["answer_key"], origin)
         return Record(prompt, answer, origin, tools=tools, has_system=has_system)
     if not has_last:
         raise RecordError(

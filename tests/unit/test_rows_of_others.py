@@ -12,6 +12,7 @@ import pytest
 from megarl.data.datasets import Dataset, Reading, load_dataset
 from megarl.data.stop_tokens import generation_config_of, stop_tokens_of
 from megarl.errors import DataError
+from megarl.rollout.programs import Limits, fault_of_tests, judge
 from tests.templates import TEMPLATES, stop_ids, tokenizer_of
 
 ROWS = Path(__file__).parents[1] / "data" / "rows"
@@ -258,3 +259,21 @@ def test_a_prompt_may_hold_tool_calls_without_text(tmp_path: Path, form: str) ->
     assert all(text.endswith("<|im_start|>assistant\n") and "null" not in text and "None" not in text for text in texts)
     # the answer alone is learned
     assert learned(dataset, "qwen2.5") == [[f"{row['a']}<|im_end|>"] for row in rows]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "saved"])
+def test_tests_of_programs_are_answers_as_they_are_stored(tmp_path: Path, form: str) -> None:
+    """MBPP stores statements in a list, APPS inputs and outputs in an object, LiveCodeBench a list of objects."""
+    mbpp = rows_in("mbpp_like")
+    pairs = [{"text": "Add.", "tests": {"inputs": ["1 2\n"], "outputs": ["3\n"]}}]
+    cases = [{"text": "Add.", "tests": [{"input": "1 2\n", "output": "3\n"}]}]
+    program = "```python\ndef square(x):\n    return x * x\nif __name__ == '__main__':\n    print(sum(map(int, input().split())))\n```"
+    for place, (rows, key) in enumerate([(mbpp, "test_list"), (pairs, "tests"), (cases, "tests")]):
+        dataset = load(tmp_path / str(place), rows, "chatml", form, prompt_key="text", answer_key=key)
+        assert fault_of_tests(dataset.examples[0].answer) is None
+        assert judge(program, dataset.examples[0].answer, Limits(seconds=60.0, isolated=False)) == 1.0
+
+
+def test_a_list_of_answers_is_not_taken_for_tests(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"'a' = \['4', '5'\] is a list, .*name one of its members"):
+        load(tmp_path, [{"p": "2+2?", "a": ["4", "5"]}], "chatml", prompt_key="p", answer_key="a")
