@@ -200,9 +200,13 @@ def _turn(samples: BatchedDataDict[Any], records: Sequence[Example], tokenizer: 
     ids = TokenRows(*(samples[key].numpy() for key in ("input_ids", "prompt_lengths", "input_lengths")))
     lengths = samples["prompt_lengths"].numpy()
     asked = TokenRows(samples["prompt_ids"].numpy(), np.zeros_like(lengths), lengths)
+
+    def with_special_tokens(rows: TokenRows) -> _LateTexts:
+        return _LateTexts(rows, lambda rows: decode_with_special_tokens(tokenizer, rows))
+
     prompts = _LateTexts(asked, lambda rows: decode_rows(tokenizer, rows))
-    full = _LateTexts(ids, lambda rows: decode_with_special_tokens(tokenizer, rows))
-    return Turn(records, samples["response_text"], ids, [None] * len(records), prompts, full)
+    full = with_special_tokens(ids), with_special_tokens(asked)
+    return Turn(records, samples["response_text"], ids, [None] * len(records), prompts, *full)
 
 
 def _further_columns(result: EnvironmentReturn, rows: int) -> dict[str, Tensor]:

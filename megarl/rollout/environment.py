@@ -48,6 +48,7 @@ class Turn:
         metadata: what the environment returned for each conversation at the turn before; None at the first.
         prompts: B texts of the prompts as the policy saw them, without special tokens; empty where nobody decodes them.
         full_responses: B texts of all that the policy sampled, with special tokens; empty likewise.
+        full_prompts: B texts of the prompts with special tokens; empty likewise.
     """
 
     records: Sequence[Example]
@@ -56,6 +57,7 @@ class Turn:
     metadata: Sequence[Any]
     prompts: Sequence[str] = ()
     full_responses: Sequence[str] = ()
+    full_prompts: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ class SingleTurn:
                 row had none that could be scored.
         """
         if self._keeps_special_tokens:
-            turn = replace(turn, responses=turn.full_responses)
+            turn = replace(turn, responses=turn.full_responses, prompts=turn.full_prompts)
         columns = self._scores(turn)
         masked = self._masked(columns, turn)
         values = [[0.0 if score.value is None else score.value for score in column] for column in columns]
@@ -425,7 +427,7 @@ def _of_rows(turn: Turn, rows: Sequence[int]) -> Turn:
     def chosen(column: Sequence[_T]) -> list[_T]:
         return [column[row] for row in rows]
 
-    texts = (_Chosen(each, rows) if each else () for each in (turn.prompts, turn.full_responses))
+    texts = (_Chosen(each, rows) if each else () for each in (turn.prompts, turn.full_responses, turn.full_prompts))
     return Turn(chosen(turn.records), chosen(turn.responses), chosen(turn.response_ids), chosen(turn.metadata), *texts)
 
 

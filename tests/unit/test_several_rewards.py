@@ -337,7 +337,7 @@ def test_a_run_with_two_rewards_says_the_mean_of_each(tmp_path: Path, model: str
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_rewards_read_special_tokens_where_they_are_kept(tmp_path: Path, made: list[SingleTurn], keeps: bool) -> None:
-    (tmp_path / "ends.py").write_text("def reward(response, answer):\n    return float(response.endswith('<|im_end|>'))\n")
+    (tmp_path / "ends.py").write_text("def reward(prompt, response):\n    return float(prompt[-3:] + response == '<s>7<|im_end|>')\n")
     made.append(SingleTurn(section(reward=f"{tmp_path}/ends.py:reward", keep_special_tokens=keeps)))
-    turn = Turn([SimpleNamespace(answer="7", index=0)], ["7"], [[1]], [None], ["2+5?"], ["7<|im_end|>"])
+    turn = Turn([SimpleNamespace(answer="7", index=0)], ["7"], [[1]], [None], ["2+5?"], ["7<|im_end|>"], ["2+5?<s>"])
     assert made[0].step(turn).rewards == [float(keeps)]
