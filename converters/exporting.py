@@ -366,6 +366,8 @@ def export_model(
     if plan.checkpoint.hf_directory is not None:
         check_apart(plan.checkpoint.hf_directory, target, may_be_inside=True)
         artifacts(plan.checkpoint.hf_directory)  # refuses what cannot be copied at the end
+        if plan.checkpoint.config_hash is not None:
+            refuse_changed_config(plan.checkpoint.hf_directory, plan.checkpoint.config_hash, plan.checkpoint.hf_directory)
     if plan.checkpoint.hf_directory == plan.checkpoint.directory:
         raise ConversionError(f"{plan.checkpoint.directory} keeps config.json among its own files", "pass --hf-config DIRECTORY")
     workers, progress = workers_within(options.workers, options.max_memory), options.progress
@@ -511,8 +513,8 @@ def _write_rest(plan: ExportPlan, directory: Path, digests: dict[str, str], note
         (directory / "model.safetensors.index.json").write_text(index, encoding="utf-8")
     if plan.checkpoint.hf_directory is not None:
         copy_artifacts(plan.checkpoint.hf_directory, directory)
-        if not plan.checkpoint.config_is_made:
-            refuse_changed_config(directory, plan.checkpoint.config)
+        if plan.checkpoint.config_hash is not None:
+            refuse_changed_config(directory, plan.checkpoint.config_hash, plan.checkpoint.hf_directory)
     if plan.checkpoint.config_is_made:
         (directory / "config.json").write_text(json.dumps(plan.checkpoint.config, indent=2) + "\n", encoding="utf-8")
     write_config(directory, plan.main_dtype)

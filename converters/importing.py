@@ -21,6 +21,7 @@ from converters.check import check_plausible, check_source, is_excused, stored_t
 from converters.checkpoint.artifacts import (
     HF_DIRECTORY,
     artifacts,
+    config_hash,
     copy_artifacts,
     file_hashes,
     refuse_changed_config,
@@ -93,10 +94,12 @@ class ImportPlan:
         adapter: that is merged into the tensors of ``model``.
         dtype_asked: of all tensors; None keeps every tensor's own.
         config: the parsed ``config.json`` of the source.
+        config_hash: SHA-256 of its bytes.
     """
 
     model: HuggingFaceModel
     config: Mapping[str, Any]
+    config_hash: str
     rules: tuple[Rule, ...]
     stacked: bool
     padded_vocab: int
@@ -216,6 +219,8 @@ def plan_import(
     Raises:
         ConversionError: config and weights do not belong together, something cannot be carried over, or no Megatron-Core model computes it.
     """
+    # before it is read: a change between the two is noticed at the end
+    hash_of_config = config_hash(source.directory)
     config = source.read_json("config.json")
     if config is None:
         raise ConversionError(f"{source.directory} has no config.json", "give the directory of a whole model")
@@ -240,6 +245,7 @@ def plan_import(
     return ImportPlan(
         model=model,
         config=config,
+        config_hash=hash_of_config,
         rules=tuple(rules),
         stacked=is_stacked(architecture),
         padded_vocab=padded_vocab_size(architecture.vocab_size, 1, vocab_multiple),
@@ -294,8 +300,10 @@ def import_model(
     Raises:
         ConversionError: the target cannot be written, the source is damaged, or the memory does not suffice.
     """
-    check_apart(plan.model.source.directory, target)
-    artifacts(plan.model.source.directory)  # refuses what cannot be copied at the end
+    directory = plan.model.source.directory
+    check_apart(directory, target)
+    artifacts(directory)  # refuses what cannot be copied at the end
+    refuse_changed_config(directory, plan.config_hash, directory)
     workers, progress = workers_within(options.workers, options.max_memory), options.progress
     with Staging(target, plan.fingerprint, overwrite=options.overwrite, is_ours=is_checkpoint) as staging:
         total = sum(map(plan.size, plan.rules))
@@ -322,10 +330,10 @@ def import_model(
         if common_state is not None:
             write_common(staging.directory, common_state)
         beside = staging.directory / HF_DIRECTORY
-        copy_artifacts(plan.model.source.directory, beside)
+        copy_artifacts(directory, beside)
+        refuse_changed_config(beside, plan.config_hash, directory)
         if isinstance(plan.model.source, DequantizedSource):
             drop_quantization(beside)
-        refuse_changed_config(beside, plan.config)
         _manifest(plan, digests, notes, file_hashes(beside)).write(staging.directory)
         staging.finish()
     notes = {**notes, **excused_notes(plan.missing, plan.left_out), **anew}

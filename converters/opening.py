@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.check import check_plausible
-from converters.checkpoint.artifacts import HF_DIRECTORY, read_config
+from converters.checkpoint.artifacts import HF_DIRECTORY, config_hash, read_config
 from converters.checkpoint.manifest import ConversionManifest, read_manifest
 from converters.checkpoint.source import HuggingFaceSource
 from converters.errors import ConversionError
@@ -36,6 +36,7 @@ class MegatronCheckpoint:
         model: its tensors.
         hf_directory: config, tokenizer and so on; None where there is nothing.
         config: the parsed ``config.json``.
+        config_hash: SHA-256 of its bytes; None where the config was made.
         manifest: of the conversion that made it, if one did.
         config_is_made: the config was made of the trainer's settings, and stands in no file.
         unanswered: flags that say what nobody has said yet of such a config, and what an export cannot do without.
@@ -55,6 +56,7 @@ class MegatronCheckpoint:
     unanswered: tuple[str, ...] = ()
     padding_is_free: bool = False
     weights: str = MODEL_WEIGHTS
+    config_hash: str | None = None
 
     @property
     def recorded_files(self) -> dict[str, str]:
@@ -84,6 +86,7 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
     checkpoint = TorchDistCheckpoint(directory)
     tensors, settings = tensors_of(checkpoint, options.weights), read_settings(checkpoint, options)
     hf_directory = options.hf_directory or _stored_config(directory, path)
+    hash_of_config = None if hf_directory is None else config_hash(hf_directory)
     config = _made_config(directory, settings, options, tensors) if hf_directory is None else _given_config(hf_directory, options)
     architecture = as_stored(read_architecture(config), tensors)
     check_plausible(architecture, {key: tensors.shape(key) for key in tensors}, str(directory), stacked=True)
@@ -102,6 +105,7 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
         unanswered=_unanswered(config, options) if made else (),
         padding_is_free=settings is not None and manifest is None,
         weights=options.weights,
+        config_hash=hash_of_config,
     )
 
 

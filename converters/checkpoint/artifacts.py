@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from converters.checkpoint.files import read_json_object, special_kind
+from converters.checkpoint.files import read_json_object, require_regular, special_kind
 from converters.checkpoint.manifest import MANIFEST_FILE, dtype_name
-from converters.errors import ChangedSourceError, ConversionError
+from converters.errors import ConversionError
 
 HF_DIRECTORY = "huggingface"
 """Where a Megatron checkpoint keeps these files."""
@@ -114,15 +114,42 @@ def speaks(name: str) -> bool:
     return _SPEAKING.fullmatch(name) is not None
 
 
-def refuse_changed_config(directory: Path, planned: Mapping[str, Any]) -> None:
-    """Refuse a copied ``config.json`` that is not the one that a conversion was planned with.
+def config_hash(directory: Path) -> str:
+    """Return the SHA-256 of the bytes of ``config.json``.
+
+    Raises:
+        ConversionError: there is none that can be read.
+    """
+    path = directory / "config.json"
+    try:
+        return hashlib.sha256(require_regular(path).read_bytes()).hexdigest()
+    except FileNotFoundError as error:
+        raise ConversionError(f"{directory} has no config.json", "give the directory of a whole model") from error
+    except OSError as error:
+        raise ConversionError(
+            f"{path} cannot be read ({error.strerror})", "give the directory of a whole model that you may read"
+        ) from error
+
+
+def refuse_changed_config(directory: Path, planned: str, source: Path) -> None:
+    """Refuse a ``config.json`` whose bytes are not those that a conversion was planned with.
+
+    What an unfinished conversion has written is of use once the file is back, so that this is no ``ChangedSourceError``.
+
+    Args:
+        directory: with the file: the source, or where it was copied to.
+        planned: ``config_hash`` of the source when the conversion was planned.
+        source: for the message.
 
     Raises:
         ConversionError: somebody has changed it meanwhile.
     """
-    if read_config(directory) != planned:
-        raise ChangedSourceError(
-            "config.json was changed while the weights were converted", "run it again, and leave the source alone meanwhile"
+    found = config_hash(directory)
+    if found != planned:
+        raise ConversionError(
+            f"{source / 'config.json'} was changed while the weights were converted (SHA-256 {planned[:12]}... when the conversion "
+            f"was planned, {found[:12]}... now)",
+            "put the earlier file back, or convert again with the new one; leave the source alone meanwhile",
         )
 
 

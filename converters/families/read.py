@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -205,7 +206,8 @@ def with_defaults(hf_config: Any) -> dict[str, Any]:
         from transformers import CONFIG_MAPPING, AutoConfig
 
         family = family_of(hf_config.get("model_type"), hf_config.get("architectures"))
-        options = {key: value for key, value in hf_config.items() if key != "model_type"}
+        # config classes of transformers keep what they are given and change it: the caller's config has to stay as its file has it
+        options = copy.deepcopy({key: value for key, value in hf_config.items() if key != "model_type"})
         like = family.model_type if family.model_type in CONFIG_MAPPING else family.config_like
         if like is None:
             return dict(hf_config)
@@ -218,7 +220,7 @@ def with_defaults(hf_config: Any) -> dict[str, Any]:
             raise ConversionError(f"config.json is not a valid {family.model_type} config ({error})", "correct config.json") from error
     elif not hasattr(hf_config, "to_dict"):
         raise ConversionError(f"{type(hf_config).__name__} is not a model config", "pass a transformers config or a parsed config.json")
-    config = dict(hf_config.to_dict())
+    config = copy.deepcopy(dict(hf_config.to_dict()))
     # Attributes that exist only on the class (head_dim set after construction, older rope keys) are not in to_dict of every version.
     for key in ("head_dim", "rope_theta", "rope_scaling", "rope_parameters", "num_labels"):
         if config.get(key) is None and getattr(hf_config, key, None) is not None:

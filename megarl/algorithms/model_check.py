@@ -4,6 +4,7 @@ tokens."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -167,7 +168,8 @@ def _plain_file(path: Path) -> Architecture | None:
 def _known_config(content: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(**content)
+    # the config class changes nested values in place
+    return AutoConfig.for_model(**copy.deepcopy(dict(content)))
 
 
 def _read_config(policy: Mapping[str, Any], place: str | Path, **options: Any) -> Any:

@@ -139,6 +139,31 @@ def test_a_config_that_changes_meanwhile_is_not_copied(direction: str, hf: Path,
 
 
 @pytest.mark.parametrize("direction", ["import", "export"])
+def test_work_goes_on_once_a_config_is_back(direction: str, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config that changes after the last byte costs no finished work."""
+    bring_in(hf, tmp_path / "mcore")
+    module, name, place, run = {
+        "import": (importing, "finish_checkpoint", hf, lambda: bring_in(hf, tmp_path / "out")),
+        "export": (exporting, "index_of", tmp_path / "mcore" / "huggingface", lambda: bring_out(tmp_path / "mcore", tmp_path / "out")),
+    }[direction]
+    text, original = (place / "config.json").read_bytes(), getattr(module, name)
+
+    def changed(*arguments: Any) -> Any:
+        # the same content in other bytes: what was hashed is the file
+        (place / "config.json").write_bytes(text + b" ")
+        return original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, changed)
+        with pytest.raises(ConversionError, match=r"(?s)config\.json was changed while .*put the earlier file back.*keeps .* GB of finished"):
+            run()
+    assert not (tmp_path / "out").exists()
+    (place / "config.json").write_bytes(text)
+    outcome = run()
+    assert outcome.resumed == outcome.size > 0
+
+
+@pytest.mark.parametrize("direction", ["import", "export"])
 def test_workers_share_the_check(direction: str, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pieces are under way at once, or the first waits in vain for the second."""
     bring_in(hf, tmp_path / "mcore")
