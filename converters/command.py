@@ -73,6 +73,14 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
         if name in ("import", "export", "verify", "plan"):
             merged = "merge this adapter" if name != "verify" else "compare the first checkpoint with this adapter merged into it"
             command.add_argument("--lora", type=Path, metavar="DIR", help=f"{merged} (PEFT's directory, or a checkpoint of adapters)")
+        if name not in ("families", "selftest"):
+            command.add_argument(
+                "--ignore-config-key",
+                action="append",
+                default=[],
+                metavar="NAME",
+                help="key of config.json that the model does not depend on; several times",
+            )
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         command.add_argument(
             "--family-file",
@@ -175,6 +183,7 @@ def _import(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         allow_missing=tuple(arguments.allow_missing),
         lora=arguments.lora,
         allow_unsupported=arguments.allow_unsupported,
+        ignore_config_keys=tuple(arguments.ignore_config_key),
     )
     return _convert(import_for_megatron_lm if arguments.layout == MEGATRON_LM else import_model, plan, arguments)
 
@@ -258,7 +267,8 @@ def _plan(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     if kind_of(path) == MEGATRON:
         facts = describe_export(plan_export(open_megatron(path, opening_options(arguments)), **options), arguments.workers)
     else:
-        plan = plan_import(open_dequantized(path), **options, allow_unsupported=arguments.allow_unsupported)
+        ignored = tuple(arguments.ignore_config_key)
+        plan = plan_import(open_dequantized(path), **options, allow_unsupported=arguments.allow_unsupported, ignore_config_keys=ignored)
         facts = describe_import(plan, arguments.workers)
     width = max(len(tensor["key"]) for tensor in facts["tensors"])
     lines = [f"{one['key']:<{width}}  {one['dtype']:>8}  {one['bytes']:>14,}  {one['shape']}" for one in facts["tensors"]]
@@ -272,7 +282,8 @@ def _plan(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 def _adapter(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from converters.adapters.adapter_command import convert_adapter
 
-    return convert_adapter(arguments.source, arguments.target, arguments.hf_config, overwrite=arguments.overwrite)
+    ignored = tuple(arguments.ignore_config_key)
+    return convert_adapter(arguments.source, arguments.target, arguments.hf_config, overwrite=arguments.overwrite, ignored=ignored)
 
 
 def _families(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
@@ -366,6 +377,7 @@ def opening_options(arguments: argparse.Namespace) -> OpeningOptions:
         vocab_size=arguments.vocab_size,
         eos_token_ids=arguments.eos_token_id,
         ignored_settings=tuple(arguments.ignore_setting),
+        ignored_config_keys=tuple(arguments.ignore_config_key),
         rope_scaling_factor=arguments.rope_scaling_factor,
         weights=arguments.source_weights,
     )

@@ -60,7 +60,7 @@ from converters.checkpoint.work import (
     workers_within,
 )
 from converters.errors import ConversionError
-from converters.families.read import read_architecture
+from converters.families.read import config_notes, read_architecture
 from converters.mapping.layouts import padded_vocab_size, runs_of
 from converters.mapping.logical import HuggingFaceModel, shape_of_parameter
 from converters.mapping.places import locate
@@ -93,6 +93,7 @@ class ImportPlan:
         missing: tensors that the source does not have, and is excused for.
         adapter: that is merged into the tensors of ``model``.
         dtype_asked: of all tensors; None keeps every tensor's own.
+        config_notes: what a user should know of the config.
         config: the parsed ``config.json`` of the source.
         config_hash: SHA-256 of its bytes.
     """
@@ -109,13 +110,18 @@ class ImportPlan:
     missing: tuple[str, ...] = ()
     adapter: LoraAdapter | None = None
     dtype_asked: torch.dtype | None = None
+    config_notes: tuple[str, ...] = ()
 
     @property
     def notes(self) -> dict[str, Any]:
         """Return what the conversion will say of itself that follows from the plan."""
         source = self.model.source
         dequantized = source.notes() if isinstance(source, DequantizedSource) else {}
-        return {**dequantized, **({} if self.adapter is None else self.adapter.notes())}
+        return {**dequantized, **self._notes_of_config, **({} if self.adapter is None else self.adapter.notes())}
+
+    @property
+    def _notes_of_config(self) -> dict[str, Any]:
+        return {"config.json": "; ".join(self.config_notes)} if self.config_notes else {}
 
     @property
     def architecture(self) -> Architecture:
@@ -205,6 +211,7 @@ def plan_import(
     allow_missing: tuple[str, ...] = (),
     lora: Path | None = None,
     allow_unsupported: bool = False,
+    ignore_config_keys: tuple[str, ...] = (),
 ) -> ImportPlan:
     """Work out an import.
 
@@ -215,6 +222,7 @@ def plan_import(
         allow_missing: patterns (``*`` and ``?``) of names on either side that need no counterpart on the other.
         lora: directory of a PEFT adapter to merge.
         allow_unsupported: import a model although no Megatron-Core model computes what it computes.
+        ignore_config_keys: keys of ``config.json`` that are known to be harmless.
 
     Raises:
         ConversionError: config and weights do not belong together, something cannot be carried over, or no Megatron-Core model computes it.
@@ -226,7 +234,7 @@ def plan_import(
         raise ConversionError(f"{source.directory} has no config.json", "give the directory of a whole model")
     if vocab_multiple < 1:
         raise ConversionError(f"vocab-multiple = {vocab_multiple}: at least 1 is needed", "leave it out, or pass 128")
-    architecture = as_stored(read_architecture(config), source.names())
+    architecture = as_stored(read_architecture(config, ignore_config_keys), source.names())
     if not allow_unsupported:
         _require_support(architecture)
     check_plausible(architecture, source.shapes(), str(source.directory), stacked=False)
@@ -255,6 +263,7 @@ def plan_import(
         missing=tuple(part.name for part in hf_tensors(architecture) if part.name not in dtypes),
         adapter=adapter,
         dtype_asked=dtype,
+        config_notes=tuple(config_notes(config, ignore_config_keys)),
     )
 
 

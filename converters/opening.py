@@ -88,7 +88,7 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
     hf_directory = options.hf_directory or _stored_config(directory, path)
     hash_of_config = None if hf_directory is None else config_hash(hf_directory)
     config = _made_config(directory, settings, options, tensors) if hf_directory is None else _given_config(hf_directory, options)
-    architecture = as_stored(read_architecture(config), tensors)
+    architecture = as_stored(read_architecture(config, options.ignored_config_keys), tensors)
     check_plausible(architecture, {key: tensors.shape(key) for key in tensors}, str(directory), stacked=True)
     if settings is not None:
         check_agreement(settings, architecture, options.ignored_settings)
@@ -142,8 +142,12 @@ def _unanswered(config: dict[str, Any], options: OpeningOptions) -> tuple[str, .
     return ("--eos-token-id",) if config.get("eos_token_id") is None and options.eos_token_ids is None else ()
 
 
-def open_huggingface(source: HuggingFaceSource) -> HuggingFaceModel:
+def open_huggingface(source: HuggingFaceSource, ignored_config_keys: tuple[str, ...] = ()) -> HuggingFaceModel:
     """The tensors of a Hugging Face checkpoint.
+
+    Args:
+        source: the checkpoint.
+        ignored_config_keys: see ``OpeningOptions``.
 
     Raises:
         ConversionError: it has no config, or one that cannot be carried over.
@@ -151,7 +155,7 @@ def open_huggingface(source: HuggingFaceSource) -> HuggingFaceModel:
     config = source.read_json("config.json")
     if config is None:
         raise ConversionError(f"{source.directory} has no config.json", "give the directory of a whole model")
-    architecture = as_stored(read_architecture(config), source.names())
+    architecture = as_stored(read_architecture(config, ignored_config_keys), source.names())
     check_plausible(architecture, source.shapes(), str(source.directory), stacked=False)
     return HuggingFaceModel(source, architecture)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ _OF_EXPERTS = re.compile(r".*\.(gate_proj|up_proj|down_proj)\.lora_[AB]\.weight"
 """What peft (0.21, for transformers 5) takes for factors of stacks of experts, wherever in a mixture of experts it stands."""
 
 
-def open_megatron_adapter(directory: Path, hf_directory: Path | None) -> MegatronAdapter:
+def open_megatron_adapter(directory: Path, hf_directory: Path | None, ignored: Collection[str] = ()) -> MegatronAdapter:
     """Open the adapters of a checkpoint.
 
     Args:
         directory: of the checkpoint, or where a trainer keeps it.
         hf_directory: with the ``config.json`` of the base model; None where the checkpoint has it.
+        ignored: keys of that file that are known to be harmless.
 
     Raises:
         ConversionError: nothing says which model they are of, or as of ``MegatronAdapter``.
@@ -43,7 +45,7 @@ def open_megatron_adapter(directory: Path, hf_directory: Path | None) -> Megatro
             f"{hf_directory or checkpoint} does not say of which model the adapters are (no config.json)",
             "pass --hf-config DIRECTORY of it",
         )
-    return MegatronAdapter(checkpoint, read_architecture(read_config(place)))
+    return MegatronAdapter(checkpoint, read_architecture(read_config(place), ignored))
 
 
 def write_peft_adapter(adapter: MegatronAdapter, target: Path, *, overwrite: bool = False) -> dict[str, Any]:
@@ -86,7 +88,9 @@ def _is_ours(directory: Path) -> bool:
     return (directory / ADAPTER_CONFIG).is_file()
 
 
-def convert_adapter(source: Path, target: Path, hf_directory: Path | None, *, overwrite: bool) -> tuple[int, dict[str, Any], str]:
+def convert_adapter(
+    source: Path, target: Path, hf_directory: Path | None, *, overwrite: bool, ignored: Collection[str] = ()
+) -> tuple[int, dict[str, Any], str]:
     """Convert an adapter to the form that it does not have.
 
     Args:
@@ -94,6 +98,7 @@ def convert_adapter(source: Path, target: Path, hf_directory: Path | None, *, ov
         target: directory to make.
         hf_directory: with the ``config.json`` of the base model.
         overwrite: replace an existing target of the same kind.
+        ignored: keys of ``config.json`` that are known to be harmless.
 
     Returns:
         Exit code, facts, text.
@@ -104,11 +109,11 @@ def convert_adapter(source: Path, target: Path, hf_directory: Path | None, *, ov
     if is_peft_directory(source):
         if hf_directory is None:
             raise ConversionError(f"{source} does not hold the config of the model that it changes", "pass --hf-config DIRECTORY of it")
-        plan = plan_adapter(source, hf_directory)
+        plan = plan_adapter(source, hf_directory, ignored)
         written = write_megatron_adapter(plan, target, overwrite=overwrite)
         facts = {"target": str(target), "format": "megatron", "family": plan.architecture.family, **written, **plan.notes}
     else:
-        adapter = open_megatron_adapter(source, hf_directory)
+        adapter = open_megatron_adapter(source, hf_directory, ignored)
         written = write_peft_adapter(adapter, target, overwrite=overwrite)
         rank = adapter.shape(next(iter(adapter.keys())))[0]
         facts = {"target": str(target), "format": "peft", "family": adapter.family, **written, "rank": rank}

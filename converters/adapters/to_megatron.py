@@ -6,7 +6,7 @@ import functools
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,18 +86,19 @@ class AdapterPlan:
         return stored_factor(rule, self.architecture, side, stacked=self.stacked)
 
 
-def plan_adapter(directory: Path, hf_directory: Path) -> AdapterPlan:
+def plan_adapter(directory: Path, hf_directory: Path, ignored: Collection[str] = ()) -> AdapterPlan:
     """Work out the conversion of an adapter.
 
     Args:
         directory: of PEFT.
         hf_directory: with the ``config.json`` of the base model.
+        ignored: keys of that file that are known to be harmless.
 
     Raises:
         ConversionError: it is damaged, does not fit the model, or has no exact form in Megatron.
     """
     config = read_config(hf_directory)
-    architecture = read_architecture(config)
+    architecture = read_architecture(config, ignored)
     adapter = LoraAdapter(directory, architecture)
     rules = tuple(rule for rule in linears(architecture) if any(part.name in adapter for part in rule.parts))
     problems = list(_without_form(adapter, {part.name for rule in rules for part in rule.parts}))

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from functools import partial
 
 from converters.families.base import Family
-from converters.families.deepseek_v3 import CONFIG_KEYS, NAMES, read_features, require
+from converters.families.deepseek_v3 import CONFIG_KEYS, NAMES, read_features
 from converters.families.dense import model_rules
 from converters.families.sparse import layer_rules
 from converters.model_config import latent_attention
-from converters.model_config.mixture import MixtureOfExperts, read_deepseek_mixture
+from converters.model_config.mixture import MixtureOfExperts, read_deepseek_mixture, require
 
 _METHODS = ("greedy", "group_limited_greedy")
 

@@ -9,7 +9,7 @@ from converters.families.base import PLAIN, Family, Features
 from converters.families.dense import model_rules
 from converters.families.sparse import MixtureNames, layer_rules
 from converters.model_config import latent_attention, prediction_layers
-from converters.model_config.mixture import MixtureOfExperts, read_deepseek_mixture
+from converters.model_config.mixture import MixtureOfExperts, read_deepseek_mixture, require_sigmoids
 
 NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj", shared="shared_experts")
 
@@ -46,17 +46,8 @@ def read_features(config: Mapping[str, object]) -> Features:
     return PLAIN
 
 
-def require(config: Mapping[str, object], key: str, only: object, why: str, problems: list[str]) -> None:
-    """Append a problem if a key is there with another value than the only one that transformers computes with."""
-    value = config.get(key)
-    if value is not None and value != only:
-        problems.append(f"{key} = {value!r}: only {only!r} is supported; {why}")
-
-
 def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
-    require(config, "scoring_func", "sigmoid", "transformers computes no other score for this family", problems)
-    require(config, "topk_method", "noaux_tc", "transformers chooses experts in no other way for this family", problems)
-    require(config, "moe_layer_freq", 1, "transformers gives every layer behind the first ones experts", problems)
+    require_sigmoids(config, problems)
     return read_deepseek_mixture(config, num_layers, problems)
 
 

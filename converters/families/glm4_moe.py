@@ -10,7 +10,7 @@ from converters.families.base import Family, Features
 from converters.families.dense import model_rules
 from converters.families.sparse import MixtureNames, layer_rules
 from converters.model_config import prediction_layers
-from converters.model_config.mixture import MixtureOfExperts, read_deepseek_mixture
+from converters.model_config.mixture import ROUTER_KEYS, MixtureOfExperts, read_deepseek_mixture, require_sigmoids
 
 _NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj", shared="shared_experts")
 
@@ -28,6 +28,7 @@ def _read_features(config: Mapping[str, object]) -> Features:
 def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
     if config.get("n_shared_experts") == 0:
         problems.append("n_shared_experts = 0: transformers then has a shared expert of no width; at least 1 is needed")
+    require_sigmoids(config, problems)
     return read_deepseek_mixture(config, num_layers, problems)
 
 
@@ -35,6 +36,7 @@ FAMILY = Family(
     model_type="glm4_moe",
     architecture_class="Glm4MoeForCausalLM",
     config_keys=prediction_layers.CONFIG_KEYS
+    | ROUTER_KEYS
     | frozenset(
         {
             "attention_bias",

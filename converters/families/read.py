@@ -13,10 +13,11 @@ from converters.families import family_of
 from converters.families.base import Family
 from converters.families.plain import filled_config
 from converters.model_config.architecture import Architecture
+from converters.model_config.foreign_keys import refusal_of_key, shown
 from converters.model_config.heads import read_head
 from converters.model_config.inert_keys import INERT_KEYS
 from converters.model_config.prediction_layers import read_prediction_layers
-from converters.model_config.rope import read_rope, rotated_fraction
+from converters.model_config.rope import read_rope, rotated_fraction, unread_rope_parameters
 from converters.model_config.sizes import SIZE_NEEDED
 
 _DTYPES = frozenset({"auto", "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "double", "float", "half"})
@@ -72,15 +73,16 @@ _ROPE_KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "partia
 _CONSUMED_KEYS = (
     frozenset(_DIMENSIONS.values())
     | _ROPE_KEYS
-    | {"model_type", "architectures", "tie_word_embeddings", "rms_norm_eps", "hidden_act", "initializer_range", "attention_dropout"}
+    | {"model_type", "architectures", "tie_word_embeddings", "rms_norm_eps", "hidden_act", "initializer_range"}
 )
+_DROPOUTS = ("attention_dropout", "residual_dropout")
 
 
 def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) -> Architecture:
     """The architecture of a model.
 
-    Every key of the config is either read, known to change nothing, or refused: a key that silently changed the forward pass would make
-    the trained model another one than the config describes.
+    Every key of the config is read, known to change nothing, not read by transformers either (``config_notes`` names those), or refused:
+    a key that silently changed the forward pass would make the trained model another one than the config describes.
 
     Args:
         hf_config: a transformers config, or the parsed ``config.json`` as a mapping.
@@ -92,7 +94,8 @@ def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) 
     if isinstance(hf_config, Mapping):
         check_depth(hf_config, "config.json")
     try:
-        return _read(with_defaults(hf_config), frozenset(ignore_config_keys))
+        config, config_class = _completed(hf_config)
+        return _read(config, frozenset(ignore_config_keys), config_class)
     except ConversionError:
         raise
     except _ODD_VALUE as error:
@@ -110,14 +113,34 @@ def read_plain(content: Mapping[str, Any]) -> Architecture | None:
     """
     try:
         config = filled_config(content)
-        return None if config is None else _read(config, frozenset())
+        if config is None or any(config.get(key) for key in _DROPOUTS):  # a dropout has to be said (``config_notes``)
+            return None
+        return _read(config, frozenset(), None)
     except (ConversionError, *_ODD_VALUE):
         return None
 
 
-def _read(config: Mapping[str, Any], ignored: frozenset[str]) -> Architecture:
+def config_notes(hf_config: Any, ignore_config_keys: Collection[str] = ()) -> list[str]:
+    """Return what a user should know of a config that ``read_architecture`` takes: keys that are passed over, dropout that is not used.
+
+    Args:
+        hf_config, ignore_config_keys: as for ``read_architecture``.
+    """
+    config, config_class = _completed(hf_config)
+    ignored = frozenset(ignore_config_keys)
     family = family_of(config.get("model_type"), config.get("architectures"))
-    problems = _refused_keys(config, family, ignored)
+    foreign = _foreign_keys(config, family, ignored)
+    unread = [f"{key} = {shown(config[key])}" for key in foreign if refusal_of_key(key, config_class) is None]
+    unread += unread_rope_parameters(config)
+    notes = [f"{', '.join(unread)}: passed over, transformers does not read {'it' if len(unread) == 1 else 'them'}"] if unread else []
+    asked = [f"{key} = {shown(config[key])}" for key in sorted(ignored & set(config))]
+    notes += [f"{', '.join(asked)}: ignored as asked for"] if asked else []
+    return notes + [f"{key} = {config[key]!r}: training uses 0" for key in _DROPOUTS if config.get(key)]
+
+
+def _read(config: Mapping[str, Any], ignored: frozenset[str], config_class: type | None) -> Architecture:
+    family = family_of(config.get("model_type"), config.get("architectures"))
+    problems = _refused_keys(config, family, ignored, config_class)
     head = read_head(config, family.architecture_class, problems)
     dimensions = _dimensions(config, problems)
     rope_theta, rope_scaling = read_rope(config, problems, partly=family.rotates_partly)
@@ -152,8 +175,9 @@ def _read(config: Mapping[str, Any], ignored: frozenset[str]) -> Architecture:
     if problems:
         raise ConversionError(
             f"this {family.model_type} config cannot be carried over to Megatron-Core",
-            "take the keys out of config.json if the model does not depend on them (for a family of your own, name them in its "
-            "config_keys), or use a backend that runs the transformers model",
+            "take the keys out of config.json if the model does not depend on them, or name them with --ignore-config-key "
+            "(policy.megatron_cfg.ignore_config_keys in training; for a family of your own, its config_keys); or use a backend that runs "
+            "the transformers model",
             problems,
         )
     return architecture
@@ -167,7 +191,7 @@ def unread_keys(config: Mapping[str, Any], family: Family) -> list[str]:
         family: that has ``config_keys``.
     """
     recording = _Recording(config)
-    _read(recording, frozenset())
+    _read(recording, frozenset(), None)
     return sorted(key for key in family.config_keys - recording.read if not _is_off(config.get(key)))
 
 
@@ -200,6 +224,11 @@ def with_defaults(hf_config: Any) -> dict[str, Any]:
     Raises:
         ConversionError: it is of no known family, or not valid.
     """
+    return _completed(hf_config)[0]
+
+
+def _completed(hf_config: Any) -> tuple[dict[str, Any], type | None]:
+    """``with_defaults``, and the config class of transformers that filled them in; None where a config of no such class says it all."""
     family: Family | None = None
     if isinstance(hf_config, Mapping):
         from huggingface_hub.errors import StrictDataclassError
@@ -210,7 +239,7 @@ def with_defaults(hf_config: Any) -> dict[str, Any]:
         options = copy.deepcopy({key: value for key, value in hf_config.items() if key != "model_type"})
         like = family.model_type if family.model_type in CONFIG_MAPPING else family.config_like
         if like is None:
-            return dict(hf_config)
+            return dict(hf_config), None
         check_raw(options, CONFIG_MAPPING[like])
         try:
             hf_config = AutoConfig.for_model(like, **options)
@@ -225,26 +254,35 @@ def with_defaults(hf_config: Any) -> dict[str, Any]:
     for key in ("head_dim", "rope_theta", "rope_scaling", "rope_parameters", "num_labels"):
         if config.get(key) is None and getattr(hf_config, key, None) is not None:
             config[key] = getattr(hf_config, key)
-    return config | ({} if family is None else {"model_type": family.model_type})
+    return config | ({} if family is None else {"model_type": family.model_type}), type(hf_config)
 
 
-def _refused_keys(config: Mapping[str, Any], family: Family, ignored: frozenset[str]) -> list[str]:
-    """Problems with keys whose values are fixed, and with keys that nobody reads."""
+def _refused_keys(config: Mapping[str, Any], family: Family, ignored: frozenset[str], config_class: type | None) -> list[str]:
+    """Problems with keys whose values are fixed, and with keys that transformers reads and the family does not."""
     problems = dtype_problems(config)
     if config.get("hidden_act") != "silu":
         problems.append(f"hidden_act = {config.get('hidden_act')!r}: only 'silu' is supported")
-    if config.get("attention_dropout"):
-        problems.append(f"attention_dropout = {config['attention_dropout']!r}: only 0 is supported")
+    problems += [f"{key} = {config[key]!r}: a number from 0 to 1 is needed" for key in _DROPOUTS if not _is_rate(config.get(key))]
+    if config.get("is_causal") is False:
+        problems.append("is_causal = False: transformers then lets tokens see those behind them; only causal attention is supported")
     windows = [kind for kind in config.get("layer_types") or () if kind != "full_attention"] if "layer_types" in family.config_keys else []
     if windows and not family.has_layer_windows:
         problems.append(f"layer_types has {len(windows)} layers of {windows[0]!r}: only full attention is supported (use_sliding_window)")
-    known = _CONSUMED_KEYS | INERT_KEYS | family.config_keys | ignored
     if config.get("quantization_config"):
         problems.append("quantization_config: the weights are quantised; megarl convert import dequantises them")
-    for key in sorted(set(config) - known - {"quantization_config"}):
-        if not _is_off(config[key]):
-            problems.append(f"{key} = {config[key]!r}: unknown key, which may change the forward pass")
-    return problems
+    reasons = ((key, refusal_of_key(key, config_class)) for key in _foreign_keys(config, family, ignored))
+    return problems + [f"{key} = {shown(config[key])}: {reason}" for key, reason in reasons if reason is not None]
+
+
+def _foreign_keys(config: Mapping[str, Any], family: Family, ignored: frozenset[str]) -> list[str]:
+    """Keys that are set and that neither every family handles nor this one."""
+    known = _CONSUMED_KEYS | INERT_KEYS | family.config_keys | ignored | {"quantization_config", *_DROPOUTS}
+    return [key for key in sorted(set(config) - known) if not _is_off(config[key])]
+
+
+def _is_rate(value: object) -> bool:
+    """Whether a value is a rate of dropout, or None for none of it."""
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1)
 
 
 def _is_off(value: object) -> bool:

@@ -18,6 +18,7 @@ class OpeningOptions:
         vocab_size: rows of the embedding that belong to tokens, without padding.
         eos_token_ids: ends of a text; empty for none.
         ignored_settings: settings of the trainer that are known to be harmless.
+        ignored_config_keys: keys of ``config.json`` that are known to be harmless.
         rope_scaling_factor: that a model was trained with which Megatron-LM says to scale as Llama 3 does
             (``with_rope_factor``).
         weights: ``model``, or ``master`` for the float32 weights that the optimizer keeps.
@@ -28,5 +29,6 @@ class OpeningOptions:
     vocab_size: int | None = None
     eos_token_ids: tuple[int, ...] | None = None
     ignored_settings: tuple[str, ...] = ()
+    ignored_config_keys: tuple[str, ...] = ()
     rope_scaling_factor: float | None = None
     weights: str = MODEL_WEIGHTS

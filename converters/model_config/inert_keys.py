@@ -11,6 +11,8 @@ _BOOKKEEPING = frozenset(
         "chunk_size_feed_forward",
         "commit_hash",
         "finetuning_task",
+        "gradient_checkpointing",
+        "name_or_path",
         "output_attentions",
         "output_hidden_states",
         "return_dict",

@@ -213,6 +213,24 @@ def read_deepseek_mixture(
     )
 
 
+def require(config: Mapping[str, object], key: str, only: object, why: str, problems: list[str]) -> None:
+    """Append a problem if a key is there with another value than the only one that transformers computes with."""
+    value = config.get(key)
+    if value is not None and value != only:
+        problems.append(f"{key} = {value!r}: only {only!r} is supported; {why}")
+
+
+ROUTER_KEYS = frozenset({"moe_layer_freq", "scoring_func", "topk_method"})
+"""Config keys of routers that take sigmoids (``require_sigmoids``); transformers reads none of them, other engines do."""
+
+
+def require_sigmoids(config: Mapping[str, object], problems: list[str]) -> None:
+    """Append a problem for each key of a router that asks for something else than sigmoids with a correction bias."""
+    require(config, "scoring_func", "sigmoid", "transformers computes no other score for this family", problems)
+    require(config, "topk_method", "noaux_tc", "transformers chooses experts in no other way for this family", problems)
+    require(config, "moe_layer_freq", 1, "transformers gives every layer behind the first ones experts", problems)
+
+
 def _read_dense_first(config: Mapping[str, object], num_layers: int, problems: list[str]) -> tuple[bool, ...]:
     """Return for each layer, whether it has experts: all but the first ``first_k_dense_replace``."""
     dense = config.get("first_k_dense_replace")

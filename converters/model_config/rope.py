@@ -22,6 +22,14 @@ _KEYS: dict[str, frozenset[str]] = {
         }
     ),
 }
+# read by vLLM alone, each with the value that changes nothing
+_OF_VLLM: dict[str, tuple[object, str]] = {
+    "attn_factor": (1, "multiplies the rotary embedding by it"),
+    "extrapolation_factor": (1, "mixes the frequencies by it"),
+    "apply_yarn_scaling": (True, "takes the scaling of the attention from it"),
+}
+# of kinds of rotary scaling that are not supported, and of models that see
+_OF_OTHERS = frozenset({"alpha", "long_factor", "long_mscale", "mrope_interleaved", "mrope_section", "short_factor", "short_mscale"})
 _COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
@@ -47,8 +55,9 @@ def read_rope(config: Mapping[str, object], problems: list[str], *, partly: bool
     if not isinstance(kind, str) or kind not in _KEYS:
         problems.append(f"rope type {kind!r} is not supported (known: {', '.join(sorted(_KEYS))})")
         return 0.0, None
-    for key in sorted(set(parameters) - _COMMON_KEYS - _KEYS[kind]):
-        if parameters[key] is not None:
+    problems += rotary_disagreements(config)
+    for key in _unread(parameters, kind):
+        if key not in _OF_VLLM and key in frozenset().union(_OF_OTHERS, *_KEYS.values()):
             problems.append(f"rope parameter {key} = {parameters[key]!r} has no meaning for rope type {kind!r}")
     partial = parameters.get("partial_rotary_factor")
     if not partly and partial not in (None, 1, 1.0):
@@ -58,6 +67,32 @@ def read_rope(config: Mapping[str, object], problems: list[str], *, partly: bool
         return theta, None
     read = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}[str(kind)]
     return theta, read(parameters, config, problems)
+
+
+def rotary_disagreements(config: Mapping[str, object]) -> list[str]:
+    """Return the rotary parameters by which vLLM would compute another model than transformers, each with the reason."""
+    parameters = _parameters(config)
+    return [
+        f"rope parameter {key} = {parameters[key]!r}: transformers does not read it, vLLM {what}: the two would compute different models"
+        for key, (neutral, what) in _OF_VLLM.items()
+        if parameters.get(key) is not None and parameters[key] != neutral
+    ]
+
+
+def unread_rope_parameters(config: Mapping[str, object]) -> list[str]:
+    """Return the rotary parameters, with their values, that nobody reads and that ``read_rope`` therefore passes over."""
+    parameters = _parameters(config)
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if not isinstance(kind, str) or kind not in _KEYS:
+        return []
+    known = frozenset(_OF_VLLM).union(_OF_OTHERS, *_KEYS.values())
+    return [f"rope_scaling.{key} = {parameters[key]!r}" for key in _unread(parameters, kind) if key not in known]
+
+
+def _unread(parameters: Mapping[str, object], kind: str) -> list[str]:
+    """Parameters that transformers does not read for a type of rotary embedding, without those that change nothing anywhere."""
+    keys = sorted(set(parameters) - _COMMON_KEYS - _KEYS[kind])
+    return [key for key in keys if parameters[key] is not None and not (key in _OF_VLLM and parameters[key] == _OF_VLLM[key][0])]
 
 
 def rotated_fraction(config: Mapping[str, object], head_dim: int, problems: list[str]) -> float:

@@ -15,7 +15,7 @@ from converters.check import Headers, check_headers
 from converters.checkpoint.files import read_json_object
 from converters.checkpoint.headers import locate_source, open_headers
 from converters.errors import ConversionError
-from converters.families.read import read_architecture, read_plain
+from converters.families.read import config_notes, read_architecture, read_plain
 from converters.model_config.megatron_settings import megatron_settings
 from converters.model_config.prediction_layers import as_stored
 from megarl.config.backend import enabled_backend, scores
@@ -203,12 +203,21 @@ def _check(policy: Mapping[str, Any], plain: Architecture | None, read: Callable
         config = read()
         _check_for_torch(policy, config, source)
         return int(config.get_text_config().vocab_size)
-    architecture = plain or read_architecture(read())
+    architecture = plain or _architecture_of(policy, read())
     megatron_settings(architecture)
     if source is not None:
         # Whether tied weights are equal takes reading them; the worker that holds them compares.
         check_headers(source, as_stored(architecture, source.names()))
     return architecture.vocab_size
+
+
+def _architecture_of(policy: Mapping[str, Any], config: Any) -> Architecture:
+    """The architecture as Megatron's workers read it; what a user should know of the config is said."""
+    ignored = policy["megatron_cfg"].get("ignore_config_keys") or ()
+    architecture = read_architecture(config, ignored)
+    for note in config_notes(config, ignored):
+        logger.warning("%s: config.json: %s", policy["model_name"], note)
+    return architecture
 
 
 def _runs_on_torch(policy: Mapping[str, Any], architecture: Architecture, source: Headers | None) -> bool:
@@ -236,7 +245,7 @@ def _check_scoring(policy: Mapping[str, Any], config: Any, source: Headers | Non
     if enabled_backend(policy) != "megatron":
         _check_for_torch(policy, config, weights)
         return int(config.get_text_config().vocab_size)
-    architecture = read_architecture(config)
+    architecture = _architecture_of(policy, config)
     megatron_settings(replace(architecture, head=None))
     if weights is not None:
         check_headers(weights, as_stored(architecture, weights.names()))

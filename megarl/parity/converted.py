@@ -23,16 +23,17 @@ def megatron_logprobs(family_files: Sequence[Path]) -> Iterator[Callable[[Path, 
         yield logprobs_by(pool, family_files)
 
 
-def logprobs_by(pool: WorkerPool, family_files: Sequence[Path]) -> Callable[[Path, Tensor], Tensor]:
+def logprobs_by(pool: WorkerPool, family_files: Sequence[Path], **megatron: Any) -> Callable[[Path, Tensor], Tensor]:
     """A function from a Hugging Face directory and tokens [B, S] int64 to log-probabilities [B, S] float32, zero in column 0.
 
     Args:
         pool: runs the worker.
         family_files: the last one defines the family (``converters.family_file``).
+        **megatron: further keys of ``megatron_cfg``.
     """
 
     def compute(directory: Path, tokens: Tensor) -> Tensor:
-        (found,) = pool.run(1, _compute, _policy(directory, tokens, family_files), tokens)
+        (found,) = pool.run(1, _compute, _policy(directory, tokens, family_files, megatron), tokens)
         if isinstance(found, ConversionError):
             raise found
         return found
@@ -40,7 +41,7 @@ def logprobs_by(pool: WorkerPool, family_files: Sequence[Path]) -> Callable[[Pat
     return compute
 
 
-def _policy(directory: Path, tokens: Tensor, family_files: Sequence[Path]) -> Mapping[str, Any]:
+def _policy(directory: Path, tokens: Tensor, family_files: Sequence[Path], megatron: Mapping[str, Any]) -> Mapping[str, Any]:
     rows, length = tokens.shape
     policy = {
         "model_name": str(directory),
@@ -50,7 +51,7 @@ def _policy(directory: Path, tokens: Tensor, family_files: Sequence[Path]) -> Ma
         "logprob_batch_size": rows,
         "precision": "float32",
         "max_total_sequence_length": length,
-        "megatron_cfg": {"enabled": True, "family_file": str(family_files[-1]) if family_files else None},
+        "megatron_cfg": {"enabled": True, "family_file": str(family_files[-1]) if family_files else None, **megatron},
     }
     return policy
 

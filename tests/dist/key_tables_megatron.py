@@ -47,6 +47,7 @@ OF_MEGATRON: dict[str, Demonstration] = {
     f"{M}.recompute_modules": Changes(["mlp"], "trained.modules", beside=SELECTIVE),
     f"{M}.converter_type": Refused(("LlamaForCausalLM", "Qwen3ForCausalLM"), ("Qwen2ForCausalLM",), "the model's own config.json decides"),
     f"{M}.family_file": ShownBy("tests.dist.test_selftest:test_a_family_of_a_user"),
+    f"{M}.ignore_config_keys": ShownBy("tests.dist.test_published_configs:test_ignored_config_keys"),
     # whether it works on a GPU is shown by tests.unit.test_transformer_engine with packages that are written for it
     f"{M}.transformer_engine": Refused((True,), ("auto", False), "needs a GPU"),
     f"{M}.float32_logits": Changes(True, "scored.logprobs", beside={"precision": "bfloat16"}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import subprocess
 import sys
 from typing import Any
@@ -17,7 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from transformers import BertConfig, LlamaConfig
 
 from converters.errors import ConversionError
-from converters.families.read import read_architecture
+from converters.families.read import config_notes, read_architecture
 from converters.model_config.architecture import Architecture
 from converters.model_config.megatron_settings import megatron_settings
 from tests.tiers import newest_megatron
@@ -96,7 +97,8 @@ def test_an_object_with_only_the_older_rope_attributes_is_read() -> None:
 
 REFUSED = [
     ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-    ("llama", {"attention_dropout": 0.1}, "attention_dropout"),
+    ("llama", {"attention_dropout": 1.5}, "attention_dropout = 1.5: a number from 0 to 1"),
+    ("llama", {"is_causal": False}, "is_causal = False"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope type 'dynamic'"),
     (
         "llama",
@@ -105,18 +107,21 @@ REFUSED = [
     ),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": -2.0, "rope_theta": 1e4}}, "factor = -2.0"),
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}}, "mrope_section"),
-    ("llama", {"sliding_window": 8}, "sliding_window = 8"),
-    ("llama", {"logits_multiplier": 0.0}, "logits_multiplier = 0.0"),
+    ("llama", {"sliding_window": 8}, "sliding_window = 8: transformers reads it for LlamaConfig"),
+    ("llama", {"logit_scale": 0.0}, "logit_scale = 0.0: vLLM multiplies the logits by it"),
+    ("llama", {"bias": True}, "bias = True: vLLM reads it as attention_bias"),
+    ("llama", {"auto_map": {"AutoConfig": "code.Config"}}, "auto_map = {'AutoConfig': 'code.Config'}: names Python code"),
+    ("qwen3", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config = {'chunk_size': 8}: vLLM"),
+    ("qwen3", {"rope_parameters": {**YARN, "rope_theta": 1e4, "attn_factor": 0.9}}, "attn_factor = 0.9: transformers does not read it"),
+    ("qwen3", {"rope_parameters": {**YARN, "rope_theta": 1e4, "extrapolation_factor": 0.5}}, "extrapolation_factor = 0.5"),
     ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ("llama", {"architectures": ["LlamaForQuestionAnswering"]}, "only LlamaForCausalLM"),
     ("llama", {"num_key_value_heads": 4}, "not a multiple of num_key_value_heads = 4"),
     ("llama", {"intermediate_size": 0}, "intermediate_size = 0"),
-    ("qwen2", {"attention_bias": True}, "attention_bias = True"),
     ("qwen2", {"head_dim": 3}, "head_dim = 3"),
     ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "1 layers of 'sliding_attention'"),
-    ("qwen2_moe", {"attention_bias": True}, "attention_bias = True"),
-    ("qwen2_moe", {"num_local_experts": 7}, "num_local_experts = 7: unknown key"),
-    ("qwen3", {"mlp_bias": True}, "mlp_bias = True"),
+    ("qwen2_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    ("qwen3", {"layer_types": ["full_attention"] * 2 + ["chunked_attention"]}, "layer_types"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding_window = None"),
 ]
 
@@ -132,7 +137,7 @@ def test_what_cannot_be_carried_over_is_refused(name: str, changes: dict[str, An
 
 def test_all_reasons_are_reported_at_once() -> None:
     with pytest.raises(ConversionError) as caught:
-        read_architecture(tiny_config("llama", hidden_act="relu", rms_norm_eps=0.0, extra_scale=2, attention_dropout=0.5))
+        read_architecture(tiny_config("llama", hidden_act="relu", rms_norm_eps=0.0, logit_scale=2, attention_dropout=1))
     assert len(caught.value.details) == 4
 
 
@@ -152,9 +157,62 @@ def test_layers_from_max_window_layers_on_have_a_window(name: str, first: int) -
     assert settings["window_size"] == (8, 0) and settings["window_attn_skip_freq"] == [int(layer >= first) for layer in range(3)]
 
 
-def test_unknown_keys_pass_when_off_or_named_by_the_caller() -> None:
-    assert read_architecture(tiny_config("llama", new_feature=False, other_feature=None, third=[])).num_layers == 3
-    assert read_architecture(tiny_config("llama", my_note="x"), ignore_config_keys={"my_note"}).num_layers == 3
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {"new_feature": False, "other_feature": None, "third": []}),
+        ("qwen3", {"rope_parameters": {**YARN, "rope_theta": 1e4, "attn_factor": 1.0}}),
+    ],
+)
+def test_keys_that_are_off_say_nothing(name: str, changes: dict[str, Any]) -> None:
+    config = tiny_config(name, **changes)
+    assert read_architecture(config).num_layers == 3 and config_notes(config) == []
+
+
+ONE, SEVERAL = "passed over, transformers does not read it", "passed over, transformers does not read them"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "note"),
+    [
+        ("llama", {"neftune_noise_alpha": 5.0}, f"neftune_noise_alpha = 5.0: {ONE}"),
+        ("llama", {"_attn_implementation_autoset": True}, f"_attn_implementation_autoset = True: {ONE}"),
+        ("llama", {"embedding_multiplier": 12.0, "moe": True}, f"embedding_multiplier = 12.0, moe = True: {SEVERAL}"),
+        ("qwen2", {"attention_bias": True}, f"attention_bias = True: {ONE}"),
+        ("qwen2_moe", {"num_local_experts": 7}, f"num_local_experts = 7: {ONE}"),
+        ("qwen3", {"mlp_bias": True}, f"mlp_bias = True: {ONE}"),
+        (
+            "qwen3_moe",
+            {"use_qk_norm": True, "shared_expert_intermediate_size": 0},
+            f"shared_expert_intermediate_size = 0, use_qk_norm = True: {SEVERAL}",
+        ),
+        ("deepseek_v3", {"mlp_bias": True}, f"mlp_bias = True: {ONE}"),
+        ("llama", {"notes": ["x" * 200]}, f"notes = ['{'x' * 78}...: {ONE}"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout = 0.1: training uses 0"),
+    ],
+)
+def test_keys_that_transformers_does_not_read_are_said_and_passed_over(name: str, changes: dict[str, Any], note: str) -> None:
+    """As attributes of a transformers config and in the text of a file."""
+    config, plain = tiny_config(name, **changes), tiny_config(name)
+    text = {**json.loads(json.dumps(plain.to_dict())), **changes}
+    for each in (config, text):
+        assert config_notes(each) == [note]
+        assert read_architecture(each) == read_architecture(plain)
+
+
+def test_a_rotary_parameter_that_nobody_reads_is_said() -> None:
+    config = tiny_config("llama", rope_parameters={**YARN, "rope_theta": 1e4, "finetuned": True})
+    assert config_notes(config) == [f"rope_scaling.finetuned = True: {ONE}"]
+    assert read_architecture(config) == read_architecture(tiny_config("llama", rope_parameters={**YARN, "rope_theta": 1e4}))
+
+
+def test_keys_named_by_the_caller_are_ignored() -> None:
+    config = tiny_config("llama", logit_scale=0.5, auto_map={"AutoModel": "code.Model"})
+    with pytest.raises(ConversionError):
+        read_architecture(config)
+    asked = ("auto_map", "logit_scale", "not_there")
+    assert read_architecture(config, asked) == read_architecture(tiny_config("llama"))
+    assert config_notes(config, asked) == ["auto_map = {'AutoModel': 'code.Model'}, logit_scale = 0.5: ignored as asked for"]
 
 
 @pytest.mark.parametrize("config", [BertConfig(), {"hidden_size": 3}, {"model_type": ["llama"]}, {"model_type": "gpt2"}])

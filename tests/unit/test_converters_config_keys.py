@@ -35,9 +35,19 @@ CHANGED_BY_NAME: dict[str, dict[str, Any]] = {
     "use_sliding_window": WINDOWS,
 }
 OWN: dict[str, dict[str, dict[str, Any]]] = {"gpt_oss": {"sliding_window": {"sliding_window": 7}}}
-# generation, what transformers gives back, what only reorders a sum; the last is another name of num_nextn_predict_layers
-INERT = {"use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "output_router_logits", "pretraining_tp", "num_mtp_layers"}
-REFUSED = {"hidden_act", "attention_dropout"}
+# generation, what transformers gives back, what only reorders a sum, what training sets to 0 and says so, and another name of
+# num_nextn_predict_layers
+INERT = {
+    "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "output_router_logits",
+    "pretraining_tp",
+    "attention_dropout",
+    "num_mtp_layers",
+}
+REFUSED = {"hidden_act"}
 REFUSED_OF: dict[str, set[str]] = {
     "qwen2": {*WINDOWS, "layer_types"},
     "qwen3": {*WINDOWS, "layer_types"},

@@ -145,14 +145,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("v3", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
     ("v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
     ("v3", {"kv_lora_rank": 0}, "kv_lora_rank = 0"),
-    ("v3", {"mlp_bias": True}, "mlp_bias = True: unknown key"),
-    ("v3", {"sliding_window": 7}, "sliding_window = 7: unknown key"),
+    ("v3", {"sliding_window": 7}, "sliding_window = 7: transformers reads it for DeepseekV3Config"),
     ("v2", {"mlp_bias": True}, "mlp_bias = True"),
     ("v2", {"norm_topk_prob": True}, "norm_topk_prob = True"),
     ("v2", {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
     ("v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),
     ("v2", {"moe_layer_freq": 3}, "moe_layer_freq = 3"),
-    ("v2", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1: unknown key"),
     ("v2", {"rope_parameters": {**DEEPSEEK_YARN, "mscale_all_dim": -1.0}}, "mscale_all_dim = -1.0"),
 ]
 
@@ -218,7 +216,7 @@ CHANGED_BY_NAME: dict[str, dict[str, Any]] = {
     "rope_parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
     "topk_method": {"topk_method": "greedy"},
 }
-REFUSED_KEYS = {"attention_bias", "attention_dropout", "hidden_act", "mlp_bias", "num_key_value_heads", "rope_interleave"}
+REFUSED_KEYS = {"attention_bias", "hidden_act", "mlp_bias", "num_key_value_heads", "rope_interleave"}
 # of the last, transformers makes another key or nothing
 INERT = {
     "use_cache",
@@ -229,6 +227,7 @@ INERT = {
     "pretraining_tp",
     "num_mtp_layers",
     "head_dim",
+    "attention_dropout",  # training uses 0, and says so
 }
 
 

@@ -129,7 +129,7 @@ def test_megatron_chooses_where_its_choice_is_the_same(score: Any, groups: int, 
         ({"n_routed_experts": 0}, "n_routed_experts = 0"),
         ({"partial_rotary_factor": 0.5}, "of 10 dimensions of a head it rotates 5"),
         ({"partial_rotary_factor": 1.5}, "a number above 0, up to 1"),
-        ({"scoring_func": "softmax"}, "scoring_func = 'softmax': unknown key"),
+        ({"scoring_func": "softmax"}, "scoring_func = 'softmax': only 'sigmoid' is supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ],
 )

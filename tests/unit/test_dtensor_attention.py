@@ -132,11 +132,23 @@ def test_an_error_while_building_leaves_torch_as_it_was() -> None:
     assert not torch.nn.Linear(2, 2).weight.is_meta
 
 
-def test_dropout_is_refused() -> None:
+def test_dropout_is_said_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
     config = tiny_config("llama", tied=False)
     config.attention_dropout = 0.1
-    with pytest.raises(ModelError, match=r"attention_dropout = 0\.1"):
+    model = build_on_meta(config)
+    assert model.config.attention_dropout == 0.0 and model.model.layers[0].self_attn.attention_dropout == 0.0
+    assert config.attention_dropout == 0.1  # as the export has to say it
+    assert "attention_dropout = 0.1 in the model's config.json: training uses 0" in caplog.text
+
+
+def test_a_rotary_factor_of_vllm_is_refused() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    config = tiny_config("llama", tied=False)
+    config.rope_parameters = {**rope, "attn_factor": 0.8}
+    with pytest.raises(ModelError, match=r"attn_factor = 0\.8: transformers does not read it, vLLM multiplies"):
         build_on_meta(config)
+    config.rope_parameters = {**rope, "attn_factor": 1.0}
+    build_on_meta(config)
 
 
 def test_all_that_does_not_fit_is_said_at_once(models: dict[str, Path]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,8 +21,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.utils import ModelOutput
 
 from converters.check import Headers
+from converters.model_config.rope import rotary_disagreements
 from megarl.errors import ModelError
 from megarl.models.huggingface.attention import IMPLEMENTATION
+
+logger = logging.getLogger(__name__)
 
 HEAD = "lm_head.weight"
 # old checkpoints store the rotary frequencies, which every model computes from its config
@@ -61,13 +65,20 @@ def build_on_meta(hf_config: Any, *, vocabulary: int | None = None, scores: bool
         trust_remote_code: run code that comes with the model.
 
     Raises:
-        ModelError: dropout, which would make training and log-probabilities disagree.
+        ModelError: vLLM would compute another model from the config.
     """
     config = copy.deepcopy(hf_config)
     text = config.get_text_config()
-    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
+    if disagreements := rotary_disagreements(text.to_dict()):
+        raise ModelError(
+            f"config.json: {'; '.join(disagreements)}. Fix: take {'it' if len(disagreements) == 1 else 'them'} out of rope_scaling if the "
+            "model was trained without"
+        )
+    for name in ("attention_dropout", "hidden_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
         if getattr(text, name, 0.0):
-            raise ModelError(f"{name} = {getattr(text, name)} in the model's config.json: dropout is not supported; set it to 0")
+            # with dropout the log-probabilities of a training step would not be those that were computed before it
+            logger.warning("%s = %s in the model's config.json: training uses 0", name, getattr(text, name))
+            setattr(text, name, 0.0)
     if vocabulary is not None:
         text.vocab_size = vocabulary
     with parameters_on_meta():

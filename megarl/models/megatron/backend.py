@@ -190,7 +190,8 @@ class MegatronBackend:
         if scores(policy):
             self.hf_config = scoring_config(self.hf_config)
             source = scoring_source(source, self.hf_config, seed)
-        self._stored = as_stored(read_architecture(self.hf_config), source.names())
+        ignored = policy["megatron_cfg"].get("ignore_config_keys") or ()
+        self._stored = as_stored(read_architecture(self.hf_config, ignored), source.names())
         # neither log-probabilities nor losses depend on layers that predict further tokens
         self.architecture: Architecture = replace(self._stored, prediction_layers=0)
         if self._stored.prediction_layers:

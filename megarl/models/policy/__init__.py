@@ -215,6 +215,16 @@ class MegatronConfig(TypedDict):
             ),
         ]
     ]
+    ignore_config_keys: NotRequired[
+        Annotated[
+            list[str],
+            Key(
+                "keys of the model's ``config.json`` that it does not depend on and that would be refused otherwise "
+                "(``megarl convert --ignore-config-key``).",
+                default=[],
+            ),
+        ]
+    ]
     tensor_model_parallel_size: NotRequired[Annotated[int, Key("ranks that share one layer.", AT_LEAST_1, default=1)]]
     pipeline_model_parallel_size: NotRequired[Annotated[int, Key("stages the layers are divided into.", AT_LEAST_1, default=1)]]
     virtual_pipeline_model_parallel_size: NotRequired[

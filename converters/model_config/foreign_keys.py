@@ -1,0 +1,94 @@
+"""Config keys that no family handles: which of them transformers reads, and which carry other code.
+
+A key that transformers does not read cannot change what its model computes, which is what a conversion carries over. A key that it
+reads, or that makes another engine compute something else, is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+CARRIERS: Mapping[str, str] = MappingProxyType(
+    {
+        "auto_map": "names Python code beside the config, which is not run here and may compute something else than transformers",
+        "bias": "vLLM reads it as attention_bias, transformers does not",
+        "dual_chunk_attention_config": "vLLM attends in chunks where it is set, transformers does not",
+        "logit_scale": "vLLM multiplies the logits by it, transformers does not",
+        "original_max_position_embeddings": "vLLM puts it into the rotary scaling, transformers reads that of rope_scaling",
+        "per_layer_config": "layers of their own sizes are not supported",
+        "sparse_attention_config": "attention that leaves tokens out is not supported",
+    }
+)
+"""Keys that are refused although transformers' class may not read them, each with the reason."""
+
+# what every model shares; a word in these files is only a key where it is read from a config
+_SHARED = ("cache_utils.py", "configuration_utils.py", "masking_utils.py", "modeling_layers.py", "modeling_rope_utils.py", "modeling_utils.py")
+_READ_OF_CONFIG = re.compile(r'config\.(\w+)|attr\((?:\w+\.)*\w*config, "(\w+)"')
+_READ_OF_SELF = re.compile(r'self\.(\w+)|attr\(self, "(\w+)"|kwargs\.(?:pop|get)\("(\w+)"')
+_LONGEST_VALUE = 80
+
+
+def refusal_of_key(key: str, config_class: type | None) -> str | None:
+    """Return why a config key that its family does not handle is refused, or None if it changes nothing.
+
+    Args:
+        key: of ``config.json``.
+        config_class: of transformers, that reads the file; None where nothing is known of the code that does.
+    """
+    if key in CARRIERS:
+        return CARRIERS[key]
+    words = None if config_class is None else words_of(config_class)
+    if words is None:
+        return "unknown key, which may change the forward pass"
+    if key in words:
+        return f"transformers reads it for {config_class.__name__ if config_class else ''}, and this family's rules do not"
+    return None
+
+
+def shown(value: object) -> str:
+    """Return a value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+
+
+@functools.cache
+def words_of(config_class: type) -> frozenset[str] | None:
+    """Return all words in the code of a config class and of its models, and the keys that every model reads.
+
+    More than what is read as a key: a word too many refuses a key, one too few would pass over it.
+
+    Args:
+        config_class: a class of transformers.
+
+    Returns:
+        None for a class from elsewhere.
+    """
+    name = config_class.__module__
+    if not name.startswith("transformers.models."):
+        return None
+    file = Path(str(sys.modules[name].__file__))
+    words: set[str] = set()
+    # the whole directory: a config class may serve several models
+    for path in file.parent.glob("*.py"):
+        words |= set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+    return frozenset(words) | _shared_keys()
+
+
+@functools.cache
+def _shared_keys() -> frozenset[str]:
+    found = importlib.util.find_spec("transformers")
+    assert found is not None and found.origin is not None
+    root = Path(found.origin).parent
+    keys: set[str] = set()
+    for name in _SHARED:
+        text = (root / name).read_text(encoding="utf-8")
+        patterns = [_READ_OF_CONFIG, *([_READ_OF_SELF] if name in ("configuration_utils.py", "modeling_rope_utils.py") else [])]
+        for pattern in patterns:
+            keys |= {word for match in pattern.findall(text) for word in match if word}
+    return frozenset(keys)
