@@ -6,21 +6,43 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from converters.errors import ConversionError
-from converters.families import deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from converters.families import (
+    deepseek_v2,
+    deepseek_v3,
+    dots1,
+    glm4_moe,
+    glm4_moe_lite,
+    gpt_oss,
+    kimi_k2,
+    llama,
+    ministral,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+)
 from converters.families.base import Family
 
 _FAMILIES = (
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
+    dots1.FAMILY,
     glm4_moe.FAMILY,
+    glm4_moe_lite.FAMILY,
     gpt_oss.FAMILY,
+    kimi_k2.FAMILY,
     llama.FAMILY,
+    ministral.FAMILY,
     mistral.FAMILY,
     mixtral.FAMILY,
     qwen2.FAMILY,
     qwen2_moe.FAMILY,
     qwen3.FAMILY,
     qwen3_moe.FAMILY,
+    seed_oss.FAMILY,
 )
 _BUILT_IN = frozenset(family.model_type for family in _FAMILIES)
 _known = {family.model_type: family for family in _FAMILIES}

@@ -55,7 +55,8 @@ def read_windows(config: Mapping[str, object], num_layers: int, *, uniform: bool
         num_layers: layers of the model.
         uniform: ``sliding_window`` holds for every layer.
         by_layer: it holds for the layers that ``layer_types`` says. What transformers fills in for those where the config does not say:
-            with ``max_window_layers`` the layers from that on, otherwise every other layer, beginning with the first.
+            with ``max_window_layers`` the layers from that on, all layers with ``uniform``, otherwise every other layer, beginning with
+            the first.
     """
     window = config.get("sliding_window")
     if not isinstance(window, int) or not (uniform or by_layer) or config.get("use_sliding_window") is False:
@@ -68,7 +69,7 @@ def read_windows(config: Mapping[str, object], num_layers: int, *, uniform: bool
     elif isinstance(first, int):
         sliding = [layer >= first for layer in range(num_layers)]
     else:
-        sliding = [layer % 2 == 0 for layer in range(num_layers)]
+        sliding = [uniform or layer % 2 == 0 for layer in range(num_layers)]
     return tuple(window if slides else None for slides in sliding)
 
 
@@ -84,7 +85,8 @@ class Family:
         model_rules: rules of the parameters outside the layers, embedding first.
         layer_rules: rules of one layer, by its global index.
         read_mixture: the experts, from the config and the number of layers; what is wrong is appended to the list.
-        has_uniform_window: ``sliding_window``, when it is set, holds for every layer.
+        has_uniform_window: ``sliding_window``, when it is set, holds for every layer; with ``has_layer_windows``, for those that
+            ``layer_types`` says, and for every layer where it says nothing.
         read_latent_attention: the latent attention, from the config; what is wrong is appended to the list.
         may_predict_further: behind its layers a model may have layers that predict further tokens
             (``converters.model_config.prediction_layers``).

@@ -177,6 +177,7 @@ def read_deepseek_mixture(
     score: Literal["softmax", "sigmoid"] = "sigmoid",
     best_of_group: int = 2,
     grouped: bool = True,
+    sparse_layers: tuple[bool, ...] | None = None,
 ) -> MixtureOfExperts | None:
     """The mixture of DeepSeek's models and of those that follow them: in all but the first layers, routing by groups, and shared experts
     without a gate.
@@ -186,11 +187,12 @@ def read_deepseek_mixture(
         num_layers: of the model.
         problems: what is wrong is appended here.
         score, best_of_group, grouped: see ``read_deepseek_routing``.
+        sparse_layers: for each layer, whether it has experts; None for all but the first ``first_k_dense_replace``.
 
     Returns:
         None for a model without experts.
     """
-    sparse_layers = _read_dense_first(config, num_layers, problems)
+    sparse_layers = _read_dense_first(config, num_layers, problems) if sparse_layers is None else sparse_layers
     if not any(sparse_layers):
         return None
     experts, chosen = read_size(config, "n_routed_experts", problems), read_size(config, "num_experts_per_tok", problems)

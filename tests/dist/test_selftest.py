@@ -12,7 +12,7 @@ from converters.selftest_models import tiny_config
 from megarl.parity.converted import logprobs_by
 from tests.dist.pool import WorkerPool
 from tests.tiers import slow
-from tests.unit.test_family_files import SEED_OSS, forget_families, load_family_file, written  # noqa: F401
+from tests.unit.test_family_files import GRANITE, NO_MULTIPLIERS, forget_families, load_family_file, written  # noqa: F401
 
 # each rule hands its tensors on in another order, so that export undoes what import did
 SWAPPED = """
@@ -28,7 +28,7 @@ FAMILY = replace(FAMILY, layer_rules=lambda *of: tuple(swapped(*of)))
 def results(pool: WorkerPool, file: Path, wanted: set[str]) -> dict[tuple[str, str], str]:
     """Of the first variants, until those that are wanted have come."""
     family = load_family_file(file)
-    config: dict[str, Any] = {**tiny_config(family), "attention_dropout": 0.0, "attention_bias": True, "attention_out_bias": False}
+    config: dict[str, Any] = {**tiny_config(family), **NO_MULTIPLIERS}
     return first(selftest(family, config, logprobs_by(pool, [file])), wanted)
 
 
@@ -45,7 +45,7 @@ def first(findings: Iterator[Finding], wanted: set[str]) -> dict[tuple[str, str]
 
 @slow
 def test_a_family_of_a_user(pool: WorkerPool, tmp_path: Path) -> None:
-    found = results(pool, written(tmp_path, SEED_OSS), {"as it is", "tie_word_embeddings = true", "mlp_bias = true"})
+    found = results(pool, written(tmp_path, GRANITE), {"as it is", "tie_word_embeddings = true", "mlp_bias = true"})
     assert "failed" not in found.values()
     assert found["log-probabilities", "as it is"] == found["log-probabilities", "tie_word_embeddings = true"] == "passed"
     # Megatron-Core has biases everywhere, nowhere, or on queries, keys and values alone
@@ -53,7 +53,7 @@ def test_a_family_of_a_user(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def test_gate_and_up_exchanged(pool: WorkerPool, tmp_path: Path) -> None:
-    found = results(pool, written(tmp_path, SEED_OSS + SWAPPED), {"as it is"})
+    found = results(pool, written(tmp_path, GRANITE + SWAPPED), {"as it is"})
     assert {check for (check, _), result in found.items() if result == "failed"} == {"log-probabilities"}
     assert found["round trip", "as it is"] == "passed"
 

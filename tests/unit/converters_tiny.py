@@ -11,9 +11,12 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Dots1Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -22,6 +25,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
 )
 
 SIZES: dict[str, Any] = {
@@ -108,6 +112,21 @@ GPT_OSS: dict[str, Any] = {
     },
 }
 
+WINDOWS = ["full_attention", "sliding_attention", "full_attention"]
+SEED_OSS: dict[str, Any] = {"attention_dropout": 0.0, "residual_dropout": 0.0}
+DOTS1: dict[str, Any] = {
+    **{key: GLM4_MOE[key] for key in ("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group", "moe_intermediate_size")},
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.7,
+    "sliding_window": None,
+}
+GLM4_MOE_LITE: dict[str, Any] = {
+    **{key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"},
+    "num_nextn_predict_layers": 0,
+}
+
 CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "deepseek_v2": (DeepseekV2Config, {**DEEPSEEK, "q_lora_rank": None}),
     "deepseek_v2_groups_tied": (
@@ -116,6 +135,10 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
     "deepseek_v3": (DeepseekV3Config, DEEPSEEK_V3),
     "deepseek_v3_dense": (DeepseekV3Config, {**DEEPSEEK_V3, "first_k_dense_replace": 3, "q_lora_rank": None}),
+    "dots1": (Dots1Config, DOTS1),
+    "dots1_window_tied": (Dots1Config, {**DOTS1, "sliding_window": 9, "max_window_layers": 1, "tie_word_embeddings": True}),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, GLM4_MOE_LITE),
+    "glm4_moe_lite_all_experts": (Glm4MoeLiteConfig, {**GLM4_MOE_LITE, "mlp_layer_types": ["sparse"] * 3, "q_lora_rank": None}),
     "glm4_moe": (Glm4MoeConfig, GLM4_MOE),
     "glm4_moe_all_experts_tied": (
         Glm4MoeConfig,
@@ -139,6 +162,8 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama_tied": (LlamaConfig, {"tie_word_embeddings": True, "num_key_value_heads": 3}),
     "llama_all_biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
     "llama_one_group": (LlamaConfig, {"num_key_value_heads": 1}),
+    "ministral": (MinistralConfig, {"sliding_window": 9, "layer_types": WINDOWS}),
+    "ministral_all_windows_tied": (MinistralConfig, {"sliding_window": 9, "tie_word_embeddings": True}),
     "mistral": (MistralConfig, {"sliding_window": None}),
     "mistral_window": (MistralConfig, {"sliding_window": 9, "num_key_value_heads": 3}),
     "mixtral": (MixtralConfig, MIXTRAL),
@@ -160,6 +185,11 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
     "qwen3_moe": (Qwen3MoeConfig, QWEN3_MOE),
     "qwen3_moe_mixed": (Qwen3MoeConfig, {**QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [1]}),
+    "seed_oss": (SeedOssConfig, {**SEED_OSS, "attention_bias": True}),
+    "seed_oss_all_biases_tied": (
+        SeedOssConfig,
+        {**SEED_OSS, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
 }
 
 

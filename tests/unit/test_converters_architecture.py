@@ -30,6 +30,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
+WINDOWED = {"gpt_oss", "qwen2_tied", "qwen3_tied", "ministral"}
+BIASED = {"qwen2", "qwen2_moe", "gpt_oss"}
+
+
 def test_importing_the_package_loads_no_torch() -> None:
     modules = "converters, converters.families.read, converters.model_config.megatron_settings, converters.mapping.rules"
     program = f"import sys, {modules}; print('torch' in sys.modules)"
@@ -45,7 +49,7 @@ def test_every_size_lands_in_its_field(name: str) -> None:
     assert architecture.num_layers == 3
     assert (architecture.hidden_size, architecture.ffn_hidden_size, architecture.vocab_size) == (42, 52, 101)
     assert (architecture.num_attention_heads, architecture.num_key_value_heads) == (6, config.num_key_value_heads)
-    assert (architecture.head_dim, architecture.max_position) == (6 if config.model_type.startswith("deepseek") else 10, 64)
+    assert (architecture.head_dim, architecture.max_position) == (6 if architecture.latent_attention else 10, 64)
     assert (architecture.norm_epsilon, architecture.initializer_range) == (3e-5, 0.07)
     if config.model_type == "gpt_oss":
         assert architecture.rope_theta == 10000.0 and architecture.rope_scaling is not None
@@ -53,11 +57,11 @@ def test_every_size_lands_in_its_field(name: str) -> None:
     else:
         assert (architecture.rope_theta, architecture.rope_scaling, architecture.activation) == (12345.0, None, "silu")
     assert architecture.tied_embeddings == name.endswith("tied")
-    assert architecture.qk_norm == (config.model_type in {"qwen3", "qwen3_moe"} or name == "glm4_moe_all_experts_tied")
-    assert architecture.sliding_window == (9 if "window" in name or name in {"gpt_oss", "qwen2_tied", "qwen3_tied"} else None)
-    assert architecture.qkv_bias == (name in {"llama_all_biases", "glm4_moe"} or config.model_type in {"qwen2", "qwen2_moe", "gpt_oss"})
-    assert architecture.attention_output_bias == (name == "llama_all_biases" or config.model_type == "gpt_oss")
-    assert architecture.mlp_bias == (name == "llama_all_biases" or config.model_type == "gpt_oss")
+    assert architecture.qk_norm == (config.model_type in {"qwen3", "qwen3_moe", "dots1"} or name == "glm4_moe_all_experts_tied")
+    assert architecture.sliding_window == (9 if "window" in name or name in WINDOWED else None)
+    assert architecture.qkv_bias == ("all_biases" in name or name in {"glm4_moe", "seed_oss"} or config.model_type in BIASED)
+    assert architecture.attention_output_bias == ("all_biases" in name or config.model_type == "gpt_oss")
+    assert architecture.mlp_bias == ("all_biases" in name or config.model_type == "gpt_oss")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_tied", "qwen3"])

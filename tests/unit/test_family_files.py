@@ -28,25 +28,21 @@ from tests.tiers import slow
 
 # the example that users are shown
 EXAMPLE = textwrap.dedent((family_file.__doc__ or "").partition("::\n\n")[2].partition("\n``megarl")[0])
-# Seed-OSS is known to transformers and is Llama but for a bias on the attention's queries, keys and values alone
-SEED_OSS = """
+# Granite is known to transformers and is Llama where its multipliers change nothing
+GRANITE = """
 from dataclasses import replace
-from converters.families import dense, llama
-from converters.families.base import Features
+from converters.families import llama
 
+MULTIPLIERS = {"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"}
 FAMILY = replace(
     llama.FAMILY,
-    model_type="seed_oss",
-    architecture_class="SeedOssForCausalLM",
-    config_keys=frozenset({"attention_bias", "attention_out_bias", "mlp_bias", "pretraining_tp", "residual_dropout"}),
-    read_features=lambda config: Features(
-        qkv_bias=bool(config.get("attention_bias")),
-        attention_output_bias=bool(config.get("attention_out_bias")),
-        mlp_bias=bool(config.get("mlp_bias")),
-        qk_norm=False,
-    ),
+    model_type="granite",
+    architecture_class="GraniteForCausalLM",
+    config_keys=llama.FAMILY.config_keys | MULTIPLIERS,
 )
 """
+NO_MULTIPLIERS = {"attention_multiplier": 12**-0.5}
+"""Heads of the tiny model are 12 wide; the other multipliers are 1 by themselves."""
 
 
 @pytest.fixture(autouse=True)
@@ -123,14 +119,14 @@ def test_unfinished_work_of_other_rules_is_not_taken_up(tmp_path: Path, monkeypa
 
 @slow
 def test_a_family_that_transformers_knows(tmp_path: Path) -> None:
-    file = written(tmp_path, SEED_OSS)
+    file = written(tmp_path, GRANITE)
     family = load_family_file(file)
-    (tmp_path / "config.json").write_text(json.dumps({**tiny_config(family), "attention_dropout": 0.0, "tie_word_embeddings": True}))
-    code, found, text = selftest_of("seed_oss", [], tmp_path, lambda files: nullcontext(lambda model, tokens: torch.zeros(tokens.shape)))
+    (tmp_path / "config.json").write_text(json.dumps({**tiny_config(family), **NO_MULTIPLIERS, "tie_word_embeddings": True}))
+    code, found, text = selftest_of("granite", [], tmp_path, lambda files: nullcontext(lambda model, tokens: torch.zeros(tokens.shape)))
     assert code == 1 and not found["passed"] and "bound 1e-05" in text
     assert {each["check"] for each in found["findings"] if each["result"] == "failed"} == {"log-probabilities"}
     varied = {each["variant"] for each in found["findings"] if each["check"] == "rules"}
-    assert varied >= {"as it is", "mlp_bias = true", "attention_bias = false", "tie_word_embeddings = false"}
+    assert varied >= {"as it is", "mlp_bias = true", "attention_bias = true", "tie_word_embeddings = false"}
 
 
 WRONG = {
@@ -157,23 +153,23 @@ FAMILY = replace(
     layer_rules=lambda architecture, layer: altered(llama.FAMILY.layer_rules(architecture, layer)),
 )
 """
-    family = load_family_file(written(tmp_path, SEED_OSS + wrong))
-    found = failed(list(selftest(family, {**tiny_config(family), "attention_dropout": 0.0})))
+    family = load_family_file(written(tmp_path, GRANITE + wrong))
+    found = failed(list(selftest(family, {**tiny_config(family), **NO_MULTIPLIERS})))
     assert set(found) == {check} and said in found[check], found
 
 
 def test_a_layer_without_a_rule_and_a_rule_of_the_wrong_kind(tmp_path: Path) -> None:
-    without = SEED_OSS + "FAMILY = replace(FAMILY, layer_rules=lambda *of: llama.FAMILY.layer_rules(*of)[:-1])\n"
+    without = GRANITE + "FAMILY = replace(FAMILY, layer_rules=lambda *of: llama.FAMILY.layer_rules(*of)[:-1])\n"
     family = load_family_file(written(tmp_path, without))
-    found = failed(list(selftest(family, {**tiny_config(family), "attention_dropout": 0.0})))
+    found = failed(list(selftest(family, {**tiny_config(family), **NO_MULTIPLIERS})))
     assert set(found) == {"tensors"} and "unknown: model.layers.2.mlp.down_proj.weight" in found["tensors"]
     row = "replace(rule, kind=Kind.ROW) if rule.kind is Kind.QKV else rule"
     wrong = f"""
 from converters.mapping.rule import Kind
 FAMILY = replace(FAMILY, layer_rules=lambda *of: tuple({row} for rule in llama.FAMILY.layer_rules(*of)))
 """
-    family = load_family_file(written(tmp_path, SEED_OSS + wrong))
-    found = failed(list(selftest(family, {**tiny_config(family), "attention_dropout": 0.0})))
+    family = load_family_file(written(tmp_path, GRANITE + wrong))
+    found = failed(list(selftest(family, {**tiny_config(family), **NO_MULTIPLIERS})))
     assert set(found) == {"rules"} and "row is made of 1 tensors, not of 3" in found["rules"]
 
 
