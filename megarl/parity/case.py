@@ -16,9 +16,18 @@ from megarl.parity.options import Numbers, numbers_of, split
 
 BACKENDS = ("megatron", "dtensor", "fsdp1")
 DENSE = ("llama", "qwen2", "qwen3", "mistral")
-SPARSE = ("mixtral", "qwen3_moe")
-HEAD_NORMS = ("qwen3", "qwen3_moe")
+OF_MEGATRON = ("ministral", "seed_oss")
+"""Dense families that the Megatron backend alone is compared with."""
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+"""Families with latent attention."""
+GROUPED = (*LATENT, "glm4_moe", "dots1")
+"""Families with DeepSeek's mixture: groups of experts, shared experts, a dense first layer where there are several; routers compute in
+float32."""
+SPARSE = ("mixtral", "qwen3_moe", "qwen2_moe", *GROUPED, "gpt_oss")
+HEAD_NORMS = ("qwen3", "qwen3_moe", "dots1")
 """Families that normalise queries and keys by head."""
+WINDOWED = ("mistral", "mixtral", "ministral", "dots1", "gpt_oss")
+"""Families with a sliding window; the last three have it in some layers."""
 ROPES = ("default", "linear", "llama3", "yarn")
 BATCHINGS = ("fixed", "dynamic", "packed")
 MASKS = ("none", "some", "rank", "all")
@@ -57,14 +66,14 @@ class Case:
         layers: transformer layers.
         kv: key-value heads.
         group: query heads a key-value head.
-        head: width of a head, even.
+        head: width of a head, even; with latent attention of the part of it that is not rotated.
         width: hidden size is ``width`` a query head.
         ffn: width of the gated MLP.
         vocab: vocabulary, tokens.
         window: sliding window of the attention, tokens; 0 for none.
         experts: experts a layer, sparse families only.
         topk: experts a token.
-        expert: width of an expert, where the family has one of its own.
+        expert: width of an expert, where the family has one of its own; shared experts are as wide, or twice.
         dispatcher: how tokens get to their experts.
         balance: load-balancing loss of the routers: ``none``, ``aux`` over the global batch, ``seq`` over each sequence.
         zloss: z-loss of the routers.
@@ -313,7 +322,7 @@ class Case:
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "backend": BACKENDS,
-    "family": (*DENSE, *SPARSE),
+    "family": (*DENSE, *OF_MEGATRON, *SPARSE),
     "rope": ROPES,
     "batching": BATCHINGS,
     "masked": MASKS,
@@ -336,7 +345,9 @@ _FOREIGN: dict[str, tuple[str, ...]] = {
     "megatron": ("offload", "plan"),
     "dtensor": _MEGATRON_ONLY,
     "fsdp1": (*_MEGATRON_ONLY, "tp", "sp", "cp", "comm", "plan"),
-    **dict.fromkeys(DENSE, SPARSE_FIELDS),
+    **dict.fromkeys((*DENSE, *OF_MEGATRON), SPARSE_FIELDS),
+    **dict.fromkeys(GROUPED, ("router",)),
+    "gpt_oss": ("expert",),
     "fixed": ("room", "round", "packer"),
     "dynamic": ("packer",),
     "packed": ("round",),

@@ -9,7 +9,7 @@ from itertools import combinations
 from rich.console import Console
 from rich.table import Table
 
-from megarl.parity.case import BACKENDS, DENSE, PATHS, RECIPE_EPSILON, SPARSE, Case
+from megarl.parity.case import BACKENDS, DENSE, OF_MEGATRON, PATHS, RECIPE_EPSILON, SPARSE, Case
 
 _LOSS_NAMES = {
     "nll": "loss: NLL",
@@ -82,7 +82,7 @@ _ADVANTAGE_OPTION_NAMES = {
 }
 _PARALLEL = ("tensor parallel", "sequence parallel", "pipeline parallel", "context parallel", "expert parallel", "data parallel")
 FEATURES = (
-    *(f"family: {family}" for family in (*DENSE, *SPARSE)),
+    *(f"family: {family}" for family in (*DENSE, *OF_MEGATRON, *SPARSE)),
     "tied embeddings",
     "rope scaling",
     "sliding window",

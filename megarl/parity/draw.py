@@ -15,6 +15,7 @@ from megarl.parity.case import (
     DISPATCHERS,
     EXCHANGES,
     HEAD_NORMS,
+    OF_MEGATRON,
     PAIRED,
     PATHS,
     PLANS,
@@ -23,6 +24,7 @@ from megarl.parity.case import (
     ROUTER_TYPES,
     SCHEDULES,
     SPARSE,
+    WINDOWED,
     Case,
     fields_without_use,
 )
@@ -87,7 +89,8 @@ class Drawer:
             if attempt % PATIENCE == 0:
                 backend = self.fixed.get("backend") or generator.choice(self.backends)
                 sparse = backend == "megatron" and generator.random() < SPARSE_SHARE
-            case = self._candidate(generator, backend, SPARSE if sparse else DENSE)
+            dense = (*DENSE, *OF_MEGATRON) if backend == "megatron" else DENSE
+            case = self._candidate(generator, backend, SPARSE if sparse else dense)
             if case.world <= self._max_world and self._accepted(case):
                 return case
         often = "; ".join(f"{key}: {self._reasons[key]}" for key, _ in self.refusals.most_common(3))
@@ -148,7 +151,7 @@ def _model(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
         "width": width,
         "ffn": generator.choice([size for size in range(3 * tensor, 60, tensor) if size not in taken]),
         "vocab": generator.choice(PRIMES),
-        "window": generator.choice((0, generator.randint(2, 9))) if family in ("mistral", "mixtral") else 0,
+        "window": generator.choice((0, generator.randint(2, 9))) if family in WINDOWED else 0,
     }
     if family in SPARSE:
         chosen |= _experts(generator, fields, family)
@@ -163,7 +166,7 @@ def _experts(generator: random.Random, fields: Mapping[str, Any], family: str) -
     ep = generator.choice([*sizes, *sizes[1:]])
     experts = ep * generator.choice((1, 2, 3))
     experts = experts if experts > 2 else ep * generator.choice((2, 3, 4))
-    return {
+    drawn = {
         "experts": experts,
         # seldom all experts, because there is nothing to be balanced then
         "topk": min(experts, generator.choice((2, 2, 2, 3))),
@@ -172,9 +175,11 @@ def _experts(generator: random.Random, fields: Mapping[str, Any], family: str) -
         "zloss": generator.random() < 0.3,
         "freeze": generator.random() < 0.2,
         "router": generator.choice(("model", *ROUTER_TYPES)),
-        "expert": etp * generator.randint(3, 9) if family == "qwen3_moe" else 0,
+        # tensor parallelism divides shared experts
+        "expert": (etp if family == "qwen3_moe" else tensor) * generator.randint(3, 9) if family != "mixtral" else 0,
         **({"ep": ep, "etp": etp} if fields["backend"] == "megatron" else {}),
     }
+    return {name: value for name, value in drawn.items() if name not in fields_without_use(family)}
 
 
 def _stages(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from megarl.models.engine.precision import dtype_of
-from megarl.parity.case import SPARSE, Case
+from megarl.parity.case import GROUPED, LATENT, SPARSE, Case
 
 transformers_logging.disable_progress_bar()
 
@@ -52,20 +52,79 @@ def model_config(case: Case) -> Any:
         "eos_token_id": 2,
         "rope_parameters": {"rope_theta": 500.0, **_SCALINGS[case.rope]},
     }
-    if case.family == "mixtral":
-        sizes |= {"num_local_experts": case.experts, "num_experts_per_tok": case.topk}
-    if case.family == "qwen3_moe":
-        sizes |= {
-            "num_experts": case.experts,
-            "num_experts_per_tok": case.topk,
-            "moe_intermediate_size": case.expert,
-            "norm_topk_prob": True,
-        }
-    if case.family in ("mistral", "mixtral"):
-        sizes["sliding_window"] = case.window or None
+    sizes |= _mixture(case) | _window(case) | _attention(case)
     if case.scores:
         sizes["num_labels"] = 1
     return AutoConfig.for_model(case.family, **sizes)
+
+
+def _mixture(case: Case) -> dict[str, Any]:
+    """Experts and routing."""
+    if case.family in GROUPED:
+        return _grouped_mixture(case)
+    if case.family in ("mixtral", "gpt_oss"):
+        return {"num_local_experts": case.experts, "num_experts_per_tok": case.topk}
+    if case.family not in SPARSE:
+        return {}
+    sizes = {"num_experts": case.experts, "num_experts_per_tok": case.topk, "moe_intermediate_size": case.expert}
+    if case.family == "qwen2_moe":
+        return sizes | {"shared_expert_intermediate_size": 2 * case.expert, "norm_topk_prob": False}
+    return sizes | {"norm_topk_prob": True}
+
+
+def _grouped_mixture(case: Case) -> dict[str, Any]:
+    """DeepSeek's: two groups of which a token takes one, where that leaves it enough experts."""
+    groups = 2 if case.experts % 2 == 0 and case.experts >= 4 else 1
+    taken = 1 if case.topk <= case.experts // groups else groups
+    dense = min(1, case.layers - 1)
+    sizes: dict[str, Any] = {
+        "n_routed_experts": case.experts,
+        "num_experts_per_tok": case.topk,
+        "moe_intermediate_size": case.expert,
+        "n_shared_experts": 2 if case.family == "deepseek_v2" else 1,
+        "n_group": groups,
+        "topk_group": taken,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": case.family != "deepseek_v2",
+    }
+    if case.family == "glm4_moe_lite":
+        return sizes | {"mlp_layer_types": ["dense"] * dense + ["sparse"] * (case.layers - dense), "num_nextn_predict_layers": 0}
+    sizes["first_k_dense_replace"] = dense
+    if case.family == "deepseek_v2":
+        sizes["topk_method"] = "group_limited_greedy" if taken < groups else "greedy"
+    if case.family in ("deepseek_v3", "glm4_moe"):
+        sizes["num_nextn_predict_layers"] = 0
+    return sizes
+
+
+def _window(case: Case) -> dict[str, Any]:
+    """The window of all layers, or of every second one, the first without."""
+    if case.family in ("mistral", "mixtral"):
+        return {"sliding_window": case.window or None}
+    if case.family not in ("ministral", "dots1", "gpt_oss"):
+        return {}
+    kinds = ["sliding_attention" if case.window and layer % 2 else "full_attention" for layer in range(case.layers)]
+    # transformers makes the mask of a window whether a layer has one or not
+    return {"sliding_window": case.window or (None if case.family == "dots1" else 128), "layer_types": kinds}
+
+
+def _attention(case: Case) -> dict[str, Any]:
+    """What is particular to the attention of a family."""
+    if case.family in LATENT:
+        # rows of projections that tensor parallelism divides by up to 8: 48 of queries, 20 + 4 of keys and values
+        widths = {"q_lora_rank": None if case.family == "deepseek_v2" else 48, "kv_lora_rank": 20, "qk_rope_head_dim": 4, "head_dim": 4}
+        return {**widths, "qk_nope_head_dim": case.head, "v_head_dim": case.head + 2, "num_key_value_heads": case.heads} | (
+            {"rope_parameters": {"rope_theta": 500.0, **_SCALINGS["yarn"], "mscale": 1.0, "mscale_all_dim": 0.7}}
+            if case.rope == "yarn"
+            else {}
+        )
+    if case.family == "glm4_moe":
+        part = 0.5 if case.head % 4 == 0 else 1.0
+        rope = {"rope_theta": 500.0, **_SCALINGS[case.rope], "partial_rotary_factor": part}
+        return {"attention_bias": True, "partial_rotary_factor": part, "rope_parameters": rope}
+    if case.family == "seed_oss":
+        return {"attention_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0}
+    return {"swiglu_limit": 2.0} if case.family == "gpt_oss" else {}
 
 
 class ModelShelf:
@@ -126,6 +185,9 @@ def _random_model(case: Case) -> Any:
                 parameter.copy_((0.0 if name.endswith("bias") else 1.0) + 0.2 * noise)
             else:
                 parameter.copy_(noise * _spread(name, case) * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # moves the choice of experts, and has no gradient
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

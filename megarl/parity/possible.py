@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from converters.errors import ConversionError
+from converters.families.read import read_architecture
+from converters.model_config.megatron_settings import megatron_settings
 from megarl.config import validate_policy_config
 from megarl.config.losses import ClippedPGLossConfig, DPOLossConfig, faults_of_loss, faults_of_preference_loss
 from megarl.config.sections import Config
@@ -13,9 +16,9 @@ from megarl.errors import BatchError, ConfigError, PackingError, Violation
 from megarl.key import defaults_of
 from megarl.models.policy.batch_plan import shard_batch
 from megarl.parity.batches import calls_of, logprob_shards, token_batch
-from megarl.parity.case import HEAD_NORMS, SPARSE, Case, idle_fields
+from megarl.parity.case import DENSE, HEAD_NORMS, SPARSE, Case, idle_fields
 from megarl.parity.losses import make_loss, policy_gradient_settings, preference_settings, rows_together
-from megarl.parity.models import ModelShelf
+from megarl.parity.models import ModelShelf, model_config
 from megarl.parity.settings import policy_config
 
 # A norm over a few numbers magnifies rounding errors wherever they are all small by chance: with a width of 3, float32 and float64 of the
@@ -60,6 +63,8 @@ def _own_violations(case: Case) -> list[Violation]:
     if case.family in HEAD_NORMS and case.head < LEAST_NORMED_HEAD:
         bound = f"{case.family} normalises heads, which are too narrow for that to be well-conditioned"
         found.append(Violation("case.head", case.head, bound, f"write {LEAST_NORMED_HEAD} or more"))
+    if case.family not in DENSE:
+        found += _faults_of_family(case)
     # with one expert a token, both families give it the weight 1, which Megatron-Core cannot
     if case.family in SPARSE and not 2 <= case.topk <= case.experts:
         found.append(Violation("case.topk", case.topk, f"a token goes to 2 to {case.experts} experts", "write a number in between"))
@@ -72,6 +77,23 @@ def _own_violations(case: Case) -> list[Violation]:
     if case.filters and case.precision != "float32":
         bound = f"rounding in {case.precision} moves tokens over the edge of what top-k and top-p keep, and that is no small error"
         found.append(Violation("case.precision", case.precision, bound, "write float32"))
+    return found
+
+
+def _faults_of_family(case: Case) -> list[Violation]:
+    """Return why a family that the Megatron backend alone is compared with cannot be what a case says."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    found = []
+    if case.backend != "megatron":
+        found.append(Violation("case.family", case.family, f"{case.backend} is not compared with it", f"write one of {', '.join(DENSE)}"))
+    if case.scores and case.family not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        found.append(Violation("case.loss", case.loss, f"transformers has no {case.family} that scores", "write nll"))
+    if not found and not case.scores:
+        try:
+            megatron_settings(read_architecture(model_config(case)))
+        except ConversionError as error:
+            found.append(Violation("case.rope", case.rope, str(error), "write default"))
     return found
 
 

@@ -1,6 +1,7 @@
 """Routers of a transformers mixture of experts over a global batch, and the losses that balance them, by their definitions.
 
-For T real tokens, E experts, k of them a token, p the softmax over a router's logits and c[i] the tokens of expert i: the load-balancing
+For T real tokens, E experts, k of them a token, p the softmax over a router's logits (or their sigmoids divided by their sum, where a
+router takes sigmoids; DeepSeek-V3, arXiv:2412.19437, equation 18) and c[i] the tokens of expert i: the load-balancing
 loss is ``E * sum_i (c[i] / (T k)) * mean_t p[t, i]`` (Fedus et al., arXiv:2101.03961, equations 4 to 6), the same for each sequence alone
 and averaged (DeepSeek-V2, arXiv:2405.04434, section 2.2.3), the z-loss ``mean_t logsumexp(logits[t])**2`` (Zoph et al., arXiv:2202.08906,
 equation 5). Each layer's are added to the loss. Padding and masked samples do not count.
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+_GATES = (".mlp.gate", ".block_sparse_moe.gate", ".mlp.router")
 COEFFICIENT = 0.3
 Z_COEFFICIENT = 0.02
 
@@ -53,7 +55,7 @@ class Judged:
 
 def gates_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The routers of a transformers model; none in a dense one."""
-    return [module for name, module in model.named_modules() if name.endswith((".mlp.gate", ".block_sparse_moe.gate"))]
+    return [module for name, module in model.named_modules() if name.endswith(_GATES)]
 
 
 class Routers:
@@ -66,14 +68,15 @@ class Routers:
 
     def __init__(self, model: torch.nn.Module, balancing: Balancing) -> None:
         self._balancing = balancing
-        self._heard: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._heard: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
         for gate in gates_of(model):
             gate.register_forward_hook(self._listen)
             if balancing.frozen:
                 gate.requires_grad_(False)
 
     def _listen(self, gate: torch.nn.Module, given: Any, answer: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-        self._heard.append((answer[0], answer[2]))
+        # transformers' routers that take sigmoids are those with a correction bias
+        self._heard.append((answer[0], answer[2], hasattr(gate, "e_score_correction_bias")))
 
     def forget(self) -> None:
         """Begin anew."""
@@ -86,10 +89,11 @@ class Routers:
         rows, width = data["input_ids"].shape
         real = (torch.arange(width)[None] < data["input_lengths"][:, None]) & (data["sample_mask"] != 0)[:, None]
         balance, loads, z_losses = [], [], []
-        for logits, chosen in self._heard:
+        for logits, chosen, takes_sigmoids in self._heard:
             by_row = logits.float().view(rows, width, -1)
             went_to = torch.nn.functional.one_hot(chosen, by_row.shape[-1]).sum(1).view_as(by_row) * real[..., None]
-            probabilities = by_row.softmax(-1) * real[..., None]
+            scores = torch.nn.functional.normalize(by_row.sigmoid(), p=1, dim=-1) if takes_sigmoids else by_row.softmax(-1)
+            probabilities = scores * real[..., None]
             loads.append(_relative_load(went_to))
             whole = _balance(probabilities.flatten(0, 1), went_to.flatten(0, 1))
             rows_alone = torch.stack([_balance(p, w) for p, w in zip(probabilities, went_to, strict=True)]).sum(0) / max(
