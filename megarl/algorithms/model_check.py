@@ -173,10 +173,10 @@ def _known_config(content: Mapping[str, Any]) -> Any:
 
 
 def _read_config(policy: Mapping[str, Any], place: str | Path, **options: Any) -> Any:
-    from transformers import AutoConfig
+    from megarl.models.huggingface.config_file import read_hf_config
 
     try:
-        return AutoConfig.from_pretrained(place, trust_remote_code=policy["trust_remote_code"], **options)
+        return read_hf_config(place, trust_remote_code=policy["trust_remote_code"], **options)
     except Exception as error:
         # Model code, the checks of a config's fields and the file system raise errors of many unrelated classes.
         raise ModelError(

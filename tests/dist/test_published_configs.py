@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from converters.errors import ConversionError
 from megarl.algorithms.model_check import check_model
 from megarl.parity.converted import logprobs_by
 from tests.dist.pool import WorkerPool
+from tests.tiers import sampled
 from tests.unit.converters_tiny import save_tiny
+from tests.unit.published_models import CLASS_OF, published, save_published
 
+OF_FAMILIES = ("Kimi-K2", "Llama-3.2-1B", "Seed-OSS-36B-Instruct", "GLM-4.7-Flash", "gpt-oss-20b-BF16")
 TOKENS = torch.arange(1, 25).reshape(2, 12)
 
 
@@ -59,3 +63,19 @@ def test_dropout_is_said_and_not_used(pool: WorkerPool, tmp_path: Path, caplog: 
         check_model(policy(directory))
     assert "attention_dropout = 0.1: training uses 0" in caplog.text
     assert torch.equal(logprobs_by(pool, [])(directory, TOKENS), logprobs_by(pool, [])(changed(tmp_path / "plain"), TOKENS))
+
+
+@sampled(2)
+@pytest.mark.parametrize("name", OF_FAMILIES)
+def test_a_published_config_gives_the_logprobs_of_transformers(name: str, pool: WorkerPool, tmp_path: Path) -> None:
+    """Kimi-K2 without the code beside it, which is not there."""
+    text = {"quantization_config": None, "num_nextn_predict_layers": 0, "torch_dtype": "float32", "dtype": "float32"}
+    save_published(tmp_path / "hf", name, **{key: value for key, value in text.items() if key in published(name)})
+    content = json.loads((tmp_path / "hf" / "config.json").read_text())
+    found = logprobs_by(pool, [])(tmp_path / "hf", TOKENS)
+    content |= {"model_type": CLASS_OF.get(content["model_type"], content["model_type"]), "dtype": "float32"}
+    config = AutoConfig.for_model(**{key: value for key, value in content.items() if "token_id" not in key and key != "auto_map"})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", config=config, dtype=torch.float32, experts_implementation="eager")
+    with torch.no_grad():
+        logprobs = model(TOKENS).logits[:, :-1].log_softmax(-1).gather(2, TOKENS[:, 1:, None]).squeeze(2)
+    torch.testing.assert_close(found[:, 1:], logprobs, rtol=0, atol=2e-5)

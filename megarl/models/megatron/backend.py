@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from transformers import AutoConfig
 
 from converters.check import check_source
 from converters.checkpoint.source import HuggingFaceSource
@@ -36,6 +35,7 @@ from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.offload_state import HostCopies
 from megarl.models.engine.precision import dtype_of
 from megarl.models.engine.scoring import said_of_scoring, scoring_config, scoring_source
+from megarl.models.huggingface.config_file import read_hf_config
 from megarl.models.megatron import checkpoint, cuda_redirect, hf_state, parallel
 from megarl.models.megatron.build import build_chunks, wrap_for_data_parallel
 from megarl.models.megatron.moe_passes import RecordedPasses, in_step
@@ -186,7 +186,7 @@ class MegatronBackend:
         self._model_directory = source.directory
         self._staging = StagingBuffers()
         self.runtime = runtime
-        self.hf_config = AutoConfig.from_pretrained(source.directory, trust_remote_code=policy["trust_remote_code"])
+        self.hf_config = read_hf_config(source.directory, trust_remote_code=policy["trust_remote_code"])
         if scores(policy):
             self.hf_config = scoring_config(self.hf_config)
             source = scoring_source(source, self.hf_config, seed)
