@@ -364,7 +364,7 @@ def _held_against(plan: ImportPlan) -> HeldAgainst:
     manifest = read_manifest(directory)
     if manifest is not None:
         refuse_changed_files(directory, directory, manifest.files)
-    return HeldAgainst(manifest, directory, plan.dtypes, () if plan.adapter is None else plan.adapter.factors)
+    return HeldAgainst(manifest, directory, plan.dtypes, () if plan.adapter is None else plan.adapter)
 
 
 def _not_finite(finished: Iterable[_FinishedFile]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ element, so that the bits depend neither on the rows that are read at a time nor
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from torch import Tensor
 from converters.adapters.lora_config import LoraConfig
 from converters.adapters.megatron_adapter import PEFT_PREFIX, MegatronAdapter
 from converters.adapters.peft_directory import PeftDirectory, is_peft_directory
+from converters.adapters.replaced_rows import Replacements
 from converters.checkpoint.safetensors_file import Box
 from converters.errors import ConversionError
 from converters.mapping.rule import HuggingFaceTensor, TensorLocation
@@ -121,6 +122,7 @@ class LoraAdapter:
     Attributes:
         source: its tensors.
         factors: by the name of the Hugging Face tensor that they change.
+        replaced: rows that it has in place of the base model's, by the name of the Hugging Face tensor.
     """
 
     def __init__(self, directory: Path, architecture: Architecture) -> None:
@@ -128,15 +130,18 @@ class LoraAdapter:
         self.source: AdapterSource = open_adapter(directory, architecture)
         self._config = self.source.config
         self._base: dict[str, str] = {}
-        self.factors = self._fit({tensor.name: tensor for tensor in hf_tensors(architecture)}, architecture.tied_embeddings)
+        tensors = {tensor.name: tensor for tensor in hf_tensors(architecture)}
+        replacements = Replacements(self.source, tensors, architecture.tied_embeddings)
+        self.replaced = replacements.found
+        self.factors = self._fit(tensors, architecture, replacements)
 
     def __contains__(self, name: str) -> bool:
         """Whether it changes the Hugging Face tensor of that name."""
-        return name in self.factors
+        return name in self.factors or name in self.replaced
 
     def __len__(self) -> int:
         """Hugging Face tensors that it changes."""
-        return len(self.factors)
+        return len(self.factors) + len(self.replaced)
 
     def notes(self) -> dict[str, str | int]:
         """Return what a conversion says of it."""
@@ -155,6 +160,11 @@ class LoraAdapter:
             start: the first row.
             dtype: of the result; that of ``rows`` if None.
         """
+        if name in self.replaced:
+            # rounded once where the adapter's dtype is wider than the base's
+            merged = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            self.replaced[name].put(self.source, merged, start)
+            return merged.to(dtype or rows.dtype)
         factors, stop = self.factors[name], start + rows.shape[0]
         if factors.is_embedding:
             up = self._read(factors.down, columns=(start, stop)).T
@@ -190,11 +200,13 @@ class LoraAdapter:
         shape = self.source.shape(name)
         return self.source.read(name, (rows or (0, shape[0]), columns or (0, shape[1]))).float()
 
-    def _fit(self, tensors: Mapping[str, HuggingFaceTensor], tied: bool) -> dict[str, Factors]:
+    def _fit(
+        self, tensors: Mapping[str, HuggingFaceTensor], architecture: Architecture, replacements: Replacements
+    ) -> dict[str, Factors]:
         """The factors by Hugging Face name."""
         found: dict[str, dict[str, str]] = {}
-        problems = []
-        for name in sorted(self.source.keys()):
+        problems, tied = replacements.problems, architecture.tied_embeddings
+        for name in sorted(set(self.source.keys()) - replacements.names):
             base = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
             if name.endswith(".base_layer.weight") and base in tensors and self.source.shape(name) == tensors[base].shape:
                 self._base[base] = name
@@ -221,11 +233,14 @@ class LoraAdapter:
                 fitted[f"{module}.weight"] = Factors(
                     down, up, self._config.scaling_of(module), self._config.rank_of(module), is_embedding=is_embedding
                 )
-        problems += _left_out(self._config, tensors, set(found))
+        problems += [f"{name} is changed twice, by factors and as a whole" for name in fitted if name in self.replaced]
+        untrained = _untrained_layers(architecture, [*fitted, *found, *self.replaced])
+        problems += _left_out(self._config, tensors, set(found), untrained)
         for stack, members in stacks.items():
-            if self._config.asks_for_parameter(stack) and any(tensor.name not in fitted for tensor, _ in members):
+            incomplete = any(tensor.name not in fitted for tensor, _ in members)
+            if self._config.asks_for_parameter(stack) and incomplete and not stack.startswith(untrained):
                 problems.append(f"missing: {stack}, which target_parameters lists")
-        if problems or not fitted:
+        if problems or not (fitted or self.replaced):
             raise ConversionError(f"the adapter in {self.directory} cannot be merged into this model", _FIX, problems or ["it is empty"])
         return fitted
 
@@ -297,7 +312,17 @@ def _product(up: Tensor, down: Tensor) -> Tensor:
     return total
 
 
-def _left_out(config: LoraConfig, tensors: Mapping[str, HuggingFaceTensor], found: set[str]) -> list[str]:
-    """Modules of the model that the config lists and that have no factors."""
+def _untrained_layers(architecture: Architecture, changed: Iterable[str]) -> tuple[str, ...]:
+    """Beginnings of the names of prediction layers that the adapter changes nothing of: transformers has no such layers, so that an
+    adapter that was trained with it cannot have factors for them."""
+    layers = range(architecture.num_layers, architecture.num_layers + architecture.prediction_layers)
+    prefixes = (f"model.layers.{layer}." for layer in layers)
+    names = list(changed)
+    return tuple(prefix for prefix in prefixes if not any(name.startswith(prefix) for name in names))
+
+
+def _left_out(config: LoraConfig, tensors: Mapping[str, HuggingFaceTensor], found: set[str], untrained: tuple[str, ...]) -> list[str]:
+    """Modules of the model that the config lists and that have no factors, but for those of ``untrained`` layers."""
     modules = [name.removesuffix(".weight") for name, tensor in tensors.items() if name.endswith(".weight") and len(tensor.shape) == 2]
-    return [f"missing: {module}, which target_modules lists" for module in modules if config.asks_for(module) and module not in found]
+    listed = [module for module in modules if config.asks_for(module) and not module.startswith(untrained)]
+    return [f"missing: {module}, which target_modules lists" for module in listed if module not in found]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,10 @@ _INERT = frozenset(
     }
 )
 _CHOICE = frozenset({"target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"})
-_READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias"})
+_READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias"}) | {
+    "modules_to_save",
+    "trainable_token_indices",
+}
 # the others (pissa, olora, corda, loftq ...) take something out of the base weights before training
 _UNCHANGED_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 _FIX = "merge it with peft, or save it in a plain LoRA form"
@@ -47,6 +50,8 @@ class LoraConfig:
         rank_stabilized: scaling is alpha / sqrt(rank) instead of alpha / rank.
         targets: names, or ends of names, of the modules that have to have an adapter; empty where the config does not list them.
         target_parameters: the same of parameters that are no module's weight: stacks of experts.
+        saved_modules: names, or ends of names, of modules that the adapter has as a whole.
+        token_indices: rows of embeddings that the adapter has, by the name of the module, or its end.
     """
 
     rank: int
@@ -56,6 +61,8 @@ class LoraConfig:
     rank_stabilized: bool
     targets: frozenset[str]
     target_parameters: frozenset[str]
+    saved_modules: frozenset[str] = frozenset()
+    token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def rank_of(self, module: str) -> int:
         """Rank of a module's adapter, as PEFT finds it: the first pattern that fits."""
@@ -69,14 +76,15 @@ class LoraConfig:
 
     def asks_for(self, module: str) -> bool:
         """Whether the config lists the module."""
-        return _is_among(module, self.targets)
+        return is_among(module, self.targets)
 
     def asks_for_parameter(self, parameter: str) -> bool:
         """Whether the config lists the parameter."""
-        return _is_among(parameter, self.target_parameters)
+        return is_among(parameter, self.target_parameters)
 
 
-def _is_among(name: str, targets: frozenset[str]) -> bool:
+def is_among(name: str, targets: frozenset[str]) -> bool:
+    """Whether a name, or its end behind a dot, is one of the targets."""
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
@@ -106,6 +114,8 @@ def read_lora_config(path: Path, config: Mapping[str, Any]) -> LoraConfig:
         rank_stabilized=bool(config.get("use_rslora")),
         targets=_listed(config, "target_modules"),
         target_parameters=_listed(config, "target_parameters"),
+        saved_modules=frozenset(map(str, config.get("modules_to_save") or ())),
+        token_indices=_token_indices(config, problems),
     )
     if problems:
         raise ConversionError(f"{path} is not of a LoRA adapter that can be merged", _FIX, problems)
@@ -150,6 +160,16 @@ def _patterns(config: Mapping[str, Any], key: str, problems: list[str]) -> dict[
             problems.append(f"{key}: {pattern!r} is no regular expression ({error})")
             return {}
     return {str(pattern): _number(patterns, pattern, problems) for pattern in patterns}
+
+
+def _token_indices(config: Mapping[str, Any], problems: list[str]) -> dict[str, tuple[int, ...]]:
+    """A list is of the input embedding, which PEFT finds by its place in the model."""
+    given = config.get("trainable_token_indices") or {}
+    by_module = {"embed_tokens": given} if isinstance(given, list) else given
+    if not isinstance(by_module, Mapping) or not all(isinstance(each, list) and all(type(i) is int for i in each) for each in by_module.values()):
+        problems.append(f"trainable_token_indices = {given!r}: a list of token ids is needed, or an object of such lists")
+        return {}
+    return {str(module): tuple(tokens) for module, tokens in by_module.items()}
 
 
 def _listed(config: Mapping[str, Any], key: str) -> frozenset[str]:

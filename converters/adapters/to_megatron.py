@@ -150,6 +150,8 @@ def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool =
 
 def _without_form(adapter: LoraAdapter, known: set[str]) -> Iterator[str]:
     """Return what has no exact form in Megatron, where adapters are of linear layers, one for all experts, and of one rank and scale."""
+    for name in adapter.replaced:
+        yield f"{name}: saved as a whole (modules_to_save, trainable_token_indices), which adapters in Megatron have no place for"
     for name, factors in adapter.factors.items():
         if factors.place is not None or (name not in known and ".experts." in name):
             yield f"{name}: adapters of experts, of which Megatron-Bridge has one for all experts of a rank"

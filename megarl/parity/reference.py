@@ -23,6 +23,8 @@ from megarl.parity.routers import Routers
 from megarl.parity.settings import BETAS, MOMENTUM, Hyperparameters, hyperparameters
 
 SMALL_CHANGE = 1e-3
+_STACKED_BIAS = "_proj_bias"
+"""What names of GPT-OSS's biases of all experts end in; they are vectors, stacked."""
 
 
 def load_model(directory: Path | str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -175,9 +177,11 @@ class ReferenceTrainer:
         self._sampling = sampling
         self._together = rows_together(loss_fn)
         self._routers = Routers(model, hyper.balancing)
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._parameters = list(trained.values())
         self._master = [parameter.detach().float().clone() for parameter in self._parameters]
-        self._optimizer = _optimizer(self._master, hyper)
+        decays = [parameter.ndim > 1 and not name.endswith(_STACKED_BIAS) for name, parameter in trained.items()]
+        self._optimizer = _optimizer(self._master, decays, hyper)
 
     def call(self, batches: Sequence[Mapping[str, Any]], number: int, expected: Expected) -> None:
         """The ``number``-th call of ``train()``, over its global batches; what it has to report is appended to ``expected``."""
@@ -289,11 +293,11 @@ class ReferenceTrainer:
         return combined
 
 
-def _optimizer(parameters: Sequence[torch.Tensor], hyper: Hyperparameters) -> torch.optim.Optimizer:
-    """AdamW or SGD, without weight decay on vectors (norms and biases)."""
+def _optimizer(parameters: Sequence[torch.Tensor], decays: Sequence[bool], hyper: Hyperparameters) -> torch.optim.Optimizer:
+    """AdamW or SGD, with weight decay on some parameters: not on vectors (norms and biases)."""
     groups = [
-        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "decays": True},
-        {"params": [parameter for parameter in parameters if parameter.ndim == 1], "decays": False},
+        {"params": [parameter for parameter, decayed in zip(parameters, decays, strict=True) if decayed is kind], "decays": kind}
+        for kind in (True, False)
     ]
     if hyper.kind == "sgd":
         return torch.optim.SGD(groups, lr=hyper.peak, momentum=MOMENTUM)

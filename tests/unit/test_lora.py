@@ -19,6 +19,7 @@ from converters.adapters import lora
 from converters.checkpoint import work
 from converters.command import main
 from converters.verify import open_any
+from tests.prediction_layers import add_prediction_layers
 from tests.tiers import sampled
 from tests.unit.converters_tiny import save_tiny, stored_tensors
 
@@ -39,6 +40,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts called otherwise": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"], "use_rslora": True}),
     "experts in turns": ("gpt_oss", {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
     "router": ("qwen3_moe", {"target_modules": ["k_proj", "mlp.gate"]}),
+    "saved modules": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens", "norm"]}),
+    "a saved router": ("qwen3_moe", {"target_modules": ["q_proj"], "modules_to_save": ["mlp.gate"]}),
+    "tokens": ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [97, 3], "lm_head": [5]}}),
+    "tokens of a tied embedding": ("llama_tied", {"target_modules": ["q_proj"], "trainable_token_indices": [3, 7]}),
 }
 
 
@@ -55,7 +60,7 @@ def adapter(base: Path, directory: Path, **options: Any) -> Path:
     changed = get_peft_model(model, LoraConfig(r=4, lora_alpha=6, **options))
     with torch.no_grad():
         for name, parameter in changed.named_parameters():
-            if "lora_" in name:
+            if any(word in name for word in ("lora_", "modules_to_save", "trainable_tokens_delta")):
                 parameter.copy_(torch.randn(parameter.shape) * 0.1)
     changed.save_pretrained(directory)
     return directory
@@ -150,7 +155,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "DoRA": ({"use_dora": True}, "use_dora = true"),
     "another method": ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
     "biases": ({"bias": "lora_only"}, "bias = 'lora_only'"),
-    "saved modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head']"),
+    "saved modules that are not there": ({"modules_to_save": ["lm_head"]}, "missing: lm_head.weight, which modules_to_save lists"),
+    "tokens of no kind": ({"trainable_token_indices": {"embed_tokens": ["a"]}}, "a list of token ids is needed"),
     "a changed base": ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
     "replicated layers": ({"layer_replication": [[0, 2]]}, "layer_replication"),
     "transposed": ({"fan_in_fan_out": True}, "fan_in_fan_out = True"),
@@ -190,6 +196,69 @@ def altered(
     change(tensors)
     save_file(tensors, directory / "adapter_model.safetensors")
     return directory
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_a_base_with_a_prediction_layer(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As published: transformers has no such layer, so that an adapter trained with it has no factors for it."""
+    hf, mcore, back = tmp_path / "hf", tmp_path / "mcore", tmp_path / "back"
+    save_tiny(hf, name)
+    targets = ["o_proj", "gate_proj", "up_proj", "down_proj"]
+    directory = adapter(hf, tmp_path / "adapter", target_modules=targets, target_parameters=["mlp.experts.down_proj"])
+    expected = merged_by_peft(hf, directory, tmp_path / "peft")
+    added = add_prediction_layers(hf)
+    run("import", hf, mcore, "--lora", directory)
+    run("export", mcore, back)
+    found = stored_tensors(back)
+    assert set(found) == {*expected, *added}
+    for tensor_name, tensor in expected.items():
+        torch.testing.assert_close(found[tensor_name], tensor, rtol=1e-6, atol=1e-6)
+    assert all(torch.equal(found[tensor_name], tensor) for tensor_name, tensor in added.items())
+    # what is missing elsewhere, or of a prediction layer that has some of its factors, is still missed
+    tensors = load_file(directory / "adapter_model.safetensors")
+    layer = "base_model.model.model.layers.{}.self_attn.o_proj.lora_{}.weight"
+    whole = {**tensors, **{layer.format(3, letter): tensors[layer.format(2, letter)].clone() for letter in "AB"}}
+    for changed, missing in ((without(tensors, layer.format(0, "")[:-8]), "layers.0.self_attn.o_proj"), (whole, "layers.3.mlp")):
+        save_file(changed, directory / "adapter_model.safetensors")
+        capsys.readouterr()
+        assert main(["import", str(hf), str(tmp_path / "no"), "--lora", str(directory)]) == 2
+        assert f"missing: model.{missing}" in capsys.readouterr().err
+
+
+def without(tensors: dict[str, torch.Tensor], beginning: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(beginning)}
+
+
+@pytest.mark.parametrize(
+    ("tied", "stored", "config", "said"),
+    [
+        (True, {"model.embed_tokens.weight": (101, 42)}, {"modules_to_save": ["embed_tokens"]}, "tie_word_embeddings is true"),
+        (False, {"lm_head.weight": (100, 42)}, {"modules_to_save": ["lm_head"]}, "lm_head.weight is [100, 42], lm_head.weight asks for"),
+        (False, {"model.embed_tokens.token_adapter.trainable_tokens_delta": (2, 42)}, {}, "does not say which rows"),
+        (
+            False,
+            {"model.embed_tokens.token_adapter.trainable_tokens_delta": (2, 42)},
+            {"trainable_token_indices": [3, 101]},
+            "101 is the largest, rows 0 to 100 are there",
+        ),
+        (False, {"lm_head.weight": (101, 42)}, {}, "base_model.model.lm_head.weight [101, 42]: no factor of a LoRA module"),
+    ],
+)
+def test_saved_modules_that_do_not_fit(
+    tied: bool,
+    stored: dict[str, tuple[int, ...]],
+    config: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save_tiny(tmp_path / "hf", "llama_tied" if tied else "llama")
+    adapter(tmp_path / "hf", tmp_path / "adapter", target_modules=["q_proj"])
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({f"base_model.model.{name}": torch.randn(shape) for name, shape in stored.items()})
+
+    assert said in refused(tmp_path, altered(tmp_path, tmp_path, config, add), tmp_path, capsys)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -1,0 +1,122 @@
+"""Tensors that a PEFT adapter stores beside its factors: modules that were trained as a whole (``modules_to_save``), and rows of single
+tokens (``trainable_token_indices``). They take the place of the base model's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from converters.adapters.lora_config import LoraConfig, is_among
+from converters.adapters.megatron_adapter import PEFT_PREFIX
+from converters.mapping.rule import HuggingFaceTensor
+
+if TYPE_CHECKING:
+    from converters.adapters.lora import AdapterSource
+
+_TOKENS = ".token_adapter.trainable_tokens_delta"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """Rows that stand for those of a tensor of the base model.
+
+    Attributes:
+        stored: name of the adapter's tensor.
+        tokens: the rows that it has, in its order; None where it has all.
+    """
+
+    stored: str
+    tokens: tuple[int, ...] | None = None
+
+    def put(self, source: AdapterSource, rows: Tensor, start: int) -> None:
+        """Put the adapter's rows into those of the base, which begin with row ``start`` and are changed in place."""
+        whole = tuple((0, size) for size in source.shape(self.stored)[1:])
+        if self.tokens is None:
+            rows.copy_(source.read(self.stored, ((start, start + rows.shape[0]), *whole)))
+            return
+        for place, token in enumerate(self.tokens):
+            if start <= token < start + rows.shape[0]:
+                rows[token - start].copy_(source.read(self.stored, ((place, place + 1), *whole))[0])
+
+
+class Replacements:
+    """The replacements of an adapter, by the name of the Hugging Face tensor.
+
+    Args:
+        source: the adapter.
+        tensors: of the base model, by name.
+        tied: its output layer is its embedding.
+
+    Attributes:
+        found: by the name of the Hugging Face tensor.
+        names: of the adapter's tensors that were understood, right or wrong.
+        problems: what is wrong with them.
+    """
+
+    def __init__(self, source: AdapterSource, tensors: Mapping[str, HuggingFaceTensor], tied: bool) -> None:
+        self._source, self._tensors = source, tensors
+        self._config: LoraConfig = source.config
+        self.found: dict[str, Replacement] = {}
+        self.names: set[str] = set()
+        self.problems: list[str] = []
+        for stored in sorted(source.keys()):
+            name = stored.removeprefix(PEFT_PREFIX)
+            if name.endswith(_TOKENS):
+                self._add(stored, f"{name.removesuffix(_TOKENS)}.weight", self._tokens_of(name.removesuffix(_TOKENS)))
+            elif self._is_saved(name) and (name in tensors or (tied and name == _HEAD)):
+                self._add(stored, name, None)
+        self.problems += [f"missing: {name}, which modules_to_save lists" for name in tensors if self._is_saved(name) and name not in self.found]
+        if tied:
+            self.problems += self._tie()
+
+    def _is_saved(self, name: str) -> bool:
+        """Whether modules_to_save lists the module of a tensor, or one around it. PEFT compares ends of names without regard to dots, so
+        that norm means every input_layernorm too."""
+        parts = name.split(".")[:-1]
+        modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        return any(module.endswith(target) for module in modules for target in self._config.saved_modules)
+
+    def _tokens_of(self, module: str) -> tuple[int, ...] | None:
+        listed = [tokens for target, tokens in self._config.token_indices.items() if is_among(module, frozenset({target}))]
+        return listed[0] if listed else None
+
+    def _add(self, stored: str, name: str, tokens: tuple[int, ...] | None) -> None:
+        self.names.add(stored)
+        base = self._tensors.get(_EMBEDDING if name == _HEAD and name not in self._tensors else name)
+        faults = list(self._faults(stored, name, base, tokens))
+        self.problems += faults
+        if not faults:
+            self.found[name] = Replacement(stored, tokens)
+
+    def _faults(self, stored: str, name: str, base: HuggingFaceTensor | None, tokens: tuple[int, ...] | None) -> Iterator[str]:
+        shape, dtype = self._source.shape(stored), self._source.dtype(stored)
+        if base is None:
+            yield f"{stored}: the model has no {name}"
+            return
+        if stored.endswith(_TOKENS) and tokens is None:
+            yield f"{stored}: trainable_token_indices does not say which rows of {name} these are"
+            return
+        expected = base.shape if tokens is None else (len(tokens), *base.shape[1:])
+        if shape != expected:
+            yield f"shape: {stored} is {list(shape)}, {name} asks for {list(expected)}"
+        if dtype not in _FLOATS:
+            yield f"dtype: {stored} is {dtype}; float32, bfloat16 or float16 is needed"
+        if tokens is not None and not all(0 <= token < base.shape[0] for token in tokens):
+            yield f"trainable_token_indices of {name}: {max(tokens)} is the largest, rows 0 to {base.shape[0] - 1} are there"
+
+    def _tie(self) -> Iterator[str]:
+        """Take the output layer of a tied model away, where it is the embedding's; else say that they differ."""
+        embedding, head = self.found.get(_EMBEDDING), self.found.pop(_HEAD, None)
+        if embedding is not None and embedding.tokens is not None and head is None:
+            return  # PEFT trains the tokens of a tied embedding on both sides
+        if embedding is None and head is None:
+            return
+        both = embedding is not None and head is not None
+        if not both or not torch.equal(self._source.read(embedding.stored), self._source.read(head.stored)):  # type: ignore[union-attr]
+            yield "modules_to_save: tie_word_embeddings is true, and with the adapter embedding and output layer would differ"
