@@ -21,7 +21,7 @@ Megatron = Callable[[Sequence[Path]], AbstractContextManager[Any]]
 INTERRUPTED = 130
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _READ_MEGATRON = ("export", "verify", "diff", "inspect", "plan", "adapter")
-_EPILOG = "Exit codes: 0 done and equal, 1 differences found, 2 wrong arguments or damaged files, 130 interrupted."
+_EPILOG = "Exit codes: 0 done and equal, 1 differences or values that are not finite found, 2 wrong arguments or damaged files, 130 interrupted."
 
 
 def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
@@ -203,6 +203,7 @@ def _export(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 
 def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+    from converters.checkpoint.manifest import NOT_FINITE_NOTE
     from converters.checkpoint.work import RunOptions, give_memory_back
 
     give_memory_back()
@@ -229,7 +230,7 @@ def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespa
     if outcome.resumed:
         lines.append(f"  {_gigabytes(outcome.resumed)} of it had been written by an earlier run")
     lines += [f"  {key}: {value}" for key, value in outcome.notes.items()]
-    return 0, facts, "\n".join(lines)
+    return int(NOT_FINITE_NOTE in outcome.notes), facts, "\n".join(lines)
 
 
 def _verify(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:

@@ -119,6 +119,10 @@ class Recorded:
         return self.manifest.dtype_before(tensor.name, stored) if self.manifest is not None and widened else stored
 
 
+NOT_FINITE = "not finite"
+"""Kind of what is wrong with a tensor that is equal on both sides and that no model works with."""
+
+
 def tensor_differences(one: Recorded, other: Recorded, excused: Sequence[str] = ()) -> Iterator[Difference]:
     """Tensors that are not equal: those that only one has, and those of another shape, dtype or content.
 
@@ -143,10 +147,11 @@ def _content_differences(one: Recorded, other: Recorded, left: HuggingFaceTensor
         yield Difference("dtype", left.name, f"{dtype_name(dtypes[0])} and {dtype_name(dtypes[1])}")
     # in which both are exactly what is stored, whatever was recorded
     wide = torch.promote_types(one.model.dtype(left), other.model.dtype(right))
-    count, first, largest = 0, None, 0.0
+    count, first, largest, not_finite = 0, None, 0.0, 0
     for start, stop in row_ranges(left.shape[0], torch.Size(left.shape[1:]).numel() * wide.itemsize):
         values = cast(one.model.read(left, start, stop), wide), cast(other.model.read(right, start, stop), wide)
         differing = unequal(*values)
+        not_finite += int(values[0].isfinite().logical_not().sum())
         if bool(differing.any()):
             places = differing.nonzero()
             first = first or [start + int(places[0][0]), *places[0][1:].tolist()]
@@ -156,6 +161,8 @@ def _content_differences(one: Recorded, other: Recorded, left: HuggingFaceTensor
     if count:
         total = torch.Size(left.shape).numel()
         yield Difference("values", left.name, f"{count} of {total} elements, the first at {first}, by at most {largest:.6g}")
+    elif not_finite:
+        yield Difference(NOT_FINITE, left.name, f"equal, and {not_finite} elements are NaN or infinity")
 
 
 def object_differences(stored: TorchDistCheckpoint) -> Iterator[Difference]:

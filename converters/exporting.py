@@ -44,6 +44,7 @@ from converters.checkpoint.manifest import (
     excused_notes,
     fingerprint_of_rules,
     fingerprints,
+    not_finite_note,
 )
 from converters.checkpoint.narrowing import Narrowing, kept_dtype
 from converters.checkpoint.safetensors_file import NAMES, read_box, whole, write_bytes
@@ -387,7 +388,7 @@ def export_model(
         shown.finish()
         digests = {name: digest for each in writer.finished.values() for name, digest in each.items()}
         writer.held.refuse_changed(digests, writer.before)
-        notes = {**writer.narrowing.summary(), **plan.notes}
+        notes = {**writer.narrowing.summary(), **not_finite_note(writer.not_finite), **plan.notes}
         _write_rest(plan, staging.directory, digests, notes)
         staging.finish()
     notes = {**notes, **excused_notes(plan.missing, plan.left_out), **anew}
@@ -414,6 +415,7 @@ class _Writer:
         self.held = HeldAgainst(plan.checkpoint.manifest, plan.checkpoint.directory, dtypes, merged)
         self.finished: dict[str, dict[str, str]] = {}
         self.before: dict[str, str] = {}
+        self.not_finite: set[str] = set()
 
     def write(self, tensor: WrittenTensor) -> None:
         """One stored tensor, and the hashes of the Hugging Face tensors in it into ``finished`` and the journal."""
@@ -424,7 +426,14 @@ class _Writer:
                 write_bytes(descriptor, self._begin(tensor) + position, chunk)
         digests = self.finished[tensor.name] = hashes.digests()
         self.before |= before.digests()
-        record = {"tensor": tensor.name, "digests": digests, "errors": self.narrowing.error_of(digests), "before": before.digests()}
+        self.not_finite |= hashes.not_finite
+        record = {
+            "tensor": tensor.name,
+            "digests": digests,
+            "not_finite": sorted(hashes.not_finite),
+            "errors": self.narrowing.error_of(digests),
+            "before": before.digests(),
+        }
         self._staging.record(record, self._staging.directory / tensor.file)
 
     def close(self) -> None:
@@ -458,6 +467,7 @@ class _Writer:
             if self._digests_of(tensor) == record["digests"]:
                 self.finished[tensor.name] = record["digests"]
                 self.before |= record["before"]
+                self.not_finite.update(record["not_finite"])
                 self.narrowing.recall(record["errors"])
 
         checks = [Piece(written[record["tensor"]].size, functools.partial(check, record)) for record in self._staging.records]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -41,6 +41,7 @@ from converters.checkpoint.manifest import (
     excused_notes,
     fingerprint_of_rules,
     fingerprints,
+    not_finite_note,
     read_manifest,
 )
 from converters.checkpoint.narrowing import Narrowing, kept_dtype
@@ -333,7 +334,7 @@ def import_model(
         shown.finish()
         digests = {name: digest for file in finished.values() for name, digest in file.digests.items()}
         held.refuse_changed(digests, {name: digest for file in finished.values() for name, digest in file.before.items()})
-        notes = {**narrowing.summary(), **_not_finite(finished.values()), **plan.notes}
+        notes = {**narrowing.summary(), **not_finite_note(name for file in finished.values() for name in file.not_finite), **plan.notes}
         items = [item for name, _ in plan.files for item in finished[name].items]
         finish_checkpoint(staging.directory, plan.tensors, items, plan.object_names)
         if common_state is not None:
@@ -365,13 +366,6 @@ def _held_against(plan: ImportPlan) -> HeldAgainst:
     if manifest is not None:
         refuse_changed_files(directory, directory, manifest.files)
     return HeldAgainst(manifest, directory, plan.dtypes, () if plan.adapter is None else plan.adapter)
-
-
-def _not_finite(finished: Iterable[_FinishedFile]) -> dict[str, Any]:
-    """A note of tensors with NaN or infinity: they are carried over as they are, and no model works with them."""
-    names = sorted(name for file in finished for name in file.not_finite)
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return {"not_finite": f"NaN or infinity in {shown}"} if names else {}
 
 
 def _manifest(plan: ImportPlan, digests: dict[str, str], notes: dict[str, Any], files: dict[str, str]) -> ConversionManifest:

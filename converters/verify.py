@@ -14,6 +14,7 @@ from converters.checkpoint.artifacts import changed_files, file_hashes, read_con
 from converters.checkpoint.manifest import MANIFEST_FILE, ConversionManifest, read_manifest
 from converters.checkpoint.quantized import DequantizedSource, open_dequantized
 from converters.compare import (
+    NOT_FINITE,
     Difference,
     Recorded,
     config_differences,
@@ -131,7 +132,7 @@ def verify(one: Opened, other: Opened | None = None, excused: Sequence[str] = ()
     found = list(problems_of(one, alone))
     if other is not None:
         found += problems_of(other, alone)
-        # equal is equal, also where values are not finite
+        # the comparison says which values are not finite
         found = [difference for difference in found if difference.kind != "values"]
     # what is missing cannot be compared
     if any(difference.kind == "keys" for difference in found):
@@ -294,7 +295,7 @@ def verify_paths(
     found = verify(one, other, excused)
     checked, unchecked = scope(one, other, found, excused)
     facts: dict[str, Any] = {
-        "equal": not found,
+        "equal": all(each.kind == NOT_FINITE for each in found),
         "values_checked": not any(each.kind == "keys" for each in found) and (other is not None or one.manifest is not None),
         "tensors": tensor_count(one) if not any(each.kind == "keys" for each in found) else None,
         "checked": checked,
@@ -320,7 +321,7 @@ def verify_paths(
 def diff_paths(first: Path, second: Path, options: OpeningOptions, excused: Sequence[str]) -> tuple[int, dict[str, Any], str]:
     """List in what two models differ. Arguments and errors as of ``verify_paths``."""
     one, other = open_any(first, options), open_any(second, options)
-    found = list(differences(one, other, excused))
+    found = [each for each in differences(one, other, excused) if each.kind != NOT_FINITE]
     facts = {"equal": not found, "differences": [_facts(each) for each in found]}
     return (DIFFERENT if found else 0), facts, "\n".join(map(str, found)) if found else "no difference"
 

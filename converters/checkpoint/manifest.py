@@ -99,6 +99,16 @@ class ConversionManifest:
             file.write((json.dumps(content, indent=1) + "\n").encode())
 
 
+NOT_FINITE_NOTE = "not_finite"
+
+
+def not_finite_note(names: Iterable[str]) -> dict[str, Any]:
+    """A note of tensors with NaN or infinity: they are carried over as they are, and no model works with them."""
+    listed = sorted(names)
+    shown = ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
+    return {NOT_FINITE_NOTE: f"NaN or infinity in {shown}"} if listed else {}
+
+
 def excused_notes(missing: tuple[str, ...], left_out: tuple[str, ...]) -> dict[str, list[str]]:
     """Return what a conversion says of the names that it was excused from; empty when there were none."""
     return {key: list(names) for key, names in (("missing", missing), ("left_out", left_out)) if names}

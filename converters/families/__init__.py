@@ -25,6 +25,7 @@ from converters.families import (
     seed_oss,
 )
 from converters.families.base import Family
+from converters.families.unknown import UNKNOWN
 
 _FAMILIES = (
     deepseek_v2.FAMILY,
@@ -88,6 +89,13 @@ def family_of(model_type: object, architectures: object = None) -> Family:
             f"{alike.model_type}",
             f"where it computes what {alike.architecture_class} of transformers computes, write model_type = {alike.model_type!r} into "
             "config.json; else describe it (megarl convert --family-file)",
+        )
+    described = UNKNOWN.get(model_type) if isinstance(model_type, str) else None
+    if described is not None:
+        raise ConversionError(
+            f"model_type = {model_type!r} has no mapping rules: it is {described}",
+            "describe it (megarl convert --family-file, policy.megatron_cfg.family_file) where Megatron-Core computes that, or use a "
+            "backend that runs the transformers model itself",
         )
     raise ConversionError(
         f"model_type = {model_type!r} has no mapping rules; known families are {', '.join(sorted(FAMILIES))}",

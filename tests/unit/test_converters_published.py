@@ -13,7 +13,9 @@ import torch
 from converters.command import build_parser, main
 from converters.command import run as convert_parsed
 from converters.errors import ConversionError
+from converters.families import FAMILIES
 from converters.families.read import read_architecture
+from converters.families.unknown import UNKNOWN
 from tests.unit.converters_tiny import stored_tensors
 from tests.unit.published_models import TEXTS, cut, published, save_published
 
@@ -28,7 +30,7 @@ REFUSED: dict[str, str] = {
     "Phi-4": r"model_type = 'phi3'.*fused",
     "Qwen2.5-1M": r"dual_chunk_attention_config",
     "Qwen2.5-7B-Instruct-AWQ": r"quantization_config.*awq",
-    "Qwen3-8B__yarn_attention_factor": r"attention factor",
+    "Qwen3-8B__yarn_attention_factor": r"attention_factor = 1\.0: Megatron-Core computes it from factor and mscale",
     "Qwen3-Next-80B-A3B": r"model_type = 'qwen3_next'.*linear attention",
     "Qwen3.5-35B-A3B": r"model_type = 'qwen3_5_moe'.*linear attention",
     "Qwen3.5-9B": r"model_type = 'qwen3_5'.*linear attention",
@@ -45,6 +47,10 @@ def run(*argv: str | Path) -> None:
 
 def convert(*argv: str | Path) -> int:
     return convert_parsed(build_parser().parse_args([*map(str, argv)]))
+
+
+def test_what_is_described_as_unknown_is() -> None:
+    assert not set(UNKNOWN) & set(FAMILIES)
 
 
 def test_there_are_texts_of_both_kinds() -> None:

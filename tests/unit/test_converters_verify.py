@@ -56,7 +56,8 @@ def test_a_widened_tensor_is_no_difference_and_keeps_its_nans(run: Any, tmp_path
     mixed(tmp_path / "hf")
     run("import", tmp_path / "hf", tmp_path / "mcore")
     code, found = run("verify", tmp_path / "hf", tmp_path / "mcore")
-    assert code == 0 and found["values_checked"], found
+    assert code == 1 and found["values_checked"] and found["equal"], found
+    assert [(each["kind"], each["text"]) for each in found["differences"]] == [("not finite", "equal, and 3 elements are NaN or infinity")]
     assert run("diff", tmp_path / "mcore", tmp_path / "hf") == (0, {"equal": True, "differences": []})
     code, found = run("verify", tmp_path / "mcore")
     assert code == 1 and {each["text"] for each in found["differences"]} == {"it has values that are not finite"}
@@ -162,14 +163,20 @@ def test_logits_of_one_checkpoint_are_refused(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_values_that_are_not_finite_are_said_by_import_and_verify(
+def test_values_that_are_not_finite_are_said(
     tmp_path: Path, run: Callable[..., tuple[int, Any]], value: float
 ) -> None:
     save_tiny(tmp_path / "hf", "qwen3")
     name = "model.layers.1.mlp.up_proj.weight"
     rewrite(tmp_path / "hf", lambda tensors: tensors[name][-1].fill_(value))
     code, facts = run("import", tmp_path / "hf", tmp_path / "mcore")
-    assert code == 0 and facts["not_finite"] == f"NaN or infinity in {name}"
+    assert code == 1 and facts["not_finite"] == f"NaN or infinity in {name}"
+    code, facts = run("export", tmp_path / "mcore", tmp_path / "back")
+    assert code == 1 and facts["not_finite"] == f"NaN or infinity in {name}"
+    for pair in (("hf", "mcore"), ("mcore", "back"), ("hf", "back")):
+        code, facts = run("verify", *(tmp_path / each for each in pair))
+        assert code == 1 and facts["equal"] and [(each["kind"], each["name"]) for each in facts["differences"]] == [("not finite", name)]
+        assert run("diff", *(tmp_path / each for each in pair))[0] == 0
     for path in ("hf", "mcore"):
         code, facts = run("verify", tmp_path / path)
         assert code == 1 and [(each["kind"], each["name"]) for each in facts["differences"]] == [("values", name)]
