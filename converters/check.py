@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint.headers import HuggingFaceHeaders
+from converters.checkpoint.name_prefixes import wrapped_names
 from converters.errors import ConversionError
 from converters.mapping.formulas import formula_of
 from converters.mapping.rule import Rule
@@ -62,12 +63,21 @@ def check_headers(source: Headers, architecture: Architecture, excused: Sequence
 
 
 def _refuse(source: Headers, architecture: Architecture, problems: list[str]) -> None:
-    if problems:
+    if not problems:
+        return
+    expected = {place.name for tensor in hf_tensors(architecture) for place in tensor.places}
+    wrapped = wrapped_names(source.names(), expected)
+    if wrapped is not None:
         raise ConversionError(
-            f"the weights in {source.directory} do not fit their config.json ({architecture.family})",
-            "use the config.json that belongs to these weights, and complete weights",
-            problems,
+            f"the tensors in {source.directory} have names with {wrapped[0]}, as {wrapped[1]} gives them ({source.names()[0]})",
+            "save the model inside the wrapper with its save_pretrained, or rename the tensors",
         )
+    stale = source.unread_files()
+    raise ConversionError(
+        f"the weights in {source.directory} do not fit their config.json ({architecture.family})",
+        "use the config.json that belongs to these weights, and complete weights",
+        [*problems, *([f"not read, since no index names them: {', '.join(stale)} (left by an earlier save?)"] if stale else [])],
+    )
 
 
 def _asked_problems(source: Headers, architecture: Architecture, accounted: set[str], excused: Sequence[str]) -> list[str]:

@@ -118,11 +118,16 @@ class ImportPlan:
         """Return what the conversion will say of itself that follows from the plan."""
         source = self.model.source
         dequantized = source.notes() if isinstance(source, DequantizedSource) else {}
-        return {**dequantized, **self._notes_of_config, **({} if self.adapter is None else self.adapter.notes())}
+        return {**dequantized, **self._notes_of_config, **self._unread_files, **({} if self.adapter is None else self.adapter.notes())}
 
     @property
     def _notes_of_config(self) -> dict[str, Any]:
         return {"config.json": "; ".join(self.config_notes)} if self.config_notes else {}
+
+    @property
+    def _unread_files(self) -> dict[str, Any]:
+        unread = self.model.source.unread_files()
+        return {"not_read": f"{', '.join(unread)}: not part of the checkpoint (left by an earlier save?)"} if unread else {}
 
     @property
     def architecture(self) -> Architecture:

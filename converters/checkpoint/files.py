@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from converters.checkpoint.file_kinds import misplaced_kind
 from converters.errors import ConversionError
 
 _KINDS = {
@@ -73,6 +74,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise
     # json gives up with a RecursionError on what nests too deeply
     except (OSError, ValueError, RecursionError) as error:
+        kind = misplaced_kind(path)
+        if kind is not None:
+            raise ConversionError(f"{path} is {kind[0]}", kind[1]) from error
         raise ConversionError(f"{path} cannot be read as JSON ({error})", "fetch or write the file again") from error
     if not isinstance(content, dict):
         raise ConversionError(f"{path} holds a {type(content).__name__}, not a JSON object", "fetch or write the file again")

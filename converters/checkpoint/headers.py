@@ -106,6 +106,11 @@ class HuggingFaceHeaders(Generic[File]):
                 what = f"{self.directory / file_name} holds tensors that {_INDEX} does not say are in it"
                 raise ConversionError(what, "fetch the checkpoint again", unknown)
 
+    def unread_files(self) -> list[str]:
+        """Safetensors files of the directory that are not part of the checkpoint, such as shards of an earlier save, by name."""
+        read = {*self._file_of.values()}
+        return sorted(path.name for path in self.directory.glob("model*.safetensors") if path.name not in read)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the header.
 
@@ -154,9 +159,23 @@ class HuggingFaceHeaders(Generic[File]):
             return self._check_index(index.get("weight_map"))
         if holds_checkpoint(self.directory):
             raise ConversionError(f"{self.directory} is a checkpoint of Megatron-Core (torch_dist)", "megarl convert export reads it")
-        pickles = sorted(path.name for path in self.directory.glob("*.bin"))
-        raise ConversionError(
-            f"{self.directory} has neither {_SINGLE} nor {_INDEX}" + (f", only {pickles[0]}" if pickles else ""),
+        raise self._no_weights()
+
+    def _no_weights(self) -> ConversionError:
+        """What a directory without the files that are looked for has instead."""
+        what = f"{self.directory} has neither {_SINGLE} nor {_INDEX}"
+        found = sorted(path.name for pattern in ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth") for path in self.directory.glob(pattern))
+        first = found[0] if found else ""
+        if first.startswith("model-") and first.endswith(".safetensors"):
+            return ConversionError(
+                f"{what}, only {len(found)} shards such as {first}", f"fetch {_INDEX} too, which says which tensor is in which shard"
+            )
+        if first.startswith("consolidated") and first.endswith(".safetensors"):
+            return ConversionError(f"{what}, only {first}, in the format of Mistral's own code", "fetch the model's transformers format")
+        if any(name.endswith(".gguf") for name in found):
+            return ConversionError(f"{what}, only {first}, a model of llama.cpp", "give the safetensors model that it was made of")
+        return ConversionError(
+            what + (f", only {first}" if found else ""),
             "save the model with save_pretrained of a recent transformers; only safetensors are read, since other formats may run code",
         )
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from converters.checkpoint.file_kinds import misplaced_kind
 from converters.checkpoint.files import require_regular
 from converters.errors import ConversionError
 
@@ -139,6 +140,9 @@ class SafetensorsHeader:
             with safe_open(path, framework="numpy") as judged:
                 names = set(judged.keys())
         except (SafetensorError, OSError) as error:
+            kind = misplaced_kind(path)
+            if kind is not None:
+                raise ConversionError(f"{path} is {kind[0]}", kind[1]) from error
             raise ConversionError(f"{path} is not a readable safetensors file ({error})", "fetch or write the file again") from error
         with self._files.use(path) as descriptor:
             self._entries = _read_header(descriptor)

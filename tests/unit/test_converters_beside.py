@@ -243,9 +243,9 @@ def test_targets(converted: Path, run: Run) -> None:
 def test_sources_that_are_something_else(converted: Path, run: Run) -> None:
     code, said = run("import", converted / "mcore", converted / "new")
     assert code == 2 and "is a checkpoint of Megatron-Core" in said and "convert export" in said
-    change_json(converted / "hf" / "config.json", model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"])
+    change_json(converted / "hf" / "config.json", model_type="kimi_k9", architectures=["DeepseekV3ForCausalLM"])
     code, said = run("import", converted / "hf", converted / "new")
-    assert code == 2 and "'kimi_k2'" in said and "deepseek_v3" in said and "\n" not in said.strip()
+    assert code == 2 and "'kimi_k9'" in said and "deepseek_v3" in said and "\n" not in said.strip()
 
 
 UNSUPPORTED = {

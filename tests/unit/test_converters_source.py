@@ -171,7 +171,7 @@ def test_missing_tensors_and_files_are_refused(
 def test_a_truncated_file_is_refused(pair: tuple[Path, dict[str, torch.Tensor]], keep: int) -> None:
     content = (pair[0] / "a.safetensors").read_bytes()
     (pair[0] / "a.safetensors").write_bytes(content[:keep])
-    with pytest.raises(ConversionError, match=r"a.safetensors is not a readable safetensors file"):
+    with pytest.raises(ConversionError, match=r"a.safetensors is (not a readable safetensors file|empty)"):
         open_source(pair[0]).read("first")
 
 
