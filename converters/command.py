@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import re
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,9 @@ Megatron = Callable[[Sequence[Path]], AbstractContextManager[Any]]
 INTERRUPTED = 130
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _READ_MEGATRON = ("export", "verify", "diff", "inspect", "plan", "adapter")
-_EPILOG = "Exit codes: 0 done and equal, 1 differences or values that are not finite found, 2 wrong arguments or damaged files, 130 interrupted."
+_EPILOG = (
+    "Exit codes: 0 done and equal, 1 differences or values that are not finite found, 2 wrong arguments or damaged files, 130 interrupted."
+)
 
 
 def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
@@ -33,6 +38,9 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
     into.add_argument("source", help="directory or hub id")
     into.add_argument("--revision", help="branch, tag or commit of a hub repository")
     into.add_argument("--vocab-multiple", type=int, default=1, metavar="N", help="pad the vocabulary with zero rows to a multiple of N")
+    into.add_argument(
+        "--part", type=read_part, metavar="I/N", help="do this part of the work; the last of N calls, on any machine, ends it"
+    )
     add_layout_flag(into)
     out = commands.add_parser("export", help="torch_dist of Megatron-Core -> Hugging Face safetensors", epilog=_EPILOG)
     out.add_argument("source", type=Path, help="checkpoint, or a directory that a trainer keeps it in")
@@ -126,6 +134,18 @@ def read_size(text: str) -> int:
     return int(float(match.group(1)) * (1000 ** "_KMGT".index(unit or "_") if decimal else _UNITS[unit]))
 
 
+def read_part(text: str) -> tuple[int, int]:
+    """``2/8``: the second of eight parts.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no part.
+    """
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not 1 <= int(match.group(1)) <= int(match.group(2)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part; write 1/8 to 8/8 for eight calls")
+    return int(match.group(1)), int(match.group(2))
+
+
 def run(arguments: argparse.Namespace, megatron: Megatron | None = None) -> int:
     """Run the parsed command. Returns its exit code.
 
@@ -166,9 +186,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConversionError as error:
         sys.stderr.write(f"converters: {error}\n")
         return error.exit_code
-    except KeyboardInterrupt:
-        sys.stderr.write("converters: interrupted; a second run goes on where this one ended\n")
+    except KeyboardInterrupt as error:
+        sys.stderr.write(f"converters: {interrupted_text(error)}\n")
         return INTERRUPTED
+
+
+def interrupted_text(error: KeyboardInterrupt) -> str:
+    """What an interrupted command has to say: what it left behind."""
+    return "; ".join(["interrupted", *getattr(error, "__notes__", ["nothing was being written"])])
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM interrupt as Ctrl-C does, so that locks are released and what is left is said."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _import(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
@@ -209,7 +251,10 @@ def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespa
     give_memory_back()
     begun = time.monotonic()
     progress = None if arguments.json else sys.stderr
-    outcome = convert(plan, arguments.target, RunOptions(arguments.workers, arguments.max_memory, arguments.overwrite, progress))
+    part = getattr(arguments, "part", None)
+    with _interrupted_by_sigterm():
+        options = RunOptions(arguments.workers, arguments.max_memory, arguments.overwrite, progress, part)
+        outcome = convert(plan, arguments.target, options)
     seconds = time.monotonic() - begun
     facts = {
         "target": str(outcome.target),
@@ -227,6 +272,10 @@ def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespa
         f"{outcome.target}: {plan.architecture.family}, {outcome.tensors} tensors, {_gigabytes(outcome.size)} in {seconds:.1f} s "
         f"({speed:.2f} GB/s), peak memory {outcome.peak_memory / 2**20:.0f} MiB"
     ]
+    if outcome.waits_for:
+        facts["waits_for"] = list(outcome.waits_for)
+        parts = ", ".join(f"{each}/{part[1]}" for each in outcome.waits_for)
+        lines = [f"part {part[0]}/{part[1]} of {outcome.target} is done, {_gigabytes(outcome.size)}; it waits for {parts}"]
     if outcome.resumed:
         lines.append(f"  {_gigabytes(outcome.resumed)} of it had been written by an earlier run")
     lines += [f"  {key}: {value}" for key, value in outcome.notes.items()]

@@ -320,39 +320,85 @@ def import_model(
     artifacts(directory)  # refuses what cannot be copied at the end
     refuse_changed_config(directory, plan.config_hash, directory)
     workers, progress = workers_within(options.workers, options.max_memory), options.progress
-    with Staging(target, plan.fingerprint, overwrite=options.overwrite, is_ours=is_checkpoint) as staging:
-        total = sum(map(plan.size, plan.rules))
+    with Staging(target, plan.fingerprint, overwrite=options.overwrite, is_ours=is_checkpoint, part=options.part) as staging:
+        files = [(name, rules) for number, (name, rules) in enumerate(plan.files) if options.has(number)]
+        total = sum(plan.size(rule) for _, rules in files for rule in rules)
         shown = Progress(total, f"import {target.name}", progress)
         anew = say_why_anew(staging.started_anew_because_of, shown)
-        narrowing = Narrowing(asked=True)
-        held = _held_against(plan)
+        narrowing, held = Narrowing(asked=True), _held_against(plan)
         finished = _finished_files(plan, staging, narrowing, workers, progress)
-        resumed = sum(plan.size(rule) for name, rules in plan.files if name in finished for rule in rules)
+        resumed = sum(plan.size(rule) for name, rules in files if name in finished for rule in rules)
         require_space(staging.directory, total - resumed)
         shown.skip(resumed)
         pieces = [
             Piece(sum(map(plan.size, rules)), functools.partial(_write_file, plan, staging, name, rules, narrowing, finished, held))
-            for name, rules in plan.files
+            for name, rules in files
             if name not in finished
         ]
         run_pieces(pieces, workers, shown)
         shown.finish()
-        digests = {name: digest for file in finished.values() for name, digest in file.digests.items()}
-        held.refuse_changed(digests, {name: digest for file in finished.values() for name, digest in file.before.items()})
-        notes = {**narrowing.summary(), **not_finite_note(name for file in finished.values() for name in file.not_finite), **plan.notes}
-        items = [item for name, _ in plan.files for item in finished[name].items]
-        finish_checkpoint(staging.directory, plan.tensors, items, plan.object_names)
-        if common_state is not None:
-            write_common(staging.directory, common_state)
-        beside = staging.directory / HF_DIRECTORY
-        copy_artifacts(directory, beside)
-        refuse_changed_config(beside, plan.config_hash, directory)
-        if isinstance(plan.model.source, DequantizedSource):
-            drop_quantization(beside)
-        _manifest(plan, digests, notes, file_hashes(beside)).write(staging.directory)
-        staging.finish()
-    notes = {**notes, **excused_notes(plan.missing, plan.left_out), **anew}
-    return ConversionResult(target, len(plan.tensors), total, resumed, workers, peak_memory(), notes)
+        notes: dict[str, Any] = {**anew}
+        waits_for: tuple[int, ...] = ()
+        with staging.all_parts_but_the_last() as others:
+            if others is not None and options.part is not None:
+                waits_for = _take_from_others(plan, staging, narrowing, finished, others, options.part)
+            if others is None or waits_for:
+                staging.leave()
+            else:
+                notes = {**_finish(plan, staging, narrowing, held, finished, common_state), **notes}
+    return ConversionResult(target, len(plan.tensors), total, resumed, workers, peak_memory(), notes, waits_for)
+
+
+def _take_from_others(
+    plan: ImportPlan,
+    staging: Staging,
+    narrowing: Narrowing,
+    finished: dict[str, _FinishedFile],
+    others: Mapping[int, list[dict[str, Any]]],
+    part: tuple[int, int],
+) -> tuple[int, ...]:
+    """Take into ``finished`` what other parts wrote, by their journals; the parts that are not done.
+
+    What they recorded was on disk before; here only the length of each file is looked at, since they may be most of the model.
+    """
+    for records in others.values():
+        for record in records:
+            done = _file_of_record(record)
+            end = max(item.begin + item.length for item in done.items)
+            file = staging.directory / record["file"]
+            if file.is_file() and file.stat().st_size >= end:
+                finished[record["file"]] = done
+                narrowing.recall(record["errors"])
+    own, count = part
+    incomplete = {number % count + 1 for number, (name, _) in enumerate(plan.files) if name not in finished}
+    return tuple(sorted((incomplete | set(range(1, count + 1)) - set(others)) - {own}))
+
+
+def _finish(
+    plan: ImportPlan,
+    staging: Staging,
+    narrowing: Narrowing,
+    held: HeldAgainst,
+    finished: dict[str, _FinishedFile],
+    common_state: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Write what makes the item files a checkpoint, and give it its name. Returns what the conversion says of itself."""
+    source = plan.model.source
+    digests = {name: digest for file in finished.values() for name, digest in file.digests.items()}
+    held.refuse_changed(digests, {name: digest for file in finished.values() for name, digest in file.before.items()})
+    notes = {**narrowing.summary(), **not_finite_note(name for file in finished.values() for name in file.not_finite), **plan.notes}
+    items = [item for name, _ in plan.files for item in finished[name].items]
+    finish_checkpoint(staging.directory, plan.tensors, items, plan.object_names)
+    if common_state is not None:
+        write_common(staging.directory, common_state)
+    beside = staging.directory / HF_DIRECTORY
+    copy_artifacts(source.directory, beside)
+    refuse_changed_config(beside, plan.config_hash, source.directory)
+    if isinstance(source, DequantizedSource):
+        drop_quantization(beside)
+    _manifest(plan, digests, notes, file_hashes(beside)).write(staging.directory)
+    staging.finish()
+    return {**notes, **excused_notes(plan.missing, plan.left_out)}
 
 
 @dataclass(frozen=True)
@@ -470,10 +516,10 @@ def _finished_files(
     finished: dict[str, _FinishedFile] = {}
 
     def check(record: dict[str, Any]) -> None:
-        items = [StoredItem(key, tuple(offsets), tuple(sizes), *place) for key, offsets, sizes, *place in record["items"]]
+        done = _file_of_record(record)
         try:
-            if _digests_of(plan, staging.directory, rules_of[record["file"]], items) == record["digests"]:
-                finished[record["file"]] = _FinishedFile(items, record["digests"], record["not_finite"], record["before"])
+            if _digests_of(plan, staging.directory, rules_of[record["file"]], done.items) == record["digests"]:
+                finished[record["file"]] = done
                 narrowing.recall(record["errors"])
         except ConversionError:  # damaged meanwhile: written again
             return
@@ -484,6 +530,11 @@ def _finished_files(
     run_pieces(checks, workers, shown)
     shown.finish()
     return finished
+
+
+def _file_of_record(record: Mapping[str, Any]) -> _FinishedFile:
+    items = [StoredItem(key, tuple(offsets), tuple(sizes), *place) for key, offsets, sizes, *place in record["items"]]
+    return _FinishedFile(items, record["digests"], record["not_finite"], record["before"])
 
 
 def _digests_of(plan: ImportPlan, directory: Path, rules: list[Rule], items: list[StoredItem]) -> dict[str, str]:

@@ -79,7 +79,12 @@ def open_any(path: Path, options: OpeningOptions | None = None) -> Opened:
     if kind_of(path) == MEGATRON:
         checkpoint = open_megatron(path, options)
         return Opened(path, MEGATRON, checkpoint.model, checkpoint.manifest, checkpoint)
-    return Opened(path, "huggingface", open_huggingface(open_dequantized(path), (options or OpeningOptions()).ignored_config_keys), read_manifest(path))
+    return Opened(
+        path,
+        "huggingface",
+        open_huggingface(open_dequantized(path), (options or OpeningOptions()).ignored_config_keys),
+        read_manifest(path),
+    )
 
 
 def problems_of(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Difference]:

@@ -200,9 +200,7 @@ class LoraAdapter:
         shape = self.source.shape(name)
         return self.source.read(name, (rows or (0, shape[0]), columns or (0, shape[1]))).float()
 
-    def _fit(
-        self, tensors: Mapping[str, HuggingFaceTensor], architecture: Architecture, replacements: Replacements
-    ) -> dict[str, Factors]:
+    def _fit(self, tensors: Mapping[str, HuggingFaceTensor], architecture: Architecture, replacements: Replacements) -> dict[str, Factors]:
         """The factors by Hugging Face name."""
         found: dict[str, dict[str, str]] = {}
         problems, tied = replacements.problems, architecture.tied_embeddings

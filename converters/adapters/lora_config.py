@@ -166,7 +166,9 @@ def _token_indices(config: Mapping[str, Any], problems: list[str]) -> dict[str, 
     """A list is of the input embedding, which PEFT finds by its place in the model."""
     given = config.get("trainable_token_indices") or {}
     by_module = {"embed_tokens": given} if isinstance(given, list) else given
-    if not isinstance(by_module, Mapping) or not all(isinstance(each, list) and all(type(i) is int for i in each) for each in by_module.values()):
+    if not isinstance(by_module, Mapping) or not all(
+        isinstance(each, list) and all(type(i) is int for i in each) for each in by_module.values()
+    ):
         problems.append(f"trainable_token_indices = {given!r}: a list of token ids is needed, or an object of such lists")
         return {}
     return {str(module): tuple(tokens) for module, tokens in by_module.items()}

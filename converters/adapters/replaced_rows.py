@@ -71,7 +71,9 @@ class Replacements:
                 self._add(stored, f"{name.removesuffix(_TOKENS)}.weight", self._tokens_of(name.removesuffix(_TOKENS)))
             elif self._is_saved(name) and (name in tensors or (tied and name == _HEAD)):
                 self._add(stored, name, None)
-        self.problems += [f"missing: {name}, which modules_to_save lists" for name in tensors if self._is_saved(name) and name not in self.found]
+        self.problems += [
+            f"missing: {name}, which modules_to_save lists" for name in tensors if self._is_saved(name) and name not in self.found
+        ]
         if tied:
             self.problems += self._tie()
 

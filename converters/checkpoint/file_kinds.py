@@ -32,7 +32,9 @@ def misplaced_kind(path: Path) -> tuple[str, str] | None:
 
 def _unreadable(path: Path) -> tuple[str, str]:
     status = path.stat() if os.access(path.parent, os.X_OK) else None
-    mode = "" if status is None else f" (mode {stat.S_IMODE(status.st_mode):04o}, owner {status.st_uid}; this process is user {os.geteuid()})"
+    mode = (
+        "" if status is None else f" (mode {stat.S_IMODE(status.st_mode):04o}, owner {status.st_uid}; this process is user {os.geteuid()})"
+    )
     return f"a file that may not be read{mode}", f"chmod a+r {path}, or read it as its owner"
 
 

@@ -164,7 +164,9 @@ class HuggingFaceHeaders(Generic[File]):
     def _no_weights(self) -> ConversionError:
         """What a directory without the files that are looked for has instead."""
         what = f"{self.directory} has neither {_SINGLE} nor {_INDEX}"
-        found = sorted(path.name for pattern in ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth") for path in self.directory.glob(pattern))
+        found = sorted(
+            path.name for pattern in ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth") for path in self.directory.glob(pattern)
+        )
         first = found[0] if found else ""
         if first.startswith("model-") and first.endswith(".safetensors"):
             return ConversionError(

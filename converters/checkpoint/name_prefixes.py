@@ -39,7 +39,9 @@ def wrapped_names(stored: Collection[str], expected: Iterable[str]) -> tuple[str
 def _candidates(stored: Collection[str], wanted: set[str]) -> Iterable[tuple[str, ...]]:
     """Words that may have to be taken out of the names: those of wrappers, then whatever stands in front of an expected name."""
     yield from ((word,) for word in _WRAPPERS if word != "model")
-    fronts = {name[: -len(each)] for name in stored for each in ("model.norm.weight", "model.embed_tokens.weight") if name.endswith(f".{each}")}
+    fronts = {
+        name[: -len(each)] for name in stored for each in ("model.norm.weight", "model.embed_tokens.weight") if name.endswith(f".{each}")
+    }
     yield from (tuple(front.rstrip(".").split(".")) for front in sorted(fronts))
 
 

@@ -1,11 +1,13 @@
 """A directory that appears whole or not at all, and whose unfinished work can be taken up again.
 
 Work is done in ``.NAME.partial`` beside the target, with a journal of what is finished; at the end the directory is renamed. One process at
-a time may work on it.
+a time may work on it, or one for each part of the work, on any machine that sees the disk; each part has a journal of its own, and the
+one that finds all of them complete gives the directory its name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -14,7 +16,7 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -23,6 +25,8 @@ from converters.checkpoint.manifest import changed
 from converters.errors import ChangedSourceError, ConversionError
 
 _JOURNAL = ".journal.jsonl"
+_PART_JOURNAL = ".journal-{}-of-{}.jsonl"
+_DONE = {"done": True}
 # what a kill may cost: records wait so long for the data that they vouch for to be on disk
 _SECONDS_BETWEEN_RECORDS = 2.0
 
@@ -36,6 +40,7 @@ class Staging:
         plan: fingerprints of the work by the name of what decides about it (an option, a file of the source). A journal of other work
             is thrown away with its files (``converters.checkpoint.manifest``).
         overwrite: replace an existing target, at the end.
+        part: this one of so many, counted from 1; None for all of the work.
         is_ours: says of an existing directory whether it is of the kind that may be replaced.
 
     Raises:
@@ -45,11 +50,20 @@ class Staging:
         started_anew_because_of: names of what has changed since an earlier run, whose work was thrown away for it.
     """
 
-    def __init__(self, target: Path, plan: Mapping[str, str], *, overwrite: bool = False, is_ours: Callable[[Path], bool]) -> None:
-        self.target = target
+    def __init__(
+        self,
+        target: Path,
+        plan: Mapping[str, str],
+        *,
+        overwrite: bool = False,
+        is_ours: Callable[[Path], bool],
+        part: tuple[int, int] | None = None,
+    ) -> None:
+        self.target, self._part = target, part
         check_target(target, overwrite, is_ours)
         self.directory = _partial(target)
-        self._lock_path = target.parent / f".{target.name}.lock"
+        self._lock_path = target.parent / f".{target.name}{'' if part is None else f'.part-{part[0]}'}.lock"
+        self._journal_name = _JOURNAL if part is None else _PART_JOURNAL.format(*part)
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self._lock_file = _lock(self._lock_path)
@@ -63,7 +77,7 @@ class Staging:
             check_target(target, overwrite, is_ours)
             self.started_anew_because_of: list[str] = []
             self._records = self._take_up(dict(plan))
-            self._journal = (self.directory / _JOURNAL).open("a", encoding="utf-8")
+            self._journal = (self.directory / self._journal_name).open("a", encoding="utf-8")
             if not self._records:
                 self._append({"plan": dict(plan)})
         except BaseException:
@@ -77,7 +91,7 @@ class Staging:
     @property
     def records(self) -> list[dict[str, Any]]:
         """Return what an earlier run finished, as it was given to ``record``."""
-        return self._records[1:]
+        return [record for record in self._records[1:] if record != _DONE]
 
     def record(self, finished: dict[str, Any], file: Path) -> None:
         """Note that a piece of work in ``file`` is done. The journal says so once the file is on disk."""
@@ -89,13 +103,62 @@ class Staging:
 
     def finish(self) -> None:
         """Force everything to disk and give the directory its name."""
-        with self._mutex:
-            self._flush()
-        self._journal.close()
-        (self.directory / _JOURNAL).unlink()
+        self.close_journal()
+        for journal in self.directory.glob(".journal*"):
+            journal.unlink()
         flush_to_disk(self.directory)
         put_in_place(self.directory, self.target)
         self._unlock()
+
+    def close_journal(self) -> None:
+        """Force to disk what is recorded."""
+        with self._mutex:
+            if not self._journal.closed:
+                self._flush()
+                self._journal.close()
+
+    def leave(self) -> None:
+        """Leave the directory to the parts that are not done."""
+        self.close_journal()
+        self._unlock()
+
+    @contextlib.contextmanager
+    def all_parts_but_the_last(self) -> Iterator[dict[int, list[dict[str, Any]]] | None]:
+        """Say that this part is done, and wait for the turn to see what the others are.
+
+        As long as the block lasts, no other part looks, so that exactly one finds all of them done. Each has said so before it looks,
+        and touches the directory no more unless it is that one.
+
+        Returns:
+            What each other part that is done has recorded, by its number; None where another one has finished the directory.
+
+        Raises:
+            ConversionError: another part was planned otherwise.
+        """
+        if self._part is None:
+            yield {}
+            return
+        with self._mutex:
+            self._flush()  # what it vouches for comes first
+            self._append(_DONE)
+        self.close_journal()
+        path = self.target.parent / f".{self.target.name}.finish.lock"
+        lock = _lock(path, waits=True)
+        try:
+            yield self._records_of_others(*self._part) if self.directory.is_dir() else None
+        finally:
+            path.unlink(missing_ok=True)
+            lock.close()
+
+    def _records_of_others(self, own: int, count: int) -> dict[int, list[dict[str, Any]]]:
+        found = {}
+        for other in range(1, count + 1):
+            records = _read_journal(self.directory / _PART_JOURNAL.format(other, count)) if other != own else []
+            if records:
+                _refuse_other_plan(records[0].get("plan"), self._plan, f"part {other}")
+            if records and records[-1] == _DONE:
+                found[other] = [record for record in records[1:] if record != _DONE]
+        return found
 
     def __enter__(self) -> Staging:
         return self
@@ -109,12 +172,14 @@ class Staging:
                     self._flush()
                     self._journal.close()
             is_of_use = self._finished_pieces > 0 and not isinstance(error, ChangedSourceError)
-            if isinstance(error, Exception) and not is_of_use:
+            if not is_of_use and self._part is None and isinstance(error, (Exception, KeyboardInterrupt)):
                 shutil.rmtree(self.directory, ignore_errors=True)
         finally:
             self._unlock()
+        left = f"{self.directory} keeps {_size_on_disk(self.directory) / 1e9:.2f} GB of finished work"
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note(f"{left}, with which the same command goes on" if is_of_use else "nothing was finished, and nothing is left")
         if isinstance(error, ConversionError) and is_of_use:
-            left = f"{self.directory} keeps {_size_on_disk(self.directory) / 1e9:.2f} GB of finished work"
             raise ConversionError(
                 error.what, f"{error.fix}. {left}, with which the same command goes on; remove it otherwise", error.details
             ) from error
@@ -137,42 +202,73 @@ class Staging:
         self._journal.flush()
 
     def _take_up(self, plan: dict[str, str]) -> list[dict[str, Any]]:
-        path = self.directory / _JOURNAL
-        records = []
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    record = json.loads(line)
-                except ValueError:  # the line that was being written when the run ended
-                    break
-                if not isinstance(record, dict):
-                    break
-                records.append(record)
+        self._plan = plan
+        path = self.directory / self._journal_name
+        others = [each for each in self.directory.glob(".journal*") if each != path]
+        if self._part is None and others:
+            raise ConversionError(
+                f"{self.directory} holds parts of this work ({', '.join(sorted(each.name for each in others))})",
+                "go on with --part, or remove the directory",
+            )
+        records = _read_journal(path)
+        if self._part is not None:
+            for each in others:
+                if each.name == _JOURNAL or not each.name.endswith(f"-of-{self._part[1]}.jsonl"):
+                    raise ConversionError(
+                        f"{self.directory} holds work that is divided otherwise ({each.name})",
+                        "go on with the same --part i/n on every machine, or remove the directory",
+                    )
+                _refuse_other_plan((_read_journal(each) or [{}])[0].get("plan"), plan, each.name)
         if records and records[0].get("plan") == plan:
             # without the torn line that may be at the end
             path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
             return records
         if records:
             self.started_anew_because_of = changed(records[0].get("plan"), plan)
-        for entry in self.directory.iterdir():
+        for entry in self.directory.iterdir() if self._part is None else [path] if records else ():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         return []
+
+
+def _read_journal(path: Path) -> list[dict[str, Any]]:
+    """The plan, and what was recorded behind it; nothing where there is no journal."""
+    records: list[dict[str, Any]] = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return records
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:  # the line that was being written when the run ended
+            break
+        if not isinstance(record, dict):
+            break
+        records.append(record)
+    return records
+
+
+def _refuse_other_plan(found: Any, plan: Mapping[str, str], who: str) -> None:
+    if found is not None and found != plan:
+        raise ConversionError(
+            f"{who} was planned otherwise: {', '.join(changed(found, dict(plan)))}", "give all parts the same source and options"
+        )
 
 
 def _partial(target: Path) -> Path:
     return target.parent / f".{target.name}.partial"
 
 
-def _lock(path: Path) -> IO[str]:
+def _lock(path: Path, *, waits: bool = False) -> IO[str]:
     """The locked file, which has to stay open.
 
     Raises:
-        BlockingIOError: another process has it.
+        BlockingIOError: another process has it, and this one does not wait.
     """
     while True:
         file = path.open("w")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
         except BaseException:

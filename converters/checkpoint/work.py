@@ -37,12 +37,18 @@ class RunOptions:
             as a library keeps it if it has called ``give_memory_back``.
         overwrite: replace an existing checkpoint of the kind that is made.
         progress: where to say how far it is; None says nothing.
+        part: this one of so many parts of the work, counted from 1; None for all of it. The last part to be done finishes the directory.
     """
 
     workers: int = 2
     max_memory: int | None = None
     overwrite: bool = False
     progress: TextIO | None = None
+    part: tuple[int, int] | None = None
+
+    def has(self, number: int) -> bool:
+        """Whether a file, by its number, is part of the work."""
+        return self.part is None or number % self.part[1] == self.part[0] - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,7 @@ class ConversionResult:
         workers: threads that worked.
         peak_memory: largest resident memory, bytes.
         notes: of the manifest.
+        waits_for: parts that are not done yet, so that the directory is not there; empty when it is.
     """
 
     target: Path
@@ -74,6 +81,7 @@ class ConversionResult:
     workers: int
     peak_memory: int
     notes: dict[str, Any]
+    waits_for: tuple[int, ...] = ()
 
 
 def peak_memory() -> int:

@@ -28,7 +28,14 @@ CARRIERS: Mapping[str, str] = MappingProxyType(
 """Keys that are refused although transformers' class may not read them, each with the reason."""
 
 # what every model shares; a word in these files is only a key where it is read from a config
-_SHARED = ("cache_utils.py", "configuration_utils.py", "masking_utils.py", "modeling_layers.py", "modeling_rope_utils.py", "modeling_utils.py")
+_SHARED = (
+    "cache_utils.py",
+    "configuration_utils.py",
+    "masking_utils.py",
+    "modeling_layers.py",
+    "modeling_rope_utils.py",
+    "modeling_utils.py",
+)
 _READ_OF_CONFIG = re.compile(r'config\.(\w+)|attr\((?:\w+\.)*\w*config, "(\w+)"')
 _READ_OF_SELF = re.compile(r'self\.(\w+)|attr\(self, "(\w+)"|kwargs\.(?:pop|get)\("(\w+)"')
 _LONGEST_VALUE = 80

@@ -91,9 +91,7 @@ def test_a_config_that_is_read_stays_as_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_cannot_be_carried_over_is_refused_with_the_reason(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_model_that_cannot_be_carried_over_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     """Before its weights are looked at: the reason is the config's."""
     save_published(tmp_path / "hf", "Llama-2-7b")
     (tmp_path / "hf" / "config.json").write_text(json.dumps(cut_if_flat(published(name))))

@@ -155,7 +155,9 @@ def test_work_goes_on_once_a_config_is_back(direction: str, hf: Path, tmp_path: 
 
     with monkeypatch.context() as patch:
         patch.setattr(module, name, changed)
-        with pytest.raises(ConversionError, match=r"(?s)config\.json was changed while .*put the earlier file back.*keeps .* GB of finished"):
+        with pytest.raises(
+            ConversionError, match=r"(?s)config\.json was changed while .*put the earlier file back.*keeps .* GB of finished"
+        ):
             run()
     assert not (tmp_path / "out").exists()
     (place / "config.json").write_bytes(text)

@@ -163,9 +163,7 @@ def test_logits_of_one_checkpoint_are_refused(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_values_that_are_not_finite_are_said(
-    tmp_path: Path, run: Callable[..., tuple[int, Any]], value: float
-) -> None:
+def test_values_that_are_not_finite_are_said(tmp_path: Path, run: Callable[..., tuple[int, Any]], value: float) -> None:
     save_tiny(tmp_path / "hf", "qwen3")
     name = "model.layers.1.mlp.up_proj.weight"
     rewrite(tmp_path / "hf", lambda tensors: tensors[name][-1].fill_(value))

@@ -23,7 +23,11 @@ KINDS: dict[str, tuple[bytes, str, str]] = {
     "pickle": (b"\x80\x02}q\0.", "torch.save", "save_pretrained"),
     "zip": (b"PK\x03\x04" + bytes(60), "torch.save", "save_pretrained"),
     "empty": (b"", "empty", "fetch or write"),
-    "refusal": (b'{"error":"Access to model is restricted. You must have access to it."}', "Access to model is restricted", "fetch the file"),
+    "refusal": (
+        b'{"error":"Access to model is restricted. You must have access to it."}',
+        "Access to model is restricted",
+        "fetch the file",
+    ),
     "words": (b"Entry not found", "'Entry not found'", "what the server said"),
 }
 
@@ -82,14 +86,15 @@ def renamed(hf: Path, change: Callable[[str], str]) -> None:
         (lambda name: f"_orig_mod.{name}", "names with _orig_mod. in them, as torch.compile"),
         (lambda name: f"base_model.model.{name}", "names with base_model.model. in them, as PEFT"),
         (lambda name: f"model.language_{name}" if name.startswith("model.") else name, "language_model. in them, as a model that sees"),
-        (lambda name: name.replace(".mlp.", "._fsdp_wrapped_module.mlp.").replace(".self_attn.", "._fsdp_wrapped_module.self_attn."), "FSDP"),
+        (
+            lambda name: name.replace(".mlp.", "._fsdp_wrapped_module.mlp.").replace(".self_attn.", "._fsdp_wrapped_module.self_attn."),
+            "FSDP",
+        ),
         (lambda name: name.removeprefix("model."), "names with no model. in front, as AutoModel"),
         (lambda name: f"policy.actor.{name}", "names with policy.actor. in them, as a wrapper"),
     ],
 )
-def test_names_with_the_marks_of_wrappers(
-    change: Callable[[str], str], said: str, hf: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_with_the_marks_of_wrappers(change: Callable[[str], str], said: str, hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     renamed(hf, change)
     assert said in refused(capsys, hf)
 
