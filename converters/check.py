@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint.headers import HuggingFaceHeaders
-from converters.checkpoint.name_prefixes import wrapped_names
 from converters.errors import ConversionError
 from converters.mapping.formulas import formula_of
 from converters.mapping.rule import Rule
@@ -30,6 +29,18 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _IGNORABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 Headers = HuggingFaceHeaders[Any]
 _CHUNK_BYTES = 64 * 2**20
+# words that wrappers leave in the names of tensors
+_WRAPPERS = {
+    "_orig_mod": "torch.compile",
+    "module": "DistributedDataParallel or DeepSpeed",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+    "_forward_module": "Lightning Fabric",
+    "base_model": "PEFT",
+    "language_model": "a model that sees",
+    "model": "a wrapper of the whole model",
+}
+_LEAST_SHARE = 0.5
 _DTYPES = frozenset({"torch.float32", "torch.bfloat16", "torch.float16", "torch.float64"})
 
 
@@ -78,6 +89,41 @@ def _refuse(source: Headers, architecture: Architecture, problems: list[str]) ->
         "use the config.json that belongs to these weights, and complete weights",
         [*problems, *([f"not read, since no index names them: {', '.join(stale)} (left by an earlier save?)"] if stale else [])],
     )
+
+
+def wrapped_names(stored: Collection[str], expected: Iterable[str]) -> tuple[str, str] | None:
+    """Return what stands in the stored names that does not belong there and who puts it there; None where nothing explains them.
+
+    Args:
+        stored: names of the tensors of a checkpoint.
+        expected: names that the architecture asks for.
+    """
+    wanted = set(expected)
+    if not stored or sum(name in wanted for name in stored) >= _LEAST_SHARE * len(stored):
+        return None
+    bare = {name.removeprefix("model.") for name in wanted}
+    if sum(name in bare for name in stored) >= _LEAST_SHARE * len(stored):
+        return "no model. in front", "AutoModel, whose models have no output layer"
+    for words in _candidates(stored, wanted):
+        if sum(_without(name, words) in wanted for name in stored) >= _LEAST_SHARE * len(stored):
+            return f"{'.'.join(words)}. in them", _WRAPPERS.get(words[0], "a wrapper")
+    return None
+
+
+def _candidates(stored: Collection[str], wanted: set[str]) -> Iterable[tuple[str, ...]]:
+    """Words that may have to be taken out of the names: those of wrappers, then whatever stands in front of an expected name."""
+    yield from ((word,) for word in _WRAPPERS if word != "model")
+    fronts = {
+        name[: -len(each)] for name in stored for each in ("model.norm.weight", "model.embed_tokens.weight") if name.endswith(f".{each}")
+    }
+    yield from (tuple(front.rstrip(".").split(".")) for front in sorted(fronts))
+
+
+def _without(name: str, words: tuple[str, ...]) -> str:
+    """A name without the words, in front of it or, for a single word, wherever it stands."""
+    if len(words) == 1:
+        return ".".join(part for part in name.split(".") if part != words[0])
+    return name.removeprefix(".".join(words) + ".")
 
 
 def _asked_problems(source: Headers, architecture: Architecture, accounted: set[str], excused: Sequence[str]) -> list[str]:

@@ -272,7 +272,7 @@ def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespa
         f"{outcome.target}: {plan.architecture.family}, {outcome.tensors} tensors, {_gigabytes(outcome.size)} in {seconds:.1f} s "
         f"({speed:.2f} GB/s), peak memory {outcome.peak_memory / 2**20:.0f} MiB"
     ]
-    if outcome.waits_for:
+    if outcome.waits_for and part is not None:
         facts["waits_for"] = list(outcome.waits_for)
         parts = ", ".join(f"{each}/{part[1]}" for each in outcome.waits_for)
         lines = [f"part {part[0]}/{part[1]} of {outcome.target} is done, {_gigabytes(outcome.size)}; it waits for {parts}"]

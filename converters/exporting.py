@@ -411,7 +411,7 @@ class _Writer:
                 write_bytes(descriptor, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
             self._data_begins[file] = len(header)
         dtypes = {part.name: tensor.dtype for tensor in plan.written for part, _ in tensor.parts}
-        merged = () if plan.adapter is None else plan.adapter
+        merged = () if plan.adapter is None else plan.adapter.changed
         self.held = HeldAgainst(plan.checkpoint.manifest, plan.checkpoint.directory, dtypes, merged)
         self.finished: dict[str, dict[str, str]] = {}
         self.before: dict[str, str] = {}

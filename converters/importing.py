@@ -416,7 +416,7 @@ def _held_against(plan: ImportPlan) -> HeldAgainst:
     manifest = read_manifest(directory)
     if manifest is not None:
         refuse_changed_files(directory, directory, manifest.files)
-    return HeldAgainst(manifest, directory, plan.dtypes, () if plan.adapter is None else plan.adapter)
+    return HeldAgainst(manifest, directory, plan.dtypes, () if plan.adapter is None else plan.adapter.changed)
 
 
 def _manifest(plan: ImportPlan, digests: dict[str, str], notes: dict[str, Any], files: dict[str, str]) -> ConversionManifest:

@@ -139,9 +139,14 @@ class LoraAdapter:
         """Whether it changes the Hugging Face tensor of that name."""
         return name in self.factors or name in self.replaced
 
+    @property
+    def changed(self) -> frozenset[str]:
+        """Names of the Hugging Face tensors that it changes."""
+        return frozenset((*self.factors, *self.replaced))
+
     def __len__(self) -> int:
         """Hugging Face tensors that it changes."""
-        return len(self.factors) + len(self.replaced)
+        return len(self.changed)
 
     def notes(self) -> dict[str, str | int]:
         """Return what a conversion says of it."""
