@@ -94,20 +94,25 @@ MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 
 
 # where a class of transformers has defaults that make no valid model
-_VALID = {"deepseek_v2": {"num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 128}}
+_VALID = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "glm4_moe": {"head_dim": 128},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+}
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_what_a_file_leaves_out_is_what_transformers_fills_in(name: str) -> None:
     """``Family.defaults`` are those of the config's class, and facts of a file that leaves them out are those of a converted model."""
-    family, config = FAMILIES[name], CONFIG_MAPPING[name]()
+    family = FAMILIES[name]
+    config = CONFIG_MAPPING[family.config_like or name]()
     filled_in = {key: getattr(config, key) for key in family.defaults}
     if family.defaults.get("use_sliding_window") is False and "sliding_window" in filled_in:
         # transformers takes the window away where it is not in use
         filled_in["sliding_window"] = CONFIG_MAPPING[name](use_sliding_window=True).sliding_window
     assert filled_in == dict(family.defaults)
     said = {key: value for key, value in config.to_dict().items() if key not in family.defaults}
-    said |= _VALID.get(name, {})
+    said |= {"model_type": name, **_VALID.get(name, {})}
     architecture, facts = read_architecture(said), facts_of(said)
     assert (facts.mixture, facts.latent) == (architecture.mixture, architecture.latent_attention)
     names = ("qkv_bias", "attention_output_bias", "mlp_bias", "qk_norm", "sinks")
