@@ -450,8 +450,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return plot(arguments.runs, arguments.out)
     except (MegarlError, ConversionError) as error:
         return report(error)
-    except KeyboardInterrupt:
-        sys.stderr.write("megarl: interrupted\n")
+    except KeyboardInterrupt as error:
+        # a conversion notes what it left behind
+        sys.stderr.write(f"megarl: {'; '.join(['interrupted', *getattr(error, '__notes__', ())])}\n")
         return INTERRUPTED
 
 
