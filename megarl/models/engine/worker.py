@@ -715,7 +715,10 @@ class EngineWorker(ABC):
             try:
                 if first:
                     weights = ((name, tensor.cpu()) for name, tensor in stream)
-                    settings = None if self.tokenizer is None else generation_config_of(self.tokenizer, self.cfg["model_name"])
+                    # a model that scores generates nothing
+                    scores = (self.cfg.get("reward_model_cfg") or {}).get("enabled", False)
+                    generates = self.tokenizer is not None and not scores
+                    settings = generation_config_of(self.tokenizer, self.cfg["model_name"]) if generates else None
                     write_hf(weights, Path(path), self.hf_config, self.tokenizer, settings)
             finally:
                 drain(stream)
