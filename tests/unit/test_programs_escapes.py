@@ -125,6 +125,26 @@ PROBES: dict[str, tuple[str, bool]] = {
     "shared memory without a file": ("mmap.mmap(-1, 4096) and reach()", False),
     "shared memory of a device": ("mmap.mmap(os.open('/dev/zero', os.O_RDWR), 4096) and reach()", False),
     "large pipes": ("fcntl.fcntl(os.pipe()[0], 1031, 1 << 18) and reach()", False),
+    "large buffers of sockets": (
+        "for _ in range(20):\n    pair = socket.socketpair()\n    kept.extend(pair)\n    for each in pair:\n"
+        "        each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)\n        reach()",
+        False,
+    ),
+    "pages given to a pipe": (
+        "page = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE)\nhere = ctypes.addressof(ctypes.c_char.from_buffer(page))\n"
+        "libc.vmsplice(os.pipe()[1], struct.pack('PN', here, 4096), 1, 0) == 4096 and reach()",
+        False,
+    ),
+    "memory moved to swap": ("mmap.mmap(-1, 4096, mmap.MAP_PRIVATE).madvise(21)\nreach()", False),
+    "many timers": (
+        "for _ in range(1000):\n    if libc.timer_create(1, None, ctypes.byref(ctypes.c_void_p())): break\nelse: reach()",
+        False,
+    ),
+    "the machine's asynchronous reads": (
+        "call(numbers(x86_64=206, aarch64=0), 1, ctypes.byref(ctypes.c_long())) == 0 and reach()",
+        False,
+    ),
+    "notices of files": ("libc.inotify_init1(0) >= 0 and reach()", False),
     "large files in memory": (
         "for each in range(40):\n    file = open(f'/dev/shm/{mark}{{each}}', 'wb', buffering=0)\n    "
         "os.unlink(file.name)\n"
@@ -295,6 +315,11 @@ def test_the_same_is_reached_outside(name: str, machine: dict[str, object], tmp_
         "messages of System V",
         "shared memory without a file",
         "large pipes",
+        "large buffers of sockets",
+        "pages given to a pipe",
+        "memory moved to swap",
+        "the machine's asynchronous reads",
+        "notices of files",
         "netlink",
         "to trace",
         "namespaces of users",
@@ -366,8 +391,12 @@ def verdict_of(program: bytes, architecture: int, number: int, arguments: tuple[
 @pytest.mark.parametrize(
     ("machine", "architecture", "names"),
     [
-        ("x86_64", 0xC000003E, {"read": 0, "memfd": 319, "socket": 41, "clone": 56, "mmap": 9, "fcntl": 72}),
-        ("aarch64", 0xC00000B7, {"read": 63, "memfd": 279, "socket": 198, "clone": 220, "mmap": 222, "fcntl": 25}),
+        ("x86_64", 0xC000003E, {"read": 0, "memfd": 319, "socket": 41, "clone": 56, "mmap": 9, "fcntl": 72, "option": 54, "advise": 28}),
+        (
+            "aarch64",
+            0xC00000B7,
+            {"read": 63, "memfd": 279, "socket": 198, "clone": 220, "mmap": 222, "fcntl": 25, "option": 208, "advise": 233},
+        ),
     ],
 )
 def test_the_filter_on_both_architectures(machine: str, architecture: int, names: dict[str, int]) -> None:
@@ -390,6 +419,8 @@ def test_the_filter_on_both_architectures(machine: str, architecture: int, names
     assert [verdict(call.mmap, 0, 4096, 3, flags) for flags in (0x22, 0x01, 0x02, 0x21)] == [allowed] * 3 + [refused]
     assert verdict(call.fcntl, 3, 1031) == refused and verdict(call.fcntl, 3, 1) == allowed
     assert verdict(call.fcntl, 1031, 1) == allowed
+    assert verdict(call.option, 3, 1, 7) == refused and verdict(call.option, 3, 1, 2) == allowed
+    assert verdict(call.advise, 4096, 4096, 21) == refused and verdict(call.advise, 4096, 4096, 14) == allowed
 
 
 def test_an_architecture_without_a_filter_is_named() -> None:

@@ -1,6 +1,6 @@
 """A program in a process of its own, within limits, under a supervisor.
 
-Limits of a process are those of Linux (``setrlimit``): address space, size of a file, open files. A
+Limits of a process are those of Linux (``setrlimit``): address space, size of a file, open files, timers. A
 supervisor beside it looks every few milliseconds how many processes and threads there are, how much memory
 they have together and how much time is over, and in the end kills all that the program started. In the
 sandbox (``sandbox``) no other memory can be had, and the program is the first process of its namespace, with
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.005
 _START_SECONDS = 120.0
 _OPEN_FILES = 64
+_WAITING_SIGNALS = 256
+"""Signals and timers that its user may have waiting, in memory of the kernel."""
 
 LONGEST_OUTPUT = 1 << 24
 """Bytes of a program's output that are read; more are wrong."""
@@ -231,6 +233,7 @@ def _become_program(libc: ctypes.CDLL, limits: Limits, root: sandbox.Root | None
         (resource.RLIMIT_FSIZE, limits.file_mb << 20),
         (resource.RLIMIT_NOFILE, _OPEN_FILES),
         (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_SIGPENDING, _WAITING_SIGNALS),
     ):
         resource.setrlimit(which, (most, most))
     if root:

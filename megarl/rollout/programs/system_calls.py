@@ -27,6 +27,12 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "semget": (64, 190),
     "mq_open": (240, 180),
     "remap_file_pages": (216, 234),
+    # pages that a pipe holds stay when their process has given them back, a huge one for each byte
+    "vmsplice": (278, 75),
+    # numbers of which the machine, or its user, has few
+    "io_setup": (206, 0),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
     # other processes
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -88,6 +94,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "vhangup": (153, 58),
 }
 _CLONE, _CLONE3, _SOCKET, _MMAP, _FCNTL = (56, 220), (435, 435), (41, 198), (9, 222), (72, 25)
+_SET_SOCKET_OPTION, _ADVISE = (54, 208), (28, 233)
 
 _NEW_NAMESPACES = 0x7E020000
 """The flags CLONE_NEW* of ``clone``."""
@@ -100,6 +107,12 @@ _SHARED_ANONYMOUS = 0x21
 
 _SET_PIPE_SIZE = 1031
 """F_SETPIPE_SZ: what a pipe holds is counted nowhere."""
+
+_SEND_BUFFER = 7
+"""SO_SNDBUF: what a socket holds is counted nowhere either."""
+
+_PAGE_OUT = 21
+"""MADV_PAGEOUT: what was moved to swap is no resident memory."""
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _ARGUMENTS_OFFSET = 0, 4, 16
@@ -134,7 +147,8 @@ def filter_program(machine: str) -> bytes:
     code += _on_argument(_SOCKET[column], 0, [*families, refuse])
     shared = [_instruction(_AND, _SHARED_ANONYMOUS), _instruction(_EQUAL, _SHARED_ANONYMOUS, 0, 1), refuse]
     code += _on_argument(_MMAP[column], 3, shared)
-    code += _on_argument(_FCNTL[column], 1, [_instruction(_EQUAL, _SET_PIPE_SIZE, 0, 1), refuse])
+    for numbers, argument, value in ((_FCNTL, 1, _SET_PIPE_SIZE), (_SET_SOCKET_OPTION, 2, _SEND_BUFFER), (_ADVISE, 2, _PAGE_OUT)):
+        code += _on_argument(numbers[column], argument, [_instruction(_EQUAL, value, 0, 1), refuse])
     return b"".join([*code, _instruction(_RETURN, _ALLOW)])
 
 
