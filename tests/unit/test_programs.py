@@ -363,6 +363,7 @@ def test_statements_that_run_in_process_are_counted(caplog: pytest.LogCaptureFix
         ("def g(x):\n    return x\nassert f(g)", "given to the program"),
         ("assert f(1).__class__ == int", "__class__"),
         ("assert '{0.real}'.format(f(1)) == '1'", "format"),
+        ("assert sorted(Counter(f(1)).elements()) == [1]", "elements"),
         ("while True: assert f(1)", "While"),
         ("try:\n    f(1)\n    assert 0\nexcept ValueError as e:\n    assert str(e)", "an exception"),
         ("assert [y := f(1)]", "NamedExpr"),
@@ -481,8 +482,26 @@ def test_plain_values_come_back_as_they_were(value: object) -> None:
     ],
 )
 def test_what_is_no_plain_value_is_refused(coded: object) -> None:
+    program = conversation.Conversation(SimpleNamespace(), -1, -1)
     with pytest.raises(ValueError):
-        decode(coded, conversation._remote)
+        program._decoded(coded)
+
+
+@pytest.mark.parametrize(
+    ("returned", "calls", "passes"),
+    [
+        ("[range(1000)] * 999", 1, True),
+        ("[range(1000)] * 1001", 1, False),
+        ("range(600_000)", 1, True),
+        ("range(600_000)", 2, False),
+        ("'a' * (15 << 20)", 4, True),
+        ("'a' * (15 << 20)", 5, False),
+    ],
+)
+def test_what_comes_back_is_bounded_over_all_calls(returned: str, calls: int, passes: bool) -> None:
+    """A statement may keep all of it, and make lists of the ranges, in the process that judges."""
+    statement = f"assert [f() for _ in range({calls})] != 0"
+    assert judge(fenced(f"def f():\n    return {returned}"), json.dumps([statement]), PLAIN) == passes
 
 
 BOTH = [pytest.param(PLAIN, id="limits alone"), pytest.param(ISOLATED, id="namespaces", marks=needs_namespaces)]

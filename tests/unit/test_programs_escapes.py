@@ -391,11 +391,11 @@ def verdict_of(program: bytes, architecture: int, number: int, arguments: tuple[
 @pytest.mark.parametrize(
     ("machine", "architecture", "names"),
     [
-        ("x86_64", 0xC000003E, {"read": 0, "memfd": 319, "socket": 41, "clone": 56, "mmap": 9, "fcntl": 72, "option": 54, "advise": 28}),
+        ("x86_64", 0xC000003E, {"read": 0, "memfd": 319, "socket": 41, "clone": 56, "mmap": 9, "fcntl": 72, "set": 54, "advise": 28}),
         (
             "aarch64",
             0xC00000B7,
-            {"read": 63, "memfd": 279, "socket": 198, "clone": 220, "mmap": 222, "fcntl": 25, "option": 208, "advise": 233},
+            {"read": 63, "memfd": 279, "socket": 198, "clone": 220, "mmap": 222, "fcntl": 25, "set": 208, "advise": 233},
         ),
     ],
 )
@@ -419,7 +419,7 @@ def test_the_filter_on_both_architectures(machine: str, architecture: int, names
     assert [verdict(call.mmap, 0, 4096, 3, flags) for flags in (0x22, 0x01, 0x02, 0x21)] == [allowed] * 3 + [refused]
     assert verdict(call.fcntl, 3, 1031) == refused and verdict(call.fcntl, 3, 1) == allowed
     assert verdict(call.fcntl, 1031, 1) == allowed
-    assert verdict(call.option, 3, 1, 7) == refused and verdict(call.option, 3, 1, 2) == allowed
+    assert verdict(call.set, 3, 1, 7) == refused and verdict(call.set, 3, 1, 2) == allowed
     assert verdict(call.advise, 4096, 4096, 21) == refused and verdict(call.advise, 4096, 4096, 14) == allowed
 
 

@@ -24,6 +24,11 @@ INSIDE = f"import marshal\nexec(marshal.loads({marshal.dumps(compile(_SOURCE, 'i
 """The program that runs the model's, compiled once and not in each process."""
 
 _PIECE = 1 << 16
+_LONGEST_CONVERSATION = 4 * LONGEST_OUTPUT
+"""Bytes of all answers together: a statement may keep the values of many calls."""
+
+_LONGEST_RANGES = 1_000_000
+"""Numbers in all ranges of a conversation together: one takes a few bytes of an answer, and a statement may make lists of all."""
 
 
 class EndedError(Exception):
@@ -71,6 +76,7 @@ class Conversation:
         self.process = process
         self._asked, self._told = asked, told
         self._read = b""
+        self._bytes_left, self._numbers_left = _LONGEST_CONVERSATION, _LONGEST_RANGES
 
     def name(self, name: str) -> Any:
         """Return what the program calls by a name."""
@@ -127,7 +133,8 @@ class Conversation:
                 raise EndedError
             parts.append(piece)
             length += len(piece)
-            if length > LONGEST_OUTPUT:
+            self._bytes_left -= len(piece)
+            if length > LONGEST_OUTPUT or self._bytes_left < 0:
                 raise ValueError("the answer of a program is too long")
         line, _, self._read = b"".join(parts).partition(b"\n")
         return line
@@ -138,7 +145,16 @@ class Conversation:
         return self._decoded(answer["value"])
 
     def _decoded(self, coded: Any) -> Any:
-        return decode(coded, _remote)
+        return decode(coded, self._rare)
+
+    def _rare(self, kind: str, content: Any) -> Any:
+        if kind != "range":
+            return _remote(kind, content)
+        made = range(*content)
+        self._numbers_left -= len(made)
+        if self._numbers_left < 0:
+            raise ValueError("the ranges are too long")
+        return made
 
 
 def _remote(kind: str, content: Any) -> Remote:

@@ -24,7 +24,8 @@ _JUDGES = frozenset(
 """Modules that a statement may take its measure from, so that the program may not answer for them."""
 
 _OURS = {*FUNCTIONS, *EXCEPTIONS, *MODULES, *ALWAYS_OURS}
-_NEVER = {"format", "format_map"}
+_NEVER = {"format", "format_map", "elements"}
+"""Methods whose results a short text or a small number makes large."""
 
 _NODES = (
     ast.Module,
