@@ -29,7 +29,8 @@ def module_of_file(path: Path) -> ModuleType:
     """
     try:
         text = path.read_bytes()
-        code = compile(text, str(path), "exec")
+        # not with this file's own __future__, by which annotations would be texts
+        code = compile(text, str(path), "exec", dont_inherit=True)
     except (OSError, SyntaxError, ValueError) as error:
         raise PythonFileError(f"cannot be read as a Python file ({error})") from error
     name = f"user_file_{path.stem}_{hashlib.sha256(str(path.absolute()).encode() + text).hexdigest()[:16]}"

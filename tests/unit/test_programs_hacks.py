@@ -94,6 +94,7 @@ HACKS: dict[str, tuple[str, bool]] = {
     "becomes another program": ("import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'print(7)'])", True),
     "leaves in a child and waits": ("import os\nif not os.fork(): os._exit(0)\nos.wait()\ndef f(x): os._exit(0)", True),
     "prints what is expected, both": ("print(4)\nprint(9)\ndef f(x): print(4)", False),
+    "uses names that it never imports": ("def f(x: List[int]) -> Any: return x * x", False),
     "returns truth": ("def f(x): return True", False),
     "returns no number": ("def f(x): return float('nan')", False),
     "returns all numbers": ("def f(x): return list(range(10))", False),
@@ -179,6 +180,8 @@ ASKED_IN_PROCESS = {
 def test_no_program_scores_without_solving(name: str, form: str) -> None:
     if form == "inside" and name in ASKED_IN_PROCESS:
         pytest.skip("only evaluation outside can refuse it")
+    if form == "calls" and name == "uses names that it never imports":
+        pytest.skip("a function that is called finds these names imported, as tasks of LeetCode assume")
     tests = {"asserts": ASSERTS, "calls": CALLS, "text": TEXT, "inside": INSIDE}[form]
     share = judge(f"```python\n{HACKS[name][0]}\n```", json.dumps(tests), HASTY, partial=True)
     assert share == 0.0, "not even one of its tests may pass"
@@ -282,6 +285,7 @@ def test_truth_is_no_number() -> None:
 
 # Programs that solve their task, and its tests.
 SOLVES: dict[str, tuple[str, object]] = {
+    "looks at its annotations": ("def f(x: int): return f.__annotations__['x'](x) ** 2", ASSERTS),
     "mbpp": ("def f(x):\n    return x ** 2", [*ASSERTS, "assert f(10 ** 30) == 10 ** 60"]),
     "sets": ("def common(a, b):\n    return tuple(set(a) & set(b))", ["assert set(common((3, 4, 5, 6), (5, 7, 4, 10))) == set((4, 5))"]),
     "decimals": ("import math\ndef area(r, h):\n    return math.pi * r * r * h", ["assert math.isclose(area(2, 3), 37.699, rel_tol=1e-3)"]),

@@ -51,6 +51,11 @@ FORMS = {
         "    assert state['answer'] == answer == '42' and info['level'] == 5 and task == 'openai/gsm8k'\n"
         "    return float(answer in str(completion))"
     ),
+    "a data class": (
+        "import dataclasses\n@dataclasses.dataclass\nclass Settings:\n    wanted: str = '42'\n"
+        "def reward(response, answer):\n    assert dataclasses.fields(Settings)[0].type is str\n"
+        "    return float(Settings().wanted in response)"
+    ),
     "a class": "class Reward:\n    def __call__(self, response, answer):\n        return float(answer in response)\nreward = Reward()",
     "a partial": (
         "import functools\ndef f(wanted, response, answer):\n    return float(wanted in response)\nreward = functools.partial(f, '42')"

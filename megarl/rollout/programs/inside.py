@@ -197,7 +197,7 @@ class _Program:
         return {"value": encode(function(*self._decoded(request["arguments"])), self._keep)}
 
     def _run(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        exec(compile(request["statement"], "test.py", "exec"), self._names)
+        exec(compile(request["statement"], "test.py", "exec", dont_inherit=True), self._names)
         return {"value": None}
 
     def _echo(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,7 +232,8 @@ def _main() -> None:
     names = vars(module)
     given = _imported(task)
     names.update(given)
-    exec(compile(task["code"], "program.py", "exec"), names)
+    # not with this file's own __future__, by which annotations would not be evaluated
+    exec(compile(task["code"], "program.py", "exec", dont_inherit=True), names)
     if asked < 0:
         return
     program = _Program(names, given)
