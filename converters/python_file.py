@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -22,10 +25,11 @@ def modules_from_files() -> list[ModuleType]:
 def module_of_file(path: Path) -> ModuleType:
     """The module of a file, run once in a process as long as the file stays the same.
 
-    It can import the files beside it, also later, as a script can; a package that is installed under such a name comes first.
+    It can import the files beside it, also later, as a script can.
 
     Raises:
-        PythonFileError: it cannot be read, or fails in whatever way, ending itself among them.
+        PythonFileError: it cannot be read, imports what is beside it by a name that another module has, or fails in whatever way, ending
+            itself among them.
     """
     try:
         text = path.read_bytes()
@@ -44,9 +48,56 @@ def module_of_file(path: Path) -> ModuleType:
     if directory not in sys.path:
         sys.path.append(directory)
     try:
+        _refuse_others_names(text, path.absolute().parent)
         exec(code, module.__dict__)
+    except PythonFileError:
+        del sys.modules[name]
+        raise
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise PythonFileError(f"fails: {type(error).__name__}: {error}") from error
     _MODULES[name] = module
     return module
+
+
+def _refuse_others_names(text: bytes, directory: Path) -> None:
+    """Refuse a file that imports what is beside it where Python finds another module of that name: it would run that one in silence.
+
+    Args:
+        text: of the file.
+        directory: that the file is in.
+    """
+    seen, unread = set[str](), [text]
+    while unread:
+        for name in set(_imported_names(unread.pop())) - seen:
+            seen.add(name)
+            beside = [each for each in (directory / f"{name}.py", directory / name / "__init__.py") if each.is_file()]
+            if not beside:
+                continue
+            found = _origin_of(name)
+            if found not in {str(each.resolve()) for each in beside}:
+                raise PythonFileError(f"imports {name}, which is beside it, but Python takes {found} for it; rename the one beside it")
+            unread.append(Path(found).read_bytes())
+
+
+def _imported_names(text: bytes) -> Iterator[str]:
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    # an import will say so
+    except (SyntaxError, ValueError):
+        return
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (each.name.partition(".")[0] for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def _origin_of(name: str) -> str:
+    """Return the file that an import of a name would take, or in words what else."""
+    importlib.invalidate_caches()
+    found = getattr(sys.modules[name], "__file__", None) if name in sys.modules else None
+    if name not in sys.modules:
+        spec = importlib.util.find_spec(name)
+        found = spec.origin if spec else None
+    return str(Path(found).resolve()) if found and Path(found).is_file() else "a module of its own"

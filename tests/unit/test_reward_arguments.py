@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,39 @@ def test_a_file_can_import_what_is_beside_it(tmp_path: Path, pools: list[RewardP
     pools.append(RewardPool(specs, 1))
     scores = pools[0].score([(0, Task("a", "b")), (1, Task("a", "b"))])
     assert [score.message or score.value for score in scores] == [0.5, 0.5]
+
+
+IMPORTS_LATE = "def reward(response, answer):\n    import {0}\n    return {0}.value\n"
+
+
+def test_a_file_beside_whose_name_another_module_has_is_refused(
+    tmp_path: Path, pools: list[RewardPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which has it would be chance: another reward's, of the directory that the run is in, or installed."""
+    for place in ("one", "two", "here"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "its_values.py").write_text(f"value = {len(place)}.0\n")
+        (tmp_path / place / "mine.py").write_text(IMPORTS_LATE.format("its_values"))
+    paths = [f"{tmp_path / place / 'mine.py'}:reward" for place in ("one", "two", "here")]
+    monkeypatch.chdir(tmp_path / "here")
+    pools.append(RewardPool([RewardSpec(paths[2])], 1))
+    assert pools[0].score([(0, Task("a", "b"))])[0].value == 4.0
+    with pytest.raises(ConfigError, match=r"imports its_values, which is beside it, but Python takes .*here/its_values.py"):
+        RewardPool([RewardSpec(paths[0])], 1)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"two/mine.py imports its_values.*one/its_values.py for it; rename the one beside it"):
+        RewardPool([RewardSpec(path) for path in paths[:2]], 1)
+
+
+@pytest.mark.parametrize("name", ["calendar", "numpy", "sys"])
+def test_a_file_beside_with_the_name_of_what_is_installed_is_refused(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / f"{name}.py").write_text("value = 1.0\n")
+    (tmp_path / f"beside_{name}.py").write_text(f"from {name} import value\n")
+    with pytest.raises(ConfigError, match=rf"imports {name}, which is beside it, but Python takes"):
+        get_reward(
+            RewardSpec(path_of(tmp_path, "def reward(response, answer):\n    import beside_{name}\n    return 1.0\n".format(name=name)))
+        )
 
 
 def test_the_first_import_does_not_count_against_the_time(tmp_path: Path, pools: list[RewardPool]) -> None:
