@@ -48,6 +48,16 @@ SEVERAL: Mapping[str, str] = MappingProxyType(
 )
 """What a parameter of each name holds a list of."""
 
+GIVEN_BY_CALLERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "solution_str": ("data_source", "ground_truth", "extra_info"),
+        "solution_strs": ("data_sources", "ground_truths", "extra_infos"),
+        "completions": ("prompts",),
+        "completion": ("prompt", "answer", "state", "info", "task"),
+    }
+)
+"""What verl, TRL and verifiers give by name beside the response, which ``**kwargs`` may be asked for."""
+
 _OF_VERIFIERS = frozenset({"info", "task", "state"})
 _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -58,7 +68,8 @@ class Arguments:
 
     Attributes:
         positional, keywords: names of the parameters that are given, in their order.
-        takes_rest: it has ``**kwargs``, which get the columns of the record that no parameter names.
+        takes_rest: it has ``**kwargs``, which get what no parameter names: columns of the record, and what the caller gives that the
+            function was written for.
         is_of_several: it takes lists of responses and returns a list of numbers.
         takes_messages: of a conversation, a response is a list of messages to it, as to TRL's and verifiers' functions.
     """
@@ -110,7 +121,7 @@ def takes_a_response(function: Callable[..., Any]) -> bool:
     """Whether a function reads the response, without which it can score nothing."""
     arguments = arguments_of(function)
     names = (*arguments.positional, *arguments.keywords)
-    return arguments.takes_rest or any((SEVERAL.get(name) or SINGLE.get(name)) in (RESPONSE, STATE) for name in names)
+    return any((SEVERAL.get(name) or SINGLE.get(name)) in (RESPONSE, STATE) for name in names)
 
 
 def known_names() -> str:
@@ -134,8 +145,10 @@ def values_for(arguments: Arguments, values: Mapping[str, Any], columns: Mapping
     positional = [named.pop(name) for name in arguments.positional]
     if arguments.takes_rest:
         taken = {*arguments.positional, *named}
-        rest = {name: each for name, each in columns.items() if name not in taken and name.isidentifier()}
-        named |= {name: [each] for name, each in rest.items()} if arguments.is_of_several else rest
+        rest = {name: _listed(each, arguments) for name, each in columns.items() if name.isidentifier()}
+        further = [name for each in taken for name in GIVEN_BY_CALLERS.get(each, ())]
+        rest = {**{name: _value(name, arguments, values, columns) for name in further}, **rest}
+        named |= {name: each for name, each in rest.items() if name not in taken}
     return positional, named
 
 
@@ -149,7 +162,11 @@ def _value(name: str, arguments: Arguments, values: Mapping[str, Any], columns: 
         found = values[SINGLE[name]]
     else:
         raise LookupError(f"its parameter {name!r} is no field of the record, which has {', '.join(sorted(columns))}")
-    return [found] if arguments.is_of_several else found
+    return _listed(found, arguments)
+
+
+def _listed(value: Any, arguments: Arguments) -> Any:
+    return [value] if arguments.is_of_several else value
 
 
 def _is_known(name: str) -> bool:

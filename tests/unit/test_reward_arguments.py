@@ -39,6 +39,18 @@ FORMS = {
         "def reward(completions, **kwargs):\n    assert kwargs['level'] == [5] and kwargs['index'] == [3]\n"
         "    return [float('42' in each) for each in completions]"
     ),
+    "verl without names": (
+        "def reward(solution_str, **kwargs):\n    assert sorted(kwargs) == ['answer', 'data_source', 'extra_info', 'ground_truth', 'index', 'level']\n"
+        "    assert kwargs['extra_info'] == {'split': 'train'}\n    return float(kwargs['ground_truth'] in solution_str)"
+    ),
+    "trl without names": (
+        "def reward(completions, **kwargs):\n"
+        "    return [float(p == 'What is it?' and a in c) for p, c, a in zip(kwargs['prompts'], completions, kwargs['answer'])]"
+    ),
+    "verifiers without names": (
+        "def reward(completion, **kwargs):\n"
+        "    return float(kwargs['prompt'] == 'What is it?' and kwargs['state']['answer'] == kwargs['answer'] == '42')"
+    ),
     "trl with columns": (
         "def reward(prompts, completions, answer, level, **kwargs):\n"
         "    assert prompts == ['What is it?'] and (answer, level) == (['42'], [5])\n    return [1.0 for each in completions]"
@@ -104,6 +116,11 @@ def test_messages_go_to_functions_that_take_those_of_conversations(tmp_path: Pat
         ("def reward(completions, level):\n    return [1.0]", r"its parameter 'level'.*extra_keys: none"),
         ("def reward():\n    return 1.0", r"it does not take the response"),
         ("def reward(answer):\n    return 1.0", r"it does not take the response"),
+        ("def reward(**kwargs):\n    return kwargs['completions']", r"it does not take the response"),
+        (
+            "def d(f):\n    return lambda *a, **k: f(*a, **k)\n@d\ndef reward(response, answer):\n    return 1.0",
+            r"it does not take the response",
+        ),
     ],
 )
 def test_a_name_that_nothing_is_known_of_is_refused(tmp_path: Path, text: str, fault: str) -> None:
@@ -180,9 +197,7 @@ def test_a_file_beside_with_the_name_of_what_is_installed_is_refused(tmp_path: P
     (tmp_path / f"{name}.py").write_text("value = 1.0\n")
     (tmp_path / f"beside_{name}.py").write_text(f"from {name} import value\n")
     with pytest.raises(ConfigError, match=rf"imports {name}, which is beside it, but Python takes"):
-        get_reward(
-            RewardSpec(path_of(tmp_path, "def reward(response, answer):\n    import beside_{name}\n    return 1.0\n".format(name=name)))
-        )
+        get_reward(RewardSpec(path_of(tmp_path, f"def reward(response, answer):\n    import beside_{name}\n    return 1.0\n")))
 
 
 def test_the_first_import_does_not_count_against_the_time(tmp_path: Path, pools: list[RewardPool]) -> None:
