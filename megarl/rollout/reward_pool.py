@@ -567,7 +567,8 @@ def _imports_told(tell: Callable[[bool], None]) -> Iterator[None]:
 
     def imported(name: str, *arguments: Any, **named: Any) -> Any:
         nonlocal importing
-        if importing or name in sys.modules or threading.current_thread() is not main:
+        wanted = arguments[2] if len(arguments) > 2 else named.get("fromlist")
+        if importing or _is_there(name, wanted or ()) or threading.current_thread() is not main:
             return original(name, *arguments, **named)
         importing = True
         try:
@@ -585,6 +586,11 @@ def _imports_told(tell: Callable[[bool], None]) -> Iterator[None]:
         yield
     finally:
         builtins.__import__ = original
+
+
+def _is_there(name: str, wanted: Iterable[str]) -> bool:
+    """Whether a module has been imported, with what is wanted from it: a package may import its parts when they are asked for."""
+    return name in sys.modules and all(each in vars(sys.modules[name]) for each in wanted if each != "*")
 
 
 def _judges() -> bool:

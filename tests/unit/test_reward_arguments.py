@@ -40,7 +40,8 @@ FORMS = {
         "    return [float('42' in each) for each in completions]"
     ),
     "verl without names": (
-        "def reward(solution_str, **kwargs):\n    assert sorted(kwargs) == ['answer', 'data_source', 'extra_info', 'ground_truth', 'index', 'level']\n"
+        "def reward(solution_str, **kwargs):\n"
+        "    assert sorted(kwargs) == ['answer', 'data_source', 'extra_info', 'ground_truth', 'index', 'level']\n"
         "    assert kwargs['extra_info'] == {'split': 'train'}\n    return float(kwargs['ground_truth'] in solution_str)"
     ),
     "trl without names": (
@@ -210,6 +211,21 @@ def test_the_first_import_does_not_count_against_the_time(tmp_path: Path, pools:
     pools.append(RewardPool([RewardSpec(name, {}, 0.5)], 1))
     scores = pools[0].score([(0, Task(text, "b")) for text in ("first", "hangs", "third")])
     assert [score.fault or score.value for score in scores] == [1.0, "timeout", 1.0]
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["a part", "a part that a package imports when it is asked for"])
+def test_the_first_import_of_a_part_does_not_count_either(tmp_path: Path, pools: list[RewardPool], lazy: bool) -> None:
+    asked = "import importlib\ndef __getattr__(name):\n    return importlib.import_module('whole.part').value\n"
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "__init__.py").write_text(asked if lazy else "")
+    (tmp_path / "whole" / "part.py").write_text(
+        "import time\nvalue = 1.0\nbegun = time.monotonic()\nwhile time.monotonic() < begun + 2: ...\n"
+    )
+    wanted = "from whole import value" if lazy else "from whole import part\n    from whole.part import value"
+    name = path_of(tmp_path, f"import whole\ndef reward(response, answer):\n    {wanted}\n    return value\n")
+    pools.append(RewardPool([RewardSpec(name, {}, 0.5)], 1))
+    [score] = pools[0].score([(0, Task("a", "b"))])
+    assert (score.fault, score.value) == (None, 1.0)
 
 
 def test_a_module_that_is_never_imported_whole_is_not_waited_for(
