@@ -381,6 +381,8 @@ def test_what_is_evaluated_outside(statement: str, reason: str | None) -> None:
     [
         ("assert P(1).swap() == P(2)", True),
         ("assert f(1) in [g(1)]", True),
+        ("wanted = P(2)\nagain = wanted\nassert P(1).swap() == again", True),
+        ("wanted = 2\nfound = f(1)\nassert found == wanted", False),
         ("assert f(1) == 2", False),
         ("assert f(f(1)) == len('a')", False),
         ("x = 3\nassert f(x) == x", False),

@@ -161,16 +161,19 @@ def _reason_against_node(node: ast.AST) -> str | None:
 def reason_to_doubt(statement: str) -> str | None:
     """Return why a program may pass a statement without solving its task, though it is evaluated outside; or None."""
     tree = ast.parse(statement)
+    not_programs = _OURS | _names_made(tree)
+    # in the order of the text, so that what is made of such a name is found too
     for node in ast.walk(tree):
-        if isinstance(node, ast.Compare):
-            sides = [_names_of_program(each, tree) for each in (node.left, *node.comparators)]
-            if all(sides):
-                return "it compares what the program makes with what the program makes"
+        if isinstance(node, ast.Assign) and _names_in(node.value) - not_programs:
+            not_programs -= {each.id for each in node.targets if isinstance(each, ast.Name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and all(_names_in(each) - not_programs for each in (node.left, *node.comparators)):
+            return "it compares what the program makes with what the program makes"
     return None
 
 
-def _names_of_program(part: ast.AST, tree: ast.Module) -> set[str]:
-    return {node.id for node in ast.walk(part) if isinstance(node, ast.Name)} - _OURS - _names_made(tree)
+def _names_in(part: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(part) if isinstance(node, ast.Name)}
 
 
 def _names_made(tree: ast.Module) -> set[str]:
