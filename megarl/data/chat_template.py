@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import json
 import re
 import resource
@@ -223,12 +224,18 @@ class ChatTemplate:
         if self.is_passthrough:
             return ()
         said = {"role": "assistant", "content": _PROBE}
-        last = self._specials_after(self._probe(said))[:1]
+        last = self._specials_after(self._probe(said))
         followed = self._probe(said, {"role": "user", "content": _FOLLOWING})
-        if not last and followed is not None:
-            # GLM writes no end: the mark of the next role, right behind the turn, is what its models stop at.
+        if followed is not None:
             between = followed.rpartition(_FOLLOWING)[0]
-            last = [token for token in self._specials_after(between)[:1] if self._follows_directly(between, token)]
+            if last:
+                # Command A closes a response and then the turn; Phi ends the turn and then, where none follows, the text.
+                shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(last, self._specials_after(between), strict=False))
+                last = [token for token, _ in shared] or last[:1]
+            else:
+                # GLM writes no end: the mark of the next role, right behind the turn, is what its models stop at.
+                last = [token for token in self._specials_after(between)[:1] if self._follows_directly(between, token)]
+        last = last[-1:]
         arguments: Any = {"key": _PROBE}
         call = self._probe(_call_turn(json.dumps(arguments) if self._wants_text else arguments))
         return tuple(dict.fromkeys([*last, *self._specials_after(call)[-1:]]))

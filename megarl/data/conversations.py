@@ -18,6 +18,7 @@ from __future__ import annotations
 import bisect
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+_REASONING_MARK = re.compile(r"\s*[<\[|/]+(?:start_|begin_of_)?th(?:ink|ought)", re.IGNORECASE)
 _SHOWN = 40
 _TELLING = 16
 """Characters of a content that stands in a text only where the template puts it."""
@@ -122,9 +124,11 @@ class ConversationEncoder:
 
     def _tokens_of_turn(self, whole: _Whole, text: _TokenizedText, place: int, start: int) -> tuple[int, int, int]:
         """Return first and last but one token of a turn, and where its text ends."""
-        first = text.first_token_from(start)
+        first = text.first_token_saying(whole.text, start)
         said = whole.end_of_said(place, start)
         bound = whole.start_of_content(place + 1)
+        if said > bound:
+            raise whole.fault(place, "is written again after the next message, so that its end cannot be told")
         stops = self._all_stops
         token = text.first_token_from(said)
         while token < len(text.ids) and text.starts[token] < bound:
@@ -221,6 +225,16 @@ class _TokenizedText:
         """Return the first token that begins at a character or after it."""
         return bisect.bisect_left(self.starts, character)
 
+    def first_token_saying(self, text: str, character: int) -> int:
+        """Return the first token that stands for something visible of what begins at a character.
+
+        Where a prompt ends in a space (``Assistant: ``), that space and the first word of the response are often one token.
+        """
+        token = self.first_token_from(character)
+        while token and text[character : self.ends[token - 1]].strip():
+            token -= 1
+        return token
+
     def last_token_up_to(self, character: int) -> int:
         """Return the place after the last token that ends at a character or before it."""
         return bisect.bisect_right(self.ends, character)
@@ -261,19 +275,32 @@ class _Whole:
         shared = _shared_length(self.text[after:], header)
         if shared < len(header):
             shared = self.template.last_boundary(header[:shared])
-            self._check_prefill(place, header[:shared], header[shared:], self.text[after + shared :])
+            if not _is_prefill(header[:shared], header[shared:]):
+                return self._end_of_header(place, after, header[shared:], self.text[after + shared :])
         return after + shared
 
-    def _check_prefill(self, place: int, shared: str, left_out: str, found: str) -> None:
-        """Refuse a turn whose beginning differs from a generated one's by more than an opened block of reasoning.
+    def _end_of_header(self, place: int, after: int, expected: str, found: str) -> int:
+        """Return where all that the template adds for a generated response ends, if it is written once after the message before.
 
-        Templates of models that think begin a response for them (``<think>``), and leave that out of turns without reasoning.
+        Templates may end the message before it otherwise where others follow (Hermes: a line feed after the results of tools).
+
+        Raises:
+            RecordError: it is not written so; says what was expected and what was found.
         """
-        is_inside_block = "<think>" in shared.rpartition("</think>")[2] and "</think>" in left_out
-        if is_inside_block or "think" not in left_out.lower():
+        plain, prompt = (self._render(self.messages[:place], for_generation=added) for added in (False, True))
+        header = prompt.removeprefix(plain)
+        opened = _REASONING_MARK.search(header)
+        if opened and "</" not in header[opened.start() :] and header not in self.text[after:]:
+            header = header[: opened.end() - len(opened[0].lstrip())]
+        other = self._with_mark(place)
+        if other.get("tool_calls"):
+            other = {**other, "tool_calls": [with_arguments(call, {"key": self._mark}) for call in other["tool_calls"]]}
+        between = self.text[after : _shared_length(self.text, self._text_with(place, other))]
+        if header == prompt or not header.strip() or between.count(header) != 1:
             raise self.fault(
-                place, f"begins with {found[:_SHOWN]!r} in the conversation, where a generated one follows {left_out[-_SHOWN:]!r}"
+                place, f"begins with {found[:_SHOWN]!r} in the conversation, where a generated one follows {expected[-_SHOWN:]!r}"
             )
+        return after + between.index(header) + len(header)
 
     def end_of_said(self, place: int, start: int) -> int:
         """Return a character behind all that an assistant's message says, before the end of its turn.
@@ -287,6 +314,9 @@ class _Whole:
             found = self._end_of_content(place)
         if found is None or found < start:
             raise self.fault(place, "is not written by the template, or in another way when others follow")
+        around = self._around_marks.get(place)
+        if around is not None and self._mark in around[0]:
+            raise self.fault(place, "is written more than once by the template, so that its end cannot be told")
         return found
 
     def start_of_content(self, place: int) -> int:
@@ -328,7 +358,7 @@ class _Whole:
         """Return where the text of tool calls that a changed last argument leaves as it is begins."""
         *calls, last = self.messages[place]["tool_calls"]
         marked = self._text_with(place, {**self.messages[place], "tool_calls": [*calls, with_arguments(last, {"key": self._mark})]})
-        if self._mark not in marked:
+        if marked.count(self._mark) != 1:
             return None
         behind = marked.rpartition(self._mark)[2]
         shared = _shared_length(self.text[::-1], behind[::-1])
@@ -379,7 +409,8 @@ def is_reasoning_written(messages: Sequence[ChatMessage], place: int, text: str,
     for name, values in _calls_of(message):
         missing = next((each for each in (name, *values) if not _is_written(each, written)), None)
         if missing is not None:
-            what = f"calls the tool {name!r} with {missing[:_SHOWN]!r}, and the template does not write it"
+            given = "" if missing is name else f" with {missing[:_SHOWN]!r}"
+            what = f"calls the tool {name!r}{given}, and the template does not write it"
             raise _fault(origin, place, len(messages), what)
     reasoning = reasoning_of(message)
     if _joined(reasoning) in written:
@@ -387,6 +418,19 @@ def is_reasoning_written(messages: Sequence[ChatMessage], place: int, text: str,
     if not any(each["role"] == "user" for each in messages[place:]):
         raise _fault(origin, place, len(messages), f"reasons {reasoning.strip()[:_SHOWN]!r}, and the template leaves it out")
     return False
+
+
+def _is_prefill(shared: str, left_out: str) -> bool:
+    """Whether a turn differs from a generated one by an opened block of reasoning alone.
+
+    Templates of models that think begin a response for them (``<think>``), and leave that out of turns without reasoning.
+
+    Args:
+        shared: what both begin with.
+        left_out: what a generated one alone goes on with.
+    """
+    is_inside_block = "<think>" in shared.rpartition("</think>")[2] and "</think>" in left_out
+    return not is_inside_block and _REASONING_MARK.match(left_out) is not None
 
 
 def _shared_length(first: str, second: str) -> int:

@@ -88,6 +88,15 @@ TEMPLATES: dict[str, Published] = {
     "granite": Published(("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")),
     "deepseek-v3.1": Published(_DEEPSEEK, other=(*_DEEPSEEK_OTHER, *_THINK), begins="<｜begin▁of▁sentence｜>"),
     "chatglm": Published(_GLM, ("<|user|>", "<|observation|>")),
+    "hermes": Published(("<|im_end|>", "<|im_start|>", "<|endoftext|>"), other=(*_QWEN_CALLS, *_THINK)),
+    "command-a": Published(
+        (
+            *("<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>"),
+            *("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>"),
+        ),
+        begins="<BOS_TOKEN>",
+    ),
+    "ernie": Published(("</s>", "<|begin_of_sentence|>")),
     "plain-text": Published(("</s>",)),
 }
 

@@ -99,6 +99,10 @@ REFUSED: dict[str, frozenset[str]] = {
     "command-r": NO_TOOLS | NO_REASONING_FIELD,
     "granite": NO_REASONING_FIELD | {"ends with a call"},
     "deepseek-v3.1": DROPS_REASONING,
+    # no text beside a call
+    "hermes": NO_REASONING_FIELD | {"ends with a call"},
+    "command-a": NO_REASONING_FIELD,
+    "ernie": NO_TOOLS | NO_REASONING_FIELD,
     "chatglm": NO_TOOLS | NO_REASONING_FIELD,
     "plain-text": NO_TOOLS | NO_REASONING_FIELD,
 }

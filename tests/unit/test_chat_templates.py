@@ -166,6 +166,54 @@ def test_turn_ends_are_tokens_that_generation_stops_at(name: str) -> None:
     assert bool(ends) == (name != "plain-text")
 
 
+def test_a_turn_ends_after_what_closes_its_response() -> None:
+    """Command A closes a response and then the turn: the first special token after the text is no end."""
+    tokenizer = tokenizer_of("command-a")
+    found = encoder_of("command-a").encode_conversation(record_of(CONVERSATIONS["three turns"]))
+    texts = [tokenizer.decode(found.ids[start:end]) for start, end in found.targets]
+    assert texts[0] == "<|START_RESPONSE|>Said two.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
+    assert ChatTemplate(tokenizer).stop_tokens == (tokenizer.eos_token_id,)
+
+
+@pytest.mark.parametrize("begins", ["", "<think>\\n"])
+def test_results_of_tools_that_end_otherwise_where_others_follow(begins: str) -> None:
+    tokenizer = tokenizer_of("hermes")
+    header = "'<|im_start|>assistant\\n"
+    assert tokenizer.chat_template.count(header + "'") == 1
+    tokenizer.chat_template = tokenizer.chat_template.replace(header + "'", f"{header}{begins}'")
+    found = PromptEncoder(tokenizer).encode_conversation(record_of(CONVERSATIONS["call without text"], TOOLS))
+    texts = [tokenizer.decode(found.ids[start:end]) for start, end in found.targets]
+    assert texts[0].startswith("<tool_call>") and texts[1] == "It is mild.<|im_end|>"
+
+
+def test_a_first_word_that_is_one_token_with_the_space_before_it_is_learned() -> None:
+    """The prompt ends in ``Assistant: ``, and `` two`` is one token."""
+    found = encoder_of("ernie").encode_conversation(record_of([user("Say it."), assistant("two")]))
+    assert [tokenizer_of("ernie").decode(found.ids[start:end]) for start, end in found.targets] == [" two</s>"]
+
+
+@pytest.mark.parametrize("asked", ["Ask one.", "What is <|im_start|>assistant\nthen?"])
+def test_a_turn_that_a_template_writes_twice_is_refused(asked: str) -> None:
+    """Its end would be found in the summary behind the turns."""
+    tokenizer = tokenizer_of("chatml")
+    summary = "{{ '<|im_start|>summary\n' }}{% for m in messages %}{{ m.content[:10] + ';' }}{% endfor %}"
+    turns, added = tokenizer.chat_template.split("{% if add_generation_prompt")
+    tokenizer.chat_template = f"{turns}{summary}{{% if add_generation_prompt{added}"
+    with pytest.raises(RecordError, match="more than once" if "<" in asked else "where a generated one follows"):
+        PromptEncoder(tokenizer).encode_conversation(record_of([user(asked), assistant("Said two.")]))
+
+
+def test_a_turn_that_the_user_alone_repeats_is_refused() -> None:
+    """The template leaves out earlier turns of the assistant, so that this one is in the whole once: in a later turn."""
+    text = "A long answer, to be repeated."
+    messages = [user("Ask one."), assistant(text), user(f"You said: {text}"), assistant("Yes.")]
+    tokenizer = tokenizer_of("chatml")
+    said = "(message['content'] if loop.last or message['role'] == 'user' else '')"
+    tokenizer.chat_template = tokenizer.chat_template.replace("message['content']", said)
+    with pytest.raises(RecordError, match=r"turn 2 of 4.* again after the next message"):
+        PromptEncoder(tokenizer).encode_conversation(record_of(messages))
+
+
 def test_a_clock_shows_the_day_of_the_run() -> None:
     record = record_of(CONVERSATIONS["one turn"])
     texts = [encoder_of(name).whole_text(record) for name in ("llama3.2", "gpt-oss", "smollm3")]
