@@ -149,12 +149,26 @@ class ConversationEncoder:
                 f"{origin}: the conversation has {len(spoken)} turns of the assistant, in the text of the chat template {len(spans)} were "
                 "found. Fix: correct the marks {% generation %} of policy.tokenizer.chat_template"
             )
+        texts = [self.tokenizer.decode(ids[start:end], skip_special_tokens=False) for start, end in spans]
         dropped = 0
-        # A template may mark some turns alone, and then does not say which.
-        for place, (start, end) in zip(spoken, spans, strict=True) if len(spans) == len(spoken) else ():
-            text = self.tokenizer.decode(ids[start:end], skip_special_tokens=False)
-            dropped += not is_reasoning_written(messages, place, text, origin)
+        if len(spans) == len(spoken):
+            dropped = sum(not is_reasoning_written(messages, *turn, origin) for turn in zip(spoken, texts, strict=True))
+        elif not _are_said_in_order(texts, [messages[place] for place in spoken]):
+            raise RecordError(
+                f"{origin}: the chat template marks {len(spans)} texts of the conversation, which has {len(spoken)} turns of the assistant, "
+                f"and not all of them are such turns; the first one is {texts[0][:_SHOWN]!r}. Fix: correct the marks {{% generation %}} of "
+                "policy.tokenizer.chat_template"
+            )
+        # Marks are often put around the content alone, and a model that never learns the end of a turn does not stop.
+        ends = [end + (end < len(ids) and ids[end - 1] not in self._all_stops and ids[end] in self._all_stops) for _, end in spans]
+        spans = [(start, end) for (start, _), end in zip(spans, ends, strict=True)]
         return EncodedConversation(ids, spans, dropped)
+
+
+def _are_said_in_order(texts: Sequence[str], turns: Sequence[ChatMessage]) -> bool:
+    """Whether each text is what one of the assistant's turns says; a template may mark some of them alone."""
+    left = iter(turns)
+    return all(any(_joined(visible_text(turn)) in _joined(text) for turn in left) for text in texts)
 
 
 def _runs_of_ones(mask: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -214,6 +214,39 @@ def test_a_turn_that_the_user_alone_repeats_is_refused() -> None:
         PromptEncoder(tokenizer).encode_conversation(record_of(messages))
 
 
+def _marking(body: str) -> PromptEncoder:
+    """Return an encoder by ChatML with other text for a message's content and end."""
+    tokenizer = tokenizer_of("chatml")
+    plain = "message['content'] + '<|im_end|>' + '\\n' }}"
+    assert plain in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(plain, "'' }}" + body)
+    return PromptEncoder(tokenizer)
+
+
+def test_marks_around_the_content_alone_learn_the_end_too() -> None:
+    said = "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}"
+    encoder = _marking(said + "{% else %}{{ message.content }}{% endif %}{{ '<|im_end|>\n' }}")
+    found = encoder.encode_conversation(record_of(CONVERSATIONS["three turns"]))
+    texts = [tokenizer_of("chatml").decode(found.ids[start:end]) for start, end in found.targets]
+    assert texts == ["Said two.<|im_end|>", "Told st more.<|im_end|>", "Done.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("marked", "learned"),
+    [("loop.last", ["Done.<|im_end|>"]), ("message.role == 'user' and loop.index > 1", None), ("message.role == 'assistant'", 3)],
+)
+def test_marks_of_some_turns_are_the_assistants(marked: str, learned: Any) -> None:
+    body = f"{{% if {marked} %}}{{% generation %}}{{{{ message.content }}}}{{% endgeneration %}}{{% else %}}{{{{ message.content }}}}{{% endif %}}"
+    encoder, record = _marking(body + "{{ '<|im_end|>\n' }}"), record_of(CONVERSATIONS["three turns"])
+    if learned is None:
+        with pytest.raises(RecordError, match="not all of them are such turns; the first one is 'Want further.'"):
+            encoder.encode_conversation(record)
+        return
+    found = encoder.encode_conversation(record)
+    texts = [tokenizer_of("chatml").decode(found.ids[start:end]) for start, end in found.targets]
+    assert texts == learned or len(texts) == learned
+
+
 def test_a_clock_shows_the_day_of_the_run() -> None:
     record = record_of(CONVERSATIONS["one turn"])
     texts = [encoder_of(name).whole_text(record) for name in ("llama3.2", "gpt-oss", "smollm3")]
