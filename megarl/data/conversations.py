@@ -155,8 +155,8 @@ class ConversationEncoder:
             dropped = sum(not is_reasoning_written(messages, *turn, origin) for turn in zip(spoken, texts, strict=True))
         elif not _are_said_in_order(texts, [messages[place] for place in spoken]):
             raise RecordError(
-                f"{origin}: the chat template marks {len(spans)} texts of the conversation, which has {len(spoken)} turns of the assistant, "
-                f"and not all of them are such turns; the first one is {texts[0][:_SHOWN]!r}. Fix: correct the marks {{% generation %}} of "
+                f"{origin}: the chat template marks {len(spans)} texts of the conversation, which has {len(spoken)} turns of the "
+                f"assistant, and not all of them are such turns; the first one is {texts[0][:_SHOWN]!r}. Fix: correct the marks {{% generation %}} of "
                 "policy.tokenizer.chat_template"
             )
         # Marks are often put around the content alone, and a model that never learns the end of a turn does not stop.

@@ -25,6 +25,8 @@ _LONGEST_KEPT = 1000
 
 _DELIMITED = re.compile(r"\\boxed\s*\{|\\\(|\\\[|(?<!\\)\$.+(?<!\\)\$", re.DOTALL)
 _MARKED = re.compile(r"(?<!\\)\$\$.*?\$\$|(?<!\\)\$.*?(?<!\\)\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
+_MARKED_RESULT = re.compile(r"(?:^|\n)\s*####[ \t]*(\S[^\n]*)\s*\Z")
+"""The result below worked steps, as GSM8K has it."""
 _HEDGE = re.compile(r"[0-9})$]\s+or\s+(?:\$|\\\()*[-+]?[0-9][^\n]*\s*\Z")
 _PLAIN = re.compile(r"(?:(?:either|about|approximately|exactly|at least|at most|more than|less than)\s+)?[-+]?[0-9.][^$\\]*\Z")
 """A statement that is a number and its words, with no mathematics that the library would find better."""
@@ -88,7 +90,10 @@ def fault_of_reference(answer: str) -> str | None:
 
 
 def _reference(answer: str) -> str:
-    """Return what a reference holds: its boxes, else the whole of it, or the mathematics at the end of a sentence."""
+    """Return what a reference holds: its result after ``####``, else its boxes, else the whole of it, or the mathematics at its end."""
+    result = _MARKED_RESULT.search(answer)
+    if result is not None:
+        return result[1]
     boxed = boxed_answer(answer, 2)
     if boxed is not None:
         return boxed

@@ -34,6 +34,13 @@ _MEMBER = re.compile(rf"^\s*{_NAME}\s*\\in(?![a-z])\s*")
 _BUILDER = re.compile(rf"\\\{{\s*({_NAME})\s*(?:\\in\s*\\mathbb\{{R\}}\s*)?[|:]\s*(.*)\\\}}\s*$")
 _BETWEEN_NAMES = re.compile(r"\s*,\s*(?:and\s)?|\s+and\s+")
 _SEVERAL_NUMBERS = re.compile(r"(?<![_^.\w])[0-9.]+\s+[0-9]")
+_WRAPPED = r"(?:\\(?:text|textbf|textrm|mathbf|mathrm)\s*\{\s*)?"
+_GAP = r"(?:\s|\\[ ,;:!]|\\q?quad(?![a-z])|~|\}|\$)+"
+_CHOICE = re.compile(
+    rf"\s*\$?{_WRAPPED}(?:\(([A-J])\)|([A-J])[.:]){_GAP}((?![-+*/^=_<>|]\s|[+*/^=_<>|]|\\(?:times|cdot|cup|cap|pm)).+)", re.DOTALL
+)
+_BARE_CHOICE = re.compile(rf"\s*\$?{_WRAPPED}\(?([A-J])\)?[.\s}}$]*")
+_OTHER_CHOICE = re.compile(r"\b(?:or|and|not)\b|(?<![A-Za-z0-9])\(?[A-J]\)?(?![A-Za-z0-9])")
 _SEPARATORS = f",;{OR}{AND}"
 _COMPARED = re.compile(r"[<>=]|\\(?:le|ge|ne|in)(?![a-z])")
 _DECIMAL = re.compile(r"[-+]?\s*[0-9]*\.([0-9]+)")
@@ -43,6 +50,9 @@ def agree(reference: str, response: str) -> bool:
     """Return whether a final answer says what the reference says, both as they stand in a box or in the data."""
     if max(len(reference), len(response)) > LONGEST:
         return reference.strip() == response.strip()
+    by_choice = _choices_agree(reference, response)
+    if by_choice is not None:
+        return by_choice
     readings = ([spell(each) for each in _readings(text)] for text in (reference, response))
     return any(_spelled_agree(wanted, given) for wanted, given in product(*readings))
 
@@ -51,6 +61,39 @@ def values_in(reference: str) -> int:
     """Return how many values a reference has: those of a list or a set, else 1."""
     text = spell(reference) if len(reference) <= LONGEST else ""
     return max(1, len(_split(_without_braces(text))))
+
+
+def _choices_agree(reference: str, response: str) -> bool | None:
+    """Compare where one side is the letter of a choice with its text, ``(B) 12``; None where neither is.
+
+    The other one may have the letter alone or the text alone; where both have both, both have to agree.
+    """
+    given = _choice(response)
+    # only a response may hedge: B or C
+    choices = [_choice(reference), given if given and not _OTHER_CHOICE.search(given[1]) else None]
+    if not any(choices):
+        return None
+    letters = [choice[0] if choice else _bare_choice(text) for choice, text in zip(choices, (reference, response), strict=True)]
+    if None not in letters and letters[0] != letters[1]:
+        return False
+    if None not in letters and not all(choices):
+        return True
+    return agree(*(choice[1] if choice else text for choice, text in zip(choices, (reference, response), strict=True)))
+
+
+def _choice(text: str) -> tuple[str, str] | None:
+    """Return the letter of a choice and its text; None for anything else."""
+    found = _CHOICE.fullmatch(text)
+    if found is None:
+        return None
+    # the command around the letter may end behind the text
+    rest = found[3][:-1] if found[3].count("}") == found[3].count("{") + 1 and found[3].endswith("}") else found[3]
+    return found[1] or found[2], rest
+
+
+def _bare_choice(text: str) -> str | None:
+    found = _BARE_CHOICE.fullmatch(text)
+    return found[1] if found else None
 
 
 def _readings(text: str) -> tuple[str, ...]:
@@ -431,7 +474,7 @@ def _without_factor(piece: _Piece) -> tuple[_Piece, Fraction]:
 def _percentages_agree(first: _Piece, second: _Piece, percents: Sequence[bool]) -> bool:
     """Compare where one side has a percent sign: by value, or as numbers where the other leaves the sign away.
 
-    A reference without the sign is a number of percent only if it is an integer: 0.5% is not 0.5.
+    A reference without the sign is a number of percent only if it is an integer or above 10: 0.5% is not 0.5.
     """
     rest = [read_words(re.sub(r"percent(?:age)?|%", "", piece.words)) for piece in (first, second)]
     if not words_agree(*rest) or (not all(percents) and any(rest)):
@@ -441,7 +484,7 @@ def _percentages_agree(first: _Piece, second: _Piece, percents: Sequence[bool]) 
     if _values_agree(first.value, second.value, *factors):
         return True
     wanted = number(first.value)
-    may_lack = percents[0] or (wanted is not None and wanted.denominator == 1)
+    may_lack = percents[0] or (wanted is not None and (wanted.denominator == 1 or wanted > 10))
     return not all(percents) and may_lack and _values_agree(first.value, second.value)
 
 

@@ -236,10 +236,11 @@ def test_marks_around_the_content_alone_learn_the_end_too() -> None:
     [("loop.last", ["Done.<|im_end|>"]), ("message.role == 'user' and loop.index > 1", None), ("message.role == 'assistant'", 3)],
 )
 def test_marks_of_some_turns_are_the_assistants(marked: str, learned: Any) -> None:
-    body = f"{{% if {marked} %}}{{% generation %}}{{{{ message.content }}}}{{% endgeneration %}}{{% else %}}{{{{ message.content }}}}{{% endif %}}"
+    said = "{{ message.content }}"
+    body = f"{{% if {marked} %}}{{% generation %}}{said}{{% endgeneration %}}{{% else %}}{said}{{% endif %}}"
     encoder, record = _marking(body + "{{ '<|im_end|>\n' }}"), record_of(CONVERSATIONS["three turns"])
     if learned is None:
-        with pytest.raises(RecordError, match="not all of them are such turns; the first one is 'Want further.'"):
+        with pytest.raises(RecordError, match=r"not all of them are such turns; the first one is 'Want further\.'"):
             encoder.encode_conversation(record)
         return
     found = encoder.encode_conversation(record)
