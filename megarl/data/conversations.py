@@ -155,9 +155,9 @@ class ConversationEncoder:
             dropped = sum(not is_reasoning_written(messages, *turn, origin) for turn in zip(spoken, texts, strict=True))
         elif not _are_said_in_order(texts, [messages[place] for place in spoken]):
             raise RecordError(
-                f"{origin}: the chat template marks {len(spans)} texts of the conversation, which has {len(spoken)} turns of the "
-                f"assistant, and not all of them are such turns; the first one is {texts[0][:_SHOWN]!r}. Fix: correct the marks {{% generation %}} of "
-                "policy.tokenizer.chat_template"
+                f"{origin}: the chat template marks {len(spans)} texts, the conversation has {len(spoken)} turns of the assistant, and not "
+                f"all of these texts are such turns; the first one is {texts[0][:_SHOWN]!r}. Fix: correct the marks {{% generation %}} "
+                "of policy.tokenizer.chat_template"
             )
         # Marks are often put around the content alone, and a model that never learns the end of a turn does not stop.
         ends = [end + (end < len(ids) and ids[end - 1] not in self._all_stops and ids[end] in self._all_stops) for _, end in spans]

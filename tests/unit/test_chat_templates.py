@@ -240,7 +240,7 @@ def test_marks_of_some_turns_are_the_assistants(marked: str, learned: Any) -> No
     body = f"{{% if {marked} %}}{{% generation %}}{said}{{% endgeneration %}}{{% else %}}{said}{{% endif %}}"
     encoder, record = _marking(body + "{{ '<|im_end|>\n' }}"), record_of(CONVERSATIONS["three turns"])
     if learned is None:
-        with pytest.raises(RecordError, match=r"not all of them are such turns; the first one is 'Want further\.'"):
+        with pytest.raises(RecordError, match=r"not all of these texts are such turns; the first one is 'Want further\.'"):
             encoder.encode_conversation(record)
         return
     found = encoder.encode_conversation(record)
