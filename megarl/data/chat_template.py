@@ -29,6 +29,9 @@ RENDER_SECONDS = 10.0
 _RENDER_BYTES = 4 << 30
 """Address space that rendering may add to the process."""
 
+_FREE_CHARACTERS, _CHARACTERS_A_CHARACTER = 1 << 20, 100
+"""A text may have the first number of characters, and the second one for each character of its messages and tools."""
+
 _CLOCK = re.compile(r"\bstrftime_now\b")
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -101,10 +104,18 @@ class ChatTemplate:
             for_generation: go on to where the assistant's next turn begins.
 
         Raises:
-            DataError: the template fails, or takes more than ``RENDER_SECONDS`` or 4 GiB.
+            DataError: the template fails, takes more than ``RENDER_SECONDS`` or 4 GiB, or writes far more than it is given.
         """
         options = {"tokenize": False, "add_generation_prompt": for_generation}
-        return str(self._apply(messages, tools, origin, options))
+        text = str(self._apply(messages, tools, origin, options))
+        if len(text) > _FREE_CHARACTERS:
+            given = sum(len(str(each)) for each in (*messages, *tools))
+            if len(text) > _FREE_CHARACTERS + _CHARACTERS_A_CHARACTER * given:
+                raise RecordError(
+                    f"{origin}: policy.tokenizer.chat_template writes {len(text)} characters for messages and tools of {given}; it begins "
+                    f"{self.text[:60]!r}. Fix: correct the template, or leave the record out"
+                )
+        return text
 
     def encode_marked(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str

@@ -449,8 +449,15 @@ def _is_prefill(shared: str, left_out: str) -> bool:
 
 def _shared_length(first: str, second: str) -> int:
     """Return how many characters two texts begin with alike."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (ours, theirs) in pairs if ours != theirs), min(len(first), len(second)))
+    # Bisection compares slices as a whole: a loop over characters takes seconds for long conversations.
+    alike, bound = 0, min(len(first), len(second))
+    while alike < bound:
+        middle = (alike + bound + 1) // 2
+        if first[alike:middle] == second[alike:middle]:
+            alike = middle
+        else:
+            bound = middle - 1
+    return alike
 
 
 def visible_text(message: ChatMessage) -> str:

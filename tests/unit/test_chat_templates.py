@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.data import chat_template
+from megarl.data import chat_template, conversations
 from megarl.data.chat_template import ChatTemplate
 from megarl.data.tokenization import PromptEncoder
 from megarl.errors import DataError, RecordError
@@ -273,6 +273,19 @@ def test_a_template_that_takes_all_memory_is_refused() -> None:
     tokenizer.chat_template = "{{ messages[0].content * 10 ** 12 }}"
     with pytest.raises(RecordError, match=r"row 1: .*cannot be applied.*MemoryError"):
         PromptEncoder(tokenizer).whole_text(record_of(CONVERSATIONS["one turn"]))
+
+
+def test_a_template_that_writes_far_more_than_it_is_given_is_refused() -> None:
+    """A tokenizer takes hundreds of bytes and microseconds for each character."""
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template += "{{ 'a b ' * 10 ** 7 }}"
+    with pytest.raises(RecordError, match=r"row 1: .* writes 400000\d\d characters for messages and tools of \d\d\d?;.*Fix: "):
+        PromptEncoder(tokenizer).encode_conversation(record_of(CONVERSATIONS["one turn"]))
+
+
+@pytest.mark.parametrize(("first", "second", "shared"), [("", "", 0), ("ab", "ab", 2), ("abc", "abd", 2), ("x", "y", 0), ("abcd", "ab", 2)])
+def test_texts_share_a_beginning(first: str, second: str, shared: int) -> None:
+    assert conversations._shared_length(first, second) == conversations._shared_length(second, first) == shared
 
 
 def test_a_slow_tokenizer_counts_characters_by_decoding() -> None:
