@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,8 @@ def misnamed_directory(text: str, run_dir: str) -> str | None:
         run_dir: of this launch.
     """
     old = Path("runs") / Path(text).stem
-    is_misnamed = old != Path(run_dir) and not Path(run_dir).exists() and (old / "config.yaml").is_file()
+    # os.path takes a name that no file can have for an absent one; the run itself refuses it.
+    is_misnamed = old != Path(run_dir) and not os.path.exists(run_dir) and os.path.isfile(old / "config.yaml")
     return str(old) if is_misnamed else None
 
 
