@@ -38,9 +38,6 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
     into.add_argument("source", help="directory or hub id")
     into.add_argument("--revision", help="branch, tag or commit of a hub repository")
     into.add_argument("--vocab-multiple", type=int, default=1, metavar="N", help="pad the vocabulary with zero rows to a multiple of N")
-    into.add_argument(
-        "--part", type=read_part, metavar="I/N", help="do this part of the work; the last of N calls, on any machine, ends it"
-    )
     add_layout_flag(into)
     out = commands.add_parser("export", help="torch_dist of Megatron-Core -> Hugging Face safetensors", epilog=_EPILOG)
     out.add_argument("source", type=Path, help="checkpoint, or a directory that a trainer keeps it in")
@@ -50,6 +47,9 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
         command.add_argument("--workers", type=int, default=2, metavar="N", help="threads (default 2); the bytes do not depend on them")
         command.add_argument("--max-memory", type=read_size, metavar="SIZE", help="resident memory, for example 2GiB")
         command.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint")
+        command.add_argument(
+            "--part", type=read_part, metavar="I/N", help="do this part of the work; the last of N calls, on any machine, ends it"
+        )
         _add_missing(command)
     check = commands.add_parser("verify", help="compare two checkpoints bit for bit, or one with its manifest", epilog=_EPILOG)
     check.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="one or two checkpoints of either format")
@@ -251,7 +251,7 @@ def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespa
     give_memory_back()
     begun = time.monotonic()
     progress = None if arguments.json else sys.stderr
-    part = getattr(arguments, "part", None)
+    part = arguments.part
     with _interrupted_by_sigterm():
         options = RunOptions(arguments.workers, arguments.max_memory, arguments.overwrite, progress, part)
         outcome = convert(plan, arguments.target, options)

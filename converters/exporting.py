@@ -10,7 +10,7 @@ import functools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -56,6 +56,7 @@ from converters.checkpoint.work import (
     Piece,
     Progress,
     RunOptions,
+    check_records,
     peak_memory,
     row_ranges,
     run_pieces,
@@ -244,6 +245,18 @@ class ExportPlan:
             }
         )
 
+    @property
+    def fingerprint_of_files(self) -> dict[str, str]:
+        """Changes with the files beside the weights, which the part writes that is the last to be done."""
+        directory = self.checkpoint.hf_directory
+        return fingerprints(
+            {
+                "the files beside the weights (of the checkpoint, --hf-config or --tokenizer)": {}
+                if directory is None
+                else file_hashes(directory)
+            }
+        )
+
 
 def plan_export(
     checkpoint: MegatronCheckpoint,
@@ -372,44 +385,60 @@ def export_model(
     if plan.checkpoint.hf_directory == plan.checkpoint.directory:
         raise ConversionError(f"{plan.checkpoint.directory} keeps config.json among its own files", "pass --hf-config DIRECTORY")
     workers, progress = workers_within(options.workers, options.max_memory), options.progress
-    with Staging(target, plan.fingerprint, overwrite=options.overwrite, is_ours=is_hf_directory) as staging:
-        shown = Progress(plan.size, f"export {target.name}", progress)
-        anew = say_why_anew(staging.started_anew_because_of, shown)
-        writer = _Writer(plan, staging)
-        writer.check_earlier(workers, progress)
-        resumed = sum(tensor.size for tensor in plan.written if tensor.name in writer.finished)
-        require_space(staging.directory, plan.size - resumed)
+    fingerprint = plan.fingerprint if options.part is None else plan.fingerprint | plan.fingerprint_of_files
+    with Staging(target, fingerprint, overwrite=options.overwrite, is_ours=is_hf_directory, part=options.part) as staging:
+        files = [tensors for number, tensors in enumerate(plan.files.values()) if options.has(number)]
+        tensors = [tensor for file in files for tensor in file]
+        total = sum(tensor.size for tensor in tensors)
+        shown = Progress(total, f"export {target.name}", progress)
+        notes: dict[str, Any] = {**say_why_anew(staging.started_anew_because_of, shown)}
+        writer = _Writer(plan, staging, files)
+        writer.check(workers, progress, staging.records)
+        resumed = sum(tensor.size for tensor in tensors if tensor.name in writer.finished)
+        require_space(staging.directory, total - resumed)
         shown.skip(resumed)
-        waiting = [tensor for tensor in plan.written if tensor.name not in writer.finished]
+        waiting = [tensor for tensor in tensors if tensor.name not in writer.finished]
         try:
             run_pieces([Piece(tensor.size, functools.partial(writer.write, tensor)) for tensor in waiting], workers, shown)
         finally:
             writer.close()
         shown.finish()
-        digests = {name: digest for each in writer.finished.values() for name, digest in each.items()}
-        writer.held.refuse_changed(digests, writer.before)
-        notes = {**writer.narrowing.summary(), **not_finite_note(writer.not_finite), **plan.notes}
-        _write_rest(plan, staging.directory, digests, notes)
-        staging.finish()
-    notes = {**notes, **excused_notes(plan.missing, plan.left_out), **anew}
-    return ConversionResult(target, len(plan.written), plan.size, resumed, workers, peak_memory(), notes)
+        waits_for: tuple[int, ...] = ()
+        with staging.all_parts_but_the_last() as others:
+            if others is not None:
+                waits_for = options.parts_to_wait_for(others, functools.partial(writer.check, workers, progress), writer.incomplete)
+            if others is None or waits_for:
+                staging.leave()
+            else:
+                notes = {**_finish(plan, staging, writer), **notes}
+    return ConversionResult(target, len(plan.written), total, resumed, workers, peak_memory(), notes, waits_for)
+
+
+def _finish(plan: ExportPlan, staging: Staging, writer: _Writer) -> dict[str, Any]:
+    """Write what makes the files a model, and give it its name. Returns what the conversion says of itself."""
+    writer.close()
+    digests = {name: digest for each in writer.finished.values() for name, digest in each.items()}
+    writer.held.refuse_changed(digests, writer.before)
+    notes = {**writer.narrowing.summary(), **not_finite_note(writer.not_finite), **plan.notes}
+    _write_rest(plan, staging.directory, digests, notes)
+    staging.finish()
+    return {**notes, **excused_notes(plan.missing, plan.left_out)}
 
 
 class _Writer:
     """The safetensors files, each as large as it will be from the beginning, filled tensor by tensor."""
 
-    def __init__(self, plan: ExportPlan, staging: Staging) -> None:
+    def __init__(self, plan: ExportPlan, staging: Staging, own_files: Sequence[Sequence[WrittenTensor]]) -> None:
         self._plan, self._staging = plan, staging
         self.narrowing = Narrowing(asked=plan.dtype is not None)
         self._files = OpenFiles(writing=True)
-        self._data_begins: dict[str, int] = {}
-        for file, tensors in plan.files.items():
-            header = header_of(tensors)
-            (staging.directory / file).touch(0o644)
-            with self._files.use(staging.directory / file) as descriptor:
+        self._headers = {file: header_of(tensors) for file, tensors in plan.files.items()}
+        for tensors in own_files:
+            path, header = staging.directory / tensors[0].file, self._headers[tensors[0].file]
+            path.touch(0o644)
+            with self._files.use(path) as descriptor:
                 os.ftruncate(descriptor, len(header) + sum(tensor.size for tensor in tensors))
                 write_bytes(descriptor, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
-            self._data_begins[file] = len(header)
         dtypes = {part.name: tensor.dtype for tensor in plan.written for part, _ in tensor.parts}
         merged = () if plan.adapter is None else plan.adapter.changed
         self.held = HeldAgainst(plan.checkpoint.manifest, plan.checkpoint.directory, dtypes, merged)
@@ -441,7 +470,7 @@ class _Writer:
         self._files.close()
 
     def _begin(self, tensor: WrittenTensor) -> int:
-        return self._data_begins[tensor.file] + tensor.offset
+        return len(self._headers[tensor.file]) + tensor.offset
 
     def _chunks(self, tensor: WrittenTensor, hashes: TensorHashes, before: TensorHashes) -> Iterator[tuple[int, Tensor]]:
         """Bytes to write and where, counted from the beginning of the tensor."""
@@ -458,22 +487,37 @@ class _Writer:
                     target[first:last].copy_(rows)
             yield position, chunk
 
-    def check_earlier(self, workers: int, progress: TextIO | None) -> None:
-        """Take the tensors into ``finished`` that an earlier run wrote and that still are as they were written."""
+    def check(self, workers: int, progress: TextIO | None, records: Sequence[Mapping[str, Any]]) -> None:
+        """Take the tensors into ``finished`` that an earlier run, or another part, has recorded and that still are as they were written."""
         written = {tensor.name: tensor for tensor in self._plan.written}
 
-        def check(record: dict[str, Any]) -> None:
+        def check(record: Mapping[str, Any]) -> None:
             tensor = written[record["tensor"]]
-            if self._digests_of(tensor) == record["digests"]:
-                self.finished[tensor.name] = record["digests"]
-                self.before |= record["before"]
-                self.not_finite.update(record["not_finite"])
-                self.narrowing.recall(record["errors"])
+            try:
+                if self._digests_of(tensor) != record["digests"]:
+                    return
+            except ConversionError:  # a file of another part is gone or was cut off
+                return
+            self.finished[tensor.name] = record["digests"]
+            self.before |= record["before"]
+            self.not_finite.update(record["not_finite"])
+            self.narrowing.recall(record["errors"])
 
-        checks = [Piece(written[record["tensor"]].size, functools.partial(check, record)) for record in self._staging.records]
-        shown = Progress(sum(piece.size for piece in checks), "check what an earlier run wrote", progress if checks else None)
-        run_pieces(checks, workers, shown)
-        shown.finish()
+        check_records([Piece(written[record["tensor"]].size, functools.partial(check, record)) for record in records], workers, progress)
+
+    def incomplete(self) -> list[int]:
+        """Numbers of the files that are not whole, or in which a tensor is not finished."""
+        return [
+            number
+            for number, (file, tensors) in enumerate(self._plan.files.items())
+            if any(tensor.name not in self.finished for tensor in tensors) or not self._is_whole(file, tensors)
+        ]
+
+    def _is_whole(self, file: str, tensors: Sequence[WrittenTensor]) -> bool:
+        header, path = self._headers[file], self._staging.directory / file
+        with path.open("rb") as opened:
+            begins_so = opened.read(len(header)) == header
+        return begins_so and path.stat().st_size == len(header) + sum(tensor.size for tensor in tensors)
 
     def _digests_of(self, tensor: WrittenTensor) -> dict[str, str]:
         """Hashes of the Hugging Face tensors in a stored tensor as it stands in its file."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -54,6 +54,7 @@ from converters.checkpoint.work import (
     Piece,
     Progress,
     RunOptions,
+    check_records,
     peak_memory,
     row_ranges,
     run_pieces,
@@ -326,7 +327,9 @@ def import_model(
         shown = Progress(total, f"import {target.name}", progress)
         anew = say_why_anew(staging.started_anew_because_of, shown)
         narrowing, held = Narrowing(asked=True), _held_against(plan)
-        finished = _finished_files(plan, staging, narrowing, workers, progress)
+        finished: dict[str, _FinishedFile] = {}
+        check = functools.partial(_check_files, plan, staging.directory, finished, narrowing, workers, progress)
+        check(staging.records)
         resumed = sum(plan.size(rule) for name, rules in files if name in finished for rule in rules)
         require_space(staging.directory, total - resumed)
         shown.skip(resumed)
@@ -340,38 +343,14 @@ def import_model(
         notes: dict[str, Any] = {**anew}
         waits_for: tuple[int, ...] = ()
         with staging.all_parts_but_the_last() as others:
-            if others is not None and options.part is not None:
-                waits_for = _take_from_others(plan, staging, narrowing, finished, others, options.part)
+            if others is not None:
+                names = [name for name, _ in plan.files]
+                waits_for = options.parts_to_wait_for(others, check, lambda: [names.index(name) for name in names if name not in finished])
             if others is None or waits_for:
                 staging.leave()
             else:
                 notes = {**_finish(plan, staging, narrowing, held, finished, common_state), **notes}
     return ConversionResult(target, len(plan.tensors), total, resumed, workers, peak_memory(), notes, waits_for)
-
-
-def _take_from_others(
-    plan: ImportPlan,
-    staging: Staging,
-    narrowing: Narrowing,
-    finished: dict[str, _FinishedFile],
-    others: Mapping[int, list[dict[str, Any]]],
-    part: tuple[int, int],
-) -> tuple[int, ...]:
-    """Take into ``finished`` what other parts wrote, by their journals; the parts that are not done.
-
-    What they recorded was on disk before; here only the length of each file is looked at, since they may be most of the model.
-    """
-    for records in others.values():
-        for record in records:
-            done = _file_of_record(record)
-            end = max(item.begin + item.length for item in done.items)
-            file = staging.directory / record["file"]
-            if file.is_file() and file.stat().st_size >= end:
-                finished[record["file"]] = done
-                narrowing.recall(record["errors"])
-    own, count = part
-    incomplete = {number % count + 1 for number, (name, _) in enumerate(plan.files) if name not in finished}
-    return tuple(sorted((incomplete | set(range(1, count + 1)) - set(others)) - {own}))
 
 
 def _finish(
@@ -508,28 +487,29 @@ def _chunks(plan: ImportPlan, rule: Rule, read: Callable[[HuggingFaceTensor, int
         yield start, chunk
 
 
-def _finished_files(
-    plan: ImportPlan, staging: Staging, narrowing: Narrowing, workers: int, progress: TextIO | None
-) -> dict[str, _FinishedFile]:
-    """Return what an earlier run wrote and what still is as it was written."""
+def _check_files(
+    plan: ImportPlan,
+    directory: Path,
+    finished: dict[str, _FinishedFile],
+    narrowing: Narrowing,
+    workers: int,
+    progress: TextIO | None,
+    records: Sequence[Mapping[str, Any]],
+) -> None:
+    """Take into ``finished`` what an earlier run, or another part, has recorded and what still is as it was written."""
     rules_of = dict(plan.files)
-    finished: dict[str, _FinishedFile] = {}
 
-    def check(record: dict[str, Any]) -> None:
+    def check(record: Mapping[str, Any]) -> None:
         done = _file_of_record(record)
         try:
-            if _digests_of(plan, staging.directory, rules_of[record["file"]], done.items) == record["digests"]:
+            if _digests_of(plan, directory, rules_of[record["file"]], done.items) == record["digests"]:
                 finished[record["file"]] = done
                 narrowing.recall(record["errors"])
         except ConversionError:  # damaged meanwhile: written again
             return
 
     sizes = {name: sum(map(plan.size, rules)) for name, rules in plan.files}
-    checks = [Piece(sizes[record["file"]], functools.partial(check, record)) for record in staging.records]
-    shown = Progress(sum(piece.size for piece in checks), "check what an earlier run wrote", progress if checks else None)
-    run_pieces(checks, workers, shown)
-    shown.finish()
-    return finished
+    check_records([Piece(sizes[record["file"]], functools.partial(check, record)) for record in records], workers, progress)
 
 
 def _file_of_record(record: Mapping[str, Any]) -> _FinishedFile:

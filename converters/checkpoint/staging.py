@@ -2,7 +2,7 @@
 
 Work is done in ``.NAME.partial`` beside the target, with a journal of what is finished; at the end the directory is renamed. One process at
 a time may work on it, or one for each part of the work, on any machine that sees the disk; each part has a journal of its own, and the
-one that finds all of them complete gives the directory its name.
+one that finds all of them complete gives the directory its name. A part begins, and ends, while no other part begins or ends.
 """
 
 from __future__ import annotations
@@ -63,26 +63,28 @@ class Staging:
         check_target(target, overwrite, is_ours)
         self.directory = _partial(target)
         self._lock_path = target.parent / f".{target.name}{'' if part is None else f'.part-{part[0]}'}.lock"
+        self._parts_lock_path = target.parent / f".{target.name}.parts.lock"
         self._journal_name = _JOURNAL if part is None else _PART_JOURNAL.format(*part)
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self._lock_file = _lock(self._lock_path)
-            self.directory.mkdir(exist_ok=True)
+            try:
+                with self._no_other_part_begins_or_ends():
+                    # another run may have made the target while this one waited for nothing but its turn
+                    check_target(target, overwrite, is_ours)
+                    self.directory.mkdir(exist_ok=True)
+                    self.started_anew_because_of: list[str] = []
+                    self._records = self._take_up(dict(plan))
+                    self._journal = (self.directory / self._journal_name).open("a", encoding="utf-8")
+                    if not self._records:
+                        self._append({"plan": dict(plan)})
+            except BaseException:
+                self._unlock()
+                raise
         except BlockingIOError as error:
             raise ConversionError(f"another process is writing {target}", "wait for it, or choose another directory") from error
         except OSError as error:
             raise ConversionError(f"{self.directory} cannot be made ({error})", "choose a directory that you may write to") from error
-        try:
-            # another run may have made the target while this one waited for nothing but its turn
-            check_target(target, overwrite, is_ours)
-            self.started_anew_because_of: list[str] = []
-            self._records = self._take_up(dict(plan))
-            self._journal = (self.directory / self._journal_name).open("a", encoding="utf-8")
-            if not self._records:
-                self._append({"plan": dict(plan)})
-        except BaseException:
-            self._unlock()
-            raise
         self._waiting: list[tuple[dict[str, Any], Path]] = []
         self._finished_pieces = len(self.records)
         self._recorded_at = time.monotonic()
@@ -91,7 +93,7 @@ class Staging:
     @property
     def records(self) -> list[dict[str, Any]]:
         """Return what an earlier run finished, as it was given to ``record``."""
-        return [record for record in self._records[1:] if record != _DONE]
+        return self._records[1:]
 
     def record(self, finished: dict[str, Any], file: Path) -> None:
         """Note that a piece of work in ``file`` is done. The journal says so once the file is on disk."""
@@ -142,12 +144,16 @@ class Staging:
             self._flush()  # what it vouches for comes first
             self._append(_DONE)
         self.close_journal()
-        path = self.target.parent / f".{self.target.name}.finish.lock"
-        lock = _lock(path, waits=True)
-        try:
+        with self._no_other_part_begins_or_ends():
             yield self._records_of_others(*self._part) if self.directory.is_dir() else None
+
+    @contextlib.contextmanager
+    def _no_other_part_begins_or_ends(self) -> Iterator[None]:
+        lock = _lock(self._parts_lock_path, waits=True)
+        try:
+            yield
         finally:
-            path.unlink(missing_ok=True)
+            self._parts_lock_path.unlink(missing_ok=True)
             lock.close()
 
     def _records_of_others(self, own: int, count: int) -> dict[int, list[dict[str, Any]]]:
@@ -155,9 +161,9 @@ class Staging:
         for other in range(1, count + 1):
             records = _read_journal(self.directory / _PART_JOURNAL.format(other, count)) if other != own else []
             if records:
-                _refuse_other_plan(records[0].get("plan"), self._plan, f"part {other}")
+                self._refuse_other_plan(records[0].get("plan"), f"part {other}")
             if records and records[-1] == _DONE:
-                found[other] = [record for record in records[1:] if record != _DONE]
+                found[other] = records[1:-1]
         return found
 
     def __enter__(self) -> Staging:
@@ -172,17 +178,25 @@ class Staging:
                     self._flush()
                     self._journal.close()
             is_of_use = self._finished_pieces > 0 and not isinstance(error, ChangedSourceError)
-            if not is_of_use and self._part is None and isinstance(error, (Exception, KeyboardInterrupt)):
-                shutil.rmtree(self.directory, ignore_errors=True)
+            if not is_of_use and isinstance(error, (Exception, KeyboardInterrupt)):
+                self._remove_what_is_of_no_use()
         finally:
             self._unlock()
         left = f"{self.directory} keeps {_size_on_disk(self.directory) / 1e9:.2f} GB of finished work"
         if isinstance(error, KeyboardInterrupt):
-            error.add_note(f"{left}, with which the same command goes on" if is_of_use else "nothing was finished, and nothing is left")
+            gone = f"another part has finished {self.target}" if is_of_use else "nothing was finished, and nothing is left"
+            error.add_note(f"{left}, with which the same command goes on" if self.directory.is_dir() else gone)
         if isinstance(error, ConversionError) and is_of_use:
             raise ConversionError(
                 error.what, f"{error.fix}. {left}, with which the same command goes on; remove it otherwise", error.details
             ) from error
+
+    def _remove_what_is_of_no_use(self) -> None:
+        """Remove the directory, but for what other parts have in it: then it loses the journal of this part alone."""
+        with self._no_other_part_begins_or_ends():
+            (self.directory / self._journal_name).unlink(missing_ok=True)
+            if not any(self.directory.glob(".journal*")):
+                shutil.rmtree(self.directory, ignore_errors=True)
 
     def _unlock(self) -> None:
         self._lock_path.unlink(missing_ok=True)
@@ -218,16 +232,24 @@ class Staging:
                         f"{self.directory} holds work that is divided otherwise ({each.name})",
                         "go on with the same --part i/n on every machine, or remove the directory",
                     )
-                _refuse_other_plan((_read_journal(each) or [{}])[0].get("plan"), plan, each.name)
+                self._refuse_other_plan((_read_journal(each) or [{}])[0].get("plan"), each.name)
         if records and records[0].get("plan") == plan:
-            # without the torn line that may be at the end
+            # without the torn line that may be at the end; a part that begins again is not done
+            records = [record for record in records if record != _DONE]
             path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
             return records
         if records:
             self.started_anew_because_of = changed(records[0].get("plan"), plan)
-        for entry in self.directory.iterdir() if self._part is None else [path] if records else ():
+        for entry in self.directory.iterdir() if not others else [path] if records else ():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         return []
+
+    def _refuse_other_plan(self, found: Any, who: str) -> None:
+        if found is not None and found != self._plan:
+            raise ConversionError(
+                f"{who} was planned otherwise: {', '.join(changed(found, self._plan))}",
+                f"give all parts the same source and options, or remove {self.directory} to begin again",
+            )
 
 
 def _read_journal(path: Path) -> list[dict[str, Any]]:
@@ -246,13 +268,6 @@ def _read_journal(path: Path) -> list[dict[str, Any]]:
             break
         records.append(record)
     return records
-
-
-def _refuse_other_plan(found: Any, plan: Mapping[str, str], who: str) -> None:
-    if found is not None and found != plan:
-        raise ConversionError(
-            f"{who} was planned otherwise: {', '.join(changed(found, dict(plan)))}", "give all parts the same source and options"
-        )
 
 
 def _partial(target: Path) -> Path:

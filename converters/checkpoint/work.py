@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,28 @@ class RunOptions:
     def has(self, number: int) -> bool:
         """Whether a file, by its number, is part of the work."""
         return self.part is None or number % self.part[1] == self.part[0] - 1
+
+    def parts_to_wait_for(
+        self,
+        others: Mapping[int, list[dict[str, Any]]],
+        check: Callable[[list[dict[str, Any]]], None],
+        incomplete: Callable[[], Iterable[int]],
+    ) -> tuple[int, ...]:
+        """Return the parts that are not done, or whose files are not as they wrote them; the files are read when all are done.
+
+        Args:
+            others: what each other part that is done has recorded, by its number.
+            check: compares what was recorded with the files.
+            incomplete: numbers of the files of which something is missing after that.
+        """
+        if self.part is None:
+            return ()
+        own, count = self.part
+        missing = set(range(1, count + 1)) - set(others) - {own}
+        if not missing:
+            check([record for records in others.values() for record in records])
+            missing = {number % count + 1 for number in incomplete()}
+        return tuple(sorted(missing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +177,13 @@ def run_pieces(pieces: Sequence[Piece], workers: int, progress: Progress) -> Non
             raise ConversionError(f"writing failed ({error})", "free space or choose another disk") from error
         if error is not None:
             raise error
+
+
+def check_records(checks: Sequence[Piece], workers: int, stream: TextIO | None) -> None:
+    """Compare what was recorded of files with the files."""
+    progress = Progress(sum(piece.size for piece in checks), "check what is written", stream if checks else None)
+    run_pieces(checks, workers, progress)
+    progress.finish()
 
 
 def say_why_anew(changed: Sequence[str], progress: Progress) -> dict[str, list[str]]:
