@@ -35,6 +35,7 @@ from converters.errors import ConversionError
 from converters.exporting import export_model, plan_export
 from converters.families import family_of, is_built_in
 from converters.families.base import Family
+from converters.families.hf_config import read_hf_config
 from converters.families.read import read_architecture, unread_keys, with_defaults
 from converters.family_file import load_family_file
 from converters.importing import import_model, plan_import
@@ -285,7 +286,8 @@ def _transformers_logprobs(model: Path, tokens: Tensor) -> Tensor:
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad():
-        computed = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, experts_implementation="eager").eval()
+        options = {"config": read_hf_config(model), "dtype": torch.float32, "experts_implementation": "eager"}
+        computed = AutoModelForCausalLM.from_pretrained(model, **options).eval()
         chosen = computed(input_ids=tokens).logits.log_softmax(-1)[:, :-1].gather(2, tokens[:, 1:, None]).squeeze(2)
     return torch.nn.functional.pad(chosen, (1, 0))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from converters.checkpoint.artifacts import write_config
 from converters.errors import ConversionError
 from converters.families.base import Family
+from converters.families.hf_config import config_class_name, make_hf_config, renamed_class
 from converters.mapping.rules import hf_tensors
 from converters.model_config.architecture import Architecture
 
@@ -60,9 +61,9 @@ def tiny_config(family: Family) -> dict[str, Any]:
     Raises:
         ConversionError: transformers has no such class, or the class does not take the sizes.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import AutoConfig
 
-    like = family.model_type if family.model_type in CONFIG_MAPPING else family.config_like
+    like = config_class_name(family)
     if like is None:
         raise ConversionError(f"model_type = {family.model_type!r} has no config class in transformers to make a tiny model of", _FIX)
     try:
@@ -98,7 +99,7 @@ def is_known_to_transformers(family: Family) -> bool:
     """Whether plain transformers can make and run a model of the family."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return family.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return (renamed_class(family.model_type) or family.model_type) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def save_random(directory: Path, config: Mapping[str, Any], family: Family, architecture: Architecture) -> None:
@@ -106,10 +107,10 @@ def save_random(directory: Path, config: Mapping[str, Any], family: Family, arch
     torch.manual_seed(0)
     directory.mkdir()
     if is_known_to_transformers(family):
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
         # the grouped matrix product that transformers prefers for experts wants rows of a multiple of 16 bytes
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32, experts_implementation="eager")
+        model = AutoModelForCausalLM.from_config(make_hf_config(config), dtype=torch.float32, experts_implementation="eager")
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(_random(parameter))

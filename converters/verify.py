@@ -28,6 +28,7 @@ from converters.compare import (
 )
 from converters.errors import ConversionError
 from converters.exporting import export_model, plan_export
+from converters.families.hf_config import read_hf_config
 from converters.foreign.options import OpeningOptions
 from converters.importing import import_model, plan_import
 from converters.mapping.logical import HuggingFaceModel, MegatronModel
@@ -227,16 +228,14 @@ def logits_difference(one: Opened, other: Opened, tokens: int = 16) -> float:
     return float((results[0] - results[1]).abs().max())
 
 
-def require_known(directory: Path) -> None:
-    """Refuse a model that transformers does not know.
+def known_config(directory: Path) -> Any:
+    """Return the transformers config of a model.
 
     Raises:
         ConversionError: it does not know what ``config.json`` calls the model.
     """
-    from transformers import AutoConfig
-
     try:
-        AutoConfig.from_pretrained(directory)
+        return read_hf_config(directory)
     except ValueError as error:
         what = f"--logits: transformers does not compute this model: {str(error).splitlines()[0]}"
         raise ConversionError(what, "leave --logits out") from error
@@ -259,10 +258,9 @@ def _logits(opened: Opened, tokens: int) -> Any:
             directory, imported = Path(temporary) / "model", Path(temporary) / "imported"
             import_model(plan_import(opened.model.source, allow_unsupported=True), imported)
             export_model(plan_export(open_megatron(imported)), directory)
-        require_known(directory)
         # the grouped product of experts that transformers prefers does not take every width
         options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
-        model = model_class.from_pretrained(directory, **options).eval()
+        model = model_class.from_pretrained(directory, config=known_config(directory), **options).eval()
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, opened.model.architecture.vocab_size, (2, tokens), generator=generator)
         with torch.no_grad():

@@ -11,6 +11,7 @@ from converters.checkpoint.files import check_depth
 from converters.errors import ConversionError
 from converters.families import family_of
 from converters.families.base import Family
+from converters.families.hf_config import config_class_name
 from converters.families.plain import filled_config
 from converters.model_config.architecture import Architecture
 from converters.model_config.foreign_keys import refusal_of_key, shown
@@ -237,7 +238,7 @@ def _completed(hf_config: Any) -> tuple[dict[str, Any], type | None]:
         family = family_of(hf_config.get("model_type"), hf_config.get("architectures"))
         # config classes of transformers keep what they are given and change it: the caller's config has to stay as its file has it
         options = copy.deepcopy({key: value for key, value in hf_config.items() if key != "model_type"})
-        like = family.model_type if family.model_type in CONFIG_MAPPING else family.config_like
+        like = config_class_name(family)
         if like is None:
             return dict(hf_config), None
         check_raw(options, CONFIG_MAPPING[like])

@@ -4,7 +4,6 @@ tokens."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -15,6 +14,7 @@ from converters.check import Headers, check_headers
 from converters.checkpoint.files import read_json_object
 from converters.checkpoint.headers import locate_source, open_headers
 from converters.errors import ConversionError
+from converters.families.hf_config import make_hf_config, read_hf_config
 from converters.families.read import config_notes, read_architecture, read_plain
 from converters.model_config.megatron_settings import megatron_settings
 from converters.model_config.prediction_layers import as_stored
@@ -70,7 +70,7 @@ def check_model_on_disk(policy: Mapping[str, Any]) -> None:
     if directory.is_dir() and any(directory.glob("*.safetensors*")):
         check_model(policy)
     elif (published := published_config(name)) is not None:
-        _check(policy, read_plain(published), lambda: _known_config(published), None)
+        _check(policy, read_plain(published), lambda: make_hf_config(published), None)
     elif read_model_facts(name) is not None and (file := config_file(name)) is not None:
         if directory.is_dir():
             logger.warning("%s holds no weights (*.safetensors), so only its config.json was checked; a run needs them", directory)
@@ -165,16 +165,7 @@ def _plain_file(path: Path) -> Architecture | None:
         return None
 
 
-def _known_config(content: Mapping[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    # the config class changes nested values in place
-    return AutoConfig.for_model(**copy.deepcopy(dict(content)))
-
-
 def _read_config(policy: Mapping[str, Any], place: str | Path, **options: Any) -> Any:
-    from megarl.models.huggingface.config_file import read_hf_config
-
     try:
         return read_hf_config(place, trust_remote_code=policy["trust_remote_code"], **options)
     except Exception as error:

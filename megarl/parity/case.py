@@ -18,8 +18,10 @@ BACKENDS = ("megatron", "dtensor", "fsdp1")
 DENSE = ("llama", "qwen2", "qwen3", "mistral")
 OF_MEGATRON = ("ministral", "seed_oss")
 """Dense families that the Megatron backend alone is compared with."""
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
 """Families with latent attention."""
+CLASS_IN_TRANSFORMERS = {"kimi_k2": "deepseek_v3"}
+"""Families that transformers knows by another name alone."""
 GROUPED = (*LATENT, "glm4_moe", "dots1")
 """Families with DeepSeek's mixture: groups of experts, shared experts, a dense first layer where there are several; routers compute in
 float32."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from megarl.models.engine.precision import dtype_of
-from megarl.parity.case import GROUPED, LATENT, SPARSE, Case
+from megarl.parity.case import CLASS_IN_TRANSFORMERS, GROUPED, LATENT, SPARSE, Case
 
 transformers_logging.disable_progress_bar()
 
@@ -55,7 +56,7 @@ def model_config(case: Case) -> Any:
     sizes |= _mixture(case) | _window(case) | _attention(case)
     if case.scores:
         sizes["num_labels"] = 1
-    return AutoConfig.for_model(case.family, **sizes)
+    return AutoConfig.for_model(CLASS_IN_TRANSFORMERS.get(case.family, case.family), **sizes)
 
 
 def _mixture(case: Case) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def _grouped_mixture(case: Case) -> dict[str, Any]:
     sizes["first_k_dense_replace"] = dense
     if case.family == "deepseek_v2":
         sizes["topk_method"] = "group_limited_greedy" if taken < groups else "greedy"
-    if case.family in ("deepseek_v3", "glm4_moe"):
+    if case.family in ("deepseek_v3", "glm4_moe", "kimi_k2"):
         sizes["num_nextn_predict_layers"] = 0
     return sizes
 
@@ -141,15 +142,27 @@ class ModelShelf:
         """A directory that holds at least the config of the case's model."""
         directory = self._root / _name(case)
         if not (directory / "config.json").exists():
-            model_config(case).save_pretrained(directory)
+            _save_config(case, model_config(case), directory)
         return directory
 
     def complete(self, case: Case) -> Path:
         """The directory of the case's model, with weights."""
         directory = self.described(case)
         if not (directory / "model.safetensors").exists():
-            _random_model(case).to(dtype_of(case.precision, "case.precision")).save_pretrained(directory)
+            model = _random_model(case).to(dtype_of(case.precision, "case.precision"))
+            model.save_pretrained(directory)
+            _save_config(case, model.config, directory)
         return directory
+
+
+def _save_config(case: Case, config: Any, directory: Path) -> None:
+    """Save the config, in the form in which a family is published that transformers knows by another name."""
+    config.save_pretrained(directory)
+    if case.family in CLASS_IN_TRANSFORMERS:
+        file = directory / "config.json"
+        code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+        content = json.loads(file.read_text(encoding="utf-8")) | {"model_type": case.family, "auto_map": code}
+        file.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
 def _name(case: Case) -> str:

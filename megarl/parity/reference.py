@@ -3,6 +3,7 @@ engine."""
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ import torch
 from megarl.models.generation.sampling import MODEL_ITSELF, SamplingSettings
 from megarl.observe.metrics import Reduction, default_reduction
 from megarl.parity.batches import Batch, calls_of
-from megarl.parity.case import Case
+from megarl.parity.case import CLASS_IN_TRANSFORMERS, Case
 from megarl.parity.errors import BOUND, ROUNDING
 from megarl.parity.losses import rows_together
 from megarl.parity.reference_losses import reference_loss
@@ -31,10 +32,13 @@ def load_model(directory: Path | str, dtype: torch.dtype = torch.float32) -> tor
     """The transformers model of a directory, in evaluation mode."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    [name] = AutoConfig.from_pretrained(directory).architectures
+    content = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+    known = CLASS_IN_TRANSFORMERS.get(content["model_type"])
+    config = AutoConfig.from_pretrained(directory) if known is None else AutoConfig.for_model(**content | {"model_type": known})
+    [name] = config.architectures
     auto = AutoModelForSequenceClassification if name.endswith("ForSequenceClassification") else AutoModelForCausalLM
     # the grouped matrix product that transformers prefers for experts wants rows of a multiple of 16 bytes
-    model: torch.nn.Module = auto.from_pretrained(directory, dtype=dtype, experts_implementation="eager").eval()
+    model: torch.nn.Module = auto.from_pretrained(directory, config=config, dtype=dtype, experts_implementation="eager").eval()
     return model
 
 

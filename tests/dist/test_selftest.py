@@ -43,6 +43,12 @@ def first(findings: Iterator[Finding], wanted: set[str]) -> dict[tuple[str, str]
     return found
 
 
+def test_a_family_that_transformers_knows_by_another_name(pool: WorkerPool) -> None:
+    family = family_of("kimi_k2")
+    found = first(selftest(family, tiny_config(family), logprobs_by(pool, [])), {"as it is"})
+    assert found["log-probabilities", "as it is"] == found["tensors", "as it is"] == "passed"
+
+
 @slow
 def test_a_family_of_a_user(pool: WorkerPool, tmp_path: Path) -> None:
     found = results(pool, written(tmp_path, GRANITE), {"as it is", "tie_word_embeddings = true", "mlp_bias = true"})

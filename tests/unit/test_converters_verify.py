@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from converters.command import main
 from converters.errors import ConversionError
 from converters.torch_dist.index import read_index, write_index
-from converters.verify import require_known
+from converters.verify import known_config
 from tests.unit.converters_tiny import save_tiny
+from tests.unit.published_models import save_published
 
 
 @pytest.fixture
@@ -183,4 +184,12 @@ def test_values_that_are_not_finite_are_said(tmp_path: Path, run: Callable[..., 
 def test_a_model_that_transformers_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "of_ones_own"}')
     with pytest.raises(ConversionError, match=r"--logits: transformers does not compute this model: .*of_ones_own.*leave --logits out"):
-        require_known(tmp_path)
+        known_config(tmp_path)
+
+
+def test_logits_of_a_family_that_transformers_knows_by_another_name(tmp_path: Path, run: Callable[..., tuple[int, Any]]) -> None:
+    """Kimi-K2, without the code that its config names."""
+    save_published(tmp_path / "hf", "Kimi-K2", quantization_config=None, num_nextn_predict_layers=0)
+    assert run("import", tmp_path / "hf", tmp_path / "mcore")[0] == 0
+    code, facts = run("verify", tmp_path / "hf", tmp_path / "mcore", "--logits")
+    assert code == 0 and facts["logits_difference"] == 0

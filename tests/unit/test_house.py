@@ -120,6 +120,13 @@ def wall_clocks(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
+def reads_of_model_configs(tree: ast.AST) -> Iterator[int]:
+    """Lines that let transformers read a model's config by itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node).endswith("AutoConfig.from_pretrained"):
+            yield node.lineno
+
+
 def long_functions(tree: ast.AST) -> Iterator[int]:
     """First lines of functions that do not fit two screens."""
     for node in ast.walk(tree):
@@ -145,6 +152,10 @@ RULES = {
             "megarl/observe/sinks.py",
             "megarl/watch/run_state.py",
         },
+    ),
+    "configs of models are read in one module, which knows the families that transformers calls otherwise": (
+        reads_of_model_configs,
+        {"converters/families/hf_config.py", "megarl/parity/reference.py"},
     ),
     f"no function is longer than {LONGEST_FUNCTION} lines": (long_functions, set()),
 }
@@ -178,6 +189,7 @@ def test_exempt_files_exist_and_need_the_exemption(rule: str) -> None:
         (trusts, "def f(a, trust_remote_code=True): ...\ndef g(*, trust_remote_code: bool = True): ...\n", [1, 2]),
         (trusts, "def f(trust_remote_code, other=True): ...\nself.trust_remote_code = True\ntrust_remote_code = False\n", [2]),
         (wall_clocks, "time.monotonic()\nf(clock=time.time)\ndatetime.datetime.now()\nfrom time import time\n", [2, 3, 4]),
+        (reads_of_model_configs, "AutoConfig.for_model(a)\ntransformers.AutoConfig.from_pretrained(a)\n", [2]),
         (long_functions, "def f():\n" + "    a = 1\n" * 79 + "def g():\n" + "    a = 1\n" * 80, [81]),
     ],
 )

@@ -23,6 +23,7 @@ from megarl.models.policy.utils import (
     is_vllm_v1_engine_enabled,
     sliding_window_overwrite,
 )
+from tests.unit.published_models import TEXTS
 
 
 def test_every_function_of_the_reference_is_there() -> None:
@@ -104,6 +105,12 @@ def test_a_window_that_is_switched_off(tmp_path: Path) -> None:
     ):
         config.save_pretrained(tmp_path / name)
         assert sliding_window_overwrite(str(tmp_path / name)) == wanted, name
+
+
+def test_a_config_of_a_family_that_transformers_knows_by_another_name(tmp_path: Path) -> None:
+    """Read without the code beside the model, which is not there."""
+    (tmp_path / "config.json").write_text((TEXTS / "Kimi-K2.json").read_text())
+    assert sliding_window_overwrite(str(tmp_path)) == {}
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import AutoConfig
 
 from converters.checkpoint.source import HuggingFaceSource
+from converters.families.hf_config import read_hf_config
 from megarl.checkpoint.staging import StagingBuffers
 from megarl.config.arithmetic import padded_vocabulary, sequence_share
 from megarl.config.backend import scores
@@ -93,7 +93,7 @@ class DTensorBackend:
         if self._settings.get("cpu_offload") and not self._offloads:
             logger.info("cpu_offload: on a CPU all memory is host memory; nothing is offloaded")
         self._trusts = policy["trust_remote_code"]
-        self.hf_config = AutoConfig.from_pretrained(source.directory, trust_remote_code=self._trusts)
+        self.hf_config = read_hf_config(source.directory, trust_remote_code=self._trusts)
         if scores(policy):
             self.hf_config = scoring_config(self.hf_config)
             source = scoring_source(source, self.hf_config, seed)

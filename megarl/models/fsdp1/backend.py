@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import AutoConfig
 
 from converters.checkpoint.source import HuggingFaceSource
+from converters.families.hf_config import read_hf_config
 from megarl.checkpoint.staging import StagingBuffers
 from megarl.config.backend import scores
 from megarl.distributed.batched_data_dict import BatchedDataDict
@@ -72,7 +72,7 @@ class FSDP1Backend:
         self.runtime = runtime
         self._dtype = _dtype(policy["precision"])
         self._trusts = policy["trust_remote_code"]
-        self.hf_config = AutoConfig.from_pretrained(source.directory, trust_remote_code=self._trusts)
+        self.hf_config = read_hf_config(source.directory, trust_remote_code=self._trusts)
         if scores(policy):
             self.hf_config = scoring_config(self.hf_config)
             source = scoring_source(source, self.hf_config, seed)

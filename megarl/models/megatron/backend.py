@@ -18,6 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from converters.check import check_source
 from converters.checkpoint.source import HuggingFaceSource
+from converters.families.hf_config import read_hf_config
 from converters.families.read import read_architecture
 from converters.model_config.architecture import Architecture
 from converters.model_config.prediction_layers import as_stored
@@ -35,7 +36,6 @@ from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.offload_state import HostCopies
 from megarl.models.engine.precision import dtype_of
 from megarl.models.engine.scoring import said_of_scoring, scoring_config, scoring_source
-from megarl.models.huggingface.config_file import read_hf_config
 from megarl.models.megatron import checkpoint, cuda_redirect, hf_state, parallel
 from megarl.models.megatron.build import build_chunks, wrap_for_data_parallel
 from megarl.models.megatron.moe_passes import RecordedPasses, in_step

@@ -63,9 +63,9 @@ def sliding_window_overwrite(model_name: str) -> dict[str, Any]:
     Returns:
         ``{"sliding_window": None}`` where ``use_sliding_window`` is false and a window is set, else nothing.
     """
-    from transformers import AutoConfig
+    from converters.families.hf_config import read_hf_config
 
-    config = AutoConfig.from_pretrained(model_name)
+    config = read_hf_config(model_name)
     switched_off = getattr(config, "use_sliding_window", True) is False
     return {"sliding_window": None} if switched_off and getattr(config, "sliding_window", None) is not None else {}
 

@@ -371,10 +371,11 @@ def _check_heads_on_a_cpu(model: str) -> None:
     Raises:
         ConfigError: the width of its heads is not one of those that have a kernel.
     """
-    from transformers import AutoConfig
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    config = AutoConfig.from_pretrained(model)
+    from converters.families.hf_config import read_hf_config
+
+    config = read_hf_config(model)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     widths = CPUAttentionBackend.get_supported_head_sizes()
     if width not in widths:
