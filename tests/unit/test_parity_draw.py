@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megarl.parity.draw import Drawer
 from megarl.parity.lines import parse
 from megarl.parity.models import ModelShelf
 from megarl.parity.possible import refusal
+from megarl.parity.reference import load_model
 from tests.tiers import slow
 
 
@@ -136,3 +138,11 @@ def test_shelf_makes_a_model_once_and_whole(tmp_path: Path) -> None:
     written = (directory / "model.safetensors").stat().st_mtime_ns
     assert shelf.complete(case) == directory and (directory / "model.safetensors").stat().st_mtime_ns == written
     assert shelf.described(Case(layers=2)) != directory
+
+
+def test_a_family_that_transformers_knows_by_another_name_is_published_so(tmp_path: Path) -> None:
+    case = Case(family="kimi_k2", layers=2, kv=2, experts=4, topk=2, expert=6)
+    directory = ModelShelf(tmp_path).complete(case)
+    content = json.loads((directory / "config.json").read_text())
+    assert content["model_type"] == "kimi_k2" and set(content["auto_map"]) == {"AutoConfig", "AutoModelForCausalLM"}
+    assert type(load_model(directory)).__name__ == "DeepseekV3ForCausalLM"
