@@ -37,8 +37,15 @@ _WRAPPERS = {
     "_checkpoint_wrapped_module": "activation checkpointing",
     "_forward_module": "Lightning Fabric",
     "base_model": "PEFT",
+    "base_layer": "PEFT with an adapter that is not merged",
+    "default": "PEFT in memory (the name of the adapter)",
     "language_model": "a model that sees",
     "model": "a wrapper of the whole model",
+}
+# what stands in front of every name where nothing is missing
+_FRONTS = {
+    "model.": "AutoModel, whose models have no output layer",
+    "base_model.model.": "a model inside PEFT's",
 }
 _LEAST_SHARE = 0.5
 _DTYPES = frozenset({"torch.float32", "torch.bfloat16", "torch.float16", "torch.float64"})
@@ -80,7 +87,8 @@ def _refuse(source: Headers, architecture: Architecture, problems: list[str]) ->
     wrapped = wrapped_names(source.names(), expected)
     if wrapped is not None:
         raise ConversionError(
-            f"the tensors in {source.directory} have names with {wrapped[0]}, as {wrapped[1]} gives them ({source.names()[0]})",
+            f"the tensors in {source.directory} have names with {wrapped[0]}, as {wrapped[1]} gives them (such as "
+            f"{next(name for name in source.names() if name not in expected)})",
             "save the model inside the wrapper with its save_pretrained, or rename the tensors",
         )
     stale = source.unread_files()
@@ -99,13 +107,17 @@ def wrapped_names(stored: Collection[str], expected: Iterable[str]) -> tuple[str
         expected: names that the architecture asks for.
     """
     wanted = set(expected)
-    if not stored or sum(name in wanted for name in stored) >= _LEAST_SHARE * len(stored):
+    missing = wanted - set(stored)
+    # factors of an adapter that is not merged stand beside what they change
+    strange = [name for name in stored if name not in wanted and (".lora_" not in name or any(".lora_" in each for each in wanted))]
+    if not strange:
         return None
-    bare = {name.removeprefix("model.") for name in wanted}
-    if sum(name in bare for name in stored) >= _LEAST_SHARE * len(stored):
-        return "no model. in front", "AutoModel, whose models have no output layer"
-    for words in _candidates(stored, wanted):
-        if sum(_without(name, words) in wanted for name in stored) >= _LEAST_SHARE * len(stored):
+    for front, who in _FRONTS.items():
+        bare = {name.removeprefix(front) for name in missing if name.startswith(front)}
+        if sum(name in bare for name in strange) >= _LEAST_SHARE * len(strange):
+            return f"no {front} in front", who
+    for words in _candidates(strange, missing):
+        if sum(_without(name, words) in missing for name in strange) >= _LEAST_SHARE * len(strange):
             return f"{'.'.join(words)}. in them", _WRAPPERS.get(words[0], "a wrapper")
     return None
 

@@ -20,6 +20,7 @@ from converters.adapters.lora_config import LoraConfig
 from converters.adapters.megatron_adapter import PEFT_PREFIX, MegatronAdapter
 from converters.adapters.peft_directory import PeftDirectory, is_peft_directory
 from converters.adapters.replaced_rows import Replacements
+from converters.check import wrapped_names
 from converters.checkpoint.safetensors_file import Box
 from converters.errors import ConversionError
 from converters.mapping.rule import HuggingFaceTensor, TensorLocation
@@ -243,9 +244,22 @@ class LoraAdapter:
             incomplete = any(tensor.name not in fitted for tensor, _ in members)
             if self._config.asks_for_parameter(stack) and incomplete and not stack.startswith(untrained):
                 problems.append(f"missing: {stack}, which target_parameters lists")
+        if problems:
+            self._refuse_wrapped(tensors)
         if problems or not (fitted or self.replaced):
             raise ConversionError(f"the adapter in {self.directory} cannot be merged into this model", _FIX, problems or ["it is empty"])
         return fitted
+
+    def _refuse_wrapped(self, tensors: Mapping[str, HuggingFaceTensor]) -> None:
+        modules = (name.removesuffix(".weight") for name in tensors)
+        expected = {f"{PEFT_PREFIX}{module}.lora_{letter}.weight" for module in modules for letter in "AB"}
+        wrapped = wrapped_names(self.source.keys(), expected)
+        if wrapped is not None:
+            raise ConversionError(
+                f"the tensors of the adapter in {self.directory} have names with {wrapped[0]}, as {wrapped[1]} gives them (such as "
+                f"{next(name for name in sorted(set(self.source.keys()) - expected))})",
+                "save the adapter with save_pretrained of the PEFT model inside the wrapper, or rename the tensors",
+            )
 
     def _fit_stack(
         self, module: str, names: Mapping[str, str], stacks: Mapping[str, list[Member]], fitted: dict[str, Factors]

@@ -21,12 +21,17 @@ _INERT = frozenset(
         "inference_mode",
         "loftq_config",
         "lora_dropout",
+        # of ms-swift: learning rates, and the dtype in which factors are trained
+        "lora_dtype",
+        "lorap_emb_lr",
+        "lorap_lr_ratio",
         "megatron_config",
         "megatron_core",
         "peft_version",
         "qalora_group_size",
         "revision",
         "runtime_config",
+        "unsloth_version",
         "task_type",
     }
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from converters.checkpoint.file_kinds import misplaced_kind
 from converters.checkpoint.files import read_json_object, require_regular, special_kind
 from converters.checkpoint.manifest import MANIFEST_FILE, dtype_name
 from converters.errors import ConversionError
@@ -45,6 +46,7 @@ def artifacts(directory: Path) -> list[Path]:
             problems.append(f"{path.relative_to(directory)} leads to {os.readlink(path)}")
         elif path.is_file():
             found.append(path)
+            _refuse_misplaced(path)
         else:
             problems.append(f"{path.relative_to(directory)} is {special_kind(path) or 'no file'}")
     if problems:
@@ -57,12 +59,22 @@ def artifacts(directory: Path) -> list[Path]:
 
 
 def _stays(path: Path, directory: Path) -> bool:
-    """Whether a link leads to a file inside the directory, or where the links of the hub's cache lead."""
+    """Whether a link leads to a file inside the directory, where the links of the hub's cache lead, or beside the weights to which
+    links of the directory lead: a directory of links stands for another one."""
     inside = [directory.resolve()]
     if inside[0].parent.name == "snapshots":
         inside.append(inside[0].parent.parent / "blobs")
     place = path.resolve()
-    return place.is_file() and any(each in place.parents for each in inside)
+    beside = {weights.resolve().parent for weights in directory.glob("*.safetensors") if weights.is_symlink()}
+    return place.is_file() and (any(each in place.parents for each in inside) or place.parent in beside)
+
+
+def _refuse_misplaced(path: Path) -> None:
+    """Refuse settings, tokenizer and templates that are something else; pictures may well be pointers of git-lfs."""
+    kind = misplaced_kind(path) if _SPEAKING.fullmatch(path.name) else None
+    # a tokenizer may have no merges, and a template may be a page
+    if kind is not None and (path.suffix == ".json" or (kind[0] != "empty" and path.suffix != ".jinja") or "git-lfs" in kind[0]):
+        raise ConversionError(f"{path} is {kind[0]}", kind[1])
 
 
 def copy_artifacts(source: Path, target: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 _BEGINNING = 512
 _GIT_LFS = b"version https://git-lfs.github.com/spec/"
+_UNFINISHED = (".incomplete", ".part", ".crdownload", ".aria2", ".download", ".tmp")
 _TORCH = "a file of torch.save, which may run code", "save the model with save_pretrained of a recent transformers"
 
 
@@ -30,6 +31,11 @@ def misplaced_kind(path: Path) -> tuple[str, str] | None:
     return _kind_of(beginning, status.st_size, path.name)
 
 
+def unfinished_download(path: Path) -> str | None:
+    """Return the name of the file by which a program that fetches another one says that it is not done; None where there is none."""
+    return next((f"{path.name}{suffix}" for suffix in _UNFINISHED if path.with_name(f"{path.name}{suffix}").exists()), None)
+
+
 def _unreadable(path: Path) -> tuple[str, str]:
     status = path.stat() if os.access(path.parent, os.X_OK) else None
     mode = (
@@ -46,6 +52,8 @@ def _kind_of(beginning: bytes, size: int, name: str) -> tuple[str, str] | None:
         return "a pointer of git-lfs, not the file that it stands for", "run git lfs pull in the repository, or fetch it with hf download"
     if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
         return "a page of a web site, not the file", f"fetch the file itself, as hf download does (.../resolve/main/{name})"
+    if not any(beginning):
+        return "full of zeros where it begins, as an unfinished download leaves it", "fetch the file again"
     if beginning.startswith(b"GGUF"):
         return "a GGUF file of llama.cpp", "give the safetensors model that it was made of"
     if beginning.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04")):

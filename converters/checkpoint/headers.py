@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Generic, TypeVar
 
+from converters.checkpoint.file_kinds import misplaced_kind, unfinished_download
 from converters.checkpoint.files import read_json_object
 from converters.checkpoint.safetensors_header import OpenFiles, SafetensorsHeader
 from converters.errors import ConversionError
@@ -26,6 +28,14 @@ _OTHER_DIRECTORIES = [
 ] + [f"{_TEMPLATES}[!/]*/*", f"{_TEMPLATES}/*/*"]
 _HUB_IGNORED = [*_OTHER_DIRECTORIES, "consolidated*", "adapter_*"]
 
+# what trainers save in pieces that no single program of transformers reads
+_SHARDED = (
+    ("global_step*/*_states.pt", "DeepSpeed ZeRO", "join it with its zero_to_fp32.py, with --safe_serialization"),
+    ("*/*.distcp", "FSDP", "join it with accelerate merge-weights"),
+    ("*_rank_*.pt", "FSDP in pieces of ranks", "join it with the program of its trainer that writes Hugging Face's format"),
+    ("blobs/sha256*", "ollama (GGUF)", "give the safetensors model that it was made of"),
+)
+
 File = TypeVar("File", bound=SafetensorsHeader)
 
 
@@ -34,6 +44,12 @@ def locate_source(model_name: str | Path, revision: str | None = None) -> Path:
     directory = Path(model_name).expanduser()
     if directory.is_dir():
         return directory
+    if directory.is_file():
+        kind = misplaced_kind(directory)
+        raise ConversionError(
+            f"{directory} is {'a file' if kind is None else kind[0]}, not the directory of a model",
+            f"give {directory.parent}, where config.json has to be too" if kind is None else kind[1],
+        )
     name = str(model_name)
     if isinstance(model_name, Path) or directory.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ConversionError(f"model directory {name!r} does not exist", "give an existing directory or a hub id")
@@ -164,6 +180,23 @@ class HuggingFaceHeaders(Generic[File]):
     def _no_weights(self) -> ConversionError:
         """What a directory without the files that are looked for has instead."""
         what = f"{self.directory} has neither {_SINGLE} nor {_INDEX}"
+        for name in (_SINGLE, _INDEX):
+            path = self.directory / name
+            if path.is_symlink():
+                return ConversionError(f"{path} leads to {os.readlink(path)}, which is not there", "fetch the model again")
+            if (unfinished := unfinished_download(path)) is not None:
+                return ConversionError(f"{what}, only {unfinished}, an unfinished download", "fetch the model again")
+        inside = sorted(
+            path.parent
+            for pattern in ("*", "snapshots/*")
+            for path in self.directory.glob(f"{pattern}/config.json")
+            if any(path.parent.glob("model*.safetensors"))
+        )
+        if inside:
+            return ConversionError(f"{what}; {inside[-1].relative_to(self.directory)} in it has a model", f"give {inside[-1]}")
+        for pattern, whose, fix in _SHARDED:
+            if any(self.directory.glob(pattern)):
+                return ConversionError(f"{what}, only a checkpoint of {whose} ({pattern})", fix)
         found = sorted(
             path.name for pattern in ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth") for path in self.directory.glob(pattern)
         )
@@ -208,6 +241,9 @@ class HuggingFaceHeaders(Generic[File]):
             if file_name in self._files:
                 return self._files[file_name]
             path = self.directory / file_name
+            # aria2 gives a file its whole length at once
+            if (self.directory / f"{file_name}.aria2").exists():
+                raise ConversionError(f"{path} is an unfinished download ({file_name}.aria2)", "let the download end, or fetch it again")
             opened = self._file_class(path, self._open_files)
             indexed = {name for name, place in self._file_of.items() if place == file_name}
             absent = sorted(indexed - set(opened.keys()))

@@ -91,6 +91,8 @@ def family_of(model_type: object, architectures: object = None) -> Family:
             "config.json; else describe it (megarl convert --family-file)",
         )
     described = UNKNOWN.get(model_type) if isinstance(model_type, str) else None
+    if described is None and any(str(each).endswith("ForConditionalGeneration") for each in classes):
+        described = "a model that also reads pictures, sound or the text of an encoder, and only decoders of text are converted"
     if described is not None:
         raise ConversionError(
             f"model_type = {model_type!r} has no mapping rules: it is {described}",

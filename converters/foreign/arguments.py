@@ -217,7 +217,8 @@ def import_for_megatron_lm(
         if not (target / RELEASE).exists():
             (target / TRACKER_FILE).unlink(missing_ok=True)
         raise
-    write_tracker(target)  # another part that failed has removed it
+    # another part that failed may have removed it
+    write_tracker(target)
     flags = further_flags(state)
     return dataclasses.replace(outcome, target=target, notes=outcome.notes | ({"further_flags": flags} if flags else {}))
 

@@ -371,3 +371,37 @@ def test_stacks_of_experts_that_do_not_fit(tmp_path: Path, capsys: pytest.Captur
     factors = {alone.format("A"): torch.zeros(4, 22), alone.format("B"): torch.zeros(42, 4)}
     one = altered(tmp_path, tmp_path, {}, lambda tensors: tensors.update(factors))
     assert "model.layers.1.mlp.experts.3.down_proj.weight is changed twice" in refused(tmp_path, one, tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda name: f"module.{name}", "names with module. in them, as DistributedDataParallel"),
+        (lambda name: name.replace("base_model.model.", "base_model.model._orig_mod."), "names with _orig_mod. in them, as torch.compile"),
+        (lambda name: name.replace(".layers.", "._fsdp_wrapped_module.layers."), "names with _fsdp_wrapped_module. in them, as FSDP"),
+        (lambda name: name.replace(".weight", ".default.weight"), "names with default. in them, as PEFT in memory"),
+        (lambda name: name.removeprefix("base_model.model."), "no base_model.model. in front"),
+    ],
+)
+def test_names_with_the_marks_of_wrappers(
+    change: Callable[[str], str], said: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        changed = {change(name): tensor for name, tensor in tensors.items()}
+        tensors.clear()
+        tensors.update(changed)
+
+    assert said in refused(trained, altered(trained, tmp_path, {}, rename), tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"lora_dtype": None, "lorap_lr_ratio": 16.0, "lorap_emb_lr": 1e-06, "modules_to_save": []},
+        {"unsloth_version": "2024.4", "auto_mapping": {"base_model_class": "LlamaForCausalLM", "unsloth_fixed": True}},
+        {"arrow_config": None, "alora_invocation_tokens": None, "corda_config": None, "peft_version": "0.18.0", "qalora_group_size": 16},
+    ],
+    ids=["ms-swift", "unsloth", "peft"],
+)
+def test_configs_of_other_programs(config: dict[str, Any], trained: Path, tmp_path: Path) -> None:
+    run("import", trained / "hf", tmp_path / "mcore", "--lora", altered(trained, tmp_path, config))

@@ -28,6 +28,7 @@ KINDS: dict[str, tuple[bytes, str, str]] = {
         "Access to model is restricted",
         "fetch the file",
     ),
+    "zeros": (bytes(4096), "full of zeros", "fetch the file again"),
     "words": (b"Entry not found", "'Entry not found'", "what the server said"),
 }
 
@@ -50,7 +51,7 @@ def test_weights_that_are_something_else(kind: str, hf: Path, capsys: pytest.Cap
     content, said, fix = KINDS[kind]
     (hf / "model.safetensors").write_bytes(content)
     error = refused(capsys, hf)
-    assert f"model.safetensors is {'' if said.startswith(('a ', 'empty')) else 'a '}" in error and said in error and fix in error
+    assert f"model.safetensors is {'' if said.startswith(('a ', 'empty', 'full')) else 'a '}" in error and said in error and fix in error
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
@@ -91,6 +92,7 @@ def renamed(hf: Path, change: Callable[[str], str]) -> None:
             "FSDP",
         ),
         (lambda name: name.removeprefix("model."), "names with no model. in front, as AutoModel"),
+        (lambda name: name.replace("q_proj.weight", "q_proj.base_layer.weight"), "names with base_layer. in them, as PEFT with an adapter"),
         (lambda name: f"policy.actor.{name}", "names with policy.actor. in them, as a wrapper"),
     ],
 )
@@ -146,3 +148,83 @@ def test_a_directory_of_links_as_the_hub_cache_has_it(tmp_path: Path) -> None:
         assert main(["export", str(tmp_path / name), str(tmp_path / f"{name}-back")]) == 0
         assert not any(path.is_symlink() for path in (tmp_path / f"{name}-back").iterdir())
         assert set(stored_tensors(tmp_path / f"{name}-back")) == set(stored_tensors(snapshot))
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.model", "chat_template.jinja", "generation_config.json"])
+def test_a_pointer_beside_the_weights(file: str, hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (hf / file).write_bytes(LFS)
+    assert f"{file} is a pointer of git-lfs" in refused(capsys, hf)
+
+
+def test_files_beside_the_weights_that_may_be_anything(hf: Path) -> None:
+    """Pictures that were not fetched, a template that writes a page, a tokenizer without merges."""
+    for name, content in {"figure.png": LFS, "chat_template.jinja": b"<html>{{ x }}</html>", "merges.txt": b""}.items():
+        (hf / name).write_bytes(content)
+    assert main(["import", str(hf), str(hf.parent / "out")]) == 0
+
+
+def moved(hf: Path, place: str) -> Path:
+    """Everything into a directory inside."""
+    files = list(hf.iterdir())
+    (hf / place).mkdir(parents=True)
+    for path in files:
+        path.rename(hf / place / path.name)
+    return hf
+
+
+def unfinished(hf: Path, suffix: str) -> Path:
+    (hf / "model.safetensors").rename(hf / f"model.safetensors{suffix}")
+    return hf
+
+
+def trainers(hf: Path, file: str) -> Path:
+    (hf / "model.safetensors").unlink()
+    (hf / file).parent.mkdir(parents=True, exist_ok=True)
+    (hf / file).touch()
+    return hf
+
+
+def dangling(hf: Path) -> Path:
+    (hf / "model.safetensors").unlink()
+    (hf / "model.safetensors").symlink_to("../../blobs/0")
+    return hf
+
+
+def beside(hf: Path, name: str) -> Path:
+    (hf / name).write_bytes(b"GGUF")
+    return hf
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda hf: moved(hf, f"snapshots/{'0' * 40}"), f"snapshots/{'0' * 40} in it has a model"),
+        (lambda hf: moved(hf, "Qwen3-8B"), "hf/Qwen3-8B"),
+        (lambda hf: moved(hf, "checkpoint-20"), "hf/checkpoint-20"),
+        (lambda hf: unfinished(hf, ".incomplete"), "only model.safetensors.incomplete, an unfinished download"),
+        (lambda hf: beside(hf, "model.safetensors.aria2"), "an unfinished download (model.safetensors.aria2)"),
+        (lambda hf: trainers(hf, "global_step9/mp_rank_00_model_states.pt"), "zero_to_fp32.py"),
+        (lambda hf: trainers(hf, "pytorch_model_fsdp_0/__0_0.distcp"), "accelerate merge-weights"),
+        (lambda hf: trainers(hf, "blobs/sha256-0"), "ollama (GGUF)"),
+        (lambda hf: dangling(hf), "leads to ../../blobs/0, which is not there"),
+        (lambda hf: hf / "model.safetensors", "model.safetensors is a file, not the directory of a model"),
+        (lambda hf: beside(hf, "sha256-0") / "sha256-0", "is a GGUF file of llama.cpp, not the directory of a model"),
+    ],
+)
+def test_other_places_than_that_of_a_model(change: Callable[[Path], Path], said: str, hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = change(hf)
+    capsys.readouterr()
+    assert main(["import", str(given), str(hf.parent / "out")]) == 2
+    assert said in capsys.readouterr().err and not (hf.parent / "out").exists()
+
+
+def test_a_directory_of_links_to_another_one(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a user makes it to change one file; a link to anywhere else is still refused."""
+    links = tmp_path / "links"
+    links.mkdir()
+    for path in hf.iterdir():
+        (links / path.name).symlink_to(path)
+    assert main(["import", str(links), str(tmp_path / "one")]) == 0
+    (tmp_path / "secret").write_text("secret")
+    (links / "tokenizer.json").symlink_to(tmp_path / "secret")
+    assert "tokenizer.json leads to" in refused(capsys, links)
