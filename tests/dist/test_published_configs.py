@@ -65,7 +65,7 @@ def test_dropout_is_said_and_not_used(pool: WorkerPool, tmp_path: Path, caplog: 
     assert torch.equal(logprobs_by(pool, [])(directory, TOKENS), logprobs_by(pool, [])(changed(tmp_path / "plain"), TOKENS))
 
 
-@sampled(2)
+@sampled(2, name=["Kimi-K2"])
 @pytest.mark.parametrize("name", OF_FAMILIES)
 def test_a_published_config_gives_the_logprobs_of_transformers(name: str, pool: WorkerPool, tmp_path: Path) -> None:
     """Kimi-K2 without the code beside it, which is not there."""

@@ -76,7 +76,7 @@ def run(*argv: str | Path) -> None:
     assert main([*map(str, argv)]) == 0, argv
 
 
-@sampled(1)
+@sampled(1, case=["saved modules", "tokens"])
 @pytest.mark.parametrize("case", CASES)
 def test_as_peft_merges(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     family, options = CASES[case]
