@@ -10,9 +10,11 @@ import datasets
 import pytest
 
 from megarl.data.datasets import Dataset, Reading, load_dataset
+from megarl.data.sampler import ResumableSampler
 from megarl.data.stop_tokens import generation_config_of, stop_tokens_of
-from megarl.errors import DataError
+from megarl.errors import DataError, UnusableCheckpointError
 from megarl.rollout.programs import Limits, fault_of_tests, judge
+from megarl.rollout.rewards import RewardSpec, Task, get_reward
 from tests.templates import TEMPLATES, stop_ids, tokenizer_of
 
 ROWS = Path(__file__).parents[1] / "data" / "rows"
@@ -277,3 +279,47 @@ def test_tests_of_programs_are_answers_as_they_are_stored(tmp_path: Path, form: 
 def test_a_list_of_answers_is_not_taken_for_tests(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"'a' = \['4', '5'\] is a list, .*name one of its members"):
         load(tmp_path, [{"p": "2+2?", "a": ["4", "5"]}], "chatml", prompt_key="p", answer_key="a")
+
+
+# rewards of the cases
+
+
+@pytest.mark.parametrize(
+    "row", rows_in("math_second_thought", "math_small_numbers", "math_spelling", "math_words_after_number"), ids=lambda row: row["response"]
+)
+def test_answers_of_mathematics_are_scored_as_people_would(row: dict[str, Any]) -> None:
+    assert get_reward(RewardSpec("math")).judge(Task(row["response"], row["answer"])) == row["right"]
+
+
+LIMITS = Limits(seconds=60.0, isolated=False)
+
+
+@pytest.mark.parametrize("row", rows_in("code_then_output_block", "more_code_blocks"), ids=lambda row: row["response"])
+def test_the_block_that_is_a_program_is_run(row: dict[str, Any]) -> None:
+    assert judge(row["response"], row["answer"], LIMITS) == row["right"]
+
+
+@pytest.mark.parametrize("row", rows_in("code_tests_metadata_text", "more_code_tests"), ids=lambda row: row["prompt"])
+def test_tests_whose_metadata_are_text_are_run(row: dict[str, Any]) -> None:
+    reverses = "```python\ndef f(text):\n    return text[::-1]\n```"
+    assert fault_of_tests(row["answer"]) is None
+    assert judge(row.get("response", reverses), row["answer"], LIMITS) == 1.0
+    assert judge("```python\ndef f(*_):\n    return None\ndouble = join = f\n```", row["answer"], LIMITS) == 0.0
+
+
+@pytest.mark.parametrize("row", rows_in("think_prefilled", "more_think_prefilled"), ids=lambda row: row["response"])
+def test_the_form_of_a_response_to_a_prompt_that_opened_the_thoughts(row: dict[str, Any]) -> None:
+    reward = get_reward(RewardSpec("format"))
+    assert reward.judge(Task(row["response"], "4", prompt="<|im_start|>assistant\n<think>\n")) == row["right_format"]
+    assert reward.judge(Task(row["response"], "4", prompt="<|im_start|>assistant\n")) == 0.0
+
+
+def test_a_resumed_run_does_not_go_on_with_other_rows(tmp_path: Path) -> None:
+    nine, sixteen = (load(tmp_path / name, rows_in(name), "chatml", messages_key="messages") for name in ("nine_rows", "sixteen_other"))
+    sampler = ResumableSampler(len(nine), 1, True, nine.fingerprint)
+    sampler.take(4)
+    again = ResumableSampler(len(nine), 1, True, nine.fingerprint)
+    again.load_state(sampler.state())
+    assert again.take(5) == sampler.take(5)
+    with pytest.raises(UnusableCheckpointError):
+        ResumableSampler(len(sixteen), 1, True, sixteen.fingerprint).load_state(sampler.state())
