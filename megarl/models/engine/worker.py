@@ -716,8 +716,7 @@ class EngineWorker(ABC):
                 if first:
                     weights = ((name, tensor.cpu()) for name, tensor in stream)
                     # a model that scores generates nothing
-                    scores = (self.cfg.get("reward_model_cfg") or {}).get("enabled", False)
-                    generates = self.tokenizer is not None and not scores
+                    generates = self.tokenizer is not None and not self.scores
                     settings = generation_config_of(self.tokenizer, self.cfg["model_name"]) if generates else None
                     write_hf(weights, Path(path), self.hf_config, self.tokenizer, settings)
             finally:
