@@ -118,6 +118,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {},
         {"policy.make_sequence_length_divisible_by"},
     ),
+    (
+        "sinks_are_gathered",
+        {"m.context_parallel_size": 2, "m.context_parallel_comm_type": "p2p"},
+        {"model_type": "gpt_oss"},
+        {"m.context_parallel_comm_type"},
+    ),
     ("layers_divide", {}, {"num_layers": 11}, {"m.pipeline_model_parallel_size"}),
     (
         "layers_divide",

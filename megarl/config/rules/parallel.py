@@ -14,6 +14,8 @@ from megarl.errors import Violation
 TENSOR = f"{MEGATRON}.tensor_model_parallel_size"
 PIPELINE = f"{MEGATRON}.pipeline_model_parallel_size"
 CONTEXT = f"{MEGATRON}.context_parallel_size"
+EXCHANGE = f"{MEGATRON}.context_parallel_comm_type"
+WITH_SINKS = frozenset({"gpt_oss"})
 FIRST = f"{MEGATRON}.num_layers_in_first_pipeline_stage"
 LAST = f"{MEGATRON}.num_layers_in_last_pipeline_stage"
 VIRTUAL = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
@@ -207,7 +209,16 @@ def hidden_divides(view: View) -> Iterator[Violation]:
         yield Violation("policy.model_name", view["policy.model_name"], bound, "mend the model's config.json")
 
 
+def sinks_are_gathered(view: View) -> Iterator[Violation]:
+    """Attention with sinks has no ring: the sink is in the denominator of every rank's part."""
+    view.require(backend_of(view) == "megatron" and view.facts.model_type in WITH_SINKS)
+    if view[CONTEXT] > 1 and view.get(EXCHANGE) == "p2p":
+        bound = f"the attention of {view.facts.model_type} has sinks and does not send keys and values round"
+        yield Violation(EXCHANGE, "p2p", bound, "write all_gather")
+
+
 PARALLEL_RULES: tuple[Rule, ...] = (
+    sinks_are_gathered,
     ranks_divide,
     tensor_stays_inside_nodes,
     sequence_parallel_needs_tensor,
