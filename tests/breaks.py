@@ -109,7 +109,7 @@ BREAKS: Mapping[str, Break] = {
         "megarl/data/datasets.py", "_tokenizer_identity(reading.tokenizer), ", "", ("unit/test_sources.py",)
     ),
     "data: the word of another judge is taken": Break(
-        "megarl/data/datasets.py", "f\"checked-{_digest([reading.judge, source.get('env_name')])}\"", '"checked"', ("unit/test_sources.py",)
+        "megarl/data/datasets.py", "f\"judged-{_digest([reading.judge, source.get('env_name')])}\"", '"judged"', ("unit/test_sources.py",)
     ),
     "data: what is before a turn of the assistant is learned": Break(
         "megarl/data/conversations.py", "spans.append((first, end))", "spans.append((first - 1, end))", ("unit/test_sources.py",)

@@ -80,9 +80,9 @@ class RewardOptions(TypedDict):
         Annotated[
             Literal["required", "preferred"],
             Key(
-                "`code`: where Linux grants no namespaces, programs of a model could reach the network, read the expected outputs, write "
-                "files and end other processes: `required` refuses to run them (when absent), `preferred` runs them with the other limits "
-                "alone, and says so."
+                "`code`: where Linux grants no namespaces, to the run or to bubblewrap, programs of a model could reach the network, read "
+                "the expected outputs, write files and end other processes: `required` refuses to run them (when absent), `preferred` "
+                "runs them with the other limits alone, and says so."
             ),
         ]
     ]

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ import numpy as np
 
 from megarl import env
 from megarl.config.data_sources import DEFAULT_CACHE_GIB, FIELD_KEYS, PAIR_KEYS, set_module
-from megarl.data.records import Fingerprint, Record, read_preferences, read_records, refuse, texts_of
+from megarl.data.records import Doubt, Fingerprint, Record, read_preferences, read_records, refuse, texts_of
 from megarl.data.rows import changed_while_read, content_digest, named_set, source_name
 from megarl.data.table import Table, TableWriter, bound_tables, read_table
 from megarl.data.tokenization import PromptEncoder, encode_answers, long_text
@@ -49,7 +50,7 @@ _FORM = 4
 _COLUMNS = {"prompt": "int32", "answer": "int32", "text": "uint8", "targets": "int32", "fields": "uint8", "chat": "uint8"}
 _REMEMBERED_ANSWERS = 100_000
 
-FaultOfAnswer = Callable[..., str | None]
+FaultOfAnswer = Callable[..., str | Doubt | None]
 _Tokens = tuple[list[int], list[int], list[int]]
 """Prompt, answer, and start and end of each span of them that is learned, one after another; no span for the whole answer."""
 
@@ -203,7 +204,7 @@ class Reading:
         config: the ``data`` section: templates, ``max_input_seq_length`` and what becomes of longer records.
         tokenizer: from ``get_tokenizer``.
         with_answers: True when the answer is part of the model's input, and so counts towards ``max_input_seq_length``.
-        fault_of_answer: says why a reference answer is of no use, None for one that is; called with the answer and, with
+        fault_of_answer: says why a reference answer is of no use, or a doubt about one that is, or None; called with the answer and, with
             ``names_environments``, with the name of the environment that the record meets or None.
         judge: of the types of JSON; what ``fault_of_answer`` depends on, so that answers need not be asked for again at the next start.
         template_kwargs: values that the chat template reads.
@@ -238,7 +239,7 @@ class Reading:
         """Examples that a record makes."""
         return 2 if self.pairs else 1
 
-    def judge_of(self, env_name: str | None) -> Callable[[str, Mapping[str, Any]], str | None] | None:
+    def judge_of(self, env_name: str | None) -> Callable[[str, Mapping[str, Any]], str | Doubt | None] | None:
         """Return what says the fault of an answer to a record with further fields, of a source that names an environment; None for none.
 
         A record's own field ``env_name`` or ``task_name`` says which environment it meets where its source does not.
@@ -283,23 +284,45 @@ def _load_source(source: DataSource, reading: Reading) -> Table:
     digest = content_digest(source)
     directory = cache_directory(reading.config) / _cache_key(source, reading, encoder, digest)
     table = read_table(directory)
+    doubts = None
     if table is None:
-        table = _Tokenization(source, reading, encoder, directory, digest).run()
-    elif reading.fault_of_answer is not None and not _marker(table, source, reading).exists():
-        _refuse_useless_answers(Examples([(table, 1, source.get("env_name"))]), reading.judge_of(source.get("env_name")), source)
-    if table.directory is not None and reading.fault_of_answer is not None:
-        # a cache that others have made may be closed to writing: then the answers are judged at every start
-        with contextlib.suppress(OSError):
-            _marker(table, source, reading).touch()
+        tokenization = _Tokenization(source, reading, encoder, directory, digest)
+        table, doubts = tokenization.run(), tokenization.doubts()
+    if reading.fault_of_answer is not None:
+        _warn_of_doubts(source, _doubts_about(table, source, reading, doubts))
     for note in table.meta["notes"]:
         logger.warning("%s: %s", source_name(source), note)
     return table
 
 
-def _marker(table: Table, source: DataSource, reading: Reading) -> Path:
-    """The file whose presence says that the answers of a kept table have been found to be of use."""
-    assert table.directory is not None
-    return table.directory / f"checked-{_digest([reading.judge, source.get('env_name')])}"
+def _doubts_about(table: Table, source: DataSource, reading: Reading, doubts: str | None) -> str:
+    """Return what is to be known about the answers of a table, as its mark keeps it for the next start.
+
+    Args:
+        table, source, reading: the table, and what it was made of.
+        doubts: where the answers have just been judged.
+
+    Raises:
+        DataError: they have to be judged, and some are of no use.
+    """
+    # a mark says that the answers have been judged, and are of use
+    mark = table.directory / f"judged-{_digest([reading.judge, source.get('env_name')])}" if table.directory is not None else None
+    if doubts is None:
+        if mark is not None and mark.exists():
+            return mark.read_text(encoding="utf-8")
+        doubts = _judged(Examples([(table, 1, source.get("env_name"))]), reading.judge_of(source.get("env_name")), source)
+    if mark is not None:
+        # a cache that others have made may be closed to writing: then the answers are judged at every start
+        with contextlib.suppress(OSError):
+            unfinished = mark.with_name(f"{mark.name}.{os.getpid()}")
+            unfinished.write_text(doubts, encoding="utf-8")
+            unfinished.replace(mark)
+    return doubts
+
+
+def _warn_of_doubts(source: DataSource, doubts: str) -> None:
+    if doubts:
+        logger.warning("%s: %s", source_name(source), doubts)
 
 
 def cache_directory(config: DataConfig) -> Path:
@@ -385,7 +408,7 @@ class _Tokenization:
         self._empty, self._long, self._useless, self._controlled = _Offenders(), _Offenders(), _Offenders(), _Offenders()
         self._unwritten, self._unlearned = _Offenders(), _Offenders()
         self._equal, self._silent = _Offenders(), _Offenders()
-        self._bad, self._unreasoned = _Offenders(), _Offenders()
+        self._bad, self._unreasoned, self._doubtful = _Offenders(), _Offenders(), _Offenders()
         self._skips = reading.skips_bad_records
         self._writes_prompts = True
 
@@ -400,6 +423,10 @@ class _Tokenization:
             ) from error
         finally:
             self._writer.discard()
+
+    def doubts(self) -> str:
+        """What is to be known about the answers; empty for nothing."""
+        return _in_words(self._doubtful, self._seen)
 
     def _read(self) -> None:
         """Tokenize all records.
@@ -466,7 +493,7 @@ class _Tokenization:
         if length > self._limit:
             self._long.add(f"{where}: {'more than ' if place in self._cut else ''}{length} tokens")
             return
-        offenders, fault = self._fault_of(made, length)
+        offenders, fault = self._fault_of(made, length, where)
         if fault is not None and self._skips:
             self._leave_out(RecordError(f"{record.origin}: {fault}"))
             return
@@ -487,15 +514,18 @@ class _Tokenization:
             for name, ids in (("prompt", prompt), ("answer", answer)):
                 self._largest[name] = max(self._largest[name], max(ids, default=-1))
 
-    def _fault_of(self, made: Sequence[tuple[Record, str | None, _Tokens]], length: int) -> tuple[_Offenders, str | None]:
+    def _fault_of(self, made: Sequence[tuple[Record, str | None, _Tokens]], length: int, where: str) -> tuple[_Offenders, str | None]:
         """Return why a record is of no use, None where it is not, and where such records are counted."""
         record, _, (prompt, _, _) = made[0]
         if not length or not prompt:
             return self._empty, "0 tokens"
         if self._reading.pairs and (fault := self._fault_of_pair(made)) is not None:
             return self._equal, fault
-        fault = None if self._find is None else self._find(record.answer, record.fields)
-        return self._useless, None if fault is None else f"{record.answer[:80]!r}: {fault}"
+        said = None if self._find is None else self._find(record.answer, record.fields)
+        if isinstance(said, Doubt):
+            self._doubtful.add(f"{where}: {said.why}")
+            return self._useless, None
+        return self._useless, None if said is None else f"{record.answer[:80]!r}: {said}"
 
     def _encoded(self, records: Sequence[Record]) -> tuple[Iterable[str | None], Iterable[_Tokens]]:
         """Text of the prompt of each record, and its tokens."""
@@ -700,13 +730,23 @@ def _characters(record: Record) -> int:
     return sum(map(len, texts_of(record.prompt))) + len(record.answer)
 
 
-def _refuse_useless_answers(examples: Examples, find: Callable[[str, Mapping[str, Any]], str | None] | None, source: DataSource) -> None:
-    useless = _Offenders()
+def _judged(examples: Examples, find: Callable[[str, Mapping[str, Any]], str | Doubt | None] | None, source: DataSource) -> str:
+    """Judge the answers of a table, and return the doubts about them."""
+    useless, doubtful = _Offenders(), _Offenders()
     for example in examples:
-        fault = None if find is None else find(example.answer, example.fields)
-        if fault is not None:
-            useless.add(f"index {example.index}: {example.answer[:80]!r}: {fault}")
+        said = None if find is None else find(example.answer, example.fields)
+        if isinstance(said, Doubt):
+            doubtful.add(f"index {example.index}: {said.why}")
+        elif said is not None:
+            useless.add(f"index {example.index}: {example.answer[:80]!r}: {said}")
     _refuse_useless(useless, len(examples), source)
+    return _in_words(doubtful, len(examples))
+
+
+def _in_words(doubtful: _Offenders, seen: int) -> str:
+    if not doubtful.count:
+        return ""
+    return f"{doubtful.count} of {seen} reference answers leave a way to a reward without solving the task: {doubtful}"
 
 
 def _refuse_useless(useless: _Offenders, seen: int, source: DataSource) -> None:

@@ -37,6 +37,13 @@ _RECORD_KEYS = ("messages_key", "prompt_key", "answer_key")
 
 
 @dataclass(frozen=True, slots=True)
+class Doubt:
+    """What is to be known about a reference answer that is of use. Records with one are counted, and none is refused."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """One problem.
 

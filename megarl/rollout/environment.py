@@ -22,6 +22,7 @@ from megarl.time_limit import OutOfTimeError, time_limit
 
 if TYPE_CHECKING:
     from megarl.data.datasets import Example
+    from megarl.data.records import Doubt
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Environment(Protocol):
         """Rewards and observations for a batch of responses, in their order."""
         ...
 
-    def fault_of_reference(self, answer: str) -> str | None:
+    def fault_of_reference(self, answer: str) -> str | Doubt | None:
         """Return why a record with this reference answer is of no use, or None. Called when the data are read."""
         ...
 
@@ -178,13 +179,16 @@ class SingleTurn:
             parts=self._values_of_parts(values, masked) if self._has_several else {},
         )
 
-    def fault_of_reference(self, answer: str) -> str | None:
-        """Return why nothing can be compared with a reference answer, as the reward functions say."""
+    def fault_of_reference(self, answer: str) -> str | Doubt | None:
+        """Return why nothing can be compared with a reference answer, as the reward functions say, else the first of their doubts."""
+        doubt = None
         for part in self._parts:
             fault = part.reward.fault_of_reference
-            if fault is not None and (said := fault(answer)) is not None:
+            said = None if fault is None else fault(answer)
+            if isinstance(said, str):
                 return f"{part.name}: {said}" if self._has_several else said
-        return None
+            doubt = doubt or said
+        return doubt
 
     @property
     def final_answer(self) -> Callable[[str], str | None] | None:
@@ -334,7 +338,7 @@ class NamedEnvironments:
             merged.take(name, rows, self._environments[name].step(_of_rows(turn, rows)))
         return merged.result()
 
-    def fault_of_reference(self, answer: str, name: str | None = None) -> str | None:
+    def fault_of_reference(self, answer: str, name: str | None = None) -> str | Doubt | None:
         """Return why a reference answer of a record that names this environment is of no use."""
         if name is None and len(self._environments) == 1:
             name = next(iter(self._environments))
@@ -438,7 +442,7 @@ def environment_name(record: Any) -> str | None:
     return name or fields.get("env_name") or fields.get("task_name")
 
 
-def find_faults(environment: Environment, timeout_s: float) -> Callable[..., str | None]:
+def find_faults(environment: Environment, timeout_s: float) -> Callable[..., str | Doubt | None]:
     """Return what asks an environment for the fault of a reference answer, whatever a user's code does then.
 
     It is called with the answer and, where the run's environments have names, with that of the record's (``environment_name``).
@@ -448,7 +452,7 @@ def find_faults(environment: Environment, timeout_s: float) -> Callable[..., str
         timeout_s: seconds that it may take.
     """
 
-    def find(answer: str, name: str | None = None) -> str | None:
+    def find(answer: str, name: str | None = None) -> str | Doubt | None:
         try:
             with time_limit(timeout_s):
                 if isinstance(environment, NamedEnvironments):

@@ -35,13 +35,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.environments import OPTIONS, REWARD, check_reward
 from megarl.config.reward_arguments import arguments_of, values_for
 from megarl.errors import ConfigError, RewardError, Violation
 from megarl.import_path import is_import_path, load_object
 from megarl.rollout import answers, mathematics, programs
+
+if TYPE_CHECKING:
+    from megarl.data.records import Doubt
 
 _LARGEST_REPLY = 1 << 20
 """Bytes of a scorer's reply that are read."""
@@ -106,7 +109,8 @@ class Reward:
 
     Attributes:
         judge: the number, or a mapping with ``score`` and ``acc``, of a task.
-        fault_of_reference: why a reference answer is of no use, or None; itself None where every answer is of use.
+        fault_of_reference: why a reference answer is of no use, a ``Doubt`` about one that is, or None; itself None where every answer is
+            of use.
         is_immediate: it neither fails nor hangs nor takes long, so that the driver may compute it.
         wants_record: it reads the prompt and the record of a task.
         tells_right_from_wrong: its number is also the accuracy of the response. False for what shapes a reward.
@@ -118,7 +122,7 @@ class Reward:
     """
 
     judge: Callable[[Task], Any]
-    fault_of_reference: Callable[[str], str | None] | None = None
+    fault_of_reference: Callable[[str], str | Doubt | None] | None = None
     is_immediate: bool = False
     wants_record: bool = False
     tells_right_from_wrong: bool = True
@@ -209,21 +213,24 @@ def _code(
     isolation: str = "required",
     timeout_s: float = 5.0,
     isolated: bool | None = None,
+    bubblewrap: str = "",
 ) -> Reward:
-    """The reward ``code``; ``isolated`` is what the driver has decided, None where this process is to decide.
+    """The reward ``code``; ``isolated`` is what the driver has decided, with ``bubblewrap``; None where this process is to decide.
 
     Where it is decided, a program that cannot be isolated later on is not run: that raises a RewardError for its sample.
     """
-    fault = programs.fault_of_isolation() if isolated is None else None
+    fault = None
+    if isolated is None:
+        fault, bubblewrap = programs.isolation()
     if fault is not None and isolation == "required":
         fix = (
-            "allow user namespaces on the driver's machine, or write preferred, with which programs could reach the network, write files "
-            "and end other processes"
+            "allow user namespaces on the driver's machine, or install bubblewrap there, or write preferred, with which programs could "
+            "reach the network, write files and end other processes"
         )
         raise ConfigError([Violation("env.isolation", isolation, f"programs of a model cannot be isolated here: {fault}", fix)])
     if isolated is None:
         isolated = fault is None
-    limits = programs.Limits(code_timeout_s, memory_mb, max_processes, max_file_mb, isolated=isolated)
+    limits = programs.Limits(code_timeout_s, memory_mb, max_processes, max_file_mb, isolated, bubblewrap)
     notice = (
         f"programs of the model are not isolated ({fault}): they could read the expected outputs, reach the network, write files and end "
         "other processes"
@@ -233,9 +240,9 @@ def _code(
     seconds = _SHARE_OF_TESTS * timeout_s
     return Reward(
         lambda task: programs.judge(task.response, task.answer, limits, partial, seconds),
-        programs.CheckedReferences(),
+        programs.fault_of_tests,
         notice=notice,
-        settled={"isolated": isolated},
+        settled={"isolated": isolated, "bubblewrap": bubblewrap},
     )
 
 

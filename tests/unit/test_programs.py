@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import site
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.data.records import Doubt
 from megarl.errors import ConfigError, RewardError
 from megarl.rollout import programs
 from megarl.rollout.environment import SingleTurn
 from megarl.rollout.programs import (
     Limits,
+    bubblewrap,
     conversation,
-    fault_of_isolation,
     fault_of_tests,
     forms,
     judge,
@@ -30,7 +33,7 @@ from megarl.rollout.programs import (
 )
 from megarl.rollout.programs.conversation import INSIDE
 from megarl.rollout.programs.inside import decode, encode
-from megarl.rollout.programs.process import file_of, python_command, running, text_in
+from megarl.rollout.programs.process import fault_of_isolation, file_of, python_command, running, text_in
 from megarl.rollout.programs.statements import reason_against, reason_to_doubt
 from megarl.rollout.programs.verdict import same_output, same_returned
 from megarl.rollout.reward_pool import RewardPool, score_of
@@ -39,6 +42,8 @@ from tests.tiers import sampled
 
 PLAIN = Limits(seconds=20.0, isolated=False)
 ISOLATED = Limits(seconds=20.0)
+BUBBLEWRAP = shutil.which("bwrap") or ""
+needs_bubblewrap = pytest.mark.skipif(not BUBBLEWRAP or bool(fault_of_isolation(BUBBLEWRAP)), reason="bubblewrap is not here, or may not")
 needs_namespaces = pytest.mark.skipif(fault_of_isolation() is not None, reason=f"no namespaces here: {fault_of_isolation()}")
 
 
@@ -329,18 +334,25 @@ def test_what_may_run_code_when_it_is_unpacked_is_refused() -> None:
     assert "is packed" in str(fault_of_tests(json.dumps({"private_test_cases": packed})))
 
 
-def test_statements_that_run_in_process_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """The first is named, then one each time that there are ten times as many."""
+def test_statements_that_run_in_process_leave_a_doubt() -> None:
     reward = get_reward(RewardSpec("code", {"isolation": "preferred", "isolated": False}))
     assert reward.fault_of_reference is not None
     outside, inside = "assert f(1) == 2", "import numpy as np\nassert np.allclose(f(1), 2)"
-    assert reward.fault_of_reference(json.dumps([outside] * 3)) is None and not caplog.messages
-    for _ in range(12):
-        assert reward.fault_of_reference(json.dumps([outside, inside])) is None
-    counts = [message.partition(" pass ")[2].partition(" statements")[0] for message in caplog.messages]
-    assert counts == ["1 of the first 5", "10 of the first 23"]
-    assert "np.allclose" in caplog.messages[0] and "the module numpy is not there outside" in caplog.messages[0]
-    assert reward.fault_of_reference("12") is not None
+    assert reward.fault_of_reference(json.dumps([outside] * 3)) is None
+    doubt = reward.fault_of_reference(json.dumps([outside, inside]))
+    assert isinstance(doubt, Doubt) and "np.allclose" in doubt.why and "the module numpy is not there outside" in doubt.why
+    assert isinstance(reward.fault_of_reference("12"), str)
+
+
+def test_a_doubt_of_one_reward_hides_no_fault_of_another() -> None:
+    section = {"on_error": "mask", "on_timeout": "zero", "processes": 1, "timeout_s": 5.0, "rewards": {}}
+    section["rewards"] = {name: {**section, "reward": name, "isolation": "preferred"} for name in ("code", "gsm8k")}
+    environment = SingleTurn({"reward": None, **section})
+    try:
+        answer = json.dumps(["import numpy\nassert numpy.all(f(1))"])
+        assert str(environment.fault_of_reference(answer)).startswith("gsm8k: ")
+    finally:
+        environment.close()
 
 
 @pytest.mark.parametrize(
@@ -506,14 +518,15 @@ def test_what_comes_back_is_bounded_over_all_calls(returned: str, calls: int, pa
     assert judge(fenced(f"def f():\n    return {returned}"), json.dumps([statement]), PLAIN) == passes
 
 
-BOTH = [pytest.param(PLAIN, id="limits alone"), pytest.param(ISOLATED, id="namespaces", marks=needs_namespaces)]
+WAYS = [pytest.param(PLAIN, id="limits alone"), pytest.param(ISOLATED, id="namespaces", marks=needs_namespaces)]
+WAYS.append(pytest.param(replace(ISOLATED, bubblewrap=BUBBLEWRAP), id="bubblewrap", marks=needs_bubblewrap))
 
 
 @sampled(1)
-@pytest.mark.parametrize("limits", BOTH)
+@pytest.mark.parametrize("limits", WAYS)
 def test_limits(limits: Limits) -> None:
     """Each is reached, and what stays below it is not harmed."""
-    small = Limits(limits.seconds, 128, 6, 1, limits.isolated)
+    small = replace(limits, memory_mb=128, processes=6, file_mb=1)
     assert result_of("print(len(bytearray(10 << 20)))", small) == f"{10 << 20}\n"
     assert result_of("bytearray(500 << 20)\nprint(1)", small) == ""
     assert result_of("open('file', 'wb').write(bytes(1 << 19))\nprint(1)", small) == "1\n"
@@ -522,19 +535,19 @@ def test_limits(limits: Limits) -> None:
     assert result_of("import os\nfor _ in range(99): os.dup(0)\nprint(1)", small) == ""
     children = "import os, time\nfor _ in range({}):\n    if not os.fork():\n        time.sleep({})\n        os._exit(0)\n{}print(1)"
     waits = "while True:\n    try: os.wait()\n    except OSError: break\n"
-    roomy = Limits(limits.seconds, 1024, 6, 1, limits.isolated)
+    roomy = replace(limits, memory_mb=1024, processes=6, file_mb=1)
     assert result_of(children.format(3, 0.1, waits), roomy) == "1\n" and result_of(children.format(20, 0.5, waits), roomy) == ""
 
 
 @sampled(1)
-@pytest.mark.parametrize("limits", BOTH)
+@pytest.mark.parametrize("limits", WAYS)
 def test_a_program_that_takes_too_long_is_ended_with_all_that_it_started(limits: Limits) -> None:
     """Also children that left its session and whose parent is gone."""
-    hasty = Limits(0.5, isolated=limits.isolated)
-    mark = f"megarl-test-{os.getpid()}-{limits.isolated}"
+    hasty = replace(limits, seconds=0.5)
+    mark = f"megarl-test-{os.getpid()}-{limits.isolated}{len(limits.bubblewrap)}"
     code = starts(mark)
     assert result_of(code + "while True: pass", hasty) == ""
-    assert result_of(code + "print(1, flush=True)\nos._exit(0)", Limits(20.0, isolated=limits.isolated)) == "1\n"
+    assert result_of(code + "print(1, flush=True)\nos._exit(0)", limits) == "1\n"
     assert not any(mark in path.read_bytes().decode(errors="replace") for path in commands())
 
 
@@ -643,7 +656,7 @@ def test_a_test_that_does_not_end_leaves_the_others_their_time(
 
 
 def test_isolation_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "fault_of_isolation", lambda: "unshare: Operation not permitted")
+    monkeypatch.setattr(programs, "isolation", lambda: ("unshare: Operation not permitted", ""))
     with pytest.raises(ConfigError, match=r"env\.isolation = 'required': .*unshare: Operation not permitted.*preferred"):
         get_reward(RewardSpec("code"))
     reward = get_reward(RewardSpec("code", {"isolation": "preferred"}))
@@ -662,9 +675,23 @@ def test_a_run_as_root_is_told_what_that_means(monkeypatch: pytest.MonkeyPatch) 
     sandbox.planned_root.cache_clear()
 
 
+def test_bubblewrap_is_taken_where_linux_does_not_grant_our_own_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = {"": "mount: Permission denied", "/usr/bin/bwrap": None}
+    monkeypatch.setattr(process, "fault_of_isolation", lambda bubblewrap="": faults[bubblewrap])
+    monkeypatch.setattr(bubblewrap.shutil, "which", lambda _: "/usr/bin/bwrap")
+    monkeypatch.setattr(bubblewrap.os, "geteuid", lambda: 1000)
+    assert get_reward(RewardSpec("code")).settled == {"isolated": True, "bubblewrap": "/usr/bin/bwrap"}
+    # a program of a run that is root would keep what is root's
+    monkeypatch.setattr(bubblewrap.os, "geteuid", lambda: 0)
+    with pytest.raises(ConfigError, match=r"mount: Permission denied.*install bubblewrap"):
+        get_reward(RewardSpec("code"))
+    faults[""] = None
+    assert get_reward(RewardSpec("code")).settled == {"isolated": True, "bubblewrap": ""}
+
+
 @pytest.mark.parametrize("fault", [None, "unshare: Operation not permitted"])
 def test_the_driver_alone_decides_whether_programs_are_isolated(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "fault_of_isolation", lambda: fault)
+    monkeypatch.setattr(programs, "isolation", lambda: (fault, ""))
     section = {"reward": "code", "isolation": "preferred", "on_error": "mask", "on_timeout": "zero", "processes": 1, "timeout_s": 5.0}
     environment = SingleTurn(section)
     try:
@@ -674,7 +701,7 @@ def test_the_driver_alone_decides_whether_programs_are_isolated(fault: str | Non
     finally:
         environment.close()
     # a process of the pool, also one that takes the place of another, does not look for itself
-    monkeypatch.setattr(programs, "fault_of_isolation", lambda: pytest.fail("it looked for itself"))
+    monkeypatch.setattr(programs, "isolation", lambda: pytest.fail("it looked for itself"))
     get_reward(spec)
 
 
@@ -722,10 +749,10 @@ def test_a_program_gets_no_namespaces_of_its_own() -> None:
 
 
 @sampled(1)
-@pytest.mark.parametrize("limits", BOTH)
+@pytest.mark.parametrize("limits", WAYS)
 def test_programs_that_multiply_or_share_memory_out_are_ended(limits: Limits) -> None:
-    small = Limits(limits.seconds, 96, 8, 1, limits.isolated)
-    mark = f"megarl-test-bomb-{os.getpid()}-{limits.isolated}"
+    small = replace(limits, memory_mb=96, processes=8, file_mb=1)
+    mark = f"megarl-test-bomb-{os.getpid()}-{limits.isolated}{len(limits.bubblewrap)}"
     # no more than 256 of them, should nothing stop it
     assert result_of(f"{starts(mark)}import time\nfor _ in range(8): os.fork()\ntime.sleep(600)", small) == ""
     hold = "import os, time\nfor _ in range({}):\n    if not os.fork(): break\nheld = bytearray(40 << 20)\ntime.sleep(0.5)\nprint(1)"
@@ -751,12 +778,12 @@ def test_a_process_that_the_first_look_misses_is_ended(monkeypatch: pytest.Monke
 
 
 @sampled(1)
-@pytest.mark.parametrize("limits", BOTH)
+@pytest.mark.parametrize("limits", WAYS)
 def test_a_program_may_treat_its_files_as_it_likes(limits: Limits) -> None:
     """It closes them, writes for ever and hears of no error, or leaves them to a child that goes on: the end comes in time."""
     assert result_of("import os\nos.close(0)\nos.close(2)\nprint(1)", limits) == "1\n"
     assert result_of("import os\nos.close(1)", limits) == ""
-    hasty = Limits(0.5, file_mb=1, isolated=limits.isolated)
+    hasty = replace(limits, seconds=0.5, file_mb=1)
     deaf = "import os\nwhile True:\n    try: os.write(1, b'x' * 99999)\n    except OSError: pass"
     assert result_of(deaf, hasty) == ""
     leaves = "import os, time\nif not os.fork():\n    os.setsid()\n    time.sleep(600)\nprint(1, flush=True)\nos._exit(0)"

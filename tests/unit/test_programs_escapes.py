@@ -10,6 +10,7 @@ import ctypes
 import errno
 import json
 import os
+import shutil
 import site
 import socket
 import stat
@@ -23,12 +24,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.rollout.programs import Limits, fault_of_isolation, sandbox, system_calls
+from megarl.errors import RewardError
+from megarl.rollout.programs import Limits, sandbox, system_calls
 from megarl.rollout.programs.conversation import INSIDE
-from megarl.rollout.programs.process import file_of, python_command, running, text_in
+from megarl.rollout.programs.process import fault_of_isolation, file_of, python_command, running, text_in
 from tests.tiers import sampled
 
 pytestmark = pytest.mark.skipif(fault_of_isolation() is not None, reason=f"no sandbox here: {fault_of_isolation()}")
+BUBBLEWRAP = shutil.which("bwrap") or ""
+needs_bubblewrap = pytest.mark.skipif(not BUBBLEWRAP or bool(fault_of_isolation(BUBBLEWRAP)), reason="bubblewrap is not here, or may not")
 MARK = f"megarl-escape-{os.getpid()}"
 CALLS = """
 import ctypes, os, sys
@@ -278,6 +282,22 @@ def test_nothing_is_reached_from_the_sandbox(name: str, machine: dict[str, objec
     assert "reached" not in inside(probe(name, machine))
 
 
+OTHERWISE = {
+    "UDP on loopback": "the loopback of its own network is up, so that sending succeeds and reaches nobody",
+    "mode of null by standard error": "standard error is a file made for this program",
+}
+if os.geteuid() == 0:
+    OTHERWISE["mode of the machine's null"] = "the run is root, and then it does not take bubblewrap"
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("name", PROBES)
+def test_nothing_is_reached_from_the_sandbox_of_bubblewrap(name: str, machine: dict[str, object]) -> None:
+    if name in OTHERWISE:
+        pytest.skip(OTHERWISE[name])
+    assert "reached" not in inside(probe(name, machine), Limits(20.0, memory_mb=768, bubblewrap=BUBBLEWRAP))
+
+
 ABSENT = {
     "a socket to the host",
     "secret memory",
@@ -331,6 +351,29 @@ def test_without_its_filter_the_sandbox_has_holes(name: str, machine: dict[str, 
     """So that the tests above see what the filter does, and not something else."""
     monkeypatch.setattr(sandbox, "close_system_calls", lambda *_: None)
     assert "reached" in inside(probe(name, machine))
+
+
+@needs_bubblewrap
+def test_what_bubblewrap_makes_is_read_only_bounded_and_without_rights() -> None:
+    limits = Limits(20.0, file_mb=2, bubblewrap=BUBBLEWRAP)
+    assert inside("import os\nprint(sorted(os.listdir('/dev')), os.path.exists('/proc'), os.getpid())", limits) == (
+        "['full', 'null', 'random', 'shm', 'urandom'] False 1\n"
+    )
+    for place in ("/", "/dev", "/usr", os.path.dirname(os.__file__)):
+        assert inside(f"try: open({place!r} + '/x', 'w')\nexcept OSError as error: print(error.errno)", limits) == f"{errno.EROFS}\n"
+    fill = "for each in range(9): open(f'/dev/shm/{each}', 'wb', buffering=0).write(bytes(1 << 18))\nprint(1)"
+    assert (inside(fill, limits), inside(fill, Limits(20.0, file_mb=4, bubblewrap=BUBBLEWRAP))) == ("", "1\n")
+
+
+@needs_bubblewrap
+def test_bubblewrap_that_starts_nothing_says_why(tmp_path: Path) -> None:
+    """As where a profile of the system lets it start but not make namespaces."""
+    for script, said in (("#!/bin/sh\necho no namespaces >&2\nexit 1", "no namespaces"), ("#!/bin/sh\nexit 3", "exit code 3")):
+        fails = tmp_path / "bwrap"
+        fails.write_text(script)
+        fails.chmod(0o755)
+        with pytest.raises(RewardError, match=said):
+            inside("print(1)", Limits(20.0, bubblewrap=str(fails)))
 
 
 def test_the_root_holds_python_and_libraries_alone() -> None:

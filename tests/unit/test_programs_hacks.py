@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout.programs import Limits, fault_of_isolation, judge
+from megarl.rollout.programs import Limits, judge
+from megarl.rollout.programs.process import fault_of_isolation
 from megarl.rollout.programs.statements import reason_against
 from tests.tiers import sampled
 

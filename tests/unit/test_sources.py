@@ -23,6 +23,7 @@ from megarl.data.table import read_table
 from megarl.data.tokenization import PromptEncoder, get_tokenizer
 from megarl.distributed.token_batches import supervised_batch
 from megarl.errors import DataError
+from megarl.rollout.rewards import RewardSpec, get_reward
 from tests.unit.test_tokenization import save_tokenizer, words
 
 USER = {"role": "user", "content": "two"}
@@ -518,6 +519,27 @@ def test_answers_are_judged_once_and_again_by_another_judge(tmp_path: Path, toke
         start("second", "1")
     start("second", "x")
     assert asked == ["0", "1", "2"]
+
+
+def test_statements_that_a_program_can_pass_unsolved_are_counted_at_every_start(
+    tmp_path: Path, tokenizer: Any, spilling: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the tokens come from the cache, judged before or by another judge."""
+    asserts = ["assert f(2) == 4", "assert g() == 'x'", "import numpy\nassert numpy.all(f(1))"]
+    rows = [{"p": "two", "a": json.dumps([asserts[0], asserts[place % 3]])} for place in range(7)]
+    source: Any = write(tmp_path / "a.jsonl", rows, prompt_key="p", answer_key="a")
+    reward = get_reward(RewardSpec("code", {"isolation": "preferred", "isolated": False}))
+    config: Any = {"max_input_seq_length": 9, "cache_dir": str(spilling)}
+    for judge in ("first", "first", "second", "second"):
+        caplog.clear()
+        load_dataset(source, Reading(config, tokenizer, False, reward.fault_of_reference, judge))
+        [said] = [record.getMessage() for record in caplog.records if "without solving" in record.getMessage()]
+        assert "a.jsonl: 2 of 7 reference answers leave a way to a reward" in said
+        assert (
+            "index 2" in said
+            and "index 5" in said
+            and "numpy.all(f(1))' without solving its task (the module numpy is not there outside)" in said
+        )
 
 
 def kept(spilling: Path) -> set[str]:

@@ -5,4 +5,4 @@ import sys
 from megarl.rollout.programs.process import fault_here
 
 if __name__ == "__main__":
-    sys.stdout.write(fault_here() or "")
+    sys.stdout.write(fault_here("".join(sys.argv[1:])) or "")

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import IO
 
 from megarl.errors import RewardError
-from megarl.rollout.programs import sandbox
+from megarl.rollout.programs import sandbox, system_calls
+from megarl.rollout.programs.bubblewrap import OWN_PROCESSES, found_bubblewrap, wrapped
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Limits:
         processes: processes and threads at a time.
         file_mb: all that it writes to files.
         isolated: it runs in the sandbox.
+        bubblewrap: path of the bubblewrap that makes the sandbox; empty where the run makes it itself.
     """
 
     seconds: float = 4.0
@@ -61,6 +63,7 @@ class Limits:
     processes: int = 16
     file_mb: int = 16
     isolated: bool = True
+    bubblewrap: str = ""
 
 
 def python_command(source: str, *arguments: str) -> list[str]:
@@ -85,14 +88,25 @@ def text_in(file: IO[bytes]) -> str:
     return file.read().decode("utf-8", "replace")
 
 
-@lru_cache(maxsize=1)
-def fault_of_isolation() -> str | None:
-    """Return why programs cannot be isolated here, or None. Found by running one; logged once where they can."""
+def isolation() -> tuple[str | None, str]:
+    """Return why programs cannot be isolated here, or None, and the ``bubblewrap`` of ``Limits`` with which they can."""
+    fault = fault_of_isolation()
+    other = found_bubblewrap() if fault else ""
+    return (None, other) if other and fault_of_isolation(other) is None else (fault, "")
+
+
+@lru_cache(maxsize=2)
+def fault_of_isolation(bubblewrap: str = "") -> str | None:
+    """Return why programs cannot be isolated here, or None. Found by running one; logged once where they can.
+
+    Args:
+        bubblewrap: as in ``Limits``.
+    """
     if sys.platform != "linux":
         return "only Linux has namespaces"
     # by a process of its own: this one may have threads, beside which no Python should run between fork and
     # exec
-    command = [sys.executable, "-m", "megarl.rollout.programs"]
+    command = [sys.executable, "-m", "megarl.rollout.programs", bubblewrap]
     try:
         found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_START_SECONDS)
     except (OSError, subprocess.SubprocessError) as error:
@@ -101,7 +115,8 @@ def fault_of_isolation() -> str | None:
         return (found.stderr.strip().splitlines() or [f"exit code {found.returncode}"])[-1]
     if found.stdout.strip():
         return found.stdout.strip()
-    logger.info("programs of the model run in a sandbox: no network, no other processes, no files but those of Python")
+    by = f" that {bubblewrap} makes" if bubblewrap else ""
+    logger.info("programs of the model run in a sandbox%s: no network, no other processes, no files but those of Python", by)
     return None
 
 
@@ -116,11 +131,15 @@ def notice_of_user() -> str:
     )
 
 
-def fault_here() -> str | None:
-    """Return why a program that does nothing cannot be run in the sandbox by this process, or None."""
+def fault_here(bubblewrap: str) -> str | None:
+    """Return why a program that does nothing cannot be run in the sandbox by this process, or None.
+
+    Args:
+        bubblewrap: as in ``Limits``.
+    """
     with file_of() as nothing, file_of() as written:
         try:
-            limits = Limits(seconds=60.0)
+            limits = Limits(seconds=60.0, bubblewrap=bubblewrap)
             with running(python_command("import json, socket"), limits, nothing, written) as process:
                 code = process.wait()
         except (OSError, RewardError) as error:
@@ -155,29 +174,49 @@ def running(
     # write equal sets
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     with contextlib.ExitStack() as stack:
-        refusal = stack.enter_context(file_of())
+        refusal, status = stack.enter_context(file_of()), stack.enter_context(file_of())
         parent = os.getpid()
         try:
             root = sandbox.planned_root() if limits.isolated else None
-            work = sandbox.WORK if root else stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            if root and limits.bubblewrap:
+                rules = stack.enter_context(_filter_file(root))
+                ours = (rules.fileno(), status.fileno())
+                command, passed = wrapped(limits.bubblewrap, command, root, limits.file_mb, *ours), (*passed, *ours)
+                root, work = None, "/"
+            else:
+                work = sandbox.WORK if root else stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
             process = subprocess.Popen(
                 command,
                 stdin=given,
                 stdout=written,
-                stderr=subprocess.DEVNULL,
+                # bubblewrap says there why it could not start the program
+                stderr=refusal if limits.bubblewrap else subprocess.DEVNULL,
                 env=environment,
                 pass_fds=passed,
                 start_new_session=True,
                 preexec_fn=lambda: _supervise(limits, root, work, parent, refusal.fileno()),
             )
         except (OSError, subprocess.SubprocessError) as error:
-            why = text_in(refusal) or f"{type(error).__name__}: {error}"
-            raise RewardError(f"no program can be started: {why}. Fix: see whether the machine is full") from error
+            raise _no_program(text_in(refusal) or f"{type(error).__name__}: {error}") from error
         try:
             yield process
         finally:
             process.terminate()
             process.wait()
+        if limits.bubblewrap and process.returncode != STOPPED and '"exit-code"' not in text_in(status):
+            raise _no_program(text_in(refusal).strip() or f"{limits.bubblewrap} ended with exit code {process.returncode}")
+
+
+def _no_program(why: str) -> RewardError:
+    return RewardError(f"no program can be started: {why}. Fix: see whether the machine is full")
+
+
+@contextlib.contextmanager
+def _filter_file(root: sandbox.Root) -> Iterator[IO[bytes]]:
+    with tempfile.TemporaryFile() as file:
+        file.write(system_calls.filter_program(root.machine))
+        file.seek(0)
+        yield file
 
 
 def _supervise(limits: Limits, root: sandbox.Root | None, work: str, parent: int, refusal: int) -> None:
@@ -226,7 +265,9 @@ def _become_program(libc: ctypes.CDLL, limits: Limits, root: sandbox.Root | None
         sandbox.enter(libc, root, pipe, limits.file_mb)
     # a change of the user takes it back
     libc.prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0)
-    libc.prctl(set_no_new_privileges, 1, 0, 0, 0)
+    # bubblewrap gives up the right itself; a system may have to grant it some first
+    if not limits.bubblewrap:
+        libc.prctl(set_no_new_privileges, 1, 0, 0, 0)
     os.chdir(work)
     for which, most in (
         (resource.RLIMIT_AS, limits.memory_mb << 20),
@@ -257,7 +298,7 @@ def _watch(child: int, limits: Limits) -> int:
 
 def _takes_too_much(limits: Limits) -> bool:
     processes = _descendants()
-    if sum(map(_threads, processes)) > limits.processes:
+    if sum(map(_threads, processes)) > limits.processes + (OWN_PROCESSES if limits.bubblewrap else 0):
         return True
     # one alone is bounded by its address space, and until it is a program of its own it has the memory of the
     # process that starts it

@@ -42,7 +42,9 @@ _SYSTEM = (
 )
 _OF_PYTHON = ("bin", "lib", "lib64", "pyvenv.cfg")
 # Without zero: a shared mapping of it is memory that counts only for those that touched it.
-_DEVICES = ("null", "full", "random", "urandom")
+DEVICES = ("null", "full", "random", "urandom")
+"""Devices in ``/dev`` of the sandbox."""
+
 _DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
 
 NOBODY = 65534
@@ -235,7 +237,7 @@ def _build(libc: ctypes.CDLL, root: Root, store_mb: int) -> None:
     for path, target in root.links:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.symlink(target, path)
-    for device in _DEVICES:
+    for device in DEVICES:
         _bind(libc, f"{_OLD}/dev/{device}", f"/dev/{device}", False)
     for name, target in _DEVICE_LINKS.items():
         os.symlink(target, f"/dev/{name}")

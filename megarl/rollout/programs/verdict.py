@@ -13,7 +13,6 @@ as in JSON. In a statement, what Python says holds.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 import site
@@ -23,13 +22,12 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
+from megarl.data.records import Doubt
 from megarl.rollout.programs.conversation import INSIDE, EndedError, RaisedError, conversation
 from megarl.rollout.programs.forms import Test, program_in, tests_of
 from megarl.rollout.programs.inside import GIVEN_MODULES, GIVEN_NAMES
 from megarl.rollout.programs.process import STOPPED, Limits, file_of, python_command, running, text_in
 from megarl.rollout.programs.statements import holds, reason_against, reason_to_doubt
-
-logger = logging.getLogger(__name__)
 
 _LEAST_SECONDS = 0.05
 """In which no program starts, so that a test with no more is not begun."""
@@ -197,48 +195,18 @@ def _as_float(value: float) -> float:
         return math.nan
 
 
-def fault_of_tests(answer: str) -> str | None:
-    """Return why a program cannot be tested with a reference, or None."""
+def fault_of_tests(answer: str) -> str | Doubt | None:
+    """Return why a program cannot be tested with a reference, or a doubt, or None.
+
+    The doubt is about statements that a program can pass without solving its task, if it sets out to: those
+    that run in its own process, and those that compare what the program makes itself.
+    """
     try:
-        tests_of(answer)
+        tests = tests_of(answer)
     except ValueError as error:
         return str(error)
+    for test in tests:
+        reason = (reason_against(test.statement) or reason_to_doubt(test.statement)) if test.statement else None
+        if reason is not None:
+            return Doubt(f"a program can pass {test.statement[:120]!r} without solving its task ({reason})")
     return None
-
-
-class CheckedReferences:
-    """A search for faults of references, which also counts the statements of which a program may decide itself.
-
-    The first is logged, and each time that there are ten times as many.
-    """
-
-    def __init__(self) -> None:
-        self._statements = self._doubtful = 0
-        self._next_report = 1
-
-    def __call__(self, answer: str) -> str | None:
-        """Return why a program cannot be tested with a reference, or None."""
-        try:
-            statements = [test.statement for test in tests_of(answer) if test.statement]
-        except ValueError as error:
-            return str(error)
-        for statement in statements:
-            self._statements += 1
-            reason = reason_against(statement) or reason_to_doubt(statement)
-            if reason is not None:
-                self._doubtful += 1
-                self._report(statement, reason)
-        return None
-
-    def _report(self, statement: str, reason: str) -> None:
-        if self._doubtful < self._next_report:
-            return
-        self._next_report *= 10
-        logger.warning(
-            "code: a program that sets out to can pass %d of the first %d statements without solving its task. They run in its own "
-            "process, or compare what it makes itself. The last of them is %r: %s",
-            self._doubtful,
-            self._statements,
-            statement[:200],
-            reason,
-        )
