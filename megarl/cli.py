@@ -312,12 +312,11 @@ def show(config: Config, data: bool) -> None:
     from rich.console import Console
 
     from megarl.algorithms.model_check import check_models_on_disk
-    from megarl.checkpoint.manifest import read_signing_key
+    from megarl.algorithms.preflight import findings, print_findings
     from megarl.config.model_facts import facts_of_policy, published_config
     from megarl.config.report import WIDTH, print_report
 
     check_models_on_disk(config)
-    read_signing_key(config["checkpointing"]["signing_key_file"])
     found = []
     if data:
         from megarl.algorithms.inputs import describe_inputs
@@ -331,6 +330,7 @@ def show(config: Config, data: bool) -> None:
         console.print(f"{model_name} is not on this disk; its sizes are those that it was published with.", markup=False)
     for line in found:
         console.print(line, markup=False, highlight=False)
+    print_findings(findings(config), console)
 
 
 def doctor(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

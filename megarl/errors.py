@@ -46,16 +46,27 @@ class ConfigError(MegarlError, ValueError):
     """A configuration cannot be used. Carries every violation found, not only the first."""
 
     exit_code = 2
+    heading = "configuration error"
 
     def __init__(self, violations: Sequence[Violation] | str) -> None:
         self.violations: tuple[Violation, ...] = () if isinstance(violations, str) else tuple(violations)
         if isinstance(violations, str):
             text = violations
         else:
-            plural = "s" if len(self.violations) != 1 else ""
-            lines = "\n".join(f"  {number}. {violation}" for number, violation in enumerate(self.violations, 1))
-            text = f"{len(self.violations)} configuration error{plural}:\n{lines}"
+            heading = self.heading.replace("error", "errors") if len(self.violations) != 1 else self.heading
+            text = f"{len(self.violations)} {heading}:\n{numbered(self.violations)}"
         super().__init__(text)
+
+
+def numbered(violations: Sequence[Violation]) -> str:
+    """Return a list of violations as text, one a line."""
+    return "\n".join(f"  {number}. {violation}" for number, violation in enumerate(violations, 1))
+
+
+class MachineError(ConfigError):
+    """This machine lacks what a configuration needs; nothing was created or started."""
+
+    heading = "error on this machine, where nothing was started"
 
 
 class DataError(MegarlError, ValueError):

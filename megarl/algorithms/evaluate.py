@@ -20,9 +20,10 @@ from megarl import __version__
 from megarl.algorithms.algorithm import ACTOR
 from megarl.algorithms.earlier_launch import keep_template_date
 from megarl.algorithms.inputs import read_validation
+from megarl.algorithms.preflight import findings, print_findings, require_this_machine
 from megarl.algorithms.resume import ResumePoint
 from megarl.algorithms.run import Config, PolicyFactory
-from megarl.algorithms.start import check_engine, engine_of, start_engines, start_policy, start_ray
+from megarl.algorithms.start import engine_of, start_engines, start_policy, start_ray
 from megarl.checkpoint.atomic import write_bytes_durably
 from megarl.checkpoint.manager import CONFIG_NAME, read_info
 from megarl.checkpoint.manifest import read_signing_key, verify
@@ -115,8 +116,9 @@ def evaluate(config: Config, weights: ResumePoint, make_policy: PolicyFactory | 
         MegarlError: the data, the model, the checkpoint or a worker is at fault.
         ConversionError: the model cannot be carried over.
     """
+    if make_policy is None:
+        require_this_machine(config, trains=False)
     with ExitStack() as stack:
-        check_engine(config)
         if make_policy is None:
             start_ray(stack, config["deadlines"]["init_s"])
         if weights.checkpoint is not None:
@@ -263,3 +265,4 @@ def _describe(config: Config, weights: ResumePoint, path: Path, console: Console
     }
     for name, fact in facts.items():
         console.print(f"{name}: {fact}", markup=False, soft_wrap=True)
+    print_findings(findings(config, trains=False), console)

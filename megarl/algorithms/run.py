@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from megarl.algorithms.algorithm import ACTOR, Parts, Role
 from megarl.algorithms.earlier_launch import CONFIG_FILE, keep_template_date, kept_configs, require_same_recipe
 from megarl.algorithms.inputs import Inputs, read_inputs, require_a_step_of_records
 from megarl.algorithms.loop import Reporting, Schedule, run_loop, total_steps
+from megarl.algorithms.preflight import require_this_machine
 from megarl.algorithms.profiling import DIRECTORY as PROFILES
 from megarl.algorithms.profiling import StepProfiler, tell_worker_groups
 from megarl.algorithms.restarts import Restarts, await_places, most_restarts, patience_for_places
@@ -33,7 +35,6 @@ from megarl.algorithms.resume import (
 )
 from megarl.algorithms.skipped_batches import DIRECTORY, SkippedBatches
 from megarl.algorithms.start import (
-    check_engine,
     check_places,
     checkpoint_memory,
     decided_device,
@@ -48,7 +49,7 @@ from megarl.algorithms.time_left import time_left
 from megarl.algorithms.turns import Turns
 from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
 from megarl.checkpoint.background import CheckpointMemory, OwnMemory
-from megarl.checkpoint.lock import RunLock
+from megarl.checkpoint.lock import LOCK_NAME, RunLock
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.config.algorithms import algorithm_class, generates, own_section, step_size
 from megarl.config.memory_run import checkpoint_bytes, checkpoint_bytes_beside
@@ -114,14 +115,16 @@ def run(config: Config, make_policy: PolicyFactory | None = None, stop_at: float
     """
     config = validate_config(config)
     run_dir = Path(config["run_dir"]).absolute()
+    if make_policy is None:
+        require_this_machine(config)
     with ExitStack() as stack:
+        stack.enter_context(_left_as_it_was(run_dir))
         lock = _lock(run_dir, "run_dir", stack)
         attempt = this_attempt()
         stack.enter_context(keeping_durations())
         stop = stack.enter_context(listening_for_stop(run_dir, attempt, time_left(stop_at)))
         require_same_recipe(config, run_dir)
         keep_template_date(config, kept_configs(config, run_dir))
-        check_engine(config)
         if make_policy is None:
             start_ray(stack, config["deadlines"]["init_s"])
         inputs = read_inputs(config, stack)
@@ -150,6 +153,23 @@ def run(config: Config, make_policy: PolicyFactory | None = None, stop_at: float
                 start = _point_of_restart(manager, config["checkpointing"]["resume"])
                 restarts.workers_lost(error, start.step)
             sampler = _sampler(config, inputs.train, start)
+
+
+@contextlib.contextmanager
+def _left_as_it_was(run_dir: Path) -> Iterator[None]:
+    """Remove the directories that this launch has made when it is refused before it has written a configuration there."""
+    made = list(itertools.takewhile(lambda place: not place.exists(), (run_dir, *run_dir.parents)))
+    try:
+        yield
+    except BaseException:
+        if made and not (run_dir / CONFIG_FILE).exists():
+            with contextlib.suppress(OSError):
+                (run_dir / LOCK_NAME).unlink()
+            # one in which somebody else has put something stays
+            with contextlib.suppress(OSError):
+                for place in made:
+                    place.rmdir()
+        raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,17 +53,6 @@ def engine_of(config: Mapping[str, Any]) -> EngineKind | None:
     return engine_kind(generation["backend"])
 
 
-def check_engine(config: Mapping[str, Any]) -> None:
-    """Refuse a run whose engine is not there, before anything is started.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    kind = engine_of(config)
-    if kind is not None:
-        kind.check_installed()
-
-
 _ray_start = {"seconds": 0.0}
 """What the start of Ray took of ``deadlines.init_s``; the workers that are built next have that less."""
 

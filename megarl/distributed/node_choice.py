@@ -1,11 +1,20 @@
-"""Choice of the node that takes each part of a virtual cluster. Pure: no Ray here."""
+"""Choice of the node that takes each part of a virtual cluster, and slots of a local Ray. Pure: no Ray here."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megarl.errors import ClusterError
+
+# CPUs are book-keeping for Ray; a laptop must be able to hold more ranks than it has cores.
+_LEAST_LOCAL_SLOTS = 64
+
+
+def local_slots() -> int:
+    """Return the number of workers that a local Ray takes, one slot each."""
+    return max(_LEAST_LOCAL_SLOTS, os.cpu_count() or 1)
 
 
 class ResourceInsufficientError(ClusterError):

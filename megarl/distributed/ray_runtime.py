@@ -28,15 +28,13 @@ import psutil
 import ray
 
 from megarl import env
+from megarl.distributed.node_choice import local_slots
 from megarl.distributed.ray_processes import LocalRay
 from megarl.errors import ClusterError, DeadlineError, MegarlError
 from megarl.redaction import is_secret, learn, redacted_text
 from megarl.time_limit import OutOfTimeError, time_limit
 
 logger = logging.getLogger(__name__)
-
-# CPUs are book-keeping for Ray; a laptop must be able to hold more ranks than it has cores.
-DEFAULT_LOCAL_CPUS = 64
 
 INIT_SECONDS = 120.0
 """How long each of the two tries of ``ray.init`` may take at most; Ray itself gives up on most of what can go wrong after 30 to 60 s."""
@@ -244,7 +242,7 @@ def _start_local(
     if num_cpus is not None and num_cpus < 1:
         raise ClusterError(f"num_cpus = {num_cpus}: a local Ray needs at least 1. Fix: pass the number of ranks")
     _ask_for_a_token()
-    slots = num_cpus if num_cpus is not None else max(DEFAULT_LOCAL_CPUS, os.cpu_count() or 1)
+    slots = num_cpus if num_cpus is not None else local_slots()
     _end_local()
     _Local.present = local = LocalRay(log_dir)
     # Ray warns that token authentication is on, which is what is wanted here

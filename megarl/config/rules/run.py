@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -107,6 +108,18 @@ def validation_has_data(view: View) -> Iterator[Violation]:
     if asked:
         key = f"{section}.{asked[0]}"
         yield Violation(key, view[key], "there is no data.validation", "give data.validation, or turn validation off")
+
+
+def metric_of_checkpoints_has_a_prefix(view: View) -> Iterator[Violation]:
+    """Checkpoints are ranked by a metric of a step or a validation, whose names begin alike."""
+    key = "checkpointing.metric_name"
+    name = view.get(key)
+    view.require(isinstance(name, str) and name != "step" and view.get("checkpointing.enabled", False))
+    if not name.startswith(("train/", "validation/", "val_")):
+        bare = re.split(r"[/:]", name)[-1]
+        prefixes = ("validation",) if name.startswith("val") else ("train", "validation")
+        names = " or ".join(f"{prefix}/{bare}" for prefix in prefixes)
+        yield Violation(key, name, "no metric of a run has such a name", f"write {names}")
 
 
 def steps_are_counted(view: View) -> Iterator[Violation]:
@@ -395,6 +408,7 @@ RUN_RULES: tuple[Rule, ...] = (
     model_that_scores_has_no_tokens_to_score,
     prompt_template_has_place,
     validation_has_data,
+    metric_of_checkpoints_has_a_prefix,
     single_turn,
     loss_goes_together,
     entropy_can_be_raised,

@@ -49,17 +49,10 @@ class EngineKind:
     distributions: tuple[str, ...] = ()
     extra: str = ""
 
-    def check_installed(self) -> None:
-        """Refuse an engine that is not installed.
-
-        Raises:
-            ConfigError: says how to install it.
-        """
-        if self.distributions and not any(installed_version(name) for name in self.distributions):
-            raise ConfigError(
-                f"{KEY}: {self.title} is not installed. Fix: install megarl's extra {self.extra}, or remove the line: then the policy "
-                "itself generates"
-            )
+    def missing_package(self) -> str | None:
+        """Return the name of the engine's package where it is not installed; None where it is."""
+        is_there = not self.distributions or any(installed_version(name) for name in self.distributions)
+        return None if is_there else self.distributions[0]
 
 
 class SharesDevices(Protocol):

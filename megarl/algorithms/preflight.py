@@ -1,0 +1,353 @@
+"""Checks of this machine against a configuration, made before a run creates or starts anything.
+
+A configuration may be right and still not run here: a package, a GPU, a directory, the network is missing. Each
+check yields what it finds, so that one list names everything at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import resource
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+from rich.console import Console
+
+from megarl import env
+from megarl.algorithms.start import engine_of
+from megarl.checkpoint.manifest import read_signing_key
+from megarl.config.environments import environment_class, environments_of, rewards_of
+from megarl.config.memory_run import disk_bytes
+from megarl.config.model_facts import facts_of_policy
+from megarl.config.models import POLICY, model_roles, model_sections
+from megarl.config.nested import at
+from megarl.config.report import size_text
+from megarl.config.rules.parallel import generation_shape, training_shape
+from megarl.config.rules.view import View
+from megarl.distributed import nvml
+from megarl.distributed.node_choice import local_slots
+from megarl.errors import ConfigError, MachineError, Violation, numbered
+from megarl.import_path import is_import_path
+from megarl.models.generation.engines import KEY as GENERATION_BACKEND
+from megarl.rollout.rewards import RewardSpec, get_reward
+
+Config = Mapping[str, Any]
+
+_LOOK_S = 4.0
+"""Seconds for one look at a host of the network."""
+
+_LEAST_FREE = 64 << 20
+"""Bytes that the smallest run writes, with room to spare."""
+
+_LEAST_FILES = 256
+"""Open files: Ray's own processes and the driver have some 200."""
+
+_THREADS_OF_RAY, _THREADS_OF_RANK = 300, 60
+"""Threads of a local Ray with its agents, and of one worker with torch, gloo and Ray in it; counted on a CPU."""
+
+_PACKAGES = {"logger.wandb_enabled": ("wandb", "wandb"), "logger.tensorboard_enabled": ("tensorboard", "plot")}
+"""Package and extra of megarl that a switch of the configuration needs."""
+
+
+def require_this_machine(config: Config, *, trains: bool = True) -> None:
+    """Refuse a run that this machine cannot do, before anything of it is created.
+
+    Args:
+        config: checked, with its defaults.
+        trains: False for an evaluation, which needs less.
+
+    Raises:
+        MachineError: names everything that was found.
+    """
+    found = findings(config, trains=trains)
+    if found:
+        raise MachineError(found)
+
+
+def findings(config: Config, *, trains: bool = True) -> list[Violation]:
+    """Return everything that this machine lacks. Arguments as of ``require_this_machine``."""
+    return [finding for check in (CHECKS if trains else CHECKS_OF_EVALUATION) for finding in check(config)]
+
+
+def print_findings(found: Sequence[Violation], console: Console) -> None:
+    """Say at the end of a dry run what a real one would be refused for on this machine."""
+    if found:
+        console.print(f"not on this machine ({len(found)}); a run here would be refused:", markup=False, style="bold yellow")
+        console.print(numbered(found), markup=False, highlight=False, soft_wrap=True)
+
+
+def missing_engine(config: Config) -> Iterator[Violation]:
+    """Yield the engine that generates, or Transformer Engine, where it is not installed."""
+    kind = engine_of(config)
+    package = None if kind is None else kind.missing_package()
+    if kind is not None and package is not None:
+        fix = f"install megarl's extra {kind.extra}, or remove the line: then the policy itself generates"
+        yield Violation(GENERATION_BACKEND, at(config, GENERATION_BACKEND), f"the package {package} is not installed", fix)
+    for path in (POLICY, *model_sections(config)):
+        key = f"{path}.megatron_cfg.transformer_engine"
+        if at(config, key) is True and env.installed_version("transformer-engine") is None:
+            fix = f"megarl doctor says how to install it; or write {key}=auto"
+            yield Violation(key, True, "the package transformer-engine is not installed", fix)
+
+
+def missing_sinks(config: Config) -> Iterator[Violation]:
+    """Yield packages of metric sinks that are switched on and not installed."""
+    for key, (package, extra) in _PACKAGES.items():
+        if at(config, key) and env.installed_version(package) is None:
+            fix = f"install megarl's extra {extra} (pip install {package}), or write {key}=false"
+            yield Violation(key, True, f"the package {package} is not installed", fix)
+
+
+def absent_devices(config: Config) -> Iterator[Violation]:
+    """Yield the GPUs or worker slots that a local Ray would lack; a cluster that runs already says itself what it has."""
+    if _ray_address() is not None:
+        return
+    nodes, ranks = training_shape(View(config))
+    apart = generation_shape(View(config)) if engine_of(config) is not None else None
+    needed = nodes * ranks + (math.prod(apart) if apart is not None else 0)
+    said = env.text("MEGARL_DEVICE", "auto")
+    wanted, present = {config["cluster"]["device"], said} - {"auto"}, _visible_gpus()
+    if "cpu" in wanted or not (wanted or present):
+        workers, slots = needed * len(model_roles(config)), local_slots()
+        if workers > slots:
+            yield Violation(
+                "cluster.gpus_per_node",
+                ranks,
+                f"{workers} workers, and a local Ray takes {slots}",
+                "fewer ranks, or a cluster of several nodes",
+            )
+    elif needed > present:
+        machines = f" ({nodes} nodes of {ranks})" if nodes > 1 else ""
+        lent = "; engines apart from the policy have GPUs of their own" if apart is not None else ""
+        bound = f"the run needs {needed} GPUs{machines}, and this machine shows {present}{lent}"
+        fix = "start it on a machine that has them, or on a cluster (launch/README.md: sbatch, or RAY_ADDRESS of a Ray that runs)"
+        if present:
+            fix += f"; or write cluster.gpus_per_node={present} where the layout fits"
+        elif not nvml.count_devices():
+            fix += "; cluster.device=cpu trains on the CPU, which suits tiny models"
+        yield Violation("cluster.device", config["cluster"]["device"], bound, fix)
+
+
+def unusable_rewards(config: Config) -> Iterator[Violation]:
+    """Yield rewards and environments of the user's that cannot be imported or called as they are, and programs that cannot be shut in."""
+    for key, section in environments_of(config.get("env") or {}).items():
+        try:
+            if is_import_path(section.get("environment", "")):
+                environment_class(section["environment"], f"{key}.environment")
+                continue
+            for reward in rewards_of(section, key).values() if section else ():
+                get_reward(RewardSpec.of_section(reward))
+        except ConfigError as error:
+            yield from error.violations
+
+
+def unusable_directories(config: Config) -> Iterator[Violation]:
+    """Yield directories of the run that cannot be written, or whose file system has no room for what the run leaves there."""
+    places = {"run_dir": config["run_dir"]}
+    if config["checkpointing"]["enabled"]:
+        places["checkpointing.checkpoint_dir"] = config["checkpointing"]["checkpoint_dir"]
+    seen = set[Path]()
+    for key, place in places.items():
+        try:
+            nearest = _nearest_directory(Path(place).absolute())
+            free = shutil.disk_usage(nearest).free
+        except OSError as error:
+            bound = f"it cannot be made: {os.strerror(error.errno or 0)}: {error.filename}"
+            yield Violation(key, place, bound, "give a directory that can be made")
+            continue
+        if nearest in seen:
+            continue
+        seen.add(nearest)
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            yield Violation(key, place, f"{nearest} cannot be written by user {os.geteuid()}", "give a directory that you may write to")
+        yield from _too_full(config, key, place, free)
+
+
+def _too_full(config: Config, key: str, place: str, free: int) -> Iterator[Violation]:
+    facts = facts_of_policy(config[POLICY])
+    planned = _LEAST_FREE if facts is None else disk_bytes(config, facts)
+    # a run that is resumed has written part of it
+    needed = max(planned - _size_below(Path(place)), _LEAST_FREE)
+    if free < needed:
+        bound = f"{size_text(free)} are free there, and the run writes {size_text(needed)} of checkpoints and exports"
+        yield Violation(key, place, bound, f"give {key} another place, or keep fewer checkpoints (checkpointing.keep_top_k)")
+
+
+def _size_below(directory: Path) -> int:
+    total = 0
+    for place, _, files in os.walk(directory):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(place, name)).st_size
+    return total
+
+
+def _nearest_directory(path: Path) -> Path:
+    """Return the directory itself or the one above it that exists.
+
+    Raises:
+        OSError: it is a file, or below one.
+    """
+    while not path.exists():
+        path = path.parent
+    if not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    return path
+
+
+def unreadable_key(config: Config) -> Iterator[Violation]:
+    """Yield the file of a signing key that is missing or unusable."""
+    try:
+        read_signing_key(config["checkpointing"]["signing_key_file"])
+    except ConfigError as error:
+        yield from error.violations
+
+
+def dead_cluster(config: Config) -> Iterator[Violation]:
+    """Yield a Ray cluster that ``RAY_ADDRESS`` names and that does not answer."""
+    address = _ray_address()
+    if address is None or address == "auto":
+        return
+    place = urlsplit(address if "://" in address else f"ray://{address}")
+    try:
+        socket.create_connection((place.hostname or "", place.port or 6379), timeout=_LOOK_S).close()
+    except (OSError, ValueError) as error:
+        fix = "start it there (ray start --head), correct RAY_ADDRESS, or unset it: then a local Ray is started"
+        yield Violation("RAY_ADDRESS", address, f"nothing answers there: {error}", fix)
+
+
+def low_limits(config: Config) -> Iterator[Violation]:
+    """Yield limits on processes and open files under which a local Ray with the run's workers would not come up."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
+        yield Violation("ulimit -n", files, f"a run opens {_LEAST_FILES} files and more", f"ulimit -n {_LEAST_FILES * 16}")
+    nodes, ranks = training_shape(View(config))
+    workers = (1 if _ray_address() is not None else nodes) * ranks * len(model_roles(config))
+    needed = _THREADS_OF_RAY + workers * _THREADS_OF_RANK
+    for name, limit, used in _limits_of_processes():
+        if limit - used < needed:
+            bound = f"{used} of them are in use, and the run starts some {needed} processes and threads"
+            yield Violation(name, limit, bound, f"raise it to {used + needed} or more")
+
+
+def _limits_of_processes() -> Iterator[tuple[str, int, int]]:
+    """Yield name, value and use of each limit on processes and threads that holds for this user or container."""
+    soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    # root is not held to it
+    if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
+        used = sum(process.info["num_threads"] or 0 for process in psutil.process_iter(["uids", "num_threads"]) if _is_ours(process))
+        yield "ulimit -u", soft, used
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "pids.max").read_text().strip()
+        if limit != "max":
+            yield "pids.max of the control group", int(limit), int((group / "pids.current").read_text())
+    except (OSError, ValueError):
+        return
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    uids = process.info["uids"]
+    return uids is not None and uids.real == os.getuid()
+
+
+def unreachable_models(config: Config) -> Iterator[Violation]:
+    """Yield models and tokenizers of the hub that are not on this disk while the hub does not give them; one look each, all at once."""
+    names: dict[str, str] = {}
+    for path in (POLICY, *model_sections(config)):
+        section = at(config, path)
+        for key in ("model_name", "tokenizer.name"):
+            name = at(section, key)
+            if isinstance(name, str):
+                names.setdefault(name, f"{path}.{key}")
+    looks = [_HubLook(key, name) for name, key in names.items() if _is_of_hub(name)]
+    for look in looks:
+        look.join(_LOOK_S)
+        if look.fault is not None:
+            fix = "correct the name, give a directory of a model, or download it where there is a network (its cache is taken)"
+            yield Violation(look.key, look.model, look.fault, fix)
+
+
+def _is_of_hub(name: str) -> bool:
+    """Whether a name has to be asked for on the hub: it is no path, and its weights or at least its config are not in the cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        return False
+    try:
+        return not isinstance(try_to_load_from_cache(name, "config.json"), str)
+    # a name that no model of the hub can have
+    except ValueError:
+        return True
+
+
+class _HubLook(threading.Thread):
+    """One look for a model on the hub. It is a daemon, since a name server may not answer for long."""
+
+    def __init__(self, key: str, model: str) -> None:
+        super().__init__(name=f"look for {model}", daemon=True)
+        self.key, self.model = key, model
+        self.fault: str | None = f"it is not on this disk, and the hub has not answered for {_LOOK_S:g} s"
+        self.start()
+
+    def run(self) -> None:
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            GatedRepoError,
+            HFValidationError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+        )
+
+        try:
+            get_hf_file_metadata(hf_hub_url(self.model, "config.json"), timeout=_LOOK_S)
+            self.fault = None
+        except GatedRepoError:
+            self.fault = "the hub gives it only to those who were granted access: log in (hf auth login, or HF_TOKEN)"
+        except (RepositoryNotFoundError, HFValidationError):
+            self.fault = "it is no directory on this disk, and the hub has no such model (or not for you: hf auth login)"
+        except EntryNotFoundError:
+            self.fault = "the hub has it without a config.json"
+        except OfflineModeIsEnabled:
+            self.fault = "it is not on this disk, and HF_HUB_OFFLINE forbids asking the hub"
+        # the client raises the errors of its HTTP library, which all mean the same here
+        except Exception as error:
+            self.fault = f"it is not on this disk, and the hub cannot be reached ({type(error).__name__}: {error})"
+
+
+def _ray_address() -> str | None:
+    address = env.text("RAY_ADDRESS")
+    return None if address == "local" else address
+
+
+def _visible_gpus() -> int:
+    """Return the number of GPUs that a Ray started here would find."""
+    chosen = env.text("CUDA_VISIBLE_DEVICES")
+    present = nvml.count_devices()
+    if chosen is None:
+        return present
+    return min(present, sum(each.strip() not in ("", "-1") for each in chosen.split(",")))
+
+
+Check = Callable[[Config], Iterator[Violation]]
+
+CHECKS_OF_EVALUATION: tuple[Check, ...] = (
+    missing_engine,
+    absent_devices,
+    dead_cluster,
+    low_limits,
+    unreachable_models,
+    unusable_rewards,
+)
+CHECKS: tuple[Check, ...] = (*CHECKS_OF_EVALUATION, missing_sinks, unusable_directories, unreadable_key)
+"""In the order in which their findings are listed."""

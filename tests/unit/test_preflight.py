@@ -1,0 +1,193 @@
+"""What a run needs of a machine is checked before anything is created, and everything is named in one list."""
+
+from __future__ import annotations
+
+import copy
+import resource
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megarl.algorithms import preflight
+from megarl.algorithms.preflight import findings, print_findings, require_this_machine
+from megarl.algorithms.run import run
+from megarl.cli import load_and_check, main
+from megarl.config.nested import put
+from megarl.config.recipes import recipes
+from megarl.config.validate import validate_config
+from megarl.errors import DataError, MachineError
+from tests.unit.driver_runs import make_config
+
+CONFIG = Mapping[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_ADDRESS", "MEGARL_DEVICE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(preflight.nvml, "count_devices", lambda: 0)
+
+
+@pytest.fixture
+def config(tmp_path: Path, model: str, data: str) -> dict[str, Any]:
+    return validate_config(make_config("grpo", tmp_path / "a" / "b", model, data))
+
+
+def unreachable(*_: Any, **__: Any) -> None:
+    raise OSError("no route to host")
+
+
+def keys(config: CONFIG) -> list[str]:
+    return [finding.key for finding in findings(config)]
+
+
+def test_a_machine_that_has_everything(config: dict[str, Any]) -> None:
+    assert findings(config) == []
+    require_this_machine(config)
+
+
+@pytest.mark.parametrize("recipe", [recipe.name for recipe in recipes()])
+def test_every_recipe_is_refused_in_one_list_and_leaves_nothing(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None of them runs on a machine without a GPU or a network; the dry run has the same list as a warning."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
+    assert main(["train", recipe]) == 2
+    refused = capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    lines = [line for line in refused.splitlines() if line.startswith("  ")]
+    assert lines and "on this machine, where nothing was started:" in refused and all(". Fix: " in line for line in lines)
+    needs_gpu = load_and_check(recipe, [])["cluster"]["device"] == "cuda"
+    assert any("cluster.device" in line for line in lines) is needs_gpu
+    console = Console(width=100, record=True)
+    print_findings(findings(load_and_check(recipe, [])), console)
+    assert [line for line in console.export_text().splitlines() if line.startswith("  ")] == lines
+
+
+def test_packages_devices_directories_and_models_are_named_together(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight.env, "installed_version", lambda _: None)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port()}")
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
+    (tmp_path / "file").write_text("")
+    changed = {
+        "logger.wandb_enabled": True,
+        "logger.tensorboard_enabled": True,
+        "policy.megatron_cfg.transformer_engine": True,
+        "run_dir": str(tmp_path / "file" / "run"),
+        "checkpointing.checkpoint_dir": str(tmp_path / "a"),
+        "checkpointing.signing_key_file": str(tmp_path / "none"),
+        "policy.model_name": "nobody/has-this",
+        "env.reward": f"{tmp_path}/none.py:score",
+    }
+    for key, value in changed.items():
+        config = put(config, key, value)
+    assert sorted(keys(config)) == sorted(
+        [
+            "policy.megatron_cfg.transformer_engine",
+            "logger.wandb_enabled",
+            "logger.tensorboard_enabled",
+            "RAY_ADDRESS",
+            "policy.model_name",
+            "env.reward",
+            "run_dir",
+            "checkpointing.signing_key_file",
+        ]
+    )
+    # an evaluation writes no checkpoints and logs to nobody
+    assert "run_dir" not in [finding.key for finding in findings(config, trains=False)]
+
+
+def closed_port() -> int:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        return int(closed.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("device", "present", "visible", "ranks", "said"),
+    [
+        ("cuda", 0, None, 2, "needs 2 GPUs, and this machine shows 0"),
+        ("cuda", 8, "0", 2, "needs 2 GPUs, and this machine shows 1"),
+        ("cuda", 8, "-1", 1, "shows 0"),
+        ("auto", 1, None, 2, "needs 2 GPUs, and this machine shows 1"),
+        ("cuda", 2, None, 2, ""),
+        ("auto", 0, None, 2, ""),
+        ("cpu", 1, None, 2, ""),
+        ("cpu", 0, None, 10_000, "10000 workers"),
+    ],
+)
+def test_devices(
+    device: str, present: int, visible: str | None, ranks: int, said: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight.nvml, "count_devices", lambda: present)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config["cluster"] |= {"device": device, "gpus_per_node": ranks}
+    found = list(preflight.absent_devices(config))
+    assert [said in finding.bound for finding in found] == [True] * bool(said)
+    # a cluster that runs has devices of its own
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert list(preflight.absent_devices(config)) == []
+
+
+def test_a_disk_without_room_for_the_checkpoints(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = copy.copy(preflight.shutil.disk_usage(tmp_path))
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=1 << 20))
+    assert keys(config) == ["run_dir"]
+    # both are on one disk, of which one finding is enough
+    assert "1.0 MiB are free there, and the run writes 64.0 MiB" in findings(config)[0].bound
+    monkeypatch.setattr(preflight, "disk_bytes", lambda *_: 5 << 30)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=4 << 30))
+    assert "writes 5.0 GiB" in findings(config)[0].bound
+    written = Path(config["run_dir"]) / "checkpoints"
+    written.mkdir(parents=True)
+    with (written / "large").open("wb") as sparse:
+        sparse.truncate(2 << 30)
+    assert findings(config) == []
+
+
+def test_limits_of_this_process(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {resource.RLIMIT_NOFILE: (100, 100), resource.RLIMIT_NPROC: (resource.RLIM_INFINITY, resource.RLIM_INFINITY)}
+    monkeypatch.setattr(preflight.resource, "getrlimit", limits.__getitem__)
+    monkeypatch.setattr(preflight, "_limits_of_processes", lambda: iter([("ulimit -u", 500, 200), ("pids.max", 5000, 200)]))
+    assert keys(config) == ["ulimit -n", "ulimit -u"]
+
+
+def test_a_refused_start_leaves_nothing(tmp_path: Path, model: str) -> None:
+    """Also where the data are at fault, which are read when the directory is locked."""
+    (tmp_path / "empty.jsonl").write_text("")
+    config = make_config("sft", tmp_path / "runs" / "mine", model, str(tmp_path / "empty.jsonl"))
+    with pytest.raises(DataError):
+        run(config, lambda *_: pytest.fail("no policy is made"))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["empty.jsonl"]
+    # what was there before stays, with the lock's file
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    with pytest.raises(DataError):
+        run(config, lambda *_: pytest.fail("no policy is made"))
+    assert (tmp_path / "runs" / "mine" / "run.lock").exists()
+
+
+def test_a_real_start_that_is_refused_starts_no_ray(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.algorithms.run.start_ray", lambda *_: pytest.fail("Ray was started"))
+    config["cluster"]["device"] = "cuda"
+    with pytest.raises(MachineError, match=r"1 error on this machine, where nothing was started:\n  1\. cluster.device = 'cuda'"):
+        run(config)
+    assert not Path(config["run_dir"]).parent.exists()
+
+
+def test_a_name_server_that_never_answers_is_not_waited_for(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    done = threading.Event()
+    monkeypatch.setattr(preflight, "_LOOK_S", 0.2)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: done.wait())
+    config["policy"]["model_name"] = "nobody/has-this"
+    assert "the hub has not answered for 0.2 s" in findings(config)[0].bound
+    done.set()
