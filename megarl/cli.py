@@ -293,9 +293,14 @@ def train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.dry_run:
         show(config, arguments.data)
         return 0
-    from megarl.algorithms.run import run
+    from megarl.observe.progress import ProgressConsole, progress_shown
 
-    return int(run(config, stop_at=arguments.stop_at) or 0)
+    with progress_shown(ProgressConsole()) as console:
+        console.say(f"megarl {__version__}: {config['recipe']}, run directory {config['run_dir']}")
+        # what takes a second to import comes after the first line
+        from megarl.algorithms.run import run
+
+        return int(run(config, stop_at=arguments.stop_at) or 0)
 
 
 def evaluate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -303,8 +308,10 @@ def evaluate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     chosen = [] if arguments.model is None else [f"policy.model_name={json.dumps(arguments.model)}"]
     config = load_and_check(arguments.config, [*overrides, *chosen], arguments.layers, arguments.allow_env)
     from megarl.algorithms.evaluate import run
+    from megarl.observe.progress import ProgressConsole, progress_shown
 
-    return run(config, arguments.checkpoint, arguments.json, dry_run=arguments.dry_run)
+    with progress_shown(ProgressConsole()):
+        return run(config, arguments.checkpoint, arguments.json, dry_run=arguments.dry_run)
 
 
 def show(config: Config, data: bool) -> None:

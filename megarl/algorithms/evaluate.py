@@ -34,10 +34,12 @@ from megarl.config.rules.view import View
 from megarl.config.validation_sets import SetPlan, set_plans
 from megarl.distributed.deadlines import validating
 from megarl.errors import CheckpointError, ConfigError, StorageError, UnusableCheckpointError, Violation
+from megarl.observe.progress import phase
 from megarl.observe.timing import PhaseTimer
 
 if TYPE_CHECKING:
-    from megarl.rollout.evaluation import ValidatedSet
+    from megarl.rollout.collector import Collector
+    from megarl.rollout.evaluation import ValidatedSet, ValidationSet
 
 DIRECTORY = "evaluations"
 """Of a run's directory, where results go that are not sent elsewhere."""
@@ -130,15 +132,24 @@ def evaluate(config: Config, weights: ResumePoint, make_policy: PolicyFactory | 
         refit = start_engines(config, policy, stack)
 
         from megarl.rollout.collector import Collector
-        from megarl.rollout.evaluation import answer_set, validation_sets
+        from megarl.rollout.evaluation import validation_sets
 
         stop_token_ids = config["policy"]["generation"]["stop_token_ids"]
         collector = Collector(policy, tokenizer, environment, PhaseTimer(), stop_token_ids, refit)
         size = own_section(config).get("val_batch_size")
         begun = time.monotonic()
         with validating():
-            validated = tuple(answer_set(collector, each, size) for each in validation_sets(config, dataset))
+            validated = tuple(_answered(collector, each, size) for each in validation_sets(config, dataset))
         return Evaluation(validated, time.monotonic() - begun)
+
+
+def _answered(collector: Collector, of_set: ValidationSet, size: int | None) -> ValidatedSet:
+    from megarl.rollout.evaluation import answer_set
+
+    with phase(f"{of_set.plan.name} answered") as shown:
+        validated = answer_set(collector, of_set, size)
+        shown.detail = f"{len(validated.accuracies):,} samples"
+    return validated
 
 
 def result_of(evaluation: Evaluation, config: Config, weights: ResumePoint) -> dict[str, Any]:

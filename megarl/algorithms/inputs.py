@@ -23,6 +23,7 @@ from megarl.data.tokenization import get_tokenizer
 from megarl.errors import ConfigError, DataError, Violation
 from megarl.import_path import is_import_path
 from megarl.models.generation import configure_generation_config
+from megarl.observe.progress import phase
 from megarl.rollout.environment import Environment, find_faults, make_environment
 
 if TYPE_CHECKING:
@@ -70,8 +71,9 @@ def read_inputs(config: Config, stack: ExitStack) -> Inputs:
         MegarlError: data, model, tokenizer or environment cannot be used.
         ConversionError: the model cannot be carried over.
     """
-    tokenizer, environment, load = _opened(config, stack)
-    check_models_beside(config, tokenizer)
+    with phase("tokenizer and model read"):
+        tokenizer, environment, load = _opened(config, stack)
+        check_models_beside(config, tokenizer)
     data = config["data"]
     train = load(data["train"])
     validation = load(data["validation"]) if data["validation"] else None

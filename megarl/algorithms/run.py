@@ -65,6 +65,7 @@ from megarl.errors import ConfigError, MegarlError, MicroBatchMemoryError, Viola
 from megarl.observe.console import TrainingConsole
 from megarl.observe.launches import FINISHED, recorded_launch
 from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
+from megarl.observe.progress import phase
 from megarl.observe.sample_files import DIRECTORY as SAMPLES
 from megarl.observe.sample_files import SampleFiles
 from megarl.observe.sinks import open_sinks
@@ -116,7 +117,8 @@ def run(config: Config, make_policy: PolicyFactory | None = None, stop_at: float
     config = validate_config(config)
     run_dir = Path(config["run_dir"]).absolute()
     if make_policy is None:
-        require_this_machine(config)
+        with phase("machine checked"):
+            require_this_machine(config)
     with ExitStack() as stack:
         stack.enter_context(_left_as_it_was(run_dir))
         lock = _lock(run_dir, "run_dir", stack)
@@ -129,7 +131,8 @@ def run(config: Config, make_policy: PolicyFactory | None = None, stop_at: float
             start_ray(stack, config["deadlines"]["init_s"])
         inputs = read_inputs(config, stack)
         manager = _open_checkpoints(config["checkpointing"], lock, run_dir, stack)
-        start = find_resume_point(manager, config["checkpointing"]["resume"]) if manager is not None else ResumePoint()
+        with phase("checkpoints looked for", is_told=False):
+            start = find_resume_point(manager, config["checkpointing"]["resume"]) if manager is not None else ResumePoint()
         report_changes(start, config)
         _write_config(run_dir, config)
         schedule = _schedule(config, len(inputs.train))
@@ -251,6 +254,7 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
             restarts.outcome.text = f"stopped after step {reached}: {stop.reason}"
             return _stopped(reached, stop, reporting.console, writer is not None)
         stop.forget_files()
+        reporting.console.stop_bar()
         if config["checkpointing"]["export_hf"]:
             path = run_dir / EXPORT_DIRECTORY / f"step_{max(schedule.total_steps, start.step)}"
             turns.bring(ACTOR)
@@ -364,7 +368,7 @@ def _stopped(step: int, stop: StopRequest, console: TrainingConsole, has_checkpo
     """Say why a run ends before its last step; its exit code."""
     advice = "start it again to go on from there" if has_checkpoints else "checkpointing.enabled is false: nothing of it is saved"
     code = stop.exit_code
-    console.note(f"stopped after step {step} ({stop.reason}); {advice}")
+    console.stopped(f"stopped after step {step} ({stop.reason}); {advice}")
     stop.forget_files()
     return code if has_checkpoints else NOT_SAVED
 
@@ -410,7 +414,7 @@ def _open_reporting(launch: _Launch, start: ResumePoint, stack: ExitStack) -> Re
     section = algorithm_class(launch.config["algorithm"]).section()
     console = TrainingConsole(launch.schedule.total_steps, f"{section.upper()} {Path(launch.config['policy']['model_name']).name}")
     stack.push(console)
-    return Reporting(launch.sinks, console, PhaseTimer())
+    return Reporting(launch.sinks, console, PhaseTimer(on_change=console.working_on))
 
 
 def _open_samples(
@@ -445,7 +449,8 @@ def _export(policy: Policy, path: Path, console: TrainingConsole, has_trained: b
         _set_aside(path)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        policy.export_hf(str(path))
+        with phase("Hugging Face model written"):
+            policy.export_hf(str(path))
     console.note(f"Hugging Face model: {path}")
 
 

@@ -20,13 +20,14 @@ from megarl.checkpoint.background import CheckpointMemory, OwnMemory
 from megarl.config.algorithms import algorithm_class, generates
 from megarl.config.models import model_roles
 from megarl.config.nested import at
-from megarl.config.report import has_reference_policy
+from megarl.config.report import has_reference_policy, size_text
 from megarl.config.rules.parallel import generation_shape, training_shape
 from megarl.config.rules.run import POLICY_WORKERS
 from megarl.config.rules.view import View
 from megarl.distributed import nvml
 from megarl.errors import ConfigError, Violation
 from megarl.models.generation.engines import EngineKind, engine_kind, is_engine, started_on_empty_devices
+from megarl.observe.progress import phase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,7 +85,8 @@ def start_ray(stack: ExitStack, timeout_s: float = math.inf) -> None:
     try:
         if not ray.is_initialized():
             stack.callback(shutdown_ray)
-            init_ray(timeout_s=timeout_s)
+            with phase("Ray started" if env.text("RAY_ADDRESS") is None else "Ray joined"):
+                init_ray(timeout_s=timeout_s)
             _ray_start["seconds"] = time.monotonic() - begun
             if ray.is_initialized():
                 stack.callback(RayWatch(ray.get_runtime_context().gcs_address).close)
@@ -176,22 +178,33 @@ def start_policy(
         cluster = beside.worker_group.cluster
     trains = trains and role.is_trained
     name = POLICY_WORKERS if role == ACTOR else role.name
-    policy = Policy(
-        cluster,
-        at(config, role.section),
-        tokenizer,
-        name_prefix=name,
-        weights_path=_text(start.weights_path(role)),
-        init_optimizer=trains,
-        optimizer_path=_text(start.optimizer_path(role)) if trains else None,
-        init_reference_model=trains and role == ACTOR and has_reference_policy(config),
-        seed=config["seed"],
-        init_timeout_s=_init_seconds(config["deadlines"], start),
-        deadlines=PhaseDeadlines.of(config["deadlines"], name),
-        check_collectives=config["debug"]["collectives"],
-    )
+    with phase(f"{role.name} built on {cluster.world_size()} ranks") as shown:
+        shown.detail = _weights_in_words(config, start, role)
+        policy = Policy(
+            cluster,
+            at(config, role.section),
+            tokenizer,
+            name_prefix=name,
+            weights_path=_text(start.weights_path(role)),
+            init_optimizer=trains,
+            optimizer_path=_text(start.optimizer_path(role)) if trains else None,
+            init_reference_model=trains and role == ACTOR and has_reference_policy(config),
+            seed=config["seed"],
+            init_timeout_s=_init_seconds(config["deadlines"], start),
+            deadlines=PhaseDeadlines.of(config["deadlines"], name),
+            check_collectives=config["debug"]["collectives"],
+        )
     stack.callback(policy.shutdown)
     return policy
+
+
+def _weights_in_words(config: Mapping[str, Any], start: ResumePoint, role: Role) -> str:
+    """Return which weights a model starts with, and their bytes where they are known."""
+    path = start.weights_path(role)
+    files = Path(at(config, role.section)["model_name"]).expanduser().glob("*.safetensors") if path is None else path.rglob("*")
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    of = "weights" if start.checkpoint is None else f"weights of {start.checkpoint.name}"
+    return f"{size_text(size)} of {of}" if size else of
 
 
 def _init_seconds(deadlines: Mapping[str, float], start: ResumePoint) -> float:
@@ -347,7 +360,8 @@ def start_engines(config: Config, policy: Policy, stack: ExitStack) -> Refit | N
     colocated = own is None
 
     def start() -> RolloutEngine:
-        generation = kind.start(cluster, config)
+        with phase(f"{kind.title} started"):
+            generation = kind.start(cluster, config)
         stack.callback(generation.shutdown)
         return generation
 

@@ -22,10 +22,11 @@ import numpy as np
 from megarl import env
 from megarl.config.data_sources import DEFAULT_CACHE_GIB, FIELD_KEYS, PAIR_KEYS, set_module
 from megarl.data.records import Doubt, Fingerprint, Record, read_preferences, read_records, refuse, texts_of
-from megarl.data.rows import changed_while_read, content_digest, named_set, source_name
+from megarl.data.rows import changed_while_read, content_digest, named_set, number_of_rows, source_name
 from megarl.data.table import Table, TableWriter, bound_tables, read_table
 from megarl.data.tokenization import PromptEncoder, encode_answers, long_text
 from megarl.errors import DataError, RecordError
+from megarl.observe.progress import Phase, phase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +40,6 @@ _CHUNK_CHARACTERS = 2**21
 """Of the texts that are tokenized together, which takes hundreds of bytes for each."""
 _LONGEST_KEPT_ANSWER = 2**18
 """Characters of an answer that is tokenized although it is no part of the model's input."""
-_PROGRESS_EVERY = 100_000
 _SHOWN = 5
 _MOST_IN_MEMORY = 8 * 2**20
 """Bytes of a source's tokens above which they go to files."""
@@ -280,13 +280,21 @@ def _fingerprint(parts: Sequence[tuple[str, int]]) -> str:
 
 
 def _load_source(source: DataSource, reading: Reading) -> Table:
+    with phase(source_name(source), "records") as shown:
+        return _read_source(source, reading, shown)
+
+
+def _read_source(source: DataSource, reading: Reading, shown: Phase) -> Table:
     encoder = reading.encoder()
     digest = content_digest(source)
     directory = cache_directory(reading.config) / _cache_key(source, reading, encoder, digest)
     table = read_table(directory)
     doubts = None
-    if table is None:
-        tokenization = _Tokenization(source, reading, encoder, directory, digest)
+    if table is not None:
+        shown.done, shown.detail = len(table) // reading.of_record, "tokenized before"
+    else:
+        shown.total = number_of_rows(source)
+        tokenization = _Tokenization(source, reading, encoder, directory, digest, shown)
         table, doubts = tokenization.run(), tokenization.doubts()
     if reading.fault_of_answer is not None:
         _warn_of_doubts(source, _doubts_about(table, source, reading, doubts))
@@ -391,10 +399,11 @@ class _Tokenization:
         source, reading, encoder: what is read, and how.
         directory: of the table.
         digest: of the source's bytes; a source that has others in the end was written meanwhile, and is refused.
+        shown: counts the records.
     """
 
-    def __init__(self, source: DataSource, reading: Reading, encoder: PromptEncoder, directory: Path, digest: str) -> None:
-        self._source, self._reading, self._encoder, self._digest = source, reading, encoder, digest
+    def __init__(self, source: DataSource, reading: Reading, encoder: PromptEncoder, directory: Path, digest: str, shown: Phase) -> None:
+        self._source, self._reading, self._encoder, self._digest, self._shown = source, reading, encoder, digest, shown
         self._tokenizer = reading.tokenizer
         self._limit = reading.config["max_input_seq_length"]
         self._filters = bool(reading.config.get("filter_overlong_prompts"))
@@ -437,8 +446,8 @@ class _Tokenization:
         try:
             for chunk in _chunks(self._records(), self._reading.of_record):
                 self._add(chunk)
-                if self._seen % _PROGRESS_EVERY < len(chunk) and self._seen > _PROGRESS_EVERY:
-                    logger.info("tokenized %d records", self._seen)
+                self._shown.done = self._seen + self._seen_bad
+            self._shown.total = None
             self._refuse()
         except DataError:
             # half of a record that is just being written is no fault of the record

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from megarl.observe.progress import Phase, phase
 from megarl.observe.step_line import REWARD_FAULTS, format_number, format_seconds, step_fields, throughput_line
 from megarl.observe.timing import STEP_SECONDS
 
@@ -74,6 +76,8 @@ class TrainingConsole:
         self._steps = 0
         self._performance: dict[str, float] = {}
         self._finished = False
+        self._first_step = ExitStack()
+        self._phase: Phase | None = None
 
     def start(self, first_step: int = 0) -> None:
         """Show the title and, on a terminal, the bar.
@@ -91,6 +95,16 @@ class TrainingConsole:
             self._progress = _progress_bar(self._console)
             self._task = self._progress.add_task("training", total=self._total_steps, completed=first_step, eta="")
             self._progress.start()
+        else:
+            # in a pipe too, something is to be seen before the first step is done
+            self._phase = self._first_step.enter_context(phase(f"step {first_step + 1}", is_told=False))
+
+    def working_on(self, name: str) -> None:
+        """Show which phase of a step is under way; empty for none."""
+        if self._phase is not None:
+            self._phase.detail = name
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, description=f"training: {name}" if name else "training")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show one finished step.
@@ -105,6 +119,7 @@ class TrainingConsole:
         self._last_step_at, self._last_step = now, step
         self._steps += 1
         self._add_performance(metrics)
+        self._first_step.close()
         if self._quiet:
             return
         remaining_s = max(self._total_steps - step, 0) * statistics.median(self._recent_seconds)
@@ -133,13 +148,19 @@ class TrainingConsole:
                 Text(f"  {of_set}" if of_set else f"validation after step {step}", style="bold blue").append(f"  {shown}", style="blue")
             )
 
+    def stopped(self, text: str) -> None:
+        """Say why the run ends before its last step, in place of what ``finish`` would say."""
+        self._finished = True
+        self.stop_bar()
+        self.note(text)
+
     def note(self, text: str) -> None:
         """Show a line of text, for example that a checkpoint was written."""
         self._say(Text(text, style="bright_black"))
 
     def finish(self) -> None:
         """Take the bar away and say how long it took; a second call does nothing."""
-        self._stop_bar()
+        self.stop_bar()
         if self._finished:
             return
         self._finished = True
@@ -169,7 +190,7 @@ class TrainingConsole:
         if kind is None:
             self.finish()
         else:
-            self._stop_bar()
+            self.stop_bar()
 
     def _say(self, text: Text) -> None:
         if not self._quiet:
@@ -187,7 +208,9 @@ class TrainingConsole:
     def _width(self) -> int:
         return self._console.width if self._console.is_terminal else _PLAIN_WIDTH
 
-    def _stop_bar(self) -> None:
+    def stop_bar(self) -> None:
+        """Take the bar away, after the last step."""
+        self._first_step.close()
         if self._progress is not None:
             # the terminal may be gone
             with contextlib.suppress(OSError):

@@ -47,11 +47,12 @@ class PhaseTimer:
     second twice and add up to at most the step. For one thread only.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, on_change: Callable[[str], None] = lambda _: None) -> None:
         """Args:
         clock: monotonic seconds; replaced in tests.
+        on_change: called with the path of the phase that is under way from now on; empty for none.
         """
-        self._clock = clock
+        self._clock, self._on_change = clock, on_change
         self._seconds: dict[str, float] = {}
         self._sequences: dict[str, list[Sequences]] = {}
         self._open: list[tuple[str, float]] = []
@@ -62,11 +63,13 @@ class PhaseTimer:
         """Time a ``with`` block under ``name``; the time counts also when the block raises."""
         path = f"{self._open[-1][0]}/{name}" if self._open else name
         self._open.append((path, self._clock()))
+        self._on_change(path)
         try:
             yield
         finally:
             path, start = self._open.pop()
             self._add(path, self._clock() - start)
+            self._on_change(self._open[-1][0] if self._open else "")
 
     def passed(self, sequences: Sequences) -> None:
         """Count what the open phase goes through.
