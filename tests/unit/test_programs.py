@@ -22,7 +22,6 @@ from megarl.rollout import programs
 from megarl.rollout.environment import SingleTurn
 from megarl.rollout.programs import (
     Limits,
-    bubblewrap,
     conversation,
     fault_of_tests,
     forms,
@@ -678,11 +677,11 @@ def test_a_run_as_root_is_told_what_that_means(monkeypatch: pytest.MonkeyPatch) 
 def test_bubblewrap_is_taken_where_linux_does_not_grant_our_own_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     faults = {"": "mount: Permission denied", "/usr/bin/bwrap": None}
     monkeypatch.setattr(process, "fault_of_isolation", lambda bubblewrap="": faults[bubblewrap])
-    monkeypatch.setattr(bubblewrap.shutil, "which", lambda _: "/usr/bin/bwrap")
-    monkeypatch.setattr(bubblewrap.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(sandbox.shutil, "which", lambda _: "/usr/bin/bwrap")
+    monkeypatch.setattr(sandbox.os, "geteuid", lambda: 1000)
     assert get_reward(RewardSpec("code")).settled == {"isolated": True, "bubblewrap": "/usr/bin/bwrap"}
     # a program of a run that is root would keep what is root's
-    monkeypatch.setattr(bubblewrap.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(sandbox.os, "geteuid", lambda: 0)
     with pytest.raises(ConfigError, match=r"mount: Permission denied.*install bubblewrap"):
         get_reward(RewardSpec("code"))
     faults[""] = None

@@ -1,7 +1,7 @@
 """Programs that a model wrote, run against tests: the reward ``code``.
 
 ``forms`` reads tests and finds the program, ``verdict`` decides, ``process`` runs a program under a
-supervisor, ``sandbox`` or ``bubblewrap`` shuts it in, ``inside`` runs the program there and answers ``conversation``,
+supervisor, ``sandbox`` shuts it in, ``inside`` runs the program there and answers ``conversation``,
 ``statements`` and ``evaluation`` evaluate asserts outside.
 """
 

@@ -28,7 +28,6 @@ from typing import IO
 
 from megarl.errors import RewardError
 from megarl.rollout.programs import sandbox, system_calls
-from megarl.rollout.programs.bubblewrap import OWN_PROCESSES, found_bubblewrap, wrapped
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ def text_in(file: IO[bytes]) -> str:
 def isolation() -> tuple[str | None, str]:
     """Return why programs cannot be isolated here, or None, and the ``bubblewrap`` of ``Limits`` with which they can."""
     fault = fault_of_isolation()
-    other = found_bubblewrap() if fault else ""
+    other = sandbox.found_bubblewrap() if fault else ""
     return (None, other) if other and fault_of_isolation(other) is None else (fault, "")
 
 
@@ -181,7 +180,7 @@ def running(
             if root and limits.bubblewrap:
                 rules = stack.enter_context(_filter_file(root))
                 ours = (rules.fileno(), status.fileno())
-                command, passed = wrapped(limits.bubblewrap, command, root, limits.file_mb, *ours), (*passed, *ours)
+                command, passed = sandbox.with_bubblewrap(limits.bubblewrap, command, root, limits.file_mb, *ours), (*passed, *ours)
                 root, work = None, "/"
             else:
                 work = sandbox.WORK if root else stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
@@ -298,7 +297,7 @@ def _watch(child: int, limits: Limits) -> int:
 
 def _takes_too_much(limits: Limits) -> bool:
     processes = _descendants()
-    if sum(map(_threads, processes)) > limits.processes + (OWN_PROCESSES if limits.bubblewrap else 0):
+    if sum(map(_threads, processes)) > limits.processes + (sandbox.BUBBLEWRAPS_PROCESSES if limits.bubblewrap else 0):
         return True
     # one alone is bounded by its address space, and until it is a program of its own it has the memory of the
     # process that starts it

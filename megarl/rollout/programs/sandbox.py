@@ -6,6 +6,11 @@ devices; and one file system in memory, of limited size, for ``/tmp`` and ``/dev
 its user and of other programs are not in it, nor are sockets and devices. The program has no capabilities and
 no way to get any, and a filter refuses system calls that it does not need (``system_calls``). Where the run
 is root, the program is user 65534.
+
+Some machines grant namespaces only to programs that they name (Ubuntu from 24.04 on, by AppArmor), bubblewrap
+among them: there it makes the sandbox, of the same list of directories, devices and system calls. Our own stays
+the first choice because bubblewrap cannot limit how many files a program makes in memory, only their bytes, and
+because a program of a run that is root would keep root's files: there bubblewrap is not taken.
 """
 
 from __future__ import annotations
@@ -13,12 +18,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -318,3 +324,38 @@ def _checked(result: int, what: str) -> None:
     if result == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+BUBBLEWRAPS_PROCESSES = 1
+"""Processes of bubblewrap itself beside those of the program."""
+
+
+def found_bubblewrap() -> str:
+    """Return the path of bubblewrap, or an empty text where it is not installed or the run is root."""
+    return "" if os.geteuid() == 0 else shutil.which("bwrap") or ""
+
+
+def with_bubblewrap(bubblewrap: str, command: Sequence[str], root: Root, store_mb: int, filter_file: int, status_file: int) -> list[str]:
+    """Return the command that runs a command in the sandbox.
+
+    Args:
+        bubblewrap: its path.
+        command: what runs inside.
+        root: what the root holds.
+        store_mb: MB of all files in ``/tmp``, which is ``/dev/shm`` as well.
+        filter_file: file descriptor of the filter of system calls, see ``system_calls.filter_program``.
+        status_file: file descriptor that takes what became of the command, as lines of JSON.
+    """
+    arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
+    arguments += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "program"]
+    arguments += ["--seccomp", str(filter_file), "--json-status-fd", str(status_file)]
+    # before what may have to be mounted below it: Python may lie in a directory of temporary files
+    arguments += ["--perms", "1777", "--size", str(store_mb << 20), "--tmpfs", WORK, "--symlink", WORK, "/dev/shm"]
+    for real, inside, _ in root.places:
+        arguments += ["--ro-bind", real, inside]
+    for path, target in root.links:
+        arguments += ["--symlink", target, path]
+    for device in DEVICES:
+        arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    # no /proc: bubblewrap's shows much of the machine, and a program that solves a task does not need one
+    return [bubblewrap, *arguments, "--remount-ro", "/", "--chdir", WORK, "--", *command]
