@@ -277,8 +277,20 @@ def _time(text: str) -> float:
 
 def train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run a configuration, or show what it would do; with ``--data``, that includes what it reads."""
+    from megarl.observe.progress import ProgressConsole, progress_shown
+
+    with contextlib.ExitStack() as stack:
+        if not arguments.dry_run:
+            console = stack.enter_context(progress_shown(ProgressConsole()))
+            # the first line comes before what takes a second to import
+            console.say(f"megarl {__version__}: {arguments.config}")
+        return _train(arguments, overrides)
+
+
+def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from megarl.config.recipes import misnamed_directory
     from megarl.config.validate import unusual_values
+    from megarl.observe.progress import note
 
     config = load_and_check(arguments.config, overrides, arguments.layers, arguments.allow_env)
     for warning in unusual_values(config):
@@ -293,14 +305,10 @@ def train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.dry_run:
         show(config, arguments.data)
         return 0
-    from megarl.observe.progress import ProgressConsole, progress_shown
+    note(f"run directory {config['run_dir']}")
+    from megarl.algorithms.run import run
 
-    with progress_shown(ProgressConsole()) as console:
-        console.say(f"megarl {__version__}: {config['recipe']}, run directory {config['run_dir']}")
-        # what takes a second to import comes after the first line
-        from megarl.algorithms.run import run
-
-        return int(run(config, stop_at=arguments.stop_at) or 0)
+    return int(run(config, stop_at=arguments.stop_at) or 0)
 
 
 def evaluate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -78,23 +78,25 @@ def start_ray(stack: ExitStack, timeout_s: float = math.inf) -> None:
     from megarl.distributed.ray_runtime import init_ray, shutdown_ray
     from megarl.distributed.ray_watch import RayletWatch, RayWatch, own_raylet
 
+    if ray.is_initialized():
+        _import_for_driver()
+        return
     begun = time.monotonic()
-    # after Ray's own import: two threads that import take turns, and Ray's processes would start later
-    importing = threading.Thread(target=_import_for_driver, name="imports of the driver", daemon=True)
-    importing.start()
-    try:
-        if not ray.is_initialized():
+    with phase("Ray started" if env.text("RAY_ADDRESS") is None else "Ray joined"):
+        # after Ray's own import: two threads that import take turns, and Ray's processes would start later
+        importing = threading.Thread(target=_import_for_driver, name="imports of the driver", daemon=True)
+        importing.start()
+        try:
             stack.callback(shutdown_ray)
-            with phase("Ray started" if env.text("RAY_ADDRESS") is None else "Ray joined"):
-                init_ray(timeout_s=timeout_s)
+            init_ray(timeout_s=timeout_s)
             _ray_start["seconds"] = time.monotonic() - begun
             if ray.is_initialized():
                 stack.callback(RayWatch(ray.get_runtime_context().gcs_address).close)
                 raylet = own_raylet()
                 if raylet is not None:
                     stack.callback(RayletWatch(raylet).close)
-    finally:
-        importing.join()
+        finally:
+            importing.join()
 
 
 def _import_for_driver() -> None:
@@ -178,7 +180,7 @@ def start_policy(
         cluster = beside.worker_group.cluster
     trains = trains and role.is_trained
     name = POLICY_WORKERS if role == ACTOR else role.name
-    with phase(f"{role.name} built on {cluster.world_size()} ranks") as shown:
+    with phase(f"{'policy' if role == ACTOR else role.name} built on {cluster.world_size()} ranks") as shown:
         shown.detail = _weights_in_words(config, start, role)
         policy = Policy(
             cluster,

@@ -177,8 +177,10 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
 def _train(config: Config) -> None:
     """Run one part; the next one needs what it leaves, so that a part that was stopped ends the whole."""
     from megarl.algorithms.run import run
+    from megarl.observe.progress import ProgressConsole, progress_shown
 
-    code = run(config)
+    with progress_shown(ProgressConsole()):
+        code = run(config)
     if code:
         raise SystemExit(code)
 
