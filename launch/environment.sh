@@ -2,7 +2,7 @@
 # To be sourced; it defines functions and starts nothing.
 #
 #   MEGARL_VENV     where the environment is (default: .venv at the root of the repository)
-#   MEGARL_PYTHON   the Python to make it from (default: python3.11, else the first newer one)
+#   MEGARL_PYTHON   the Python to make it from, 3.11 to 3.13 (default: python3.11, else the first newer one)
 #
 # Proxies, mirrors and further package indexes are pip's own business: pip.conf and PIP_* variables apply.
 # shellcheck shell=bash
@@ -28,11 +28,12 @@ fail() {
     exit 1
 }
 
-# The version as 3.11.7 if the given Python runs, is new enough and can make environments; else nothing, and status 1.
+# The version as 3.11.7 if the given Python runs, is one that all packages have wheels for, and can make environments; else nothing, and status 1.
 python_version() {
     "$1" -I -c '
 import ensurepip, sys, venv
-sys.exit(1) if sys.version_info < (3, 11) else print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null
+sys.exit(1) if not (3, 11) <= sys.version_info[:2] <= (3, 13) else None
+print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null
 }
 
 # Path or name of the Python to make environments from.
@@ -40,17 +41,17 @@ choose_python() {
     local candidate
     if [[ -n "${MEGARL_PYTHON:-}" ]]; then
         python_version "$MEGARL_PYTHON" >/dev/null ||
-            fail "MEGARL_PYTHON = $MEGARL_PYTHON is not a Python of version 3.11 or newer that has venv; name another or unset it"
+            fail "MEGARL_PYTHON = $MEGARL_PYTHON is not a Python 3.11, 3.12 or 3.13 that has venv; name another or unset it"
         printf '%s\n' "$MEGARL_PYTHON"
         return
     fi
-    for candidate in python3.11 python3 python3.12 python3.13 python3.14; do
+    for candidate in python3.11 python3.12 python3.13 python3; do
         if python_version "$candidate" >/dev/null; then
             printf '%s\n' "$candidate"
             return
         fi
     done
-    fail "no Python of version 3.11 or newer that has venv was found; install one (Debian: python3 and python3-venv) or set MEGARL_PYTHON"
+    fail "no Python 3.11, 3.12 or 3.13 that has venv was found; install one (Debian, Ubuntu: python3.12 and python3.12-venv) or set MEGARL_PYTHON"
 }
 
 # What an environment was made of: its Python, the place of the repository, and what was asked for. Needs the environment's Python to run.
@@ -134,6 +135,8 @@ install_packages() {
     # Alone and first: it is by far the largest, and everything else has to agree with the build that pip is configured for.
     torch=$(grep -E '^torch==' "$constraints")
     run_step "[2/4] installing $torch (0.2 GB to 3 GB to fetch, one to ten minutes)" "$log" "${pip[@]}" "$torch" setuptools
+    # Before it was called megarl-trainer, its own name on the package index was megarl.
+    "$venv/bin/python" -m pip uninstall --yes megarl >>"$log" 2>&1 || true
     run_step "[3/4] installing megarl and what it needs (about 0.4 GB to fetch, one to five minutes)" "$log" \
         "${pip[@]}" --no-build-isolation --editable "${ROOT}[$extras]"
     # They are built for CUDA, and transformers, which imports them where it finds them, fails on a torch for CPUs.

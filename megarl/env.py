@@ -7,6 +7,9 @@ import importlib.metadata
 import os
 from collections.abc import Iterator, Mapping
 
+DISTRIBUTION = "megarl-trainer"
+"""Name by which package indexes and pip know megarl."""
+
 
 def snapshot() -> dict[str, str]:
     """A copy of the whole environment, to hand on to child processes."""

@@ -44,7 +44,7 @@ def measure(quick: bool) -> Iterator[Point]:
     from benchmarks.ranks import Ranks
     from megarl.quickstart.material import write_problems
 
-    against = "TRL" if find_spec("trl") else "a loop by hand (TRL is not installed: pip install 'megarl[bench]')"
+    against = "TRL" if find_spec("trl") else "a loop by hand (TRL is not installed: pip install 'megarl-trainer[bench]')"
     with tempfile.TemporaryDirectory() as temporary, Ranks() as ranks, Ranks() as others:
         root, count = Path(temporary), 4 if quick else 32
         prompts = prompts_of(write_problems(root / "problems.jsonl", count, 1), count)

@@ -119,7 +119,7 @@ def tool_version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return version("megarl")
+        return version("megarl-trainer")
     except PackageNotFoundError:
         return "unknown"
 

@@ -164,7 +164,7 @@ def _judge(config: Config) -> list[Any]:
     # the environment has been made, so that the modules that it names have been imported
     files = [Path(getattr(sys.modules.get(place), "__file__", None) or place).expanduser() for place in places]
     code = [hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() for file in files if file.is_file()]
-    return [section, code, env.installed_version("megarl"), env.installed_version("math-verify")]
+    return [section, code, env.installed_version(env.DISTRIBUTION), env.installed_version("math-verify")]
 
 
 def _texts_in(value: Any) -> Iterator[str]:

@@ -82,7 +82,7 @@ def print_findings(found: Sequence[Violation], console: Console) -> None:
     """Say at the end of a dry run what a real one would be refused for on this machine."""
     if found:
         console.print(f"not on this machine ({len(found)}); a run here would be refused:", markup=False, style="bold yellow")
-        console.print(numbered(found), markup=False, highlight=False, soft_wrap=True)
+        console.print(numbered(found), markup=False, highlight=False)
 
 
 def missing_engine(config: Config) -> Iterator[Violation]:

@@ -144,7 +144,7 @@ def _identity(policy: Mapping[str, Any]) -> list[Any]:
     """All that the log-probabilities of given tokens depend on; of the types of JSON."""
     megatron = policy.get("megatron_cfg") or {}
     numeric = {key: megatron.get(key) for key in _NUMERIC}
-    return [_FORM, env.installed_version("megarl"), enabled_backend(policy), policy["precision"], numeric, model_identity(policy)]
+    return [_FORM, env.installed_version(env.DISTRIBUTION), enabled_backend(policy), policy["precision"], numeric, model_identity(policy)]
 
 
 def model_identity(policy: Mapping[str, Any]) -> list[list[str]]:

@@ -80,7 +80,7 @@ def check_devices() -> list[Check]:
         driver = read_driver()
     except (ImportError, OSError) as error:  # OSError: a library that torch loads is missing
         found = f"cannot be looked for: {' '.join(str(error).split())}"
-        return [Check(ROOM, "GPU", Verdict.FAILED, found, "pip install --force-reinstall torch nvidia-ml-py")]
+        return [Check(ROOM, "GPU", Verdict.FAILED, found, "pip install -c constraints-gpu.txt --force-reinstall torch nvidia-ml-py")]
     gpus = torch.cuda.device_count() if isinstance(driver, Driver) else 0
     kernels = tuple(torch.cuda.get_arch_list()) if gpus else ()
     return list(judge(driver, TorchBuild(torch.version.cuda, gpus, kernels)))
@@ -144,7 +144,13 @@ def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Ch
         return
     yield from (_judge_gpu(index, gpu) for index, gpu in enumerate(driver.gpus))
     if torch.cuda is None:
-        yield Check(ROOM, "CUDA", Verdict.FAILED, f"{built}, so the GPUs lie idle", "pip install --force-reinstall torch   (a CUDA build)")
+        yield Check(
+            ROOM,
+            "CUDA",
+            Verdict.FAILED,
+            f"{built}, so the GPUs lie idle",
+            "pip install -c constraints-gpu.txt --force-reinstall torch   (a CUDA build)",
+        )
     elif int(torch.cuda.split(".")[0]) > driver.cuda // 1000:
         major = int(torch.cuda.split(".")[0])
         driver_wanted = f" to {OLDEST_DRIVER[major]} or newer" if major in OLDEST_DRIVER else ""

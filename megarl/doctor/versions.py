@@ -15,8 +15,9 @@ import psutil
 from packaging.requirements import Requirement
 
 from megarl import __version__
+from megarl.distributed import nvml
 from megarl.doctor.check import Check, Verdict
-from megarl.env import installed_version
+from megarl.env import DISTRIBUTION, installed_version
 from megarl.models.generation.engines import ENGINES, engine_kind
 
 ROOM = "versions"
@@ -46,10 +47,15 @@ def check_versions() -> Iterator[Check]:
     yield check_slurm()
 
 
+def constraints_file() -> str:
+    """Return the file of the repository with the versions that are tested for machines like this one."""
+    return "constraints-gpu.txt" if nvml.count_devices() else "constraints-cpu.txt"
+
+
 def check_package(requirement: Requirement) -> Check:
     """Whether a package is there, in a version that is asked for."""
     version = installed_version(requirement.name)
-    fix = f"pip install '{requirement.name}{requirement.specifier}'"
+    fix = f"pip install -c {constraints_file()} '{requirement.name}{requirement.specifier}'"
     if version is None:
         return Check(ROOM, requirement.name, Verdict.FAILED, "not installed", fix)
     if not requirement.specifier.contains(version, prereleases=True):
@@ -76,7 +82,7 @@ def check_slurm(timeout_s: float = _SLURM_S) -> Check:
 
 def _requirements() -> list[Requirement]:
     try:
-        return [Requirement(text) for text in importlib.metadata.requires("megarl") or ()]
+        return [Requirement(text) for text in importlib.metadata.requires(DISTRIBUTION) or ()]
     except importlib.metadata.PackageNotFoundError:
         return []
 
@@ -93,7 +99,7 @@ def _optional(title: str, packages: Sequence[str], extra: str, what_for: str, op
     wanted = " ".join(
         f"'{one.name}{_extras_of(one)}{one.specifier}'" for one in _requirements() if _applies(one, extra) and not _applies(one)
     )
-    fix = f"pip install {options}{wanted or packages[0]}   (on a machine with an NVIDIA GPU)"
+    fix = f"pip install -c constraints-gpu.txt {options}{wanted or packages[0]}   (on a machine with an NVIDIA GPU)"
     return Check(ROOM, title, Verdict.ABSENT, f"not installed ({what_for})", fix)
 
 

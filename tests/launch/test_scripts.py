@@ -245,7 +245,7 @@ def test_two_scripts_started_together_install_once(clone: Clone, tmp_path: Path)
 def test_a_python_that_cannot_serve_is_refused_by_name(clone: Clone) -> None:
     refused = clone.prepare(MEGARL_PYTHON="python3.13")
     assert refused.returncode == 1
-    assert "MEGARL_PYTHON = python3.13 is not a Python of version 3.11 or newer" in refused.stderr
+    assert "MEGARL_PYTHON = python3.13 is not a Python 3.11, 3.12 or 3.13" in refused.stderr
     (Path(clone.variables["PATH"].split(":")[0]) / "python3.11").write_text("#!/bin/sh\nexit 127\n")
     none = clone.prepare(PATH=clone.variables["PATH"].split(":")[0] + ":" + str(only_tools(clone)))
     assert none.returncode == 1

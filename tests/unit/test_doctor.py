@@ -81,7 +81,7 @@ def test_a_hanging_all_reduce_ends_at_its_deadline() -> None:
 def test_packages_are_held_against_their_bounds(requirement: Requirement, verdict: str, says: str) -> None:
     check = versions.check_package(requirement)
     assert check.verdict.value == verdict and says in check.found
-    assert check.fix == ("" if verdict == "ok" else f"pip install '{requirement.name}{requirement.specifier}'")
+    assert check.fix == ("" if verdict == "ok" else f"pip install -c constraints-cpu.txt '{requirement.name}{requirement.specifier}'")
 
 
 def test_slurm_is_asked_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

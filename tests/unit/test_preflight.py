@@ -66,7 +66,7 @@ def test_every_recipe_is_refused_in_one_list_and_leaves_nothing(
     assert any("cluster.device" in line for line in lines) is needs_gpu
     console = Console(width=100, record=True)
     print_findings(findings(load_and_check(recipe, [])), console)
-    assert [line for line in console.export_text().splitlines() if line.startswith("  ")] == lines
+    assert console.export_text().partition(":\n")[2].split() == refused.partition(":\n")[2].split()
 
 
 def test_packages_devices_directories_and_models_are_named_together(
