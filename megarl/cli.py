@@ -8,9 +8,10 @@ import copy
 import io
 import json
 import logging
+import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import ConversionError
 from megarl import __version__, env
-from megarl.errors import MegarlError
+from megarl.errors import ConfigError, MegarlError, Violation
 from megarl.redaction import redact_log, redacted_text
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def build_parser() -> argparse.ArgumentParser:
         "Exit codes: 0 done, 2 wrong configuration or data, 3 nodes missing, 4 a worker, a node or Ray was lost, or something took longer "
         "than its deadline, 75 stopped and saved (start it again), 1 any other failure, 130 interrupted.",
     )
-    train.add_argument("config", metavar="CONFIG", help="YAML file, or the name of a recipe (megarl recipes)")
+    train.set_defaults(parser=train)
+    train.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or the name of a recipe (megarl recipes)")
     add_layers(train)
     train.add_argument(
         "--dry-run", action="store_true", help="check configuration and model, show ranks, batches and memory, and start nothing"
@@ -70,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_watch(commands)
     add_parity(commands)
     add_convert(commands)
+    parser.set_defaults(commands=frozenset(commands.choices))
     return parser
 
 
@@ -85,7 +88,8 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         epilog="Overrides are those of megarl train. Exit codes: 0 done, 2 wrong configuration or data, 4 a worker or a node was lost, or "
         "took longer than its deadline, 1 any other failure, 130 interrupted.",
     )
-    evaluate.add_argument("config", metavar="CONFIG", help="YAML file, or the name of a recipe (megarl recipes)")
+    evaluate.set_defaults(parser=evaluate)
+    evaluate.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or the name of a recipe (megarl recipes)")
     add_layers(evaluate)
     weights = evaluate.add_mutually_exclusive_group()
     weights.add_argument("--model", metavar="DIR", help="evaluate this Hugging Face model in place of policy.model_name")
@@ -128,6 +132,7 @@ def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "with --run-dir, the file system; or, with --nodes, a whole Ray cluster.",
         epilog="Exit codes: 0 megarl can work here, 1 something that it needs is missing or does not work.",
     )
+    doctor.set_defaults(parser=doctor)
     doctor.add_argument("--run-dir", metavar="DIR", help="also try the file system of this directory; nothing stays behind")
     doctor.add_argument(
         "--transformer-engine",
@@ -218,14 +223,39 @@ def add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parity.add_argument("--job-seconds", type=float, default=120, metavar="N", help="how long the workers of a case may take (default 120)")
 
 
-def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The parsed command line, and the overrides of a configuration wherever among the options they stand."""
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line. Overrides of a configuration may stand anywhere among the options.
+
+    Returns:
+        The arguments, with ``overrides`` and, of a command that takes a configuration, ``strangers``: options that it does not have, with
+        their values.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
-    arguments, rest = parser.parse_known_args(argv)
-    configures = arguments.command in {"train", "eval"} or (arguments.command == "doctor" and arguments.config is not None)
-    for word in rest:
-        if not configures or word.startswith("-"):
-            parser.error(f"unrecognized argument: {word}")
+    if words and words[0] not in parser.get_default("commands") and _is_algorithm(words[0]):
+        parser.error(f"{words[0]} is an algorithm, not a command: megarl train RECIPE key=value ...; megarl recipes lists those of it")
+    arguments, rest = parser.parse_known_args(words)
+    unknown = [word for word in rest if word.startswith("-")]
+    takes_configuration = arguments.command in {"train", "eval"} or (arguments.command == "doctor" and arguments.nodes)
+    if not takes_configuration and rest:
+        parser.error(f"unrecognized argument: {(unknown or rest)[0]}; megarl {arguments.command} --help lists what there is")
+    arguments.strangers, words = _without_options(words, unknown)
+    if unknown:
+        strangers = arguments.strangers
+        arguments, rest = parser.parse_known_args(words)
+        arguments.strangers = strangers
+    positional = [*([] if getattr(arguments, "config", None) is None else [arguments.config]), *rest]
+    arguments.overrides = positional
+    if takes_configuration:
+        arguments.config = next((word for word in positional if not _is_override(word)), None)
+        if arguments.config is not None:
+            positional.remove(arguments.config)
+    _refuse_combinations(parser, arguments)
+    return arguments
+
+
+def _refuse_combinations(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Exit with a message where arguments do not go together."""
     if arguments.command == "train" and arguments.data and not arguments.dry_run:
         parser.error("--data goes with --dry-run; a run reads its data anyway")
     if arguments.command == "samples" and arguments.number < 1:
@@ -234,22 +264,108 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         parser.error("--transformer-engine looks at this machine; with --nodes, CONFIG says what a run needs")
     if arguments.command == "doctor" and arguments.config is not None and not arguments.nodes:
         parser.error("CONFIG goes with --nodes; what a machine has does not depend on it")
-    return arguments, rest
 
 
-def load_and_check(path: str, overrides: Sequence[str], layers: Sequence[str] = (), allow_env: bool = False) -> Config:
-    """The configuration of a run: read, overridden, checked and filled in."""
+def _is_algorithm(word: str) -> bool:
+    from megarl.config.algorithms import ALGORITHMS
+
+    return word in ALGORITHMS
+
+
+def _is_override(word: str) -> bool:
+    return (word.startswith("~") and "/" not in word) or ("=" in word and not Path(word).is_file())
+
+
+def _without_options(words: Sequence[str], unknown: Collection[str]) -> tuple[list[tuple[str, object]], list[str]]:
+    """Take options that a command does not have, each with the words that are its values, out of a command line.
+
+    A word that names a recipe or a YAML file is CONFIG rather than a value.
+    """
+    from megarl.config.recipes import is_recipe
+
+    taken: list[tuple[str, object]] = []
+    kept: list[str] = []
+    values: list[str] | None = None
+    for word in [*words, "-"]:
+        if values is not None and ((word.startswith("-") and not word[1:2].isdigit()) or "=" in word or is_recipe(word)):
+            taken[-1] = (taken[-1][0], True if not values else values[0] if len(values) == 1 else values)
+            values = None
+        if word in unknown:
+            name, equals, value = word.partition("=")
+            taken.append((name, value))
+            values = None if equals else []
+        elif values is not None:
+            values.append(word)
+        else:
+            kept.append(word)
+    return taken, kept[:-1]
+
+
+def load_and_check(
+    path: str | None,
+    overrides: Sequence[str],
+    layers: Sequence[str] = (),
+    allow_env: bool = False,
+    strangers: Sequence[tuple[str, object]] = (),
+    own_options: Sequence[str] = (),
+) -> Config:
+    """The configuration of a run: read, overridden, checked and filled in.
+
+    Args:
+        path: file or recipe; None where the command line has none.
+        overrides: ``key=value`` words.
+        layers: files laid over it.
+        allow_env: it may take values of environment variables.
+        strangers: options that the command does not have, with their values.
+        own_options: those that it has.
+
+    Raises:
+        ConfigError: it carries everything that is wrong with the configuration and with the command line.
+    """
     from megarl.config.load import load_config, with_environment
+    from megarl.config.other_trainers import option_faults, override_faults, split_overrides
     from megarl.config.places import require_answers
-    from megarl.config.recipes import find, name_of
+    from megarl.config.recipes import find, missing_recipe, name_of
     from megarl.config.validate import validate_config
 
-    require_answers({"CONFIG": path, **{f"--with {layer}": layer for layer in layers}})
-    file = find(path)
-    config = load_config(file, overrides, [find(layer) for layer in layers], allow_env=allow_env)
-    # A configuration that a run has left names the recipe that the run was started from.
-    config.setdefault("recipe", name_of(file))
-    return validate_config(with_environment(config), name=config["recipe"])
+    own, foreign = split_overrides(overrides)
+    config: Config = {}
+    found: list[Violation] = []
+    text = ""
+    try:
+        if path is None:
+            words = [*overrides, *(str(value) for _, value in strangers)]
+            found = [missing_recipe(words), *override_faults(own)]
+        else:
+            require_answers({"CONFIG": path, **{f"--with {layer}": layer for layer in layers}})
+            file = find(path)
+            config = load_config(file, own, [find(layer) for layer in layers], allow_env=allow_env)
+            # A configuration that a run has left names the recipe that the run was started from.
+            config.setdefault("recipe", name_of(file))
+            checked = validate_config(with_environment(config), name=config["recipe"])
+    except ConfigError as error:
+        found = list(error.violations)
+        text = "" if found else str(error)
+    found = [*option_faults([*strangers, *foreign], config, own_options), *found]
+    if text:
+        raise ConfigError(f"{text}\n{ConfigError(found)}" if found else text)
+    if found:
+        raise ConfigError(found)
+    return checked
+
+
+def load_arguments(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Config:
+    """Return the configuration of a command line; after a fault of its options, with the usage of the command."""
+    options = re.findall(r"--[a-z][\w-]*", arguments.parser.format_help())
+    try:
+        return load_and_check(
+            arguments.config, [*arguments.overrides, *more], arguments.layers, arguments.allow_env, arguments.strangers, options
+        )
+    except ConfigError as error:
+        if arguments.config is not None and not arguments.strangers:
+            raise
+        sys.stderr.write(arguments.parser.format_usage())
+        sys.exit(report(error))
 
 
 def list_recipes(as_json: bool) -> int:
@@ -275,7 +391,7 @@ def _time(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+def train(arguments: argparse.Namespace) -> int:
     """Run a configuration, or show what it would do; with ``--data``, that includes what it reads."""
     from megarl.observe.progress import ProgressConsole, progress_shown
 
@@ -292,7 +408,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from megarl.config.validate import unusual_values
     from megarl.observe.progress import note
 
-    config = load_and_check(arguments.config, overrides, arguments.layers, arguments.allow_env)
+    config = load_arguments(arguments)
     for warning in unusual_values(config):
         print(f"megarl: warning: {warning}", file=sys.stderr)
     misnamed = misnamed_directory(arguments.config, config["run_dir"])
@@ -311,10 +427,10 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     return int(run(config, stop_at=arguments.stop_at) or 0)
 
 
-def evaluate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluate a model on the validation sets of a configuration."""
     chosen = [] if arguments.model is None else [f"policy.model_name={json.dumps(arguments.model)}"]
-    config = load_and_check(arguments.config, [*overrides, *chosen], arguments.layers, arguments.allow_env)
+    config = load_arguments(arguments, chosen)
     from megarl.algorithms.evaluate import run
     from megarl.observe.progress import ProgressConsole, progress_shown
 
@@ -348,7 +464,7 @@ def show(config: Config, data: bool) -> None:
     print_findings(findings(config), console)
 
 
-def doctor(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+def doctor(arguments: argparse.Namespace) -> int:
     """Check this machine, or with ``--nodes`` a cluster."""
     if not arguments.nodes:
         from megarl.doctor.command import run
@@ -356,7 +472,8 @@ def doctor(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         return run(arguments.run_dir, arguments.json, arguments.transformer_engine)
     from megarl.doctor.command import run_on_nodes
 
-    config = load_and_check(arguments.config, overrides, arguments.layers, arguments.allow_env) if arguments.config is not None else None
+    has_configuration = arguments.config is not None or arguments.overrides or arguments.strangers
+    config = load_arguments(arguments) if has_configuration else None
     return run_on_nodes(config, arguments.json)
 
 
@@ -431,7 +548,7 @@ def _show_error(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns its exit code; errors that nobody foresaw leave with their traceback."""
-    arguments, overrides = parse(argv)
+    arguments = parse(argv)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # Where the locale has no letter for something, a question mark is shown; no command ends over it.
         sys.stdout.reconfigure(errors="replace")
@@ -440,9 +557,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.warning("%s counts for nothing here: with it, the files of a checkpoint could run code", name)
     try:
         if arguments.command == "train":
-            return train(arguments, overrides)
+            return train(arguments)
         if arguments.command == "eval":
-            return evaluate(arguments, overrides)
+            return evaluate(arguments)
         if arguments.command == "recipes":
             return list_recipes(arguments.json)
         if arguments.command == "parity":
@@ -459,7 +576,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "samples":
             return samples(arguments)
         if arguments.command == "doctor":
-            return doctor(arguments, overrides)
+            return doctor(arguments)
         from megarl.watch.report import run as plot
 
         return plot(arguments.runs, arguments.out)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import megarl
-from megarl.errors import ConfigError
+from megarl.config.schema import ABSENT
+from megarl.errors import ConfigError, Violation
 
 _SUFFIXES = frozenset({".yaml", ".yml"})
 
@@ -69,6 +71,25 @@ def find(text: str) -> Path:
     near = [each for each in names if each.startswith(text)] or difflib.get_close_matches(text, names, n=3, cutoff=0.3)
     advice = f"did you mean {' or '.join(near)}? " if near else ""
     raise ConfigError(f"{text}: there is neither such a file nor such a recipe. Fix: {advice}megarl recipes lists them")
+
+
+def is_recipe(text: str) -> bool:
+    """Whether a word of a command line names a YAML file that is there, or a shipped configuration."""
+    path = Path(text)
+    return (path.suffix in _SUFFIXES and path.is_file()) or _shipped(text) is not None
+
+
+def missing_recipe(words: Iterable[str]) -> Violation:
+    """The violation of a command line without a configuration, with the recipes that are the likeliest by its other words."""
+    said = {part for word in words for part in re.split(r"[^a-z0-9.]+|\.(?!\d)|(?<=[a-z])(?=\d)", word.lower()) if len(part) > 1}
+
+    def likeness(recipe: Recipe) -> tuple[int, bool]:
+        parts = {part for word in recipe.name.split("-") for part in (word, *re.split(r"(?<=[a-z])(?=\d)", word))}
+        return len(parts & said), "1gpu" in recipe.name
+
+    likeliest = ", ".join(recipe.name for recipe in sorted(recipes(), key=likeness, reverse=True)[:3])
+    fix = f"name one, for example {likeliest}; megarl recipes lists them, and words key=value change them"
+    return Violation("CONFIG", ABSENT, "neither a recipe nor a YAML file is named", fix)
 
 
 def name_of(path: Path) -> str:

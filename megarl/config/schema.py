@@ -1,7 +1,4 @@
-"""Checks a configuration against the TypedDicts: types, missing keys, unknown keys. Rules between keys are in ``megarl.config.rules``.
-
-Keys of NeMo-RL's configurations (0.3 and after) that megarl does not have are refused with what to write instead.
-"""
+"""Checks a configuration against the TypedDicts: types, missing keys, unknown keys. Rules between keys are in ``megarl.config.rules``."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ INSTEAD: Mapping[str, str] = {
     "logger.monitor_gpus": "remove it: memory is in every row of metrics.jsonl",
     "logger.gpu_monitoring": "remove it: memory is in every row of metrics.jsonl",
 }
-"""By dotted key."""
+"""Keys of NeMo-RL (0.3 and after) that megarl does not have, with what to write instead."""
 
 
 Steps: TypeAlias = tuple[tuple[int | str, bool], ...]
@@ -210,9 +207,6 @@ def _violation(fault: Any, location: tuple[int | str, ...], section: Any, prefix
     if kind == "extra_forbidden":
         near = nearest(path, known_paths(section))
         full = ".".join(part for part in (prefix, near or "") if part)
-        of_nemo_rl = INSTEAD.get(key)
-        if of_nemo_rl is not None:
-            return Violation(key, value, "NeMo-RL has this key, megarl has not", of_nemo_rl)
         return Violation(key, value, "there is no such key", f"did you mean {full!r}?" if near else "remove it")
     if kind == "missing":
         return Violation(key, ABSENT, "this key is required", f"add {location[-1]}: <value>")

@@ -13,6 +13,7 @@ from megarl.config.defaults import complete_policy, complete_run
 from megarl.config.model_facts import ModelFacts, read_model_facts
 from megarl.config.models import POLICY, model_sections, renamed
 from megarl.config.nested import at
+from megarl.config.other_trainers import without_foreign_keys
 from megarl.config.places import places_of, require_answers
 from megarl.config.rules import check
 from megarl.config.schema import ABSENT, check_policy, check_run
@@ -32,9 +33,10 @@ def validate_config(config: Mapping[str, Any], name: str = "run") -> Config:
     """
     # by null a file or a command line takes a section away that it inherits
     config = {key: value for key, value in config.items() if value is not None or key not in ORDER}
+    config, foreign = without_foreign_keys(config)
     completed = complete_run(config, name)
     require_answers(dict(places_of(completed)))
-    return _finish(completed, check_run(config), check_run(completed))
+    return _finish(completed, [*foreign, *check_run(config)], check_run(completed))
 
 
 def unusual_values(config: Mapping[str, Any]) -> Iterator[str]:
@@ -57,10 +59,11 @@ def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = N
     Raises:
         ConfigError: carries every violation found; keys start with ``policy``.
     """
-    config: Config = {"policy": complete_policy(policy)}
+    given, foreign = without_foreign_keys({POLICY: policy})
+    config: Config = {POLICY: complete_policy(given[POLICY])}
     if world_size is not None:
         config["cluster"] = {"gpus_per_node": world_size, "num_nodes": 1, "for_training": True}
-    completed: Config = _finish(config, check_policy(policy), check_policy(config["policy"]))["policy"]
+    completed: Config = _finish(config, [*foreign, *check_policy(given[POLICY])], check_policy(config[POLICY]))[POLICY]
     return completed
 
 
