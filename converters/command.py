@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -14,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from converters.errors import ConversionError
 from converters.foreign.options import MASTER_WEIGHTS, MODEL_WEIGHTS, OpeningOptions
@@ -178,9 +180,46 @@ def run(arguments: argparse.Namespace, megatron: Megatron | None = None) -> int:
     return code
 
 
+def quiet_without_reader(command: Callable[[], int]) -> int:
+    """Return the exit code of a command, which ends without a traceback when the reader of its output is gone, as in ``| head``.
+
+    A command that had finished keeps its exit code; one that had not gets that of a program which SIGPIPE ends.
+    """
+    code = 128 + signal.SIGPIPE
+    try:
+        try:
+            code = command()
+        except SystemExit:
+            _flush_output()
+            raise
+        _flush_output()
+    except BrokenPipeError:
+        if not _is_unread(sys.stdout):
+            raise
+        # What is buffered must have a place to go, or the interpreter complains when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _flush_output() -> None:
+    # None where the program was started without a standard output
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether a stream goes into a pipe that nobody reads; a broken pipe to a worker is another matter."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """``python -m converters``. Returns the exit code."""
-    arguments = build_parser().parse_args(argv)
+    return quiet_without_reader(lambda: _main(build_parser().parse_args(argv)))
+
+
+def _main(arguments: argparse.Namespace) -> int:
     try:
         return run(arguments)
     except ConversionError as error:

@@ -69,6 +69,14 @@ def build_parser() -> argparse.ArgumentParser:
         description="Names that megarl train takes in place of a file, with what each is for.",
     )
     listed.add_argument("--json", action="store_true", help="as JSON, with paths")
+    keys = commands.add_parser(
+        "keys",
+        help="search the keys of configurations",
+        description="Keys that have all of the words in their names or meanings, with values and defaults; and what other trainers' keys "
+        "of these names are here.",
+        epilog="Exit codes: 0 some were found, 1 none.",
+    )
+    keys.add_argument("words", nargs="*", metavar="WORD", help="part of a name or a meaning; without one, all keys")
     add_watch(commands)
     add_parity(commands)
     add_convert(commands)
@@ -370,15 +378,34 @@ def load_arguments(arguments: argparse.Namespace, more: Sequence[str] = ()) -> C
 
 def list_recipes(as_json: bool) -> int:
     """Say which configurations ship with megarl."""
-    from megarl.config.recipes import recipes
+    from megarl.config.recipes import PARTS, recipes
 
+    shipped = {part: list(recipes(part)) for part in PARTS}
     if as_json:
-        print(json.dumps([{"name": recipe.name, "path": str(recipe.path), "summary": recipe.summary} for recipe in recipes()], indent=1))
+        rows = [{"name": each.name, "path": str(each.path), "summary": each.summary} for part in PARTS for each in shipped[part]]
+        print(json.dumps(rows, indent=1))
         return 0
-    for recipe in recipes():
-        print(f"{recipe.name}\n    {recipe.summary}")
-    print("\nmegarl train NAME --dry-run shows what one would do; megarl train NAME key=value changes it.")
+    titles = {"": "Recipes", "quickstart": "Quickstart: a tiny model on a CPU", "base": "Parts of recipes, for --with or defaults"}
+    for part in PARTS:
+        print(f"{titles[part]}\n")
+        for each in shipped[part]:
+            print(f"{each.name}\n    {each.summary}")
+        print()
+    print("megarl train NAME --dry-run shows what one would do; megarl train NAME key=value changes it; megarl keys WORD finds keys.")
     return 0
+
+
+def list_keys(words: Sequence[str]) -> int:
+    """Print the keys of configurations that have all of some words. Returns 1 where there are none."""
+    from megarl.config.reference import search_keys
+
+    found = False
+    for paragraph in search_keys(words):
+        print(paragraph)
+        found = True
+    if not found:
+        print(f"megarl: no key has {' and '.join(words)} in its name or meaning; megarl keys lists all", file=sys.stderr)
+    return 0 if found else 1
 
 
 def _time(text: str) -> float:
@@ -548,7 +575,12 @@ def _show_error(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns its exit code; errors that nobody foresaw leave with their traceback."""
-    arguments = parse(argv)
+    from converters.command import quiet_without_reader
+
+    return quiet_without_reader(lambda: _run(parse(argv)))
+
+
+def _run(arguments: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # Where the locale has no letter for something, a question mark is shown; no command ends over it.
         sys.stdout.reconfigure(errors="replace")
@@ -562,6 +594,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return evaluate(arguments)
         if arguments.command == "recipes":
             return list_recipes(arguments.json)
+        if arguments.command == "keys":
+            return list_keys(arguments.words)
         if arguments.command == "parity":
             return parity(arguments)
         if arguments.command == "convert":

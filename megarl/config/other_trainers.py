@@ -287,7 +287,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {"NeMo-RL": INSTEAD, "TRL": TRL, "verl
 """By trainer: its dotted key to megarl's key, of which the value is the same, or to a sentence."""
 SECTIONS = {
     "verl": ("actor_rollout_ref", "algorithm", "trainer", "custom_reward_function", "ray_kwargs", "ray_init", "reward_manager"),
-    "torchtitan": tuple(sorted({key.partition(".")[0] for key in TORCHTITAN} - {"debug"})) + ("compile", "quantize", "experimental"),
+    "torchtitan": (*sorted({key.partition(".")[0] for key in TORCHTITAN} - {"debug"}), "compile", "quantize", "experimental"),
 }
 """Sections that megarl has not, whose other keys are named after their trainer too."""
 _ON_TORCH = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -13,17 +14,19 @@ import megarl
 from megarl.config.schema import ABSENT
 from megarl.errors import ConfigError, Violation
 
+PARTS = ("", "quickstart", "base")
+"""Directories below that of the recipes."""
 _SUFFIXES = frozenset({".yaml", ".yml"})
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A configuration of a whole run.
+    """A shipped configuration: of a whole run, or a file of ``base`` or ``quickstart`` that is laid over one.
 
     Attributes:
-        name: that ``megarl train`` takes.
+        name: that ``megarl train`` and ``--with`` take.
         path: of its file.
-        summary: its first comment.
+        summary: the first sentences of its first comment.
     """
 
     name: str
@@ -38,11 +41,20 @@ def directory() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
-def recipes() -> Iterator[Recipe]:
-    """All recipes, by name."""
-    for path in sorted(directory().glob("*.yaml")):
-        first = path.read_text(encoding="utf-8").split("\n", 1)[0]
-        yield Recipe(path.stem, path, first.removeprefix("#").strip())
+def recipes(part: str = "") -> Iterator[Recipe]:
+    """All recipes, by name; or the files of ``base`` or ``quickstart``."""
+    for path in sorted((directory() / part).glob("*.yaml")):
+        yield Recipe(f"{part}/{path.stem}" if part else path.stem, path, _summary(path.read_text(encoding="utf-8")))
+
+
+def _summary(text: str) -> str:
+    """The sentences that begin in the first line of a file's first comment, to their ends, which may be further down."""
+    lines = [line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())]
+    if not lines or lines[0].endswith("."):
+        return "".join(lines[:1])
+    comment = " ".join(lines)
+    ends = (end.end() for end in re.finditer(r"\.(?= [A-Z]|$)", comment))
+    return comment[: next((end for end in ends if end > len(lines[0])), None)]
 
 
 def inherited(name: str, start: Path) -> Path:
@@ -67,7 +79,7 @@ def find(text: str) -> Path:
     if path.exists() or len(path.parts) > 1 or is_yaml:
         # the reader says that there is no such file
         return path
-    names = [recipe.name for recipe in recipes()]
+    names = [recipe.name for part in PARTS for recipe in recipes(part)]
     near = [each for each in names if each.startswith(text)] or difflib.get_close_matches(text, names, n=3, cutoff=0.3)
     advice = f"did you mean {' or '.join(near)}? " if near else ""
     raise ConfigError(f"{text}: there is neither such a file nor such a recipe. Fix: {advice}megarl recipes lists them")

@@ -19,6 +19,7 @@ from megarl.config.algorithms import run_type
 from megarl.config.defaults import complete_run
 from megarl.config.load import load_config
 from megarl.config.model_facts import read_model_facts
+from megarl.config.other_trainers import TABLES, foreign_fault
 from megarl.config.report import batch_plan, ledger, memory_of_run, size_text
 from megarl.config.rules.not_yet import NEVER_LEGAL
 from megarl.config.validate import validate_config
@@ -114,14 +115,39 @@ def key_tables() -> Iterator[str]:
         yield ""
         yield "| key | value | default | meaning |"
         yield "|---|---|---|---|"
-        fields = fields_of(section)
-        for key, annotation in keys_of(section).items():
+        for key, kind, default, meaning in _rows(path, section):
+            yield f"| `{key}` | {kind} | {default} | {_in_markdown(meaning)} |"
+
+
+def _rows(path: str, section: Any) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the keys of a section, each with its kind, its default and its meaning."""
+    fields = fields_of(section)
+    for key, annotation in keys_of(section).items():
+        full = f"{path}.{key}" if path else key
+        kind = _kind(annotation, NEVER_LEGAL.get(full, frozenset()))
+        if key in fields and fields[key].bounds is not None:
+            kind += f"; {fields[key].bounds}"
+        yield key, kind, _default(annotation, *_absent_values(full)), fields[key].meaning if key in fields else ""
+
+
+def search_keys(words: Sequence[str]) -> Iterator[str]:
+    """Yield a paragraph for every key that has all of the words in its name or its meaning, in any case; then those of other trainers.
+
+    Args:
+        words: none for all of megarl's keys.
+    """
+    wanted = [word.lower() for word in words]
+    for path, section in _sections("", run_type(None)):
+        for key, kind, default, meaning in _rows(path, section):
             full = f"{path}.{key}" if path else key
-            default = _default(annotation, *_absent_values(full))
-            kind = _kind(annotation, NEVER_LEGAL.get(full, frozenset()))
-            if key in fields and fields[key].bounds is not None:
-                kind += f"; {fields[key].bounds}"
-            yield f"| `{key}` | {kind} | {default} | {_in_markdown(fields[key].meaning if key in fields else '')} |"
+            if all(word in f"{full} {kind} {meaning}".lower() for word in wanted):
+                absent = f", default {default}" if default and default != "required" else f", {default}" if default else ""
+                yield f"{full}: {kind}{absent}\n    {meaning}".replace("`", "")
+    for trainer, table in TABLES.items():
+        for key in table:
+            if wanted and all(word in key.lower() for word in wanted):
+                fault = foreign_fault(key, "VALUE", {})
+                yield f"{key} of {trainer}: {fault.fix}" if fault else ""
 
 
 def _sections(path: str, section: Any) -> Iterator[tuple[str, Any]]:
