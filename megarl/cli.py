@@ -330,7 +330,7 @@ def load_and_check(
     Raises:
         ConfigError: it carries everything that is wrong with the configuration and with the command line.
     """
-    from megarl.config.load import load_config, with_environment
+    from megarl.config.load import followers_of, load_config, with_environment
     from megarl.config.other_trainers import option_faults, override_faults, split_overrides
     from megarl.config.places import require_answers
     from megarl.config.recipes import find, missing_recipe, name_of
@@ -347,10 +347,11 @@ def load_and_check(
         else:
             require_answers({"CONFIG": path, **{f"--with {layer}": layer for layer in layers}})
             file = find(path)
-            config = load_config(file, own, [find(layer) for layer in layers], allow_env=allow_env)
+            files = [find(layer) for layer in layers]
+            config = load_config(file, own, files, allow_env=allow_env)
             # A configuration that a run has left names the recipe that the run was started from.
             config.setdefault("recipe", name_of(file))
-            checked = validate_config(with_environment(config), name=config["recipe"])
+            checked = validate_config(with_environment(config), config["recipe"], lambda: followers_of(file, own, files))
     except ConfigError as error:
         found = list(error.violations)
         text = "" if found else str(error)

@@ -6,8 +6,8 @@ A message names the thing, its value, the bound it broke and how to mend it. Err
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.redaction import HIDDEN, is_secret, shown
@@ -28,12 +28,15 @@ class Violation:
         value: what stands there.
         bound: what would have been accepted.
         fix: what to write instead.
+        candidates: values by dotted key, each set of which may mend it, the best first; ``megarl.config.proposals`` tries them on the whole
+            configuration, and ``fix`` is for where none of them satisfies all rules.
     """
 
     key: str
     value: object
     bound: str
     fix: str
+    candidates: tuple[Mapping[str, object], ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         rest = f"{self.bound}. Fix: {self.fix}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -58,6 +60,24 @@ class BatchPlan:
     def tokens_per_step(self) -> int:
         """Most tokens of a step over all ranks, padding included."""
         return self.samples * self.sequence_length
+
+
+def divisors_near(number: int, value: int) -> list[int]:
+    """Return the divisors of a number of at least 1, those of the least ratio to a value first."""
+    low = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*low, *(number // divisor for divisor in low)}, key=lambda divisor: abs(math.log(divisor / max(value, 1))))
+
+
+def multiples_near(number: int, value: int, count: int = 8) -> list[int]:
+    """Return some multiples of a number, from the one that is not below a value upwards and downwards in turn."""
+    first = max(-(-value // number), 1)
+    factors = [factor for away in range(count) for factor in (first + away, first - away) if factor >= 1]
+    return [factor * number for factor in dict.fromkeys(factors)][:count]
+
+
+def each_of(key: str, values: Iterable[object]) -> tuple[Mapping[str, object], ...]:
+    """Return candidates of a violation: one key, and a value in each."""
+    return tuple({key: value} for value in values)
 
 
 def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:

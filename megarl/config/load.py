@@ -22,6 +22,7 @@ from megarl.errors import ConfigError, Violation
 from megarl.redaction import HIDDEN, FromEnvironment, is_secret, learn, redacted_text, shown
 
 _RESOLVER = re.compile(r"\$\{\s*([A-Za-z_][\w.]*)\s*:")
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _ENVIRONMENT = "oc.env"
 _PURE = ("mul",)
 """Resolvers that look at nothing but their arguments."""
@@ -57,11 +58,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), layers: Sequenc
         raise ConfigError(f"{path}: {_TOO_DEEP}") from error
 
 
-def _resolved(path: str | Path, overrides: Sequence[str], layers: Sequence[str | Path], allow_env: bool) -> Config:
+def followers_of(path: str | Path, overrides: Sequence[str] = (), layers: Sequence[str | Path] = ()) -> dict[str, list[str]]:
+    """Return the dotted keys that are written as a reference to another key, ``${other.key}``, by that key; arguments as ``load_config``."""
+    found: dict[str, list[str]] = {}
+    for key, text in _texts(OmegaConf.to_container(_merged(path, overrides, layers), resolve=False)):
+        if reference := _REFERENCE.fullmatch(text):
+            found.setdefault(reference[1], []).append(key)
+    return found
+
+
+def _merged(path: str | Path, overrides: Sequence[str], layers: Sequence[str | Path]) -> DictConfig:
     stacked: dict[Any, Any] = {}
     for file in (path, *layers):
         stacked = merge(stacked, _load(Path(file), None, ()))
-    merged = parse_hydra_overrides(cast(DictConfig, OmegaConf.create(stacked)), overrides)
+    return parse_hydra_overrides(cast(DictConfig, OmegaConf.create(stacked)), overrides)
+
+
+def _resolved(path: str | Path, overrides: Sequence[str], layers: Sequence[str | Path], allow_env: bool) -> Config:
+    merged = _merged(path, overrides, layers)
     written = OmegaConf.to_container(merged, resolve=False)
     _refuse_resolvers(written, str(path), allow_env)
     try:

@@ -59,7 +59,8 @@ def in_full(policy: Mapping[str, Any], own: Mapping[str, Any], section: ModelSec
 def renamed(violation: Violation, path: str) -> Violation:
     """A violation that was found while the section at ``path`` stood in the place of ``policy``."""
     key, bound, fix = (renamed_text(text, path) for text in (violation.key, violation.bound, violation.fix))
-    return Violation(path if key == POLICY else key, violation.value, bound, fix)
+    candidates = tuple({renamed_text(name, path): value for name, value in each.items()} for each in violation.candidates)
+    return Violation(path if key == POLICY else key, violation.value, bound, fix, candidates)
 
 
 def renamed_text(text: str, path: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +12,61 @@ from megarl.config.algorithms import ORDER
 from megarl.config.defaults import complete_policy, complete_run
 from megarl.config.model_facts import ModelFacts, read_model_facts
 from megarl.config.models import POLICY, model_sections, renamed
-from megarl.config.nested import at
+from megarl.config.nested import at, put
 from megarl.config.other_trainers import without_foreign_keys
 from megarl.config.places import places_of, require_answers
+from megarl.config.proposals import with_proposals
 from megarl.config.rules import check
 from megarl.config.schema import ABSENT, check_policy, check_run
 from megarl.config.sections import Config
 from megarl.errors import ConfigError, Violation
 
 
-def validate_config(config: Mapping[str, Any], name: str = "run") -> Config:
+Followers = Mapping[str, Sequence[str]]
+"""Keys of a configuration that are written as references to another one, by that one."""
+
+
+def validate_config(config: Mapping[str, Any], name: str = "run", followers: Callable[[], Followers] = dict) -> Config:
     """A run's configuration, checked, with every absent optional key filled in.
 
     Args:
         config: plain containers, as ``load_config`` returns them.
         name: what the run's directory is called when the configuration does not say.
+        followers: returns the keys whose values follow that of another key, for the proposals of a refusal.
 
     Raises:
-        ConfigError: carries every violation found.
+        ConfigError: carries every violation found; what they propose satisfies all rules at once.
     """
     # by null a file or a command line takes a section away that it inherits
-    config = {key: value for key, value in config.items() if value is not None or key not in ORDER}
-    config, foreign = without_foreign_keys(config)
-    completed = complete_run(config, name)
+    given, foreign = without_foreign_keys({key: value for key, value in config.items() if value is not None or key not in ORDER})
+    completed = complete_run(given, name)
     require_answers(dict(places_of(completed)))
-    return _finish(completed, [*foreign, *check_run(config)], check_run(completed))
+
+    def examine(raw: Mapping[str, Any]) -> tuple[Config, list[Violation]]:
+        filled = complete_run(raw, name)
+        return filled, _violations(filled, [*foreign, *check_run(raw)], check_run(filled))
+
+    return _valid(given, examine, followers)
+
+
+def _valid(
+    given: Mapping[str, Any], examine: Callable[[Mapping[str, Any]], tuple[Config, list[Violation]]], followers: Callable[[], Followers]
+) -> Config:
+    """Return a configuration filled in, or raise ConfigError with proposals that were tried on the whole of it."""
+    completed, violations = examine(given)
+    if not violations:
+        return completed
+    follow = followers() if any(violation.candidates for violation in violations) else {}
+
+    def violations_after(changes: Mapping[str, object]) -> list[Violation]:
+        raw, pending = dict(given), dict(changes)
+        while pending:
+            key, value = pending.popitem()
+            raw = put(raw, key, value)
+            pending |= {other: value for other in follow.get(key, ()) if other not in changes}
+        return examine(raw)[1]
+
+    raise ConfigError(with_proposals(violations, violations_after))
 
 
 def unusual_values(config: Mapping[str, Any]) -> Iterator[str]:
@@ -60,15 +90,19 @@ def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = N
         ConfigError: carries every violation found; keys start with ``policy``.
     """
     given, foreign = without_foreign_keys({POLICY: policy})
-    config: Config = {POLICY: complete_policy(given[POLICY])}
+
+    def examine(raw: Mapping[str, Any]) -> tuple[Config, list[Violation]]:
+        config: Config = {**raw, POLICY: complete_policy(raw[POLICY])}
+        return config, _violations(config, [*foreign, *check_policy(raw[POLICY])], check_policy(config[POLICY]))
+
     if world_size is not None:
-        config["cluster"] = {"gpus_per_node": world_size, "num_nodes": 1, "for_training": True}
-    completed: Config = _finish(config, [*foreign, *check_policy(given[POLICY])], check_policy(config[POLICY]))[POLICY]
+        given["cluster"] = {"gpus_per_node": world_size, "num_nodes": 1, "for_training": True}
+    completed: Config = _valid(given, examine, dict)[POLICY]
     return completed
 
 
-def _finish(completed: Config, found: list[Violation], after: list[Violation]) -> Config:
-    """The configuration, if nothing is wrong with it.
+def _violations(completed: Config, found: list[Violation], after: list[Violation]) -> list[Violation]:
+    """Return everything that is wrong with a configuration.
 
     Args:
         completed: with its defaults.
@@ -81,10 +115,7 @@ def _finish(completed: Config, found: list[Violation], after: list[Violation]) -
     for path in model_sections(completed):
         facts_of_models[path], more = facts_or_violations(at(completed, path), faulty, path)
         model_violations += [violation for violation in more if violation.value not in [known.value for known in model_violations]]
-    violations = [*found, *model_violations, *check(completed, facts, faulty, facts_of_models)]
-    if violations:
-        raise ConfigError(violations)
-    return completed
+    return [*found, *model_violations, *check(completed, facts, faulty, facts_of_models)]
 
 
 def facts_or_violations(policy: Any, faulty: set[str], path: str = POLICY) -> tuple[ModelFacts | None, list[Violation]]:

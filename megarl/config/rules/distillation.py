@@ -132,7 +132,7 @@ def teacher_has_so_many_tokens(view: View) -> Iterator[Violation]:
     view.require(view[f"{SECTION}.mode"] == "topk")
     value, size = view[_TOPK_LOGITS_K], view.facts.vocab_size
     if value > size:
-        yield Violation(_TOPK_LOGITS_K, value, f"the vocabulary has {size} tokens", f"write {size} or less")
+        yield Violation(_TOPK_LOGITS_K, value, f"the vocabulary has {size} tokens", "write no more than that", ({_TOPK_LOGITS_K: size},))
 
 
 DISTILLATION_RULES: tuple[Rule, ...] = (

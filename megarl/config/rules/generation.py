@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megarl.config.arithmetic import each_of
 from megarl.config.rules.backends import backend_of
 from megarl.config.rules.parallel import FOR_TRAINING, GENERATION
 from megarl.config.rules.view import Rule, View, apply_rules
@@ -11,6 +12,8 @@ from megarl.errors import ConfigError, Violation
 from megarl.models.generation.engines import engine_kind, is_engine
 
 LONGEST = "policy.max_total_sequence_length"
+PROMPT = "data.max_input_seq_length"
+NEW_TOKENS = f"{GENERATION}.max_new_tokens"
 BACKENDS = {"megatron": {"megatron"}, "hf": {"fsdp1", "dtensor"}}
 
 
@@ -60,15 +63,16 @@ def resources_of_generation(view: View) -> Iterator[Violation]:
     if nodes == 1:
         if ranks is None or not 0 < ranks < per_node:
             bound = f"on a single node it must be at least 1 and leave some of the {per_node} ranks to training"
-            yield Violation(ranks_key, ranks, bound, "write a number of ranks")
+            yield Violation(ranks_key, ranks, bound, "write a number of ranks", each_of(ranks_key, range(1, per_node)))
         if own_nodes not in {None, 1}:
             yield Violation(nodes_key, own_nodes, "there is a single node", "write null")
         return
     if own_nodes is None or not 0 < own_nodes < nodes:
         bound = f"with several nodes it must be at least 1 and leave some of the {nodes} nodes to training"
-        yield Violation(nodes_key, own_nodes, bound, "write a number of nodes")
+        yield Violation(nodes_key, own_nodes, bound, "write a number of nodes", each_of(nodes_key, range(1, nodes)))
     if ranks not in {None, per_node}:
-        yield Violation(ranks_key, ranks, f"generation takes whole nodes of {per_node} ranks", "write null")
+        bound = f"generation takes whole nodes of {per_node} ranks"
+        yield Violation(ranks_key, ranks, bound, "write null", each_of(ranks_key, [None]))
 
 
 def engine_has_the_policy_model(view: View) -> Iterator[Violation]:
@@ -103,25 +107,30 @@ def examples_are_scored_by_the_model_itself(view: View) -> Iterator[Violation]:
 def prompt_and_answer_fit(view: View) -> Iterator[Violation]:
     """The longest prompt and the longest answer fit into a sequence."""
     view.require(view.algorithm.GENERATES)
-    longest, prompt, answer = view[LONGEST], view["data.max_input_seq_length"], view[f"{GENERATION}.max_new_tokens"]
+    longest, prompt, answer = view[LONGEST], view[PROMPT], view[NEW_TOKENS]
     if prompt + answer > longest:
-        bound = f"it must hold data.max_input_seq_length = {prompt} and {GENERATION}.max_new_tokens = {answer}"
-        yield Violation(LONGEST, longest, bound, f"write {prompt + answer}, or shorten the others")
+        bound = f"it must hold {PROMPT} = {prompt} and {NEW_TOKENS} = {answer}"
+        halves = {PROMPT: longest // 2, NEW_TOKENS: longest - longest // 2}
+        shorter = ({NEW_TOKENS: longest - prompt}, {PROMPT: longest - answer}, halves)
+        candidates = ({LONGEST: prompt + answer}, *(each for each in shorter if min(each.values()) >= 1))
+        yield Violation(LONGEST, longest, bound, "raise it, or shorten the others", candidates)
 
 
 def example_fits(view: View) -> Iterator[Violation]:
     """The longest example, prompt and answer, fits into a sequence."""
     view.require(not view.algorithm.GENERATES)
-    key = "data.max_input_seq_length"
-    if view[key] > view[LONGEST]:
-        yield Violation(key, view[key], f"it must be at most {LONGEST} = {view[LONGEST]}", f"write {view[LONGEST]}")
+    length, longest = view[PROMPT], view[LONGEST]
+    if length > longest:
+        candidates = ({PROMPT: longest}, {LONGEST: length})
+        yield Violation(PROMPT, length, f"it must be at most {LONGEST} = {longest}", "make it as short", candidates)
 
 
 def model_reaches_length(view: View) -> Iterator[Violation]:
     """The model was made for sequences of that length."""
     reach = view.facts.max_position
     if reach is not None and view[LONGEST] > reach:
-        yield Violation(LONGEST, view[LONGEST], f"the model was made for at most {reach} positions", f"write {reach} or less")
+        bound = f"the model was made for at most {reach} positions"
+        yield Violation(LONGEST, view[LONGEST], bound, "make it as short, and prompt and answer with it", ({LONGEST: reach},))
 
 
 def stop_strings_say_something(view: View) -> Iterator[Violation]:

@@ -89,7 +89,7 @@ def learning_rates(view: View) -> Iterator[Violation]:
     for key in (f"{OPTIMIZER}.min_lr", f"{SCHEDULER}.lr_warmup_init"):
         value = view.get(key, 0.0)
         if value > largest:
-            yield Violation(key, value, f"it must be at most {OPTIMIZER}.lr = {largest}", f"write {largest} or less")
+            yield Violation(key, value, f"it must be at most {OPTIMIZER}.lr = {largest}", "write no more than that", ({key: largest},))
 
 
 def learning_rate_is_used(view: View) -> Iterator[Violation]:
@@ -109,9 +109,8 @@ def decay_of_learning_rate(view: View) -> Iterator[Violation]:
     if steps is None and style != "constant":
         yield Violation(key, None, f"lr_decay_style {style!r} needs the number of steps it decays over", "write the steps of the run")
     if steps is not None and warmup >= steps:
-        yield Violation(
-            f"{SCHEDULER}.lr_warmup_iters", warmup, f"it must be less than lr_decay_iters = {steps}", f"write at most {steps - 1}"
-        )
+        key = f"{SCHEDULER}.lr_warmup_iters"
+        yield Violation(key, warmup, f"it must be less than lr_decay_iters = {steps}", "write a smaller number", ({key: steps - 1},))
 
 
 def weight_decay_schedule(view: View) -> Iterator[Violation]:
@@ -120,13 +119,18 @@ def weight_decay_schedule(view: View) -> Iterator[Violation]:
     key = f"{SCHEDULER}.end_weight_decay"
     start, end, style = view[f"{SCHEDULER}.start_weight_decay"], view[key], view[f"{SCHEDULER}.weight_decay_incr_style"]
     if end < start:
-        yield Violation(key, end, f"weight decay can only grow, and start_weight_decay is {start}", f"write {start} or more")
+        bound = f"weight decay can only grow, and start_weight_decay is {start}"
+        yield Violation(key, end, bound, "write no less than that", ({key: start},))
     elif style == "constant" and start != end:
-        yield Violation(key, end, f"weight_decay_incr_style is constant, so it must be start_weight_decay = {start}", f"write {start}")
+        own = view[f"{OPTIMIZER}.weight_decay"]
+        bound = f"weight_decay_incr_style is constant, so it must be start_weight_decay = {start}"
+        candidates = ({key: start}, {f"{SCHEDULER}.start_weight_decay": own, key: own})
+        yield Violation(key, end, bound, "write the same in both", candidates)
     elif style == "constant" and start != view[f"{OPTIMIZER}.weight_decay"]:
         own = view[f"{OPTIMIZER}.weight_decay"]
         bound = f"weight_decay_incr_style is constant, so it must be {OPTIMIZER}.weight_decay = {own}, which would do nothing otherwise"
-        yield Violation(f"{SCHEDULER}.start_weight_decay", start, bound, "remove start_weight_decay and end_weight_decay; they are derived")
+        fix = "remove start_weight_decay and end_weight_decay; they are derived"
+        yield Violation(f"{SCHEDULER}.start_weight_decay", start, bound, fix, ({f"{SCHEDULER}.start_weight_decay": own, key: own},))
     steps = f"{SCHEDULER}.lr_decay_iters"
     if style != "constant" and view[steps] is None:
         yield Violation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megarl.config.arithmetic import sequence_share
+from megarl.config.arithmetic import divisors_near, each_of, multiples_near, sequence_share
 from megarl.config.layout import Layout, layers_per_stage, pipeline_chunks, stage_layer_counts
 from megarl.config.rules.backends import DTENSOR, MEGATRON, backend_of
 from megarl.config.rules.view import NotApplicableError, Rule, View
@@ -96,7 +96,21 @@ def ranks_divide(view: View) -> Iterator[Violation]:
     shape = f"{world} ranks ({ranks} x {nodes} nodes{left})"
     fix = f"give a multiple of {copy} ranks, or make the parallel sizes smaller"
     bound = f"{shape} must be a multiple of pipeline {pipeline} x context {context} x tensor {tensor} = {copy}"
-    yield Violation("cluster.gpus_per_node", view["cluster.gpus_per_node"], bound, fix)
+    yield Violation("cluster.gpus_per_node", view["cluster.gpus_per_node"], bound, fix, tuple(_divisions(view, nodes, ranks)))
+
+
+def _divisions(view: View, nodes: int, ranks: int) -> Iterator[dict[str, object]]:
+    """Yield numbers of ranks and parallel sizes that divide: what generation has on a node, then smaller sizes, then other nodes."""
+    pipeline, context, tensor = axis_sizes(view)
+    copy, own, per_node = pipeline * context * tensor, generation_shape(view), view["cluster.gpus_per_node"]
+    if own is not None and view["cluster.num_nodes"] == 1:
+        left = sorted(range(1, per_node), key=lambda number: abs(number - own[1]))
+        yield from each_of(f"{GENERATION}.colocated.resources.gpus_per_node", (number for number in left if (per_node - number) % copy == 0))
+    for key, size in ((tensor_key(view), tensor), *(((PIPELINE, pipeline), (CONTEXT, context)) if backend_of(view) == "megatron" else ())):
+        rest = copy // size
+        yield from each_of(key, (number for number in divisors_near(size, size) if key and nodes * ranks % (rest * number) == 0))
+    given = view["cluster.gpus_per_node"] - ranks
+    yield from each_of("cluster.gpus_per_node", (given + number for number in multiples_near(copy // math.gcd(copy, nodes), ranks)))
 
 
 def tensor_stays_inside_nodes(view: View) -> Iterator[Violation]:
@@ -107,7 +121,8 @@ def tensor_stays_inside_nodes(view: View) -> Iterator[Violation]:
     view.require(nodes > 1 and per_node * nodes % math.prod(sizes) == 0)
     if per_node % tensor and tensor % per_node:
         bound = f"groups of {tensor} neighbouring ranks would straddle nodes of {per_node} ranks"
-        yield Violation(tensor_key(view), tensor, bound, f"write a divisor of {per_node}")
+        key, candidates = tensor_key(view), each_of(tensor_key(view), divisors_near(per_node, tensor))
+        yield Violation(key, tensor, bound, f"write a divisor of {per_node}, or take nodes of other sizes", candidates)
 
 
 def sequence_parallel_needs_tensor(view: View) -> Iterator[Violation]:
@@ -116,7 +131,7 @@ def sequence_parallel_needs_tensor(view: View) -> Iterator[Violation]:
     key = f"{MEGATRON}.sequence_parallel"
     if view[key] and view[TENSOR] == 1:
         fix = f"set it to false, or {TENSOR} to 2 or more"
-        yield Violation(key, True, "it shards between tensor-parallel ranks and there is only one", fix)
+        yield Violation(key, True, "it shards between tensor-parallel ranks and there is only one", fix, ({key: False},))
 
 
 def sequence_length_divides(view: View) -> Iterator[Violation]:
@@ -127,7 +142,7 @@ def sequence_length_divides(view: View) -> Iterator[Violation]:
     share = sequence_share(tensor, context, view[f"{MEGATRON}.sequence_parallel"])
     if view[key] % share:
         bound = f"each sequence is shared by tensor {tensor} and context {context} ranks, so it must be a multiple of {share}"
-        yield Violation(key, view[key], bound, f"write {share}")
+        yield Violation(key, view[key], bound, "write such a multiple", each_of(key, multiples_near(share, view[key])))
 
 
 def layers_divide(view: View) -> Iterator[Violation]:
@@ -145,12 +160,15 @@ def layers_divide(view: View) -> Iterator[Violation]:
     except ValueError as error:
         key, value = next(((key, value) for key, value in ((FIRST, first), (LAST, last)) if value is not None), (PIPELINE, stages))
         fix = f"choose {PIPELINE}, {FIRST} and {LAST} so that the {view.facts.num_layers} layers divide"
-        yield Violation(key, value, str(error), fix)
+        even = ({FIRST: None, LAST: None},) if (first, last) != (None, None) else ()
+        candidates = (*even, *each_of(PIPELINE, divisors_near(view.facts.num_layers, stages)))
+        yield Violation(key, value, str(error), fix, candidates)
         return
     chunks = view[VIRTUAL]
     if chunks is not None and any(count % chunks for count in layers):
         bound = f"each stage's layers ({', '.join(map(str, layers))}) must divide into {chunks} model chunks"
-        yield Violation(VIRTUAL, chunks, bound, f"write a divisor of {math.gcd(*layers)}, or null")
+        candidates = each_of(VIRTUAL, (*divisors_near(math.gcd(*layers), chunks), None))
+        yield Violation(VIRTUAL, chunks, bound, "write a number that divides all of them, or null", candidates)
 
 
 def written_layout_fits(view: View) -> Iterator[Violation]:
@@ -196,9 +214,11 @@ def widths_divide(view: View) -> Iterator[Violation]:
         widths["MLP columns"] = facts.ffn_hidden_size
     if facts.mixture is not None and facts.mixture.shared_ffn_hidden_size:
         widths["columns of the shared expert"] = facts.mixture.shared_ffn_hidden_size
+    candidates = each_of(key, divisors_near(math.gcd(*widths.values()), tensor))
     for name, width in widths.items():
         if width % tensor:
-            yield Violation(key, tensor, f"it must divide the model's {width} {name}", f"write a divisor of {width}")
+            bound = f"it must divide the model's {width} {name}"
+            yield Violation(key, tensor, bound, "write a number that divides all of the model's widths", candidates)
 
 
 def hidden_divides(view: View) -> Iterator[Violation]:
@@ -260,7 +280,9 @@ def experts_divide(view: View) -> Iterator[Violation]:
     _of_a_mixture(view)
     view.require(view[EXPERT] >= 1)
     if view.facts.num_experts % view[EXPERT]:
-        yield Violation(EXPERT, view[EXPERT], f"it must divide the model's {view.facts.num_experts} experts", "write a divisor of that")
+        candidates = each_of(EXPERT, divisors_near(view.facts.num_experts, view[EXPERT]))
+        bound = f"it must divide the model's {view.facts.num_experts} experts"
+        yield Violation(EXPERT, view[EXPERT], bound, "write a divisor of that", candidates)
     if view[TENSOR] > 1 and not view[f"{MEGATRON}.sequence_parallel"]:
         bound = "a mixture of experts with tensor parallelism needs sequence parallelism"
         yield Violation(f"{MEGATRON}.sequence_parallel", False, bound, "set it to true")
@@ -273,7 +295,8 @@ def expert_widths_divide(view: View) -> Iterator[Violation]:
     view.require(size >= 1)
     width = 0 if mixture is None else mixture.ffn_hidden_size
     if width % size:
-        yield Violation(EXPERT_TENSOR, size, f"it must divide the {width} columns of the model's experts", "write a divisor of that")
+        bound, candidates = f"it must divide the {width} columns of the model's experts", each_of(EXPERT_TENSOR, divisors_near(width, size))
+        yield Violation(EXPERT_TENSOR, size, bound, "write a divisor of that", candidates)
     if size > 1 and view.facts.features.mlp_bias:
         yield Violation(EXPERT_TENSOR, size, "Megatron-Core does not cut experts that have biases", f"write 1; raise {EXPERT} instead")
 
@@ -286,7 +309,13 @@ def expert_ranks_divide(view: View) -> Iterator[Violation]:
     if world // stages % (experts * cut):
         key = EXPERT if experts > 1 else EXPERT_TENSOR
         bound = f"the {world // stages} ranks of a pipeline stage must be a multiple of expert {experts} x expert tensor {cut}"
-        yield Violation(key, view[key], bound, "make the two smaller, or give more ranks")
+        ranks = world // stages
+        candidates = (
+            *each_of(EXPERT, (size for size in divisors_near(ranks, experts) if ranks % (size * cut) == 0)),
+            *each_of(EXPERT_TENSOR, (size for size in divisors_near(ranks, cut) if ranks % (size * experts) == 0)),
+            {EXPERT: 1, EXPERT_TENSOR: 1},
+        )
+        yield Violation(key, view[key], bound, "make the two smaller, or give more ranks", candidates)
 
 
 def experts_are_there(view: View) -> Iterator[Violation]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.config.algorithms import OF_ALGORITHMS, algorithm_class
-from megarl.config.arithmetic import sequence_share
+from megarl.config.arithmetic import divisors_near, each_of, multiples_near, sequence_share
 from megarl.config.backend import scores
 from megarl.config.data_sources import sources_of
 from megarl.config.environments import (
@@ -28,7 +28,7 @@ from megarl.config.losses import SECTION as LOSS
 from megarl.config.losses import ClippedPGLossConfig, DPOLossConfig, faults_of_loss, faults_of_preference_loss
 from megarl.config.rules.backends import MEGATRON, backend_of
 from megarl.config.rules.parallel import axis_sizes, layout_of, sequence_parallel_key, training_shape
-from megarl.config.rules.view import Rule, View
+from megarl.config.rules.view import NotApplicableError, Rule, View
 from megarl.config.schema import ABSENT
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path
@@ -248,7 +248,8 @@ def critic_warm_up_ends(view: View) -> Iterator[Violation]:
     """The actor is trained in some step."""
     key, last = "ppo.critic_warmup_steps", view["ppo.max_num_steps"]
     if view[key] >= last:
-        yield Violation(key, view[key], f"the run has {last} steps, and the actor would be trained in none", f"write at most {last - 1}")
+        bound = f"the run has {last} steps, and the actor would be trained in none"
+        yield Violation(key, view[key], bound, "write a smaller number", ({key: last - 1},))
 
 
 def what_is_bootstrapped_is_trained_on(view: View) -> Iterator[Violation]:
@@ -380,7 +381,7 @@ def profiled_steps(view: View) -> Iterator[Violation]:
     if len(steps) != 2 or not 1 <= steps[0] < steps[1]:
         yield Violation(key, steps, "[first, stop] is wanted, with 1 <= first < stop", "write [3, 5] for steps 3 and 4")
     elif steps[0] > last:
-        yield Violation(key, steps, f"the run has {last} steps", f"begin at {last} at the latest")
+        yield Violation(key, steps, f"the run has {last} steps", "begin at its last step at the latest", ({key: [last, last + 1]},))
     elif not recorders:
         yield Violation(key, steps, "no profiler records them", "give profiler.torch_ranks, or profiler.nsys_workers")
 
@@ -442,7 +443,7 @@ def samples_fill_global_batches(view: View) -> Iterator[Violation]:
     prompts, generations, size = _samples_of_step(view)
     if prompts * generations % size:
         bound = f"it must divide the {prompts} prompts x {generations} answers = {prompts * generations} samples of a step"
-        yield Violation(GLOBAL, size, bound, f"write {prompts * generations} or a divisor of it")
+        yield Violation(GLOBAL, size, bound, "write a divisor of them", tuple(_batch_sizes(view, GLOBAL, MICRO)))
 
 
 def _samples_of_step(view: View) -> tuple[int, int, int]:
@@ -463,7 +464,10 @@ def on_policy_batch_is_trained_on_once(view: View) -> Iterator[Violation]:
     prompts, generations, size = _samples_of_step(view)
     if prompts * generations != size:
         bound = f"a step trains on its {prompts * generations} samples in global batches of {size}, and all but the first are off-policy"
-        yield Violation(key, True, bound, f"write {GLOBAL}: {prompts * generations}, or force_on_policy_ratio: false")
+        fix = f"write {GLOBAL}: as many, or force_on_policy_ratio: false"
+        whole = each_of(GLOBAL, [prompts * generations])
+        more = (each for each in _batch_sizes(view, GLOBAL, MICRO) if len(each) == 2 and _is_one_batch(view, each))
+        yield Violation(key, True, bound, fix, (*whole, *more, {key: False}))
     elif view.algorithm.section() == "ppo" and view["ppo.ppo_epochs"] > 1:
         bound = f"ppo.ppo_epochs = {view['ppo.ppo_epochs']}: the samples are trained on again, and are off-policy then"
         yield Violation(key, True, bound, "write ppo.ppo_epochs: 1, or force_on_policy_ratio: false")
@@ -485,12 +489,42 @@ def _divides(view: View, global_key: str, micro_key: str) -> Iterator[Violation]
     ranks, size, micro = layout_of(view).data, view[global_key], view.get(micro_key, 1)
     view.require(size >= 1 and micro >= 1)
     if size % ranks:
-        yield Violation(global_key, size, f"it must be a multiple of the {ranks} data-parallel ranks", f"write {-(-size // ranks) * ranks}")
+        bound = f"it must be a multiple of the {ranks} data-parallel ranks"
+        yield Violation(global_key, size, bound, "write such a multiple", tuple(_batch_sizes(view, global_key, micro_key)))
         return
     by_tokens = view.get(f"{PACKING}.enabled", False) or view.get(f"{DYNAMIC}.enabled", False)
     if not by_tokens and (size // ranks) % micro:
         bound = f"it must divide the {size // ranks} samples ({size} / {ranks} data-parallel ranks) of a global batch on one rank"
-        yield Violation(micro_key, micro, bound, f"write a divisor of {size // ranks}")
+        yield Violation(micro_key, micro, bound, "write a divisor of them", each_of(micro_key, divisors_near(size // ranks, micro)))
+
+
+def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[dict[str, Any]]:
+    """Yield sizes of global batches that divide over ranks, and if possible over micro-batches, and make up a step; also with other
+    numbers of prompts."""
+    size = view[global_key]
+    try:
+        ranks = layout_of(view).data
+    except NotApplicableError:
+        ranks = 1
+    units = dict.fromkeys((ranks * max(view.get(micro_key, 1), 1), ranks))
+    algorithm = view.algorithm
+    if global_key != GLOBAL or not algorithm.GENERATES or algorithm.PROMPTS is None:
+        yield from ({global_key: number} for unit in units for number in multiples_near(unit, size))
+        return
+    prompts, generations, _ = _samples_of_step(view)
+    samples = prompts * generations
+    yield from ({GLOBAL: number} for unit in units for number in divisors_near(samples, size) if number % unit == 0)
+    batches = max(samples // size, 1)
+    for unit in units:
+        for others in multiples_near(unit // math.gcd(unit, generations), prompts):
+            whole = others * generations
+            yield {algorithm.PROMPTS: others, GLOBAL: whole // batches if whole % (batches * unit) == 0 else whole}
+
+
+def _is_one_batch(view: View, sizes: Mapping[str, Any]) -> bool:
+    algorithm = view.algorithm
+    generations = 1 if algorithm.GENERATIONS is None else view[algorithm.GENERATIONS]
+    return algorithm.PROMPTS is not None and bool(sizes[GLOBAL] == sizes[algorithm.PROMPTS] * generations)
 
 
 def one_way_of_batching(view: View) -> Iterator[Violation]:
@@ -515,12 +549,12 @@ def token_budgets_given(view: View) -> Iterator[Violation]:
             budget, needed = view.get(key), rows * padded_longest
             if budget is None:
                 if not view.written(key):
-                    yield Violation(key, budget, f"{section} is enabled and needs it", f"write {needed} or more")
+                    yield Violation(key, budget, f"{section} is enabled and needs it", "write a number of tokens", ({key: needed},))
             elif budget < needed:
                 padded = f", padded to a multiple of {multiple}" if padded_longest > longest else ""
                 held = "a sequence" if rows == 1 else "both answers of a pair, each"
                 bound = f"it must hold {held} of policy.max_total_sequence_length = {longest} tokens{padded}"
-                yield Violation(key, budget, bound, f"write {needed} or more")
+                yield Violation(key, budget, bound, "write so many or more", ({key: needed},))
 
 
 TRAINED_BATCH_RULES: tuple[Rule, ...] = (samples_fill_global_batches, global_batch_divides)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megarl.config.arithmetic import divisors_near, each_of, multiples_near
 from megarl.config.defaults import fill
 from megarl.config.memory import BYTES, cached_width
 from megarl.config.memory_run import GIB, EngineMemory, model_parameters
@@ -18,6 +19,7 @@ from megarl.key import defaults_of
 from megarl.models.generation.interfaces import GenerationConfig, VllmConfig
 
 VLLM = f"{GENERATION}.vllm_cfg"
+_SIZES, _SHARES = (2, 4, 8, 16, 32, 64), (0.7, 0.8, 0.9)
 _REFIT = "the policy's weights come by it"
 FIXED_ARGUMENTS = {
     "weight_transfer_config": _REFIT,
@@ -104,7 +106,10 @@ def engine_weights_fit(view: View) -> Iterator[Violation]:
                 f"{needed.weights / GIB:.1f} GiB of weights leave room for keys and values of {needed.cached_tokens:,} tokens, and "
                 f"{VLLM}.max_model_len = {longest:,}"
             )
-            yield Violation(f"{VLLM}.gpu_memory_utilization", share, bound, f"raise it, or {VLLM}.tensor_parallel_size")
+            sizes = each_of(f"{VLLM}.tensor_parallel_size", (size for size in _SIZES if size > tensor))
+            larger = each_of(f"{VLLM}.gpu_memory_utilization", (part for part in _SHARES if part > share))
+            fix = f"raise it, or {VLLM}.tensor_parallel_size, or shorten {LONGEST}"
+            yield Violation(f"{VLLM}.gpu_memory_utilization", share, bound, fix, (*larger, *sizes))
         return
 
     def fits(size: int) -> bool:
@@ -115,9 +120,9 @@ def engine_weights_fit(view: View) -> Iterator[Violation]:
         f"{needed.weights / GIB:.1f} GiB of weights on each of the engine's devices have no room in gpu_memory_utilization = {share:g} of "
         f"cluster.device_memory_gib = {cluster['device_memory_gib']:g} GiB"
     )
-    enough = next((size for size in (1, 2, 4, 8, 16, 32, 64) if size > tensor and fits(size)), None)
-    fix = "give the engine more of larger devices" if enough is None else f"write {enough}, or give the engine more of larger devices"
-    yield Violation(f"{VLLM}.tensor_parallel_size", tensor, bound, fix)
+    sizes = each_of(f"{VLLM}.tensor_parallel_size", (size for size in _SIZES if size > tensor and fits(size)))
+    larger = each_of(f"{VLLM}.gpu_memory_utilization", (part for part in _SHARES if part > share))
+    yield Violation(f"{VLLM}.tensor_parallel_size", tensor, bound, "give the engine more or larger devices", (*sizes, *larger))
 
 
 def engines_are_whole(view: View) -> Iterator[Violation]:
@@ -128,7 +133,24 @@ def engines_are_whole(view: View) -> Iterator[Violation]:
         times = f" times pipeline_parallel_size = {stages}" if stages > 1 else ""
         fix = f"write sizes whose product divides {ranks}" if stages > 1 else f"write a divisor of {ranks}"
         bound = f"it{times} must divide the {ranks} ranks that generate on a node"
-        yield Violation(key, view[key], bound, f"{fix}, or give generation another number of ranks")
+        candidates = tuple(_whole_engines(view, ranks))
+        yield Violation(key, view[key], bound, f"{fix}, or give generation another number of ranks", candidates)
+
+
+def _whole_engines(view: View, ranks: int) -> Iterator[dict[str, object]]:
+    """Yield sizes of engines that divide the ranks of a node, and numbers of ranks of a node that engines of these sizes divide."""
+    key, stages_key = f"{VLLM}.tensor_parallel_size", f"{VLLM}.pipeline_parallel_size"
+    tensor, stages = view[key], view[stages_key]
+    if ranks % stages == 0:
+        yield from each_of(key, divisors_near(ranks // stages, tensor))
+    for fewer in divisors_near(ranks, stages):
+        yield from ({stages_key: fewer, key: size} for size in divisors_near(ranks // fewer, tensor))
+    if view["cluster.num_nodes"] == 1 and generation_shape(view) is not None:
+        per_node = view["cluster.gpus_per_node"]
+        yield from each_of(
+            f"{GENERATION}.colocated.resources.gpus_per_node",
+            (number for number in multiples_near(tensor * stages, ranks) if number < per_node),
+        )
 
 
 def engines_on_a_cpu_are_divided_by_tensors(view: View) -> Iterator[Violation]:
@@ -145,8 +167,8 @@ def experts_divide_over_an_engine(view: View) -> Iterator[Violation]:
     view.require(size > 1)
     tensor = view[f"{VLLM}.tensor_parallel_size"]
     if size != tensor:
-        fix = "write 1" if tensor == 1 else f"write 1 or {tensor}"
-        yield Violation(key, size, f"it must be 1 or {VLLM}.tensor_parallel_size = {tensor}", fix)
+        bound = f"it must be 1 or {VLLM}.tensor_parallel_size = {tensor}"
+        yield Violation(key, size, bound, "write one of the two", each_of(key, dict.fromkeys((tensor, 1))))
     elif not view.facts.num_experts:
         yield Violation(key, size, "the model has no experts", "write 1, or remove the line")
 
@@ -155,14 +177,15 @@ def heads_divide_over_an_engine(view: View) -> Iterator[Violation]:
     """Each rank of an engine has the same number of attention heads."""
     key, heads = f"{VLLM}.tensor_parallel_size", view.facts.num_attention_heads
     if view[key] >= 1 and heads % view[key]:
-        yield Violation(key, view[key], f"it must divide the {heads} attention heads", f"write a divisor of {heads}")
+        bound = f"it must divide the {heads} attention heads"
+        yield Violation(key, view[key], bound, "write a divisor of them", each_of(key, divisors_near(heads, view[key])))
 
 
 def engine_reaches_length(view: View) -> Iterator[Violation]:
     """The engine takes any sequence that the policy does, or answers would be cut short."""
     key, longest = f"{VLLM}.max_model_len", view[LONGEST]
     if view[key] < longest:
-        yield Violation(key, view[key], f"it must be at least {LONGEST} = {longest}", "remove the line, or raise it")
+        yield Violation(key, view[key], f"it must be at least {LONGEST} = {longest}", "remove the line, or raise it", ({key: longest},))
 
 
 def changes_go_to_engines_apart(view: View) -> Iterator[Violation]:

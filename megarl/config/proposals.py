@@ -1,0 +1,99 @@
+"""Values that satisfy all rules of a configuration at once, found by trying those that single rules propose."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+from megarl.errors import Violation
+
+Changes = Mapping[str, object]
+_MOST_TRIALS = 400
+"""Validations of a configuration take some milliseconds each."""
+_MOST_STEPS = 3
+"""Candidates of different rules that are combined at most."""
+
+
+def with_proposals(violations: Sequence[Violation], violations_after: Callable[[Changes], Sequence[Violation]]) -> list[Violation]:
+    """Return violations whose fixes go together: with all of them applied, none of these keys breaks a rule, and no other key does.
+
+    A violation without candidates, or none of whose candidates passes, keeps the advice of its rule.
+
+    Args:
+        violations: of a configuration.
+        violations_after: those of it with other values at dotted keys.
+    """
+    search = _Search(violations, violations_after)
+    groups: dict[str, Changes] = {}
+    for key in dict.fromkeys(violation.key for violation in violations if violation.candidates):
+        before = {violation.key for violation in search.after(search.chosen)}
+        group = search.settle(key) if key in before else None
+        if group is not None:
+            gone = before - {violation.key for violation in search.after(search.chosen)}
+            groups |= dict.fromkeys(gone, group)
+    return [
+        dataclasses.replace(violation, fix=_text(violation.key, groups[violation.key])) if violation.key in groups else violation
+        for violation in violations
+    ]
+
+
+def _text(key: str, changes: Changes) -> str:
+    if list(changes) == [key]:
+        return f"write {json.dumps(changes[key])}"
+    return f"write {' and '.join(f'{name}={json.dumps(value)}' for name, value in changes.items())}"
+
+
+class _Search:
+    """A search for changes that mend one key after another.
+
+    Attributes:
+        chosen: changes so far, for all keys that are mended.
+    """
+
+    def __init__(self, violations: Sequence[Violation], violations_after: Callable[[Changes], Sequence[Violation]]) -> None:
+        self.chosen: dict[str, object] = {}
+        self._open = {violation.key for violation in violations}
+        self._violations_after = violations_after
+        self._known: dict[str, Sequence[Violation]] = {"{}": violations}
+
+    def after(self, changes: Changes) -> Sequence[Violation]:
+        """Return the violations that are left with some changes; each set of changes is tried once."""
+        name = json.dumps(changes, sort_keys=True)
+        if name not in self._known:
+            self._known[name] = self._violations_after(changes)
+        return self._known[name]
+
+    def settle(self, key: str) -> Changes | None:
+        """Mend a key with as few changes as possible. Returns the changes, or None where there are none."""
+        for steps in range(1, _MOST_STEPS + 1):
+            found = self._mended(key, self.chosen, steps)
+            if found is not None:
+                group = {name: value for name, value in found.items() if name not in self.chosen}
+                self._open -= {key, *group}
+                self.chosen = found
+                return group
+        return None
+
+    def _mended(self, key: str, changes: dict[str, object], steps: int) -> dict[str, object] | None:
+        """Return ``changes`` with further ones, after which neither ``key`` nor a changed key nor one that was valid breaks a rule."""
+        if len(self._known) > _MOST_TRIALS:
+            return None
+        tolerated = self._open - {key, *changes}
+        faults = [violation for violation in self.after(changes) if violation.key not in tolerated]
+        if not faults:
+            return changes
+        if steps:
+            for candidate in _candidates(faults, faults[0].key):
+                if candidate.keys().isdisjoint(changes):
+                    found = self._mended(key, {**changes, **candidate}, steps - 1)
+                    if found is not None:
+                        return found
+        return None
+
+
+def _candidates(faults: Collection[Violation], key: str) -> Iterator[Changes]:
+    """Yield the candidates of all violations of a key."""
+    for fault in faults:
+        if fault.key == key:
+            yield from fault.candidates
