@@ -59,7 +59,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), layers: Sequenc
 
 
 def followers_of(path: str | Path, overrides: Sequence[str] = (), layers: Sequence[str | Path] = ()) -> dict[str, list[str]]:
-    """Return the dotted keys that are written as a reference to another key, ``${other.key}``, by that key; arguments as ``load_config``."""
+    """Return the dotted keys that are written as a reference to another key, ``${other.key}``, by that key.
+
+    Args:
+        path, overrides, layers: as ``load_config`` takes them.
+    """
     found: dict[str, list[str]] = {}
     for key, text in _texts(OmegaConf.to_container(_merged(path, overrides, layers), resolve=False)):
         if reference := _REFERENCE.fullmatch(text):

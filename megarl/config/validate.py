@@ -21,7 +21,6 @@ from megarl.config.schema import ABSENT, check_policy, check_run
 from megarl.config.sections import Config
 from megarl.errors import ConfigError, Violation
 
-
 Followers = Mapping[str, Sequence[str]]
 """Keys of a configuration that are written as references to another one, by that one."""
 

@@ -50,6 +50,21 @@ OF_GENERATION: Mapping[str, Sequence[Any]] = {
     f"{VLLM}.expert_parallel_size": [1, 2],
     f"{VLLM}.max_model_len": [100, 1000],
 }
+OF_OTHERS: Mapping[str, Mapping[str, Sequence[Any]]] = {
+    "grpo": {"loss_fn.force_on_policy_ratio": [True, False], "grpo.num_generations_per_prompt": range(2, 9)},
+    "ppo": {
+        "critic.megatron_cfg.tensor_model_parallel_size": [1, 2, 3, 4],
+        "critic.train_global_batch_size": range(1, 100),
+        "critic.train_micro_batch_size": range(1, 9),
+        "ppo.critic_warmup_steps": [0, 9],
+    },
+    "sft": {"sft.val_global_batch_size": range(1, 60), "sft.val_micro_batch_size": range(1, 9)},
+    "dpo": {"dpo.val_global_batch_size": range(1, 60), "dpo.val_at_end": [True]},
+}
+BATCHING: Mapping[str, Sequence[Any]] = {
+    "policy.dynamic_batching": [{"enabled": True}, {"enabled": True, "train_mb_tokens": 50, "logprob_mb_tokens": 700}],
+    "policy.sequence_packing": [{"enabled": True, "train_mb_tokens": 50, "logprob_mb_tokens": 700}],
+}
 BASES = {"grpo": raw_grpo, "ppo": raw_ppo, "sft": raw_sft, "dpo": raw_dpo}
 
 
@@ -68,7 +83,7 @@ def drawn(seed: int, model: str) -> dict[str, Any]:
     draw = random.Random(seed)
     algorithm = draw.choice(list(BASES))
     config = put(put(BASES[algorithm](), "policy.model_name", model), "policy.tokenizer.name", model)
-    sizes = dict(SIZES)
+    sizes = {**SIZES, **OF_OTHERS[algorithm], **BATCHING}
     if algorithm in ("grpo", "ppo"):
         sizes |= {f"{algorithm}.num_prompts_per_step": range(1, 70), NEW: OF_GENERATION[NEW]}
         if draw.random() < 0.7:

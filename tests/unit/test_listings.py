@@ -15,6 +15,7 @@ from megarl.config.algorithms import run_type
 from megarl.config.recipes import directory
 from megarl.config.schema import known_paths
 from tests.unit.runs import add_checkpoint, make_run
+from tests.unit.test_watch_samples import add_samples, sample
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -69,7 +70,7 @@ def test_no_such_key(capsys: pytest.CaptureFixture[str]) -> None:
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = make_run(tmp_path_factory.mktemp("run") / "run")
     add_checkpoint(run, 30)
-    return run
+    return add_samples(run, 2, [sample(2, 0, answer="word " * 100), sample(2, 1)])
 
 
 PIPED = {
@@ -79,6 +80,7 @@ PIPED = {
     "help": ["train", "--help"],
     "status": ["status", "RUN"],
     "status as JSON": ["status", "RUN", "--json"],
+    "samples": ["samples", "RUN"],
     "families": ["convert", "families"],
     "a dry run": ["train", "grpo-qwen2.5-1.5b-1gpu-megatron", "--dry-run"],
 }

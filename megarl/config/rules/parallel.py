@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megarl.config.arithmetic import divisors_near, each_of, multiples_near, sequence_share
 from megarl.config.layout import Layout, layers_per_stage, pipeline_chunks, stage_layer_counts
@@ -99,17 +99,20 @@ def ranks_divide(view: View) -> Iterator[Violation]:
     yield Violation("cluster.gpus_per_node", view["cluster.gpus_per_node"], bound, fix, tuple(_divisions(view, nodes, ranks)))
 
 
-def _divisions(view: View, nodes: int, ranks: int) -> Iterator[dict[str, object]]:
+def _divisions(view: View, nodes: int, ranks: int) -> Iterator[Mapping[str, object]]:
     """Yield numbers of ranks and parallel sizes that divide: what generation has on a node, then smaller sizes, then other nodes."""
     pipeline, context, tensor = axis_sizes(view)
     copy, own, per_node = pipeline * context * tensor, generation_shape(view), view["cluster.gpus_per_node"]
     if own is not None and view["cluster.num_nodes"] == 1:
-        left = sorted(range(1, per_node), key=lambda number: abs(number - own[1]))
-        yield from each_of(f"{GENERATION}.colocated.resources.gpus_per_node", (number for number in left if (per_node - number) % copy == 0))
-    for key, size in ((tensor_key(view), tensor), *(((PIPELINE, pipeline), (CONTEXT, context)) if backend_of(view) == "megatron" else ())):
-        rest = copy // size
-        yield from each_of(key, (number for number in divisors_near(size, size) if key and nodes * ranks % (rest * number) == 0))
-    given = view["cluster.gpus_per_node"] - ranks
+        left = (number for number in range(1, per_node) if (per_node - number) % copy == 0)
+        nearest = sorted(left, key=lambda number: abs(number - own[1]))
+        yield from each_of(f"{GENERATION}.colocated.resources.gpus_per_node", nearest)
+    sizes = {tensor_key(view): tensor}
+    if backend_of(view) == "megatron":
+        sizes |= {PIPELINE: pipeline, CONTEXT: context}
+    for key, size in sizes.items():
+        yield from each_of(key, (number for number in divisors_near(size, size) if nodes * ranks % (copy // size * number) == 0))
+    given = per_node - ranks
     yield from each_of("cluster.gpus_per_node", (given + number for number in multiples_near(copy // math.gcd(copy, nodes), ranks)))
 
 

@@ -137,7 +137,7 @@ def engines_are_whole(view: View) -> Iterator[Violation]:
         yield Violation(key, view[key], bound, f"{fix}, or give generation another number of ranks", candidates)
 
 
-def _whole_engines(view: View, ranks: int) -> Iterator[dict[str, object]]:
+def _whole_engines(view: View, ranks: int) -> Iterator[Mapping[str, object]]:
     """Yield sizes of engines that divide the ranks of a node, and numbers of ranks of a node that engines of these sizes divide."""
     key, stages_key = f"{VLLM}.tensor_parallel_size", f"{VLLM}.pipeline_parallel_size"
     tensor, stages = view[key], view[stages_key]
@@ -158,7 +158,8 @@ def engines_on_a_cpu_are_divided_by_tensors(view: View) -> Iterator[Violation]:
     view.require(view["cluster.device"] == "cpu")
     for key, reason in ONLY_ON_GPUS.items():
         if view[f"{VLLM}.{key}"] > 1:
-            yield Violation(f"{VLLM}.{key}", view[f"{VLLM}.{key}"], f"cluster.device is cpu: {reason}", "write 1, or remove the line")
+            bound, candidates = f"cluster.device is cpu: {reason}", each_of(f"{VLLM}.{key}", [1])
+            yield Violation(f"{VLLM}.{key}", view[f"{VLLM}.{key}"], bound, "write 1, or remove the line", candidates)
 
 
 def experts_divide_over_an_engine(view: View) -> Iterator[Violation]:
