@@ -5,14 +5,50 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
-from megarl.errors import Violation
+from megarl.config.nested import put
+from megarl.config.sections import Config
+from megarl.errors import ConfigError, Violation
 
 Changes = Mapping[str, object]
 _MOST_TRIALS = 400
 """Validations of a configuration take some milliseconds each."""
 _MOST_STEPS = 3
 """Candidates of different rules that are combined at most."""
+
+
+Followers = Mapping[str, Sequence[str]]
+"""Keys of a configuration that are written as references to another one, by that one."""
+
+
+def valid(
+    given: Mapping[str, Any], examine: Callable[[Mapping[str, Any]], tuple[Config, list[Violation]]], followers: Callable[[], Followers]
+) -> Config:
+    """Return a configuration filled in.
+
+    Args:
+        given: the configuration, plain containers.
+        examine: returns a configuration filled in, and what is wrong with it.
+        followers: returns the keys that are written as references to another one; asked for only where there is something wrong.
+
+    Raises:
+        ConfigError: with proposals that were tried on the whole of it.
+    """
+    completed, violations = examine(given)
+    if not violations:
+        return completed
+    follow = followers() if any(violation.candidates for violation in violations) else {}
+
+    def violations_after(changes: Mapping[str, object]) -> list[Violation]:
+        raw, pending = dict(given), dict(changes)
+        while pending:
+            key, value = pending.popitem()
+            raw = put(raw, key, value)
+            pending |= {other: value for other in follow.get(key, ()) if other not in changes}
+        return examine(raw)[1]
+
+    raise ConfigError(with_proposals(violations, violations_after))
 
 
 def with_proposals(violations: Sequence[Violation], violations_after: Callable[[Changes], Sequence[Violation]]) -> list[Violation]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,14 @@ from megarl.config.algorithms import ORDER
 from megarl.config.defaults import complete_policy, complete_run
 from megarl.config.model_facts import ModelFacts, read_model_facts
 from megarl.config.models import POLICY, model_sections, renamed
-from megarl.config.nested import at, put
+from megarl.config.nested import at
 from megarl.config.other_trainers import without_foreign_keys
 from megarl.config.places import places_of, require_answers
-from megarl.config.proposals import with_proposals
+from megarl.config.proposals import Followers, valid
 from megarl.config.rules import check
 from megarl.config.schema import ABSENT, check_policy, check_run
 from megarl.config.sections import Config
 from megarl.errors import ConfigError, Violation
-
-Followers = Mapping[str, Sequence[str]]
-"""Keys of a configuration that are written as references to another one, by that one."""
 
 
 def validate_config(config: Mapping[str, Any], name: str = "run", followers: Callable[[], Followers] = dict) -> Config:
@@ -45,27 +42,7 @@ def validate_config(config: Mapping[str, Any], name: str = "run", followers: Cal
         filled = complete_run(raw, name)
         return filled, _violations(filled, [*foreign, *check_run(raw)], check_run(filled))
 
-    return _valid(given, examine, followers)
-
-
-def _valid(
-    given: Mapping[str, Any], examine: Callable[[Mapping[str, Any]], tuple[Config, list[Violation]]], followers: Callable[[], Followers]
-) -> Config:
-    """Return a configuration filled in, or raise ConfigError with proposals that were tried on the whole of it."""
-    completed, violations = examine(given)
-    if not violations:
-        return completed
-    follow = followers() if any(violation.candidates for violation in violations) else {}
-
-    def violations_after(changes: Mapping[str, object]) -> list[Violation]:
-        raw, pending = dict(given), dict(changes)
-        while pending:
-            key, value = pending.popitem()
-            raw = put(raw, key, value)
-            pending |= {other: value for other in follow.get(key, ()) if other not in changes}
-        return examine(raw)[1]
-
-    raise ConfigError(with_proposals(violations, violations_after))
+    return valid(given, examine, followers)
 
 
 def unusual_values(config: Mapping[str, Any]) -> Iterator[str]:
@@ -96,7 +73,7 @@ def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = N
 
     if world_size is not None:
         given["cluster"] = {"gpus_per_node": world_size, "num_nodes": 1, "for_training": True}
-    completed: Config = _valid(given, examine, dict)[POLICY]
+    completed: Config = valid(given, examine, dict)[POLICY]
     return completed
 
 
