@@ -426,12 +426,13 @@ def train(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         if not arguments.dry_run:
             console = stack.enter_context(progress_shown(ProgressConsole()))
-            # the first line comes before what takes a second to import
-            console.say(f"megarl {__version__}: {arguments.config}")
-        return _train(arguments, overrides)
+            if arguments.config is not None and not arguments.strangers:
+                # the first line comes before what takes a second to import
+                console.say(f"megarl {__version__}: {arguments.config}")
+        return _train(arguments)
 
 
-def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _train(arguments: argparse.Namespace) -> int:
     from megarl.config.recipes import misnamed_directory
     from megarl.config.validate import unusual_values
     from megarl.observe.progress import note
