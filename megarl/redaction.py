@@ -25,7 +25,7 @@ _WORKING_DIRECTORY = "PWD"
 _OF_TOKENS = frozenset({"pad", "eos", "bos", "unk", "sep", "cls", "mask", "stop"})
 """Tokens of a vocabulary."""
 
-FIELDS = frozenset({"prompt_key", "answer_key", "messages_key", "tools_key", "chosen_key", "rejected_key"})
+FIELDS = frozenset({"prompt_key", "answer_key", "messages_key", "tools_key", "system_key", "chosen_key", "rejected_key"})
 """Keys of the configuration that name a field of a record. A test compares them with the schema."""
 
 _WORDS = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megarl import env
 from megarl.algorithms.model_check import check_model, check_models_beside, check_tokens
 from megarl.config.algorithms import algorithm_class, generates, step_size
+from megarl.config.validation_sets import set_name, validation_sources
 from megarl.data.chat_template import reads_clock
 from megarl.data.datasets import Dataset, Example, Reading, load_dataset
 from megarl.data.stop_tokens import describe_stop_tokens, stop_tokens_of
@@ -76,7 +77,7 @@ def read_inputs(config: Config, stack: ExitStack) -> Inputs:
         check_models_beside(config, tokenizer)
     data = config["data"]
     train = load(data["train"])
-    validation = load(data["validation"]) if data["validation"] else None
+    validation = _load_validation(config, load) if data["validation"] else None
     _warn_of_small_sources(train, step_size(config)[0])
     return Inputs(tokenizer, environment, train, validation)
 
@@ -84,12 +85,24 @@ def read_inputs(config: Config, stack: ExitStack) -> Inputs:
 def read_validation(config: Config, stack: ExitStack) -> tuple[PreTrainedTokenizerBase, Environment | None, Dataset]:
     """Read what a validation alone needs: tokenizer, environment and validation data, as ``read_inputs`` does; errors as there."""
     tokenizer, environment, load = _opened(config, stack)
-    return tokenizer, environment, load(config["data"]["validation"])
+    return tokenizer, environment, _load_validation(config, load)
 
 
-def _opened(
-    config: Config, stack: ExitStack
-) -> tuple[PreTrainedTokenizerBase, Environment | None, Callable[[DataSource | list[DataSource]], Dataset]]:
+_Load = Callable[["DataSource | list[DataSource]"], Dataset]
+
+
+def _load_validation(config: Config, load: _Load) -> Dataset:
+    """Load the validation data. A set keeps its name where the form of its records turns out to be that of a named set."""
+    sources = validation_sources(config)
+    names = [set_name(source) for source in sources]
+    dataset = load(config["data"]["validation"])
+    for source, name in zip(sources, names, strict=True):
+        if set_name(source) != name and generates(config):
+            cast(Config, source)["val_set"] = name
+    return dataset
+
+
+def _opened(config: Config, stack: ExitStack) -> tuple[PreTrainedTokenizerBase, Environment | None, _Load]:
     """The tokenizer, the environment, and what reads sources for them; the model is looked at before."""
     policy, data = config["policy"], config["data"]
     tokenizer = tokenizer_of(policy)

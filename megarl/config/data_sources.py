@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,14 +22,17 @@ NAMED_SETS: Mapping[str, str] = MappingProxyType(
 )
 """Modules of the sets that need no keys, by the name that a source has for them. NeMo-RL's names, where it has the set."""
 
-FILE_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson", ".parquet"})
+FILE_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".tsv"})
 """Endings of a path that is a file for certain: it has neither subset nor split."""
 
 DEFAULT_CACHE_GIB = 100.0
 """Most GiB of tokenized records that are kept for the next start."""
 
-FIELD_KEYS = ("prompt_key", "answer_key", "messages_key", "tools_key")
+FIELD_KEYS = ("prompt_key", "answer_key", "messages_key", "tools_key", "system_key")
 PAIR_KEYS = ("chosen_key", "rejected_key")
+_PLACE_KEYS = ("path", "name")
+_OF_ONE_PLACE = frozenset({*_PLACE_KEYS, "subset", "split", *FIELD_KEYS, *PAIR_KEYS, "extra_keys"})
+"""Keys of a source that say nothing about the records of another place."""
 
 _STEP = re.compile(r"(?:(?:^|\.)([^.\[\]]+))|\[(-?\d+)\]")
 
@@ -52,6 +55,27 @@ def set_module(source: Mapping[str, Any]) -> str | None:
 def is_file(path: str) -> bool:
     """Whether a path says by its ending that it is a file."""
     return Path(path).suffix.lower() in FILE_SUFFIXES
+
+
+def replaced_keys(written: Mapping[str, Any]) -> frozenset[str]:
+    """Return the keys of an inherited source that a source written over it replaces without naming them.
+
+    Another place has other fields; a conversation takes the place of a prompt with an answer, and a prompt that of a
+    conversation.
+    """
+    replaced = set[str]()
+    if any(written.get(key) is not None for key in _PLACE_KEYS):
+        replaced |= _OF_ONE_PLACE
+    if written.get("messages_key") is not None:
+        replaced |= {"prompt_key", "answer_key"}
+    if written.get("prompt_key") is not None:
+        replaced.add("messages_key")
+    return frozenset(replaced - written.keys())
+
+
+def fields_of_key(value: str | Sequence[str]) -> Sequence[str]:
+    """Return the fields that ``prompt_key`` or ``answer_key`` names: one, or several."""
+    return [value] if isinstance(value, str) else value
 
 
 def key_steps(path: str) -> tuple[str | int, ...] | None:

@@ -15,7 +15,8 @@ from omegaconf.resolvers import oc
 
 from converters.checkpoint.files import DEEPEST, special_kind
 from megarl import env
-from megarl.config.nested import merge
+from megarl.config.data_sources import replaced_keys
+from megarl.config.nested import at, merge, put
 from megarl.config.recipes import inherited
 from megarl.config.sections import Config
 from megarl.errors import ConfigError, Violation
@@ -26,6 +27,8 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _ENVIRONMENT = "oc.env"
 _PURE = ("mul",)
 """Resolvers that look at nothing but their arguments."""
+_SOURCES = ("data.train", "data.validation")
+_SOURCE = re.compile(r"(?P<source>data\.(?:train|validation)(?:\.\d+|\[\d+\])?)(?:\.(?P<key>\w+))?")
 _ANOTHER = "another value than any variable has"
 
 _EVENTS = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -74,7 +77,7 @@ def followers_of(path: str | Path, overrides: Sequence[str] = (), layers: Sequen
 def _merged(path: str | Path, overrides: Sequence[str], layers: Sequence[str | Path]) -> DictConfig:
     stacked: dict[Any, Any] = {}
     for file in (path, *layers):
-        stacked = merge(stacked, _load(Path(file), None, ()))
+        stacked = _laid_over(stacked, _load(Path(file), None, ()))
     return parse_hydra_overrides(cast(DictConfig, OmegaConf.create(stacked)), overrides)
 
 
@@ -188,8 +191,19 @@ def _load(path: Path, base_dir: Path | None, chain: tuple[Path, ...]) -> dict[An
     merged: dict[Any, Any] = {}
     for parent in _defaults_of(config, path):
         # not OmegaConf's merge, which refuses to put a mapping where a list was
-        merged = merge(merged, _load(inherited(parent, start), None, (*chain, path)))
-    return merge(merged, cast(dict[Any, Any], OmegaConf.to_container(config, resolve=False)))
+        merged = _laid_over(merged, _load(inherited(parent, start), None, (*chain, path)))
+    return _laid_over(merged, cast(dict[Any, Any], OmegaConf.to_container(config, resolve=False)))
+
+
+def _laid_over(under: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Merge one configuration over another; a data source in ``over`` drops what it replaces of the inherited one."""
+    kept = dict(under)
+    for path in _SOURCES:
+        inherited_source, written = at(under, path), at(over, path)
+        if isinstance(inherited_source, Mapping) and isinstance(written, Mapping):
+            replaced = replaced_keys(written)
+            kept = put(kept, path, {key: value for key, value in inherited_source.items() if key not in replaced})
+    return merge(kept, over)
 
 
 def _defaults_of(config: DictConfig, path: Path) -> list[str]:
@@ -244,7 +258,8 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
     """Apply overrides in order, to a copy.
 
     ``a.b=value`` and ``++a.b=value`` set, ``+a.b=value`` adds a key that must not be there yet, ``~a.b`` removes one that must be there
-    (``~a.b=value`` only with that value). Values are YAML.
+    (``~a.b=value`` only with that value). Values are YAML. Keys of a data source that the overrides replace are dropped
+    (``replaced_keys``).
 
     Raises:
         OverridesError: an override cannot be read or applied.
@@ -261,7 +276,26 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
             text = said or f"override {override!r} cannot be applied: {_first_line(error)}. Fix: write key.of.section=value"
             hidden = _without_secret(text, override)
             raise OverridesError(hidden) from (None if said or hidden != text else error)
+    _drop_replaced(changed, overrides)
     return changed
+
+
+def _drop_replaced(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Drop the inherited keys of data sources that the overrides replace. Last, so that ``~key`` may name one of them."""
+    written: dict[str, dict[str, Any]] = {}
+    for override in overrides:
+        key, equals, text = override.lstrip("+").partition("=")
+        found = _SOURCE.fullmatch(key.strip())
+        if found is None or not equals:
+            continue
+        value = _value_of(text)
+        own = {found["key"]: value} if found["key"] else value
+        if isinstance(own, dict):
+            written.setdefault(found["source"], {}).update(own)
+    for path, own in written.items():
+        source = OmegaConf.select(config, path)
+        for key in replaced_keys(own) if isinstance(source, DictConfig) else ():
+            source.pop(key, None)
 
 
 def _without_secret(text: str, override: str) -> str:

@@ -20,7 +20,10 @@ class DataSource(TypedDict):
     """
 
     path: NotRequired[
-        Annotated[str, Key("a file, `.parquet` or else one JSON object a line; or a directory of such files, or of a saved data set.")]
+        Annotated[
+            str,
+            Key("a file, `.parquet`, `.csv`, `.tsv` or else one JSON object a line; or a directory of such files, or of a saved data set."),
+        ]
     ]
     name: NotRequired[
         Annotated[
@@ -33,8 +36,24 @@ class DataSource(TypedDict):
     ]
     subset: NotRequired[Annotated[str | None, Key("a configuration of that data set.")]]
     split: NotRequired[Annotated[str, Key("a split of that data set, `train` when absent.")]]
-    prompt_key: NotRequired[Annotated[str, Key("field of a record that holds the prompt: text, a number, or messages.")]]
-    answer_key: NotRequired[Annotated[str, Key("field that holds the answer: text or a number.")]]
+    prompt_key: NotRequired[
+        Annotated[
+            str | list[str],
+            Key(
+                "field of a record that holds the prompt: text, a number, or messages; of several fields the texts are joined by blank "
+                "lines. When absent, it and the keys that go with it are found by the usual names of columns."
+            ),
+        ]
+    ]
+    answer_key: NotRequired[
+        Annotated[
+            str | list[str],
+            Key(
+                "field that holds the answer: text, a number, or tests of a program; several fields make a JSON object, such as tests "
+                "with what they need."
+            ),
+        ]
+    ]
     messages_key: NotRequired[
         Annotated[
             str,
@@ -55,6 +74,9 @@ class DataSource(TypedDict):
     ]
     rejected_key: NotRequired[Annotated[str, Key("DPO and reward models: field with the worse answer, likewise.")]]
     tools_key: NotRequired[Annotated[str, Key("field with the list of tools that the chat template is told of; may be JSON text.")]]
+    system_key: NotRequired[
+        Annotated[str, Key("field with the system message of a record, put in place of ``system_prompt``; none where it is empty.")]
+    ]
     extra_keys: NotRequired[
         Annotated[
             list[str],

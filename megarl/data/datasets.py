@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from megarl import env
-from megarl.config.data_sources import DEFAULT_CACHE_GIB, FIELD_KEYS, PAIR_KEYS, set_module
+from megarl.config.data_sources import DEFAULT_CACHE_GIB, FIELD_KEYS, PAIR_KEYS, fields_of_key, set_module
+from megarl.data.columns import Kind, complete_source
 from megarl.data.records import Doubt, Fingerprint, Record, read_preferences, read_records, refuse, texts_of
 from megarl.data.rows import changed_while_read, content_digest, named_set, number_of_rows, source_name
 from megarl.data.table import Table, TableWriter, bound_tables, read_table
@@ -44,7 +45,7 @@ _SHOWN = 5
 _MOST_IN_MEMORY = 8 * 2**20
 """Bytes of a source's tokens above which they go to files."""
 
-_FORM = 4
+_FORM = 5
 """Number of the form of a kept table; another one is made anew."""
 
 _COLUMNS = {"prompt": "int32", "answer": "int32", "text": "uint8", "targets": "int32", "fields": "uint8", "chat": "uint8"}
@@ -235,6 +236,11 @@ class Reading:
         return self.config.get("on_bad_record") == "skip"
 
     @property
+    def kind(self) -> Kind:
+        """What the records are read for."""
+        return Kind.PAIRS if self.pairs else Kind.ANSWERS if self.with_answers else Kind.REFERENCES
+
+    @property
     def of_record(self) -> int:
         """Examples that a record makes."""
         return 2 if self.pairs else 1
@@ -255,10 +261,14 @@ class Reading:
 def load_dataset(sources: DataSource | Sequence[DataSource], reading: Reading) -> Dataset:
     """Read and tokenize data sources, or take what an earlier start has left of them.
 
+    A source that does not name the fields of its records gets the keys of the columns that were found.
+
     Raises:
         DataError: a record is broken, empty or too long, or its answer is of no use; the message says which.
     """
     given: Sequence[DataSource] = [sources] if isinstance(sources, Mapping) else sources
+    for source in given:
+        complete_source(source, reading.kind, reading.skips_bad_records)
     tables = [_load_source(source, reading) for source in given]
     if any(table.directory is not None for table in tables):
         bound_cache(reading.config)
@@ -761,10 +771,11 @@ def _in_words(doubtful: _Offenders, seen: int) -> str:
 def _refuse_useless(useless: _Offenders, seen: int, source: DataSource) -> None:
     if useless.count:
         known = named_set(source)
-        field = known.answer_key if known is not None else source.get("answer_key") or source.get("messages_key")
+        key = known.answer_key if known is not None else source.get("answer_key") or source.get("messages_key") or ""
+        fields = ", ".join(map(repr, fields_of_key(key)))
         raise DataError(
             f"{source_name(source)}: {useless.count} of {seen} reference answers are of no use to env.reward: every answer to those "
-            f"prompts would be wrong. Fix: correct {field!r} of these records, or remove them. They are: {useless}"
+            f"prompts would be wrong. Fix: correct {fields} of these records, or remove them. They are: {useless}"
         )
 
 

@@ -7,12 +7,14 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.data_sources import key_steps
+from megarl.config.data_sources import fields_of_key, key_steps
+from megarl.data.messages import advice_for_text, are_messages, as_messages, as_prompt, messages_in_json
 from megarl.data.rows import AS_LINES, NamedSet, Row, is_table, named_set, rows_of, source_name, value_at
 from megarl.errors import DataError, RecordError
 
@@ -34,6 +36,10 @@ _FOLLOWS: Mapping[str | None, frozenset[str]] = {
 
 _EXACT_WHOLE = 2**53
 _RECORD_KEYS = ("messages_key", "prompt_key", "answer_key")
+_STATEMENT = re.compile(r"^\s*assert\b", re.MULTILINE)
+_FIELDS_WITH_TESTS = frozenset(
+    {"test_list", "challenge_test_list", "public_test_cases", "private_test_cases", "test_cases", "tests", "input_output"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,7 @@ class Record:
         last: the last turn of a conversation, the assistant's, as it is stored; None where the answer is no turn.
         tools: that the chat template is told of.
         has_system: it is a conversation with a system message of its own.
+        system: the system message that its row has in a field by itself; empty for none.
         fields: further fields, by the keys that the source gives; of the types of JSON.
     """
 
@@ -63,6 +70,7 @@ class Record:
     last: ChatMessage | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     has_system: bool = False
+    system: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -98,7 +106,7 @@ def _all_records(source: DataSource, known: NamedSet | None, on_bad: OnBadRecord
     seen = set[bytes]()
     for origin, row in rows_of(source):
         try:
-            record = _record(row, source, known, origin)
+            record = _with_system(_record(row, source, known, origin), row, source)
             if source.get("extra_keys"):
                 record = replace(record, fields=_fields(row, source, origin))
         except RecordError as error:
@@ -139,8 +147,10 @@ def _all_pairs(source: DataSource, on_bad: OnBadRecord) -> Iterator[tuple[Record
 
 def _pair(stored: Row, source: DataSource) -> tuple[Record, Record]:
     origin, row = stored
-    _require_object(row, "a prompt and two answers a row", origin)
-    chosen, rejected = (_answered_record(row, key, source, origin) for key in (source["chosen_key"], source["rejected_key"]))
+    require_object(row, "a prompt and two answers a row", origin)
+    chosen, rejected = (
+        _with_system(_answered_record(row, key, source, origin), row, source) for key in (source["chosen_key"], source["rejected_key"])
+    )
     if chosen.prompt != rejected.prompt:
         raise RecordError(
             f"{origin}: {source['chosen_key']!r} and {source['rejected_key']!r} differ in more than their last turn. "
@@ -149,7 +159,20 @@ def _pair(stored: Row, source: DataSource) -> tuple[Record, Record]:
     return chosen, rejected
 
 
-def _require_object(row: Any, form: str, origin: str) -> None:
+def _with_system(record: Record, row: Mapping[str, Any], source: DataSource) -> Record:
+    """Return a record with the system message of its row, where the source names a field for it and the field is not empty."""
+    key = source.get("system_key")
+    value = None if key is None else value_of(row, key, record.origin)
+    if key is None or value is None or value == "":
+        return record
+    if record.has_system or (not isinstance(record.prompt, str) and record.prompt[0]["role"] in _SYSTEM):
+        raise RecordError(
+            f"{record.origin}: the conversation has a system message, and so has {key!r}. Fix: remove one of them, or system_key"
+        )
+    return replace(record, system=text_of(value, key, record.origin))
+
+
+def require_object(row: Any, form: str, origin: str) -> None:
     """Refuse a row that is no object: a line that could not be read comes as its error."""
     if isinstance(row, RecordError):
         raise row
@@ -162,9 +185,13 @@ def _answered_record(row: Mapping[str, Any], key: str, source: DataSource, origi
     """The prompt of a row with one of its answers."""
     value, tools = value_of(row, key, origin), tools_of(row, source, origin)
     prompt_key = source.get("prompt_key")
-    before: str | tuple[ChatMessage, ...] = (
-        () if prompt_key is None else prompt_of(value_of(row, prompt_key, origin), prompt_key, origin, is_table(source))
-    )
+    before: str | tuple[ChatMessage, ...] = () if prompt_key is None else _prompt_in(row, prompt_key, origin, is_table(source))
+    if isinstance(value, str):
+        value = messages_in_json(value) or value
+    elif are_messages([value]):
+        value = [value]
+    if isinstance(value, list) or prompt_key is None:
+        value = as_messages(value, key, origin)
     if prompt_key is not None and not isinstance(value, list):
         return Record(before, text_of(value, key, origin), origin, tools=tools)
     asked = [{"role": "user", "content": before}] if isinstance(before, str) else list(before)
@@ -202,6 +229,8 @@ class Fingerprint:
             content += [record.last, record.tools]
         if record.fields:
             content.append({"fields": record.fields})
+        if record.system:
+            content.append({"system": record.system})
         self._digest.update(json.dumps(content, sort_keys=True, default=dict).encode())
         self._digest.update(b"\n")
 
@@ -212,12 +241,12 @@ class Fingerprint:
 
 def _record(row: Any, source: DataSource, known: NamedSet | None, origin: str) -> Record:
     given = (known.prompt_key, known.answer_key) if known is not None else [source[key] for key in _RECORD_KEYS if source.get(key)]  # type: ignore[literal-required]
-    _require_object(row, "{" + ", ".join(f"{key!r}: ..." for key in given) + "}", origin)
+    require_object(row, "{" + ", ".join(f"{name!r}: ..." for key in given for name in fields_of_key(key)) + "}", origin)
     if source.get("messages_key") is not None:
         return _conversation_record(row, source, origin)
     prompt_key, answer_key = (known.prompt_key, known.answer_key) if known is not None else (source["prompt_key"], source["answer_key"])
-    values = [value_of(row, key, origin) for key in (prompt_key, answer_key)]
-    answer = answer_of(values[1], answer_key, origin)
+    prompt = _prompt_in(row, prompt_key, origin, is_table(source))
+    answer = _answer_in(row, answer_key, origin)
     if known is not None and known.answer is not None:
         try:
             answer = known.answer(answer)
@@ -225,8 +254,32 @@ def _record(row: Any, source: DataSource, known: NamedSet | None, origin: str) -
             raise RecordError(
                 f"{origin}: {answer_key!r} is not of the form of {source.get('name')}: {error}. Fix: correct the record"
             ) from error
-    prompt = prompt_of(values[0], prompt_key, origin, is_table(source))
     return Record(prompt, answer, origin, tools=tools_of(row, source, origin))
+
+
+def _prompt_in(row: Mapping[str, Any], key: str | list[str], origin: str, is_padded: bool) -> str | tuple[ChatMessage, ...]:
+    """Return the prompt of a row; the texts of several fields with a blank line between them, without later ones that are empty."""
+    first, *others = fields_of_key(key)
+    if not others:
+        return prompt_of(value_of(row, first, origin), first, origin, is_padded)
+    values = {name: value_of(row, name, origin) for name in others}
+    texts = [text_of(value_of(row, first, origin), first, origin)]
+    texts += [text_of(value, name, origin) for name, value in values.items() if value is not None]
+    return "\n\n".join([texts[0], *(text for text in texts[1:] if text.strip())])
+
+
+def _answer_in(row: Mapping[str, Any], key: str | list[str], origin: str) -> str:
+    """Return the reference answer of a row; that of several fields is the JSON of an object with their last names."""
+    names = fields_of_key(key)
+    if isinstance(key, str):
+        return answer_of(value_of(row, key, origin), key, origin)
+    found = {str(_steps(name)[-1]): value_of(row, name, origin) for name in names}
+    try:
+        return json.dumps(found)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RecordError(
+            f"{origin}: {', '.join(names)} cannot be written as JSON: {error}. Fix: store them as text and numbers"
+        ) from error
 
 
 def value_of(row: Mapping[str, Any], key: str, origin: str) -> Any:
@@ -262,22 +315,34 @@ def text_of(value: Any, key: str, origin: str) -> str:
 
 
 def answer_of(value: Any, key: str, origin: str) -> str:
-    """Return a reference answer as text. Tests of a program, which sets store as lists and objects, become the JSON that ``code`` reads.
+    """Return a reference answer as text: a text, a number, the one message of an assistant, or tests as the JSON that ``code`` reads.
 
     Raises:
-        RecordError: it is neither a text, a number nor tests.
+        RecordError: it is none of them.
     """
+    messages = messages_in_json(value) if isinstance(value, str) else value if are_messages(value) else None
+    if messages is not None:
+        return _text_of_turn(as_messages(messages, key, origin), key, origin)
     return json.dumps(value) if _are_tests(value) else text_of(value, key, origin)
 
 
+def _text_of_turn(messages: Sequence[ChatMessage], key: str, origin: str) -> str:
+    if len(messages) == 1 and messages[0]["role"] == "assistant" and not messages[0].get("tool_calls"):
+        return text_of(messages[0].get("content"), key, origin)
+    raise RecordError(
+        f"{origin}: {key!r} holds {len(messages)} messages, and an answer is one text of the assistant. Fix: store prompt and answer "
+        "together as one list of messages, and name it by messages_key"
+    )
+
+
 def _are_tests(value: Any) -> bool:
-    """Whether a value holds tests: statements (MBPP), inputs with outputs (APPS), or a list of them (LiveCodeBench)."""
+    """Whether a value holds tests: statements (MBPP), inputs with outputs (APPS, PRIME), or lists of them (LiveCodeBench)."""
     if isinstance(value, Mapping):
-        return isinstance(value.get("inputs"), list) and isinstance(value.get("outputs"), list)
+        return {"inputs", "outputs"} <= value.keys() or not _FIELDS_WITH_TESTS.isdisjoint(value)
     if not isinstance(value, list) or not value:
         return False
     if all(isinstance(each, str) for each in value):
-        return all(each.lstrip().startswith("assert") for each in value)
+        return all(_STATEMENT.search(each) for each in value)
     return all(isinstance(each, Mapping) and {"input", "output"} <= each.keys() for each in value)
 
 
@@ -305,6 +370,7 @@ def prompt_of(value: Any, key: str, origin: str, is_padded: bool = False) -> str
     Raises:
         DataError: it is none of them; names the key.
     """
+    value = as_prompt(value, key, origin)
     if isinstance(value, str) or (isinstance(value, int | float | Decimal) and not isinstance(value, bool)):
         return text_of(value, key, origin)
     is_chat = isinstance(value, list) and bool(value)
@@ -354,10 +420,10 @@ def conversation(value: Any, key: str, origin: str, is_padded: bool = False) -> 
     Raises:
         DataError: it is no list of messages, a message has nothing to say, or a role is out of order; names the message.
     """
+    value = as_messages(value, key, origin)
     if not isinstance(value, list) or not value:
-        raise RecordError(
-            f"{origin}: {key!r} = {repr(value)[:80]} is not a list of messages. Fix: write [{{'role': 'user', 'content': '...'}}, ...]"
-        )
+        fix = advice_for_text(value) if isinstance(value, str) else "write [{'role': 'user', 'content': '...'}, ...]"
+        raise RecordError(f"{origin}: {key!r} = {repr(value)[:80]} is not a list of messages. Fix: {fix}")
     found: list[ChatMessage] = []
     before: str | None = None
     for place, message in enumerate(value):
@@ -431,4 +497,10 @@ def tools_of(row: Mapping[str, Any], source: DataSource, origin: str) -> tuple[M
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise RecordError(f"{origin}: {key!r} = {repr(value)[:80]} is no list of objects. Fix: write a list of tools, or null")
-    return tuple(value)
+    return tuple(map(_tool, value))
+
+
+def _tool(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a tool in OpenAI's form, which templates expect: a bare function (``functions``, ShareGPT's ``tools``) is put into one."""
+    is_bare = isinstance(given.get("name"), str) and "parameters" in given and not given.keys() & {"type", "function"}
+    return {"type": "function", "function": given} if is_bare else given

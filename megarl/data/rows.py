@@ -1,4 +1,4 @@
-"""Rows of a data source as they are stored: JSON lines, parquet files, and data sets of the ``datasets`` library."""
+"""Rows of a data source as they are stored: JSON lines, parquet and CSV files, and data sets of the ``datasets`` library."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _READ_TOGETHER = 1024
 LONGEST_LINE = 2**24
 """Characters that a line of a data file may have: more than the four million tokens of any context are."""
 _NAMING = "such as prompt_key, answer_key or messages_key"
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 AS_LINES = "; jq -c '.[]' makes lines of one list"
 _IN_ONE_LINE = "; jq -c . makes a line of each object"
 
@@ -80,6 +81,8 @@ def rows_of(source: DataSource) -> Iterator[Row]:
             yield from ((f"{part} row {number}", row) for number, row in enumerate(loaded))
     elif Path(path).suffix.lower() == ".parquet":
         yield from _parquet_rows(_file(path))
+    elif Path(path).suffix.lower() in _DELIMITERS:
+        yield from _csv_rows(_file(path))
     else:
         yield from _json_lines(_file(path))
 
@@ -142,7 +145,7 @@ def _file(path: str) -> Path:
         # a pipe would be waited for, and what it gave could not be read a second time
         raise DataError(f"data file {path} is {kind}, not a file. Fix: write what it gives into a file, and give the path of that")
     if not Path(path).is_file():
-        raise DataError(f"data file {path} does not exist or is not a file. Fix: give the path of a JSON lines or parquet file")
+        raise DataError(f"data file {path} does not exist or is not a file. Fix: give the path of a JSON lines, parquet, CSV or TSV file")
     return Path(path)
 
 
@@ -218,6 +221,37 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         ) from error
 
 
+def _csv_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a CSV file with a header; every cell stays the text that it is, so that 007 is no number."""
+    import pyarrow
+    from pyarrow import csv
+
+    parsing = csv.ParseOptions(delimiter=_DELIMITERS[path.suffix.lower()], newlines_in_values=True)
+    # a row must fit into a block
+    reading = csv.ReadOptions(block_size=LONGEST_LINE)
+    number = 0
+    try:
+        with csv.open_csv(path, read_options=reading, parse_options=parsing) as header:
+            names = header.schema.names
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise DataError(
+                f"data file {path}: its first line, which has to name the columns, has {twice[0]!r} {names.count(twice[0])} times. Fix: "
+                "give each column a name of its own, in a first line"
+            )
+        texts = csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()), strings_can_be_null=False)
+        with csv.open_csv(path, read_options=reading, parse_options=parsing, convert_options=texts) as batches:
+            for batch in batches:
+                for row in batch.to_pylist():
+                    yield f"{path} row {number}", row
+                    number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(
+            f"data file {path} cannot be read as CSV, after {number} rows: {error}. Fix: write UTF-8 with a first line that names the "
+            "columns, as many cells in every row, and quotes around a cell with a delimiter, a quote or a newline"
+        ) from error
+
+
 def _loaded(source: DataSource) -> list[tuple[str, Any]]:
     """The parts of a data set by name, of a local folder of data files, or of one written by ``save_to_disk``, each with its name."""
     known = named_set(source)
@@ -237,6 +271,10 @@ def _load(place: str, subset: str | None, split: str) -> Any:
     found = first_special(Path(place)) if Path(place).is_dir() else None
     if found is not None:
         raise DataError(f"data set {place}: {found[0].name} in it is {found[1]}, not a file. Fix: take it out of the directory")
+    if Path(place).is_dir() and any(each.suffix.lower() in _DELIMITERS for each in Path(place).rglob("*")):
+        # the library would guess types: of the answer 007 it would make 7
+        fix = "give the path of each file, as a list of sources"
+        raise DataError(f"data set {place} has CSV files, whose cells are text only where a file is read by itself. Fix: {fix}")
     try:
         if _was_saved_to_disk(Path(place)):
             loaded = datasets.load_from_disk(place)

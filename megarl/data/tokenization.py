@@ -235,7 +235,8 @@ class PromptEncoder:
         return [{"role": "user", "content": self._template.replace("{prompt}", record.prompt)}]
 
     def _messages(self, record: Record, turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-        system = [] if record.has_system else self._system
+        own = [{"role": "system", "content": record.system}] if record.system else self._system
+        system = [] if record.has_system else own
         return [*system, *(dict(turn) for turn in turns)]
 
 

@@ -442,7 +442,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("one_source", {"data.validation.name": ...}, {}, {"data.validation"}),
     ("one_source", {"data.train.split": "train", "data.train.subset": "main"}, {}, {"data.train.split", "data.train.subset"}),
     ("one_source", {"data.train": [{**KEYS, "path": "a"}, KEYS]}, {}, {"data.train.1"}),
-    ("fields_are_named", {"data.train.prompt_key": ...}, {}, {"data.train.prompt_key"}),
+    ("fields_are_named", {"data.train.prompt_key": ["a", "b..c"]}, {}, {"data.train.prompt_key"}),
+    ("fields_are_named", {"data.train.answer_key": []}, {}, {"data.train.answer_key"}),
     ("fields_are_named", {"data.train.messages_key": "turns"}, {}, {"data.train.prompt_key"}),
     (
         "fields_are_named",
@@ -565,7 +566,7 @@ DPO_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
     (
         "fields_are_named",
         {"data.train.chosen_key": ..., "data.validation.rejected_key": ..., "data.validation.answer_key": "answer"},
-        {"data.train.chosen_key", "data.validation.rejected_key", "data.validation.answer_key"},
+        {"data.validation.answer_key"},
     ),
     (
         "fields_are_named",
@@ -634,7 +635,7 @@ RM_CASES: list[tuple[str, dict[str, Any], set[str]]] = [
     (
         "fields_are_named",
         {"data.train.chosen_key": ..., "data.validation.rejected_key": "a[b", "data.validation.answer_key": "answer"},
-        {"data.train.chosen_key", "data.validation.rejected_key", "data.validation.answer_key"},
+        {"data.validation.rejected_key", "data.validation.answer_key"},
     ),
     ("validation_batch_divides", {"rm.val_global_batch_size": 16}, {"rm.val_global_batch_size"}),
     (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megarl.config.data_sources import FIELD_KEYS, NAMED_SETS, PAIR_KEYS, is_file, key_steps, set_module, sources_of
+from megarl.config.data_sources import FIELD_KEYS, NAMED_SETS, PAIR_KEYS, fields_of_key, is_file, key_steps, set_module, sources_of
 from megarl.config.environments import fault_of_name, faults_of_ranges
 from megarl.config.rules.view import Rule, View
 from megarl.config.schema import ABSENT
@@ -47,22 +47,15 @@ def one_source(view: View) -> Iterator[Violation]:
 
 
 def fields_are_named(view: View) -> Iterator[Violation]:
-    """A source says which fields hold prompt and answer, or the conversation, or two answers, by keys that can be read."""
+    """The keys of a source's fields go together, and can be read."""
     pairs = view.compares_answers
     for section, source in _sources(view):
         messages = source.get("messages_key") is not None
         if pairs:
             yield from _faults_of_pairs(section, source)
         elif messages and source.get("prompt_key") is not None:
-            fix = "remove one of them; a source in a list does not inherit the keys of the recipe's"
+            fix = "remove one of them"
             yield Violation(f"{section}.prompt_key", source["prompt_key"], "messages_key is given too", fix)
-        elif not messages and set_module(source) is None:
-            fix = "name the field, messages_key for a field with a whole conversation, or a set of configs/README.md by name"
-            yield from (
-                Violation(f"{section}.{key}", ABSENT, "this key is required", fix)
-                for key in ("prompt_key", "answer_key")
-                if source.get(key) is None
-            )
         elif set_module(source) is not None and source.get("answer_key") is not None:
             fix = "remove it, or give prompt_key as well"
             yield Violation(f"{section}.answer_key", source["answer_key"], f"the answers of {source['name']} are known", fix)
@@ -71,16 +64,16 @@ def fields_are_named(view: View) -> Iterator[Violation]:
             if isinstance(extra, str) and key_steps(extra) is None:
                 yield Violation(f"{section}.extra_keys.{place}", extra, bound, "write for example source or extra_info.index")
         for key in (*FIELD_KEYS, *PAIR_KEYS):
-            if isinstance(source.get(key), str) and key_steps(source[key]) is None:
+            value = source.get(key)
+            names = fields_of_key(value) if isinstance(value, str | list) else ()
+            if value == [] or any(isinstance(name, str) and key_steps(name) is None for name in names):
                 yield Violation(
-                    f"{section}.{key}", source[key], bound, "write for example answer, reward_model.ground_truth or prompt[0].content"
+                    f"{section}.{key}", value, bound, "write for example answer, reward_model.ground_truth or prompt[0].content"
                 )
 
 
 def _faults_of_pairs(section: str, source: Mapping[str, Any]) -> Iterator[Violation]:
-    """A source of pairs names the fields of both answers, and nothing that is not of a pair."""
-    fix = "name the field; with prompt_key it holds an answer, without it a conversation that ends with the answer"
-    yield from (Violation(f"{section}.{key}", ABSENT, "this key is required", fix) for key in PAIR_KEYS if source.get(key) is None)
+    """A source of pairs names nothing that is not of a pair."""
     for key in ("answer_key", "messages_key", "extra_keys"):
         if source.get(key) is not None:
             bound = "the records are pairs, whose answers chosen_key and rejected_key name, and nothing reads it"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,11 @@ _FENCE = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^`\n]*$", re.MULTILINE)
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*(?:[}:,{].*)?", re.IGNORECASE)
 _LISTS_OF_TESTS = ("public_test_cases", "private_test_cases", "test_cases", "tests")
 _STATEMENTS = ("test_list", "challenge_test_list")
+_PACKED = re.compile(r"\s*e[AFJN]")
+"""Beginnings of base64 of zlib, whose first byte is 0x78."""
+_PICKLE = b"\x80"
+LARGEST_UNPACKED = 2**26
+"""Bytes that packed tests may have when they are unpacked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,7 @@ def program_in(response: str) -> str | None:
 
 
 def tests_of(answer: str) -> tuple[Test, ...]:
-    """Return the tests that a reference answer holds as JSON, in one of the forms that data sets have.
+    """Return the tests that a reference answer holds, in one of the forms that data sets have.
 
     * ``{"inputs": [...], "outputs": [...]}`` for programs that read and write text, with ``"fn_name"`` for a
       function that is called with each list of arguments (APPS, TACO).
@@ -65,18 +72,14 @@ def tests_of(answer: str) -> tuple[Test, ...]:
     * Statements, ``["assert f(2) == 4", ...]``, also under ``test_list`` and ``challenge_test_list`` of an
       object, beside ``test_setup_code`` and ``test_imports`` (MBPP).
 
-    Each part may itself be written as JSON text.
+    Each part may itself be written as JSON text, or as base64 of its zlib.
 
     Raises:
         ValueError: it holds none.
     """
-    try:
-        given = json.loads(answer)
-    except ValueError as error:
-        raise ValueError(f"its tests are no JSON: {error}") from None
-    except RecursionError:
-        raise ValueError("its tests are nested too deeply") from None
-    tests = tuple(_tests_in(_parsed(given, "its tests"), {}))
+    # JSON may hold the tests as text once more
+    given = _parsed(_parsed(answer, "its tests"), "its tests")
+    tests = tuple(_tests_in(given, {}))
     if not tests:
         raise ValueError("it holds no test")
     return tests
@@ -86,13 +89,39 @@ def _parsed(value: Any, what: str) -> Any:
     """Return what a text holds as JSON; any other value as it is."""
     if not isinstance(value, str):
         return value
+    unpacked = _unpacked(value, what)
     try:
-        return json.loads(value)
+        return json.loads(value if unpacked is None else unpacked)
     except (ValueError, RecursionError):
-        pass
-    # such text is a pickle, which can run code: it is never read
-    packed = " It is packed: unpack private tests when the data are prepared" if re.fullmatch(r"[\w+/=\s]{40,}", value) else ""
-    raise ValueError(f"the text of {what} is no JSON: {value[:40]!r}.{packed}")
+        if unpacked is None:
+            raise ValueError(f"the text of {what} is no JSON: {value[:40]!r}") from None
+    if unpacked.startswith(_PICKLE) or unpacked.endswith(b"."):
+        raise ValueError(
+            f"{what} is packed as a pickle, which can run code and is never read: unpack it once, where the data are trusted, by "
+            "json.loads(pickle.loads(zlib.decompress(base64.b64decode(text)))), and store what that gives as JSON"
+        )
+    raise ValueError(f"{what} is packed, and what was packed is no JSON: {unpacked[:40]!r}")
+
+
+def _unpacked(text: str, what: str) -> bytes | None:
+    """Return what a text holds as base64 of zlib (LiveCodeBench's private tests), or None for any other text."""
+    if not _PACKED.match(text):
+        return None
+    try:
+        packed = base64.b64decode("".join(text.split()), validate=True)
+    except ValueError:
+        return None
+    stream = zlib.decompressobj()
+    try:
+        content = stream.decompress(packed, LARGEST_UNPACKED + 1)
+    except zlib.error as error:
+        raise ValueError(f"{what} is packed, and cannot be unpacked: {error}") from None
+    # a few packed kilobytes may hold gigabytes
+    if len(content) > LARGEST_UNPACKED:
+        raise ValueError(f"{what} is packed, and unpacked it has more than {LARGEST_UNPACKED:,} bytes: store fewer or smaller tests")
+    if not stream.eof:
+        raise ValueError(f"{what} is packed, and its end is missing: store the whole text")
+    return content
 
 
 def _tests_in(given: Any, metadata: Mapping[str, Any]) -> Iterator[Test]:

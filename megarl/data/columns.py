@@ -1,0 +1,234 @@
+"""Columns found by their usual names, where a data source does not say which fields hold what."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from megarl.config.data_sources import FIELD_KEYS, PAIR_KEYS, fields_of_key, set_module
+from megarl.data.messages import are_messages, as_messages, role_of
+from megarl.data.records import require_object, tools_of, value_of
+from megarl.data.rows import rows_of, source_name
+from megarl.errors import DataError, RecordError
+
+if TYPE_CHECKING:
+    from megarl.config.sections import DataSource
+
+logger = logging.getLogger(__name__)
+
+Reading = dict[str, Any]
+"""Keys of a data source that name the fields of its records."""
+
+
+class Kind(Enum):
+    """What records are read for: answers to learn, references to compare responses with, or pairs of answers."""
+
+    ANSWERS = "answers"
+    REFERENCES = "reference answers"
+    PAIRS = "pairs"
+
+
+_CONVERSATIONS = ("messages", "conversations", "conversation")
+_PROMPTS = ("prompt", "problem", "question", "instruction", "query")
+_PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
+_ANSWERS = ("completion", "response", "output", "answer", "solution")
+_FINAL_ANSWERS = ("answer", "ground_truth", "final_answer", "expected_answer", "target", "label")
+_SOLUTIONS = ("solution", "completion", "response", "output")
+_STATEMENTS = ("test_list", "challenge_test_list", "test_setup_code", "test_imports")
+_CASES = ("public_test_cases", "private_test_cases", "metadata")
+_TESTS = ("input_output", "tests", "test_cases")
+_VERL = "reward_model.ground_truth"
+_SYSTEMS = ("system", "system_prompt")
+_TOOLS = ("tools", "functions")
+_MEANING = {
+    "name": "form of the set",
+    "messages_key": "conversations",
+    "prompt_key": "prompts",
+    "answer_key": "answers",
+    "chosen_key": "better answers",
+    "rejected_key": "worse answers",
+    "system_key": "system messages",
+    "tools_key": "tools",
+    "extra_keys": "further fields",
+}
+_ADVICE = {
+    Kind.ANSWERS: "prompt_key and answer_key with the names of the fields, or messages_key for whole conversations",
+    Kind.REFERENCES: "prompt_key and answer_key with the names of the fields, or messages_key for whole conversations",
+    Kind.PAIRS: "chosen_key and rejected_key with the names of the fields, and prompt_key unless both hold whole conversations",
+}
+
+
+def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = False) -> None:
+    """Put the keys of the fields into a source that does not name them all, found in its first record; given keys stay.
+
+    Raises:
+        DataError: no columns have the usual names, or they can be read in several ways; says what to write.
+    """
+    if _is_complete(source, kind):
+        return
+    origin, row = _first_record(source, skips_bad_records)
+    readings = list(_readings(row, source, kind))
+    columns = ", ".join(map(str, row))
+    if len(readings) > 1:
+        ways = "; or ".join(" ".join(f"{key}={_in_words(value)}" for key, value in reading.items()) for reading in readings)
+        raise DataError(f"{source_name(source)}: its columns, {columns}, can be read in several ways. Fix: write {ways}")
+    if not readings:
+        header = " (the first line)" if Path(source.get("path") or "").suffix.lower() in (".csv", ".tsv") else ""
+        raise DataError(
+            f"{source_name(source)}: no columns are called as those that hold {_wanted(kind)} usually are; it has {columns}{header}. "
+            f"Fix: write {_ADVICE[kind]}"
+        )
+    [found] = readings
+    found |= dict(_beside(row, source, found, origin))
+    if _is_gsm8k(row, source, found, kind):
+        found = {"name": "gsm8k"}
+    cast(Any, source).update(found)
+    meaning = {**_MEANING, "answer_key": kind.value}
+    said = ", ".join(f"{meaning[key]} from {', '.join(map(repr, fields_of_key(value)))}" for key, value in found.items())
+    logger.info("%s: %s", source_name(source), said)
+
+
+def _is_complete(source: DataSource, kind: Kind) -> bool:
+    if kind is Kind.PAIRS:
+        return all(source.get(key) is not None for key in PAIR_KEYS)
+    has_both = source.get("prompt_key") is not None and source.get("answer_key") is not None
+    return has_both or source.get("messages_key") is not None or set_module(source) is not None
+
+
+def _first_record(source: DataSource, skips_bad_records: bool) -> tuple[str, Mapping[str, Any]]:
+    for origin, row in rows_of(source):
+        if not skips_bad_records:
+            require_object(row, "an object with a field for each part of a record", origin)
+        if isinstance(row, Mapping):
+            return origin, row
+    raise DataError(f"{source_name(source)} holds 0 records, at least 1 is needed. Fix: point the data source at records")
+
+
+def _wanted(kind: Kind) -> str:
+    return "a prompt with two answers, or two conversations," if kind is Kind.PAIRS else f"prompts and {kind.value}, or conversations,"
+
+
+def _in_words(value: str | Sequence[str]) -> str:
+    return value if isinstance(value, str) else json.dumps(value).replace('"', "").replace(" ", "")
+
+
+def _readings(row: Mapping[str, Any], source: DataSource, kind: Kind) -> Iterator[Reading]:
+    """Yield all ways to read a record that agree with the keys that the source gives."""
+    own_prompt, own_answer = source.get("prompt_key"), source.get("answer_key")
+    prompts = list(_prompts(row, kind)) if own_prompt is None else [own_prompt]
+    if kind is Kind.PAIRS:
+        yield from _pairs(row, source, prompts)
+        return
+    answers = list(_answers(row, kind)) if own_answer is None else [own_answer]
+    if own_prompt is None:
+        yield from _conversations(row, own_answer, answers, kind)
+    yield from ({"prompt_key": prompt, "answer_key": answer} for prompt, answer in itertools.product(prompts, answers) if prompt != answer)
+
+
+def _conversations(row: Mapping[str, Any], own_answer: Any, answers: Sequence[Any], kind: Kind) -> Iterator[Reading]:
+    for name in (*_CONVERSATIONS, "text"):
+        if _roles(row.get(name))[-1:] != ["assistant"]:
+            continue
+        if own_answer is None:
+            yield {"messages_key": name}
+        if own_answer is not None or kind is Kind.REFERENCES:
+            yield from ({"messages_key": name, "answer_key": answer} for answer in answers)
+
+
+def _pairs(row: Mapping[str, Any], source: DataSource, prompts: Sequence[Any]) -> Iterator[Reading]:
+    for usual in _PAIRS:
+        chosen, rejected = (source.get(key) or name for key, name in zip(PAIR_KEYS, usual, strict=True))
+        if not all(name in row or source.get(key) for key, name in zip(PAIR_KEYS, (chosen, rejected), strict=True)):
+            continue
+        reading = {"chosen_key": chosen, "rejected_key": rejected}
+        # a prompt beside whole conversations says nothing new, and may be only a part of what they begin with
+        if source.get("prompt_key") is None and _roles(row.get(chosen))[:1] not in ([], ["assistant"]):
+            yield reading
+        else:
+            yield from ({"prompt_key": prompt, **reading} for prompt in prompts)
+
+
+def _prompts(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
+    """Yield the fields that may hold the prompt."""
+    names = [name for name in _PROMPTS if row.get(name) is not None]
+    if "input" in row and "instruction" not in row:
+        names.append("input")
+    if kind is Kind.REFERENCES:
+        names += [
+            name for name, of_set in (("question_content", "public_test_cases"), ("text", "test_list")) if {name, of_set} <= row.keys()
+        ]
+    for name in names:
+        behind = ["input", "context"] if name == "instruction" else ["starter_code"] if kind is Kind.REFERENCES else []
+        parts = [name, *(each for each in behind if isinstance(row.get(each), str | None) and each in row)]
+        yield parts if len(parts) > 1 else name
+        if isinstance(row.get("context"), str) and "context" not in parts:
+            yield ["context", name]
+    for name in _CONVERSATIONS:
+        roles = _roles(row.get(name))
+        if roles and (kind is Kind.PAIRS or roles[-1] != "assistant"):
+            yield name
+
+
+def _answers(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
+    """Yield the fields that may hold the answer."""
+    present = {name for name, value in row.items() if value is not None}
+    if kind is Kind.ANSWERS:
+        yield from (name for name in _ANSWERS if name in present)
+        return
+    verl = row.get("reward_model")
+    if isinstance(verl, Mapping) and "ground_truth" in verl:
+        yield _VERL
+        return
+    for together in (_STATEMENTS, _CASES):
+        if not present.isdisjoint(together[:2]):
+            names = [name for name in together if name in present]
+            yield names if len(names) > 1 else names[0]
+    single = [name for name in (*_TESTS, *_FINAL_ANSWERS) if name in present]
+    # a worked solution beside its final answer is no reference
+    yield from single or (name for name in _SOLUTIONS if name in present)
+
+
+def _beside(row: Mapping[str, Any], source: DataSource, found: Reading, origin: str) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of what goes with a record: its system message, its tools, and the fields of verl's rewards."""
+    first = found.get("messages_key") or found.get("chosen_key") or found["prompt_key"]
+    has_system = isinstance(first, str) and _roles(value_of(row, first, origin))[:1] == ["system"]
+    if source.get("system_key") is None and not has_system:
+        systems = [name for name in _SYSTEMS if isinstance(row.get(name, 0), str | None)]
+        yield from (("system_key", name) for name in systems[:1])
+    if source.get("tools_key") is None:
+        tools = [name for name in _TOOLS if name in row and _are_tools(row, source, name)]
+        yield from (("tools_key", name) for name in tools[:1])
+    if source.get("extra_keys") is None and found.get("answer_key") == _VERL:
+        extra = [name for name, form in (("data_source", str), ("extra_info", Mapping)) if isinstance(row.get(name), form)]
+        if extra:
+            yield "extra_keys", extra
+
+
+def _are_tools(row: Mapping[str, Any], source: DataSource, name: str) -> bool:
+    try:
+        tools_of(row, cast("DataSource", {**source, "tools_key": name}), "")
+    except RecordError:
+        return False
+    return True
+
+
+def _is_gsm8k(row: Mapping[str, Any], source: DataSource, found: Reading, kind: Kind) -> bool:
+    """Whether the reference answers are GSM8K's solutions, of which only what follows ``####`` is compared."""
+    own = any(source.get(key) is not None for key in FIELD_KEYS)
+    is_reading = found == {"prompt_key": "question", "answer_key": "answer"} and kind is Kind.REFERENCES
+    return is_reading and not own and "\n####" in str(row["answer"])
+
+
+def _roles(value: Any) -> list[str | None]:
+    """Return the roles of stored messages; none for any other value."""
+    try:
+        found = as_messages(value, "", "")
+    except RecordError:
+        # whoever reads the record says what is wrong with it
+        found = value
+    return [role_of(message) for message in found] if are_messages(found) else []

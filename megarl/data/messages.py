@@ -1,0 +1,158 @@
+"""Messages in the forms of other tools (ShareGPT, HH text, JSON text, content parts, function calls) as ``role`` and ``content``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.errors import RecordError
+
+_ROLES = {
+    **{name: name for name in ("system", "developer", "user", "assistant", "tool")},
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "model", "bot", "ai", "chatgpt"), "assistant"),
+    **dict.fromkeys(("function", "observation", "function_response", "tool_response"), "tool"),
+}
+_CALLS = frozenset({"function_call", "tool_call"})
+"""Roles of turns whose content is the JSON of calls."""
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+_SPEAKER = re.compile(r"(?:\A\n*|\n\n)(Human|Assistant):")
+_PYTHON_LIST = re.compile(r"\s*\[\s*\{\s*'")
+
+
+def as_messages(value: Any, key: str, origin: str) -> Any:
+    """Return stored messages as ``{"role", "content"}``; any other value unchanged.
+
+    Args:
+        value: a list of messages, its JSON text, or a transcript with ``Human:`` and ``Assistant:`` (HH).
+        key: the field that holds it.
+        origin: of the record.
+
+    Raises:
+        RecordError: a content part is not text, or a function call is not JSON; says what to write.
+    """
+    if isinstance(value, str):
+        value = messages_in_json(value) or _messages_in_transcript(value) or value
+    if not isinstance(value, list):
+        return value
+    pending: list[str] = []
+    return [_message(each, key, place, origin, pending) if isinstance(each, Mapping) else each for place, each in enumerate(value)]
+
+
+def as_prompt(value: Any, key: str, origin: str) -> Any:
+    """Return the messages of a prompt, or its text.
+
+    A text is taken for messages only where it cannot be meant as text: JSON of messages, or HH's transcript that stops
+    where the assistant is to speak.
+    """
+    if not isinstance(value, str):
+        return as_messages(value, key, origin)
+    found = messages_in_json(value)
+    if found is None and value.startswith("\n\nHuman:") and value.rstrip().endswith("\n\nAssistant:"):
+        found = (_messages_in_transcript(value) or [])[:-1]
+    return as_messages(found, key, origin) if found else value
+
+
+def messages_in_json(text: str) -> list[Any] | None:
+    """Return the messages that a text holds as a JSON list, or None for any other text."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if are_messages(found) else None
+
+
+def are_messages(value: Any) -> bool:
+    """Whether a value is a list of objects that each name a role."""
+    return isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) and role_of(each) is not None for each in value)
+
+
+def role_of(message: Mapping[str, Any]) -> str | None:
+    """Return the role of a stored message by the field's usual name for it, or None if it has no role."""
+    given = message.get("role") if message.get("role") is not None else message.get("from")
+    if not isinstance(given, str):
+        return None
+    name = given.strip().lower()
+    return "assistant" if name in _CALLS else _ROLES.get(name, given)
+
+
+def advice_for_text(text: str) -> str:
+    """Return what to write in place of a text in which no messages were found."""
+    if _PYTHON_LIST.match(text):
+        return "the text is Python's print of a list, not JSON: write json.dumps(messages)"
+    return "write [{'role': 'user', 'content': '...'}, ...], also as JSON text; an answer that is plain text needs prompt_key as well"
+
+
+def _messages_in_transcript(text: str) -> list[dict[str, str]] | None:
+    begin, *parts = _SPEAKER.split(text)
+    if begin.strip() or parts[:1] != ["Human"] or "Assistant" not in parts[::2]:
+        return None
+    return [{"role": _ROLES[role.lower()], "content": said.strip()} for role, said in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def _message(given: Mapping[str, Any], key: str, place: int, origin: str, pending: list[str]) -> dict[str, Any]:
+    """Return one message; ``pending`` holds the ids of converted calls that no message has answered yet."""
+    where = f"{origin}: {key}[{place}]"
+    message = dict(given)
+    role = role_of(message)
+    if message.get("role") is None and message.get("from") is not None:
+        message["role"] = message.pop("from")
+    if message.get("content") is None and message.get("value") is not None:
+        message["content"] = message.pop("value")
+    if isinstance(message.get("content"), list):
+        message["content"] = _text_of_parts(message["content"], where)
+    if role is None:
+        return message
+    calls: Any = message.pop("function_call", None)
+    if message["role"].strip().lower() in _CALLS:
+        calls, message["content"] = message.get("content"), None
+        if isinstance(calls, str):
+            calls = _parsed_calls(calls, where)
+    message["role"] = role
+    if isinstance(calls, Mapping):
+        calls = [calls] if calls.get("name") is not None else []
+    if calls and not message.get("tool_calls"):
+        message["tool_calls"] = [_tool_call(call, place, number, where) for number, call in enumerate(calls)]
+        pending += [call["id"] for call in message["tool_calls"]]
+    elif role == "tool" and pending:
+        message.setdefault("tool_call_id", pending.pop(0))
+    return message
+
+
+def _parsed_calls(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _no_call(text, where) from error
+
+
+def _tool_call(call: Any, place: int, number: int, where: str) -> dict[str, Any]:
+    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+        raise _no_call(call, where)
+    function = {"name": call["name"], "arguments": call.get("arguments", {})}
+    # nine letters and digits: Mistral's templates take no other id
+    return {"id": f"c{place:05d}{number:03d}", "type": "function", "function": function}
+
+
+def _no_call(call: Any, where: str) -> RecordError:
+    return RecordError(
+        f"{where}: {repr(call)[:80]} is no function call. Fix: write {{'name': '...', 'arguments': {{...}}}}, as JSON where it is text"
+    )
+
+
+def _text_of_parts(parts: Sequence[Any], where: str) -> str:
+    texts = []
+    for part in parts:
+        is_text = not isinstance(part, Mapping) or part.get("type", "text") in _TEXT_PARTS
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not is_text or not isinstance(text, str):
+            raise RecordError(
+                f"{where} has the content part {repr(part)[:60]}, which is no text, and only text is read. Fix: write the content as "
+                "text, or leave such records out with data.on_bad_record=skip"
+            )
+        texts.append(text)
+    return "".join(texts)
