@@ -245,7 +245,8 @@ def _csv_rows(path: Path) -> Iterator[Row]:
                 for row in batch.to_pylist():
                     yield f"{path} row {number}", row
                     number += 1
-    except (pyarrow.ArrowException, OSError) as error:
+    # of a name that is no UTF-8, Arrow's error is Python's
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         raise DataError(
             f"data file {path} cannot be read as CSV, after {number} rows: {error}. Fix: write UTF-8 with a first line that names the "
             "columns, as many cells in every row, and quotes around a cell with a delimiter, a quote or a newline"

@@ -35,6 +35,57 @@ def test_sections_merge_key_by_key_and_null_replaces_a_section(tmp_path: Path) -
     assert load_config(main) == {"kept": {"x": 1, "y": 3}, "gone": None}
 
 
+FIELDS = "prompt_key: problem, answer_key: solution"
+RECIPE = f"data: {{train: {{name: gsm8k, split: test, {FIELDS}, extra_keys: [level], weight: 2}}, validation: null, shuffle: true}}\n"
+MINE = {"path": "mine.jsonl", "weight": 2}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "train"),
+    [
+        (["data.train.path=mine.jsonl"], MINE),
+        (["++data.train.path=mine.jsonl"], MINE),
+        (["data.train.path=mine.jsonl", "data.train.messages_key=m"], {**MINE, "messages_key": "m"}),
+        (["data.train.messages_key=m", "data.train.path=mine.jsonl"], {**MINE, "messages_key": "m"}),
+        (["data.train={path: mine.jsonl, messages_key: m}"], {**MINE, "messages_key": "m"}),
+        # the keys may also be removed one by one
+        (["~data.train.prompt_key", "data.train.path=mine.jsonl", "~data.train.answer_key", "~data.train.name"], MINE),
+        (["data.train.path=mine.jsonl", "data.train.prompt_key=p"], {**MINE, "prompt_key": "p"}),
+        (["data.train.path=mine.jsonl", "data.train.name=gsm8k"], {**MINE, "name": "gsm8k"}),
+        (["data.train.name=owner/set"], {"name": "owner/set", "weight": 2}),
+        (["data.train.weight=3"], {"name": "gsm8k", "split": "test", "prompt_key": "problem", "answer_key": "solution", "weight": 3}),
+        (["data.train.answer_key=a"], {"name": "gsm8k", "split": "test", "prompt_key": "problem", "answer_key": "a", "weight": 2}),
+        (["data.train.messages_key=m"], {"name": "gsm8k", "split": "test", "messages_key": "m", "weight": 2}),
+        (["data.train=[{path: a}, {path: b, prompt_key: p}]"], [{"path": "a"}, {"path": "b", "prompt_key": "p"}]),
+        (["data.validation={path: mine.jsonl}", "data.train.path=mine.jsonl"], MINE),
+    ],
+)
+def test_a_source_on_the_command_line_replaces_the_inherited_form(tmp_path: Path, overrides: list[str], train: Any) -> None:
+    found = load_config(write(tmp_path, "recipe.yaml", RECIPE), overrides)["data"]
+    if isinstance(found["train"], dict) and "path" not in found["train"] and found["train"]["name"] == "gsm8k":
+        assert found["train"].pop("extra_keys") == ["level"]
+    assert found["train"] == train and found["shuffle"]
+
+
+def test_a_source_in_a_list_is_replaced_by_its_place(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "recipe.yaml", f"data: {{train: [{{path: a, {FIELDS}}}, {{path: b, {FIELDS}, repeat: 2}}]}}\n")
+    found = load_config(recipe, ["data.train.1.path=c", "data.train.0.messages_key=m"])["data"]["train"]
+    assert found == [{"path": "a", "messages_key": "m"}, {"path": "c", "repeat": 2}]
+
+
+@pytest.mark.parametrize("layered", [False, True])
+def test_a_source_in_a_file_replaces_the_inherited_form(tmp_path: Path, layered: bool) -> None:
+    write(tmp_path, "recipe.yaml", RECIPE)
+    mine = write(tmp_path, "mine.yaml", ("" if layered else "defaults: recipe.yaml\n") + "data: {train: {path: mine.jsonl}}\n")
+    found = load_config(tmp_path / "recipe.yaml", layers=[mine]) if layered else load_config(mine)
+    assert found["data"]["train"] == MINE
+    moved = write(tmp_path, "more.yaml", "data: {train: {prompt_key: p}}\n")
+    assert load_config(mine if not layered else tmp_path / "recipe.yaml", layers=[mine, moved])["data"]["train"] == {
+        **MINE,
+        "prompt_key": "p",
+    }
+
+
 def test_defaults_are_relative_to_their_own_file_or_absolute(tmp_path: Path) -> None:
     far = write(tmp_path, "elsewhere/far.yaml", "defaults: ../near.yaml\nfar: 1\n")
     write(tmp_path, "near.yaml", "near: 2\n")

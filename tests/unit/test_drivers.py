@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.algorithms import run as algorithms_run
+from megarl.algorithms.inputs import read_inputs
 from megarl.algorithms.loop import total_steps
 from megarl.algorithms.run import run
 from megarl.checkpoint.lock import RunLock
 from megarl.cli import report
+from megarl.config.validate import validate_config
+from megarl.config.validation_sets import set_plans
 from megarl.data.tokenization import get_tokenizer
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import BatchError, CheckpointError, ConfigError, DataError, MismatchError, StateError, UnusableCheckpointError
@@ -217,6 +221,39 @@ def test_other_weights_are_other_data(tmp_path: Path, model: str, data: str) -> 
     config["data"]["train"][1]["weight"] = 3
     with pytest.raises(ConfigError, match=r"data\.train\.1\.weight = 3: .* was trained with 2"):
         run(config, PolicyMaker())
+
+
+def test_columns_that_were_found_are_kept_with_the_run(tmp_path: Path, model: str, data: str) -> None:
+    config = make_config("sft", tmp_path / "run", model, data)
+    config["data"] |= {"train": {"path": data}, "validation": {"path": data}}
+    with pytest.raises(Crash):
+        run(config, PolicyMaker(3))
+    kept = yaml.safe_load((tmp_path / "run/config.yaml").read_text())["data"]
+    assert kept["train"] == kept["validation"] == {"path": data, "prompt_key": "prompt", "answer_key": "answer"}
+    other = tmp_path / "other.jsonl"
+    other.write_text(Path(data).read_text().replace('"prompt":', '"question":'))
+    with pytest.raises(ConfigError, match=r"data\.train\.prompt_key = 'question': .* was trained with 'prompt'"):
+        run(merged(config, {"data": {"train": {"path": str(other)}}}), PolicyMaker())
+    explicit = make_config("sft", tmp_path / "run", model, data)
+    maker = PolicyMaker()
+    run(explicit, maker)
+    assert maker.policies[0].trained_steps == STEPS
+
+
+def test_a_validation_set_keeps_its_name_where_its_form_is_a_named_one(tmp_path: Path, model: str) -> None:
+    problems = [{"question": f"{place} plus", "answer": f"It is.\n#### {place}"} for place in range(8)]
+    files = [tmp_path / f"{name}.jsonl" for name in ("train", "easy", "hard")]
+    for file in files:
+        file.write_text("\n".join(map(json.dumps, problems)))
+    config = make_config("grpo", tmp_path / "run", model, str(files[0]))
+    config["data"] |= {"train": {"path": str(files[0])}, "validation": [{"path": str(file)} for file in files[1:]]}
+    config = validate_config(config)
+    with ExitStack() as stack:
+        inputs = read_inputs(config, stack)
+    assert [each.answer for each in inputs.train.examples] == [str(place) for place in range(8)]
+    assert config["data"]["train"] == {"path": str(files[0]), "name": "gsm8k"}
+    assert [plan.name for plan in set_plans(config)] == ["easy", "hard"]
+    assert validate_config(config) == config
 
 
 def test_a_finished_run_has_nothing_to_do(tmp_path: Path, model: str, data: str) -> None:

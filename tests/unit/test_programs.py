@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
 import shutil
 import site
 import socket
+import tracemalloc
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -297,6 +302,11 @@ def test_returned_values_are_compared_as_json(value: object, expected: object, s
     assert same_returned(value, expected) is same
 
 
+def packed(content: bytes, level: int = 6) -> str:
+    """As LiveCodeBench packs private tests: base64 of zlib."""
+    return base64.b64encode(zlib.compress(content, level)).decode()
+
+
 PAIR = {"input": '"abc"', "output": '"cba"', "testtype": "functional"}
 CALL = [forms.Test(function="f", arguments=["abc"], expected="cba")]
 NAMED = json.dumps({"func_name": "f"})
@@ -321,16 +331,53 @@ NAMED = json.dumps({"func_name": "f"})
             [forms.Test(statement="import math\nx = 1\nassert f(x)")],
         ),
         ({"test_list": '["assert f(1)"]'}, [forms.Test(statement="assert f(1)")]),
+        ({"public_test_cases": [PAIR], "private_test_cases": packed(json.dumps([PAIR]).encode()), "metadata": NAMED}, CALL * 2),
+        ({"input_output": packed(json.dumps({"inputs": ["1"], "outputs": ["2"]}).encode(), level=1)}, [forms.Test("1", "2")]),
+        (packed(json.dumps([{"input": "1", "output": "2"}]).encode(), level=0), [forms.Test("1", "2")]),
     ],
 )
 def test_tests_in_the_forms_in_which_they_are_published(answer: object, tests: list[forms.Test]) -> None:
     assert list(forms.tests_of(json.dumps(answer))) == tests
 
 
-def test_what_may_run_code_when_it_is_unpacked_is_refused() -> None:
-    """As private tests of one data set come: base 64 of a pickle."""
-    packed = "eJxrYJmayQABtVM0ejhKM5OLUotLGaYUT9EDAFwYB3I="
-    assert "is packed" in str(fault_of_tests(json.dumps({"private_test_cases": packed})))
+def test_what_may_run_code_when_it_is_unpacked_is_refused(tmp_path: Path) -> None:
+    """As LiveCodeBench publishes its private tests; a pickle of any protocol, and one that would leave a trace if it were read."""
+
+    class Trace:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (trace,)
+
+    trace = tmp_path / "read"
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        for content in (json.dumps([PAIR]), Trace()):
+            text = packed(pickle.dumps(content, protocol))
+            for answer in (json.dumps({"private_test_cases": text, "metadata": NAMED}), text):
+                fault = str(fault_of_tests(answer))
+                assert "is packed as a pickle" in fault and "json.loads(pickle.loads(zlib.decompress(" in fault
+    assert not trace.exists()
+
+
+def test_packed_tests_have_a_bound() -> None:
+    bomb = packed(b"[" + b" " * (3 * forms.LARGEST_UNPACKED) + b"]")
+    assert len(bomb) < 300_000
+    tracemalloc.start()
+    fault = str(fault_of_tests(json.dumps({"private_test_cases": bomb})))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "more than 67,108,864 bytes" in fault and peak < 2.5 * forms.LARGEST_UNPACKED
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("eJxrYJmayQABtVM0ejhKM5OLUotLGaYUT9EDAFwYB3I=", "cannot be unpacked"),
+        (packed(json.dumps([PAIR] * 9).encode())[:-8], "its end is missing"),
+        (packed(b"not JSON"), "what was packed is no JSON"),
+        ("eJ is a name", "no JSON"),
+    ],
+)
+def test_packed_tests_that_cannot_be_read_are_named(text: str, fault: str) -> None:
+    assert fault in str(fault_of_tests(json.dumps({"private_test_cases": text})))
 
 
 def test_statements_that_run_in_process_leave_a_doubt() -> None:

@@ -1,0 +1,606 @@
+"""Columns found by their usual names, and rows in the published forms of other tools, compared with the same rows as plain messages."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from megarl.data.columns import Kind, complete_source
+from megarl.data.datasets import Dataset, Reading, load_dataset
+from megarl.errors import DataError, RecordError
+from megarl.rollout.programs import Limits, judge
+from tests.templates import stop_ids, tokenizer_of
+
+Rows = list[dict[str, Any]]
+
+
+def turns(*texts: str, system: str = "") -> Rows:
+    """A conversation as plain messages: the user's and the assistant's texts in turn."""
+    messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def sharegpt(*texts: str) -> Rows:
+    return [{"from": ("human", "gpt")[place % 2], "value": text} for place, text in enumerate(texts)]
+
+
+def called(name: str, arguments: Any, number: str, said: str) -> Rows:
+    """A call of a function and what it returned, as plain messages."""
+    call = {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": number, "content": said}]
+
+
+def write(path: Path, rows: Rows, form: str = "jsonl") -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    file = path / f"rows.{form}"
+    if form == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(str(file))
+    elif form == "csv":
+        with file.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def load(path: Path, kind: Kind = Kind.ANSWERS, template: str = "qwen2.5", **keys: Any) -> tuple[Dataset, dict[str, Any]]:
+    """The rows of a file as a run reads them, and the source with what was found."""
+    tokenizer = tokenizer_of(template)
+    source: Any = {"path": str(path), **keys}
+    config: Any = {"max_input_seq_length": 4000, "cache_dir": str(path.parent / "cache")}
+    reading = Reading(
+        config, tokenizer, kind is not Kind.REFERENCES, pairs=kind is Kind.PAIRS, stop_tokens=tuple(stop_ids(template, tokenizer))
+    )
+    return load_dataset(source, reading), source
+
+
+def tokens_of(dataset: Dataset) -> list[tuple[Any, ...]]:
+    return [(each.prompt_ids, each.answer_ids, each.targets) for each in dataset.examples]
+
+
+TOOL = {"name": "weather", "description": "", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TOOLS = [{"type": "function", "function": TOOL}]
+ROME = json.dumps({"name": "weather", "arguments": {"city": "Rome"}})
+ASKED = {"role": "user", "content": "How warm is Rome?"}
+WARM = {"role": "assistant", "content": "It is 20."}
+
+LEARNED: dict[str, tuple[Rows, list[Rows]]] = {
+    "openai messages": (
+        [{"messages": turns("Hi", "Hello", "Bye", "Bye!", system="Be kind.")}, {"messages": turns("1+1?", "2")}],
+        [turns("Hi", "Hello", "Bye", "Bye!", system="Be kind."), turns("1+1?", "2")],
+    ),
+    "content parts": (
+        [
+            {"messages": [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in pair]}
+            for pair in ((("user", "Hi"), ("assistant", "Hello")), (("user", "1+1?"), ("assistant", "2")))
+        ]
+        + [
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "2?"}]},
+                    {"role": "assistant", "content": [{"type": "text", "text": "3"}]},
+                ]
+            }
+        ],
+        [turns("Hi", "Hello"), turns("1+1?", "2"), turns("1+2?", "3")],
+    ),
+    "messages as JSON text": (
+        [{"messages": json.dumps(turns("Hi", "Hello"))}, {"messages": json.dumps(turns("1+1?", "2", system="Count."))}],
+        [turns("Hi", "Hello"), turns("1+1?", "2", system="Count.")],
+    ),
+    "function_call": (
+        [
+            {
+                "messages": [
+                    ASKED,
+                    {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"city": "Rome"}'}},
+                    {"role": "function", "name": "weather", "content": "20"},
+                    WARM,
+                ],
+                "functions": [TOOL],
+            }
+        ],
+        [[ASKED, *called("weather", {"city": "Rome"}, "c00001000", "20"), WARM]],
+    ),
+    "sharegpt": (
+        [
+            {"id": "a_0", "conversations": sharegpt("Hi", "Hello", "Bye", "Bye!")},
+            {"id": "b_0", "conversations": [{"from": "system", "value": "Count."}, *sharegpt("1+1?", "2")]},
+        ],
+        [turns("Hi", "Hello", "Bye", "Bye!"), turns("1+1?", "2", system="Count.")],
+    ),
+    "sharegpt with tools": (
+        [
+            {
+                "conversations": [
+                    {"from": "human", "value": "How warm is Rome?"},
+                    {"from": "function_call", "value": ROME},
+                    {"from": "observation", "value": "20"},
+                    {"from": "gpt", "value": "It is 20."},
+                ],
+                "system": "Be brief.",
+                "tools": json.dumps([TOOL]),
+            },
+            {"conversations": sharegpt("Hi", "Hello"), "system": "", "tools": json.dumps([TOOL])},
+        ],
+        [
+            [{"role": "system", "content": "Be brief."}, ASKED, *called("weather", {"city": "Rome"}, "c00001000", "20"), WARM],
+            turns("Hi", "Hello"),
+        ],
+    ),
+    "roles by other names": (
+        [
+            {"conversation": [{"role": "human", "content": "Hi"}, {"role": "bot", "content": "Hello"}]},
+            {"conversation": [{"role": "User", "content": "1+1?"}, {"role": "model", "content": "2"}]},
+        ],
+        [turns("Hi", "Hello"), turns("1+1?", "2")],
+    ),
+    "HH text": (
+        [
+            {"text": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant: Bye!"},
+            {"text": "\n\nHuman: Two lines:\n\nwhat?\n\nAssistant: These."},
+        ],
+        [turns("Hi", "Hello", "Bye", "Bye!"), turns("Two lines:\n\nwhat?", "These.")],
+    ),
+    "alpaca": (
+        [
+            {"instruction": "Add.", "input": "1 and 2", "output": "3", "text": "Below is an instruction ..."},
+            {"instruction": "Say yes.", "input": "", "output": "Yes.", "text": "Below is an instruction ..."},
+        ],
+        [turns("Add.\n\n1 and 2", "3"), turns("Say yes.", "Yes.")],
+    ),
+    "dolly": (
+        [
+            {"instruction": "Where?", "context": "He is at home.", "response": "At home.", "category": "closed_qa"},
+            {"instruction": "Say no.", "context": "", "response": "No.", "category": "open_qa"},
+        ],
+        [turns("Where?\n\nHe is at home.", "At home."), turns("Say no.", "No.")],
+    ),
+    "prompt and completion": (
+        [{"prompt": "Sky?", "completion": "Blue."}, {"prompt": "Grass?", "completion": "Green."}],
+        [turns("Sky?", "Blue."), turns("Grass?", "Green.")],
+    ),
+    "conversational prompt and completion": (
+        [
+            {"prompt": turns("Sky?", system="One word."), "completion": [{"role": "assistant", "content": "Blue."}]},
+            {"prompt": turns("Grass?"), "completion": [{"role": "assistant", "content": "Green."}]},
+        ],
+        [turns("Sky?", "Blue.", system="One word."), turns("Grass?", "Green.")],
+    ),
+    "question and answer": (
+        [{"question": "Sky?", "answer": "Blue."}, {"question": "1+1?", "answer": "2"}],
+        [turns("Sky?", "Blue."), turns("1+1?", "2")],
+    ),
+    "open orca": (
+        [
+            {"id": "x.1", "system_prompt": "", "question": "Sky?", "response": "Blue."},
+            {"id": "x.2", "system_prompt": "One word.", "question": "Grass?", "response": "Green."},
+        ],
+        [turns("Sky?", "Blue."), turns("Grass?", "Green.", system="One word.")],
+    ),
+    "ultrachat": (
+        [{"prompt": "Hi", "prompt_id": "4f", "messages": turns("Hi", "Hello", "Bye", "Bye!")}],
+        [turns("Hi", "Hello", "Bye", "Bye!")],
+    ),
+}
+
+
+@pytest.mark.parametrize("template", ["qwen2.5", "llama3.1"])
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", LEARNED)
+def test_published_rows_are_learned_as_plain_messages(tmp_path: Path, name: str, form: str, template: str) -> None:
+    rows, plain = LEARNED[name]
+    has_tools = bool({"functions", "tools"} & rows[0].keys())
+    # llama3.1's template writes the arguments of a call as it gets them
+    found, _ = load(write(tmp_path / "found", rows, form), template=template)
+    same: Rows = [{"m": messages, **({"t": TOOLS} if has_tools else {})} for messages in plain]
+    keys = {"messages_key": "m", **({"tools_key": "t"} if has_tools else {})}
+    assert tokens_of(found) == tokens_of(load(write(tmp_path / "plain", same), template=template, **keys)[0])
+
+
+HH = [
+    {"chosen": f"\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: {asked}\n\nAssistant: {good}"}
+    | {"rejected": f"\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: {asked}\n\nAssistant: {bad}"}
+    for asked, good, bad in (("Sky?", "Blue.", "Red."), ("1+1?", "2", "3"))
+]
+PAIRS: dict[str, tuple[Rows, list[tuple[Rows, str, str]]]] = {
+    "prompt, chosen, rejected": (
+        [{"prompt": "Sky?", "chosen": "Blue.", "rejected": "Red."}, {"prompt": "1+1?", "chosen": "2", "rejected": "3"}],
+        [(turns("Sky?"), "Blue.", "Red."), (turns("1+1?"), "2", "3")],
+    ),
+    "HH text": (HH, [(turns("Hi", "Hello", "Sky?"), "Blue.", "Red."), (turns("Hi", "Hello", "1+1?"), "2", "3")]),
+    "HH text with a prompt": (
+        [{"prompt": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Sky?\n\nAssistant:", "chosen": "Blue.", "rejected": "Red."}],
+        [(turns("Hi", "Hello", "Sky?"), "Blue.", "Red.")],
+    ),
+    "ultrafeedback": (
+        [
+            {
+                "prompt": "Sky?",
+                "prompt_id": "8a",
+                "chosen": turns("Sky?", "Blue."),
+                "rejected": turns("Sky?", "Red."),
+                "messages": turns("Sky?", "Blue."),
+                "score_chosen": 8.0,
+                "score_rejected": 4.5,
+            }
+        ],
+        [(turns("Sky?"), "Blue.", "Red.")],
+    ),
+    "implicit prompt": (
+        [
+            {"chosen": turns("Hi", "Hello", "Sky?", "Blue."), "rejected": turns("Hi", "Hello", "Sky?", "Red.")},
+            {"chosen": turns("1+1?", "2", system="Count."), "rejected": turns("1+1?", "3", system="Count.")},
+        ],
+        [(turns("Hi", "Hello", "Sky?"), "Blue.", "Red."), (turns("1+1?", system="Count."), "2", "3")],
+    ),
+    "mix with a system message in the conversation alone": (
+        [
+            {
+                "dataset": "mix",
+                "prompt": "Sky?",
+                "chosen": turns("Sky?", "Blue.", system="One word."),
+                "rejected": turns("Sky?", "Red.", system="One word."),
+            }
+        ],
+        [(turns("Sky?", system="One word."), "Blue.", "Red.")],
+    ),
+    "prompt as messages": (
+        [{"prompt": turns("Sky?"), "chosen": turns("", "Blue.")[1:], "rejected": turns("", "Red.")[1:]}],
+        [(turns("Sky?"), "Blue.", "Red.")],
+    ),
+    "orca": (
+        [
+            {"system": "", "question": "Sky?", "chosen": "Blue.", "rejected": "Red."},
+            {"system": "One word.", "question": "Grass?", "chosen": "Green.", "rejected": "It is green."},
+        ],
+        [(turns("Sky?"), "Blue.", "Red."), (turns("Grass?", system="One word."), "Green.", "It is green.")],
+    ),
+    "sharegpt pairs": (
+        [
+            {
+                "conversations": sharegpt("Hi", "Hello", "Sky?"),
+                "chosen": {"from": "gpt", "value": "Blue."},
+                "rejected": {"from": "gpt", "value": "Red."},
+            }
+        ],
+        [(turns("Hi", "Hello", "Sky?"), "Blue.", "Red.")],
+    ),
+    "conversations as JSON text": (
+        [{"chosen": json.dumps(turns("Sky?", "Blue.")), "rejected": json.dumps(turns("Sky?", "Red."))}],
+        [(turns("Sky?"), "Blue.", "Red.")],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_published_pairs_are_those_of_plain_messages(tmp_path: Path, name: str, form: str) -> None:
+    rows, plain = PAIRS[name]
+    found, _ = load(write(tmp_path / "found", rows, form), Kind.PAIRS)
+    same: Rows = [{"p": asked, **{key: turns("", said)[1:] for key, said in (("c", good), ("r", bad))}} for asked, good, bad in plain]
+    keys = {"prompt_key": "p", "chosen_key": "c", "rejected_key": "r"}
+    assert tokens_of(found) == tokens_of(load(write(tmp_path / "plain", same), Kind.PAIRS, **keys)[0])
+
+
+PIECES = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
+CASES = [{"input": "1 2", "output": "3", "testtype": "stdin"}]
+LCB = {
+    "question_title": "Sum",
+    "question_content": "Add.",
+    "platform": "atcoder",
+    "question_id": "abc001_a",
+    "contest_id": "abc001",
+    "contest_date": "2024-01-01T00:00:00",
+    "starter_code": "",
+    "difficulty": "easy",
+    "public_test_cases": json.dumps(CASES),
+    "private_test_cases": json.dumps(CASES),
+    "metadata": "{}",
+}
+REFERENCES: dict[str, tuple[Rows, list[tuple[str | Rows, str]], dict[str, Any]]] = {
+    "gsm8k": (
+        [{"question": "1+1?", "answer": "One and one.\n#### 2"}, {"question": "1000+1?", "answer": "A sum.\n#### 1,001"}],
+        [("1+1?", "2"), ("1000+1?", "1001")],
+        {"name": "gsm8k"},
+    ),
+    "math": (
+        [{"problem": "1+1?", "level": "Level 1", "type": "Algebra", "solution": "It is $\\boxed{2}$."}],
+        [("1+1?", "It is $\\boxed{2}$.")],
+        {"prompt_key": "problem", "answer_key": "solution"},
+    ),
+    "math-500": (
+        [
+            {
+                "problem": "1+1?",
+                "solution": "It is $\\boxed{2}$.",
+                "answer": "2",
+                "subject": "Algebra",
+                "level": 1,
+                "unique_id": "test/1.json",
+            }
+        ],
+        [("1+1?", "2")],
+        {"prompt_key": "problem", "answer_key": "answer"},
+    ),
+    "verl": (
+        [
+            {
+                "data_source": "own/sums",
+                "prompt": turns("1+1?"),
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": "2"},
+                "extra_info": {"split": "train", "index": 0},
+            }
+        ],
+        [(turns("1+1?"), "2")],
+        {"prompt_key": "prompt", "answer_key": "reward_model.ground_truth", "extra_keys": ["data_source", "extra_info"]},
+    ),
+    "eurus": (
+        [
+            {
+                "data_source": "taco",
+                "prompt": turns("Add.", system="Think."),
+                "ability": "code",
+                "reward_model": {"ground_truth": json.dumps(PIECES), "style": "rule"},
+                "extra_info": {"index": 1, "split": "train"},
+            }
+        ],
+        [(turns("Add.", system="Think."), json.dumps(PIECES))],
+        {"prompt_key": "prompt", "answer_key": "reward_model.ground_truth", "extra_keys": ["data_source", "extra_info"]},
+    ),
+    "prompt as messages and an answer": (
+        [{"messages": turns("1+1?"), "answer": 2}],
+        [(turns("1+1?"), "2")],
+        {"prompt_key": "messages", "answer_key": "answer"},
+    ),
+    "conversation": ([{"messages": turns("1+1?", "2")}], [(turns("1+1?"), "2")], {"messages_key": "messages"}),
+    "apps": (
+        [{"problem_id": 0, "question": "Add.", "solutions": "[]", "input_output": json.dumps(PIECES), "url": "", "starter_code": ""}],
+        [("Add.", json.dumps(PIECES))],
+        {"prompt_key": ["question", "starter_code"], "answer_key": "input_output"},
+    ),
+    "tests as an object": (
+        [{"prompt": "Add.", "tests": PIECES}, {"prompt": "Sum.", "tests": {"inputs": ["3 4"], "outputs": ["7"]}}],
+        [("Add.", json.dumps(PIECES)), ("Sum.", json.dumps({"inputs": ["3 4"], "outputs": ["7"]}))],
+        {"prompt_key": "prompt", "answer_key": "tests"},
+    ),
+    "livecodebench": (
+        [LCB],
+        [("Add.", json.dumps({name: LCB[name] for name in ("public_test_cases", "private_test_cases", "metadata")}))],
+        {
+            "prompt_key": ["question_content", "starter_code"],
+            "answer_key": ["public_test_cases", "private_test_cases", "metadata"],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", REFERENCES)
+def test_published_rows_give_prompts_and_reference_answers(tmp_path: Path, name: str, form: str) -> None:
+    rows, plain, keys = REFERENCES[name]
+    file = write(tmp_path / "found", rows, form)
+    found, source = load(file, Kind.REFERENCES)
+    assert {key: value for key, value in source.items() if key != "path"} == keys
+    same, _ = load(write(tmp_path / "plain", [{"p": p, "a": a} for p, a in plain]), Kind.REFERENCES, prompt_key="p", answer_key="a")
+    assert [(each.prompt_ids, each.answer) for each in found.examples] == [(each.prompt_ids, each.answer) for each in same.examples]
+    # a resumed run reads the configuration that has been completed
+    again, _ = load(file, Kind.REFERENCES, **keys)
+    assert again.fingerprint == found.fingerprint
+
+
+PROGRAM = (
+    "```python\nimport math\ndef square(x):\n    return x * x\nif __name__ == '__main__':\n    print(sum(map(int, input().split())))\n```"
+)
+MBPP: dict[str, dict[str, Any]] = {
+    "full": {
+        "task_id": 2,
+        "text": "Square a number.",
+        "code": "def square(x): ...",
+        "test_list": ["assert square(two) == 4", "assert square(3) == 9"],
+        "test_setup_code": "two = 2",
+        "challenge_test_list": ["assert square(-1) == 1"],
+    },
+    "sanitized": {
+        "source_file": "a.ipynb",
+        "task_id": 2,
+        "prompt": "Square a number.",
+        "code": "def square(x): ...",
+        "test_imports": ["import math"],
+        "test_list": ["assert square(2) == math.floor(4.5)"],
+    },
+    "list alone": {"prompt": "Square.", "test_list": ["assert square(2) == 4"]},
+    "prime object": {"prompt": "Add.", "tests": {"inputs": ["1 2\n"], "outputs": ["3\n"]}},
+    "prime call": {"prompt": "Square.", "tests": {"fn_name": "square", "inputs": [[2]], "outputs": [4]}},
+    "object of statements": {"prompt": "Square.", "tests": {"test_list": ["assert square(two) == 4"], "test_setup_code": "two = 2"}},
+    "statement of lines": {"prompt": "Square.", "test_cases": ["x = 2\nassert square(x) == 4"]},
+    "livecodebench": LCB,
+}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", MBPP)
+def test_columns_of_tests_are_run_as_they_are_stored(tmp_path: Path, name: str, form: str) -> None:
+    found, _ = load(write(tmp_path, [MBPP[name]], form), Kind.REFERENCES)
+    [example] = found.examples
+    limits = Limits(seconds=60.0, isolated=False)
+    assert judge(PROGRAM, example.answer, limits) == 1.0
+    assert judge("```python\ndef square(x):\n    return 5\nprint(5)\n```", example.answer, limits) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "parts"),
+    [
+        (Kind.ANSWERS, {"messages": turns("a", "b"), "prompt": "a", "completion": "b"}, ["messages, prompt, completion", "messages_key="]),
+        (Kind.ANSWERS, {"problem": "a", "solution": "b", "answer": "c"}, ["answer_key=answer", "answer_key=solution"]),
+        (Kind.ANSWERS, {"context": "c", "question": "a", "answer": "b"}, ["prompt_key=[context,question]", "prompt_key=question "]),
+        (Kind.ANSWERS, {"text": "Once upon a time."}, ["it has text", "prompt_key and answer_key"]),
+        (Kind.ANSWERS, {"ask": "a", "say": "b"}, ["it has ask, say", "messages_key"]),
+        (Kind.REFERENCES, {"prompt": "a", "question": "b", "answer": "c"}, ["prompt_key=prompt", "prompt_key=question"]),
+        (Kind.REFERENCES, {"messages": turns("a", "b"), "answer": "b"}, ["messages_key=messages;", "answer_key=answer"]),
+        (Kind.REFERENCES, {"prompt": "a"}, ["reference answers", "it has prompt"]),
+        (Kind.PAIRS, {"chosen": "a", "rejected": "b"}, ["it has chosen, rejected", "prompt_key unless both hold whole conversations"]),
+        (Kind.PAIRS, {"prompt": "a", "good": "b", "bad": "c"}, ["it has prompt, good, bad", "chosen_key and rejected_key"]),
+        (Kind.PAIRS, {"prompt": "a", "question": "a", "chosen": "b", "rejected": "c"}, ["prompt_key=prompt chosen_key=chosen", "; or "]),
+    ],
+)
+def test_columns_without_one_reading_are_refused_with_what_to_write(tmp_path: Path, kind: Kind, row: Any, parts: list[str]) -> None:
+    with pytest.raises(DataError) as caught:
+        load(write(tmp_path, [row]), kind)
+    assert "rows.jsonl" in str(caught.value) and "Fix: write" in str(caught.value)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "row", "found"),
+    [
+        (Kind.ANSWERS, {"answer_key": "solution"}, {"problem": "a", "solution": "b", "answer": "c"}, {"prompt_key": "problem"}),
+        (Kind.REFERENCES, {"prompt_key": "ask"}, {"ask": "a", "question": "b", "answer": "c"}, {"answer_key": "answer"}),
+        (Kind.REFERENCES, {"answer_key": "n"}, {"messages": turns("a", "b"), "n": 3}, {"messages_key": "messages"}),
+        (Kind.ANSWERS, {"messages_key": "m"}, {"m": turns("a", "b"), "messages": 3, "system": "c"}, {}),
+        (Kind.PAIRS, {"chosen_key": "good"}, {"prompt": "a", "good": "b", "chosen": "x", "rejected": "c"}, {"rejected_key": "rejected"}),
+    ],
+)
+def test_given_keys_stay(tmp_path: Path, kind: Kind, given: dict[str, str], row: Any, found: dict[str, str]) -> None:
+    source: Any = {"path": str(write(tmp_path, [row])), **given}
+    complete_source(source, kind)
+    assert source.items() >= {**given, **found}.items()
+    assert (len(source) == 2) == (not found)
+
+
+def test_what_was_found_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "megarl")
+    load(write(tmp_path, [{"question": "1+1?", "answer": "2"}]), Kind.REFERENCES)
+    assert "rows.jsonl: prompts from 'question', reference answers from 'answer'" in caplog.text
+
+
+def test_a_first_record_that_cannot_be_read_is_refused_or_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": \n{"prompt": "a", "answer": "b"}\n')
+    with pytest.raises(RecordError, match="line 1 is not JSON"):
+        complete_source({"path": str(file)}, Kind.ANSWERS)
+    source: Any = {"path": str(file)}
+    complete_source(source, Kind.ANSWERS, skips_bad_records=True)
+    assert source["prompt_key"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}]", "write json.dumps"),
+        ("Once upon a time.", r"write \[\{'role'"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}, WARM], r"messages\[0\].*image_url.*on_bad"),
+        ([{"role": "user", "content": [{"type": "text", "text": "Look:"}, {"type": "image"}]}, WARM], r"'image'.*only text is read"),
+        ([{"from": "human", "value": "Hi"}, {"from": "function_call", "value": "weather(Rome)"}, WARM], r"\[1\].*no function call.*'name'"),
+        ([{"from": "gpt", "value": "Hello"}], "'assistant' at the beginning"),
+        ("\n\nHuman: Hi\n\nHuman: Hi?\n\nAssistant: Hello", "'user' after 'user'"),
+    ],
+)
+def test_messages_that_cannot_be_read_are_told_what_to_write(tmp_path: Path, value: Any, message: str) -> None:
+    with pytest.raises(RecordError, match=rf"line 1.*{message}"):
+        load(write(tmp_path, [{"messages": value}]), messages_key="messages")
+
+
+def test_a_text_that_only_looks_like_messages_stays_a_text(tmp_path: Path) -> None:
+    texts = ["[1, 2]", "[not JSON", "Human: is this a transcript?", '[{"a": 1}]', "\n\nHuman: no end\n\nAssistant: said"]
+    found, _ = load(write(tmp_path / "t", [{"prompt": text, "completion": text} for text in texts]))
+    plain, _ = load(write(tmp_path / "m", [{"messages": turns(text, text)} for text in texts]), messages_key="messages")
+    # a conversation may not hold a transcript, so that only the texts are compared
+    decoded = [tokenizer_of("qwen2.5").decode([*each.prompt_ids, *each.answer_ids]) for each in found.examples]
+    assert all(text.count(said) == 2 for text, said in zip(decoded, texts, strict=True))
+    assert tokens_of(found) == tokens_of(plain)
+
+
+def test_a_completion_of_several_messages_is_told_what_to_write(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"holds 3 messages.*messages_key"):
+        load(write(tmp_path, [{"prompt": turns("Hi"), "completion": turns("", "Hello", "Bye", "Bye!")[1:]}]))
+
+
+def test_two_system_messages_are_refused(tmp_path: Path) -> None:
+    row = {"m": turns("Hi", "Hello", system="Be kind."), "s": "Be brief."}
+    with pytest.raises(RecordError, match=r"has a system message, and so has 's'"):
+        load(write(tmp_path, [row]), messages_key="m", system_key="s")
+
+
+# CSV
+
+
+def test_csv_has_the_tokens_of_the_same_lines(tmp_path: Path) -> None:
+    rows = [
+        {"question": "Agent?", "answer": "007"},
+        {"question": "Large?", "answer": "1e3"},
+        {"question": 'A "quoted", long\n\nquestion; with\ttabs?', "answer": "NA"},
+        {"question": "True?", "answer": "true"},
+        {"question": "When?", "answer": "2024-01-01"},
+    ]
+    lines = load(write(tmp_path / "l", rows), Kind.REFERENCES)[0]
+    table = load(write(tmp_path / "c", rows, "csv"), Kind.REFERENCES)[0]
+    assert [each.answer for each in table.examples] == [row["answer"] for row in rows]
+    assert tokens_of(table) == tokens_of(lines) and table.fingerprint == lines.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rows"),
+    [
+        ("a.csv", b"\xef\xbb\xbfprompt,answer\r\na,007\r\n", [("a", "007")]),
+        ("a.tsv", b'prompt\tanswer\n"a\tb"\t1,5\n', [("a\tb", "1,5")]),
+        ("A.CSV", b'prompt,answer\n"say ""yes""",\xc3\xa9\n', [('say "yes"', "é")]),
+        ("a.csv", b",prompt,answer\n0,a,b\n1,c,\n", [("a", "b"), ("c", "")]),
+    ],
+)
+def test_cells_are_texts(tmp_path: Path, name: str, content: bytes, rows: list[tuple[str, str]]) -> None:
+    (tmp_path / name).write_bytes(content)
+    found, source = load(tmp_path / name, Kind.REFERENCES)
+    assert source["prompt_key"] == "prompt" and source["answer_key"] == "answer"
+    assert [each.answer for each in found.examples] == [answer for _, answer in rows]
+    decoded = [tokenizer_of("qwen2.5").decode(each.prompt_ids) for each in found.examples]
+    assert all(f"<|im_start|>user\n{prompt}<|im_end|>" in text for (prompt, _), text in zip(rows, decoded, strict=True))
+
+
+def test_csv_may_hold_messages_as_json_text(tmp_path: Path) -> None:
+    plain = [turns("Hi", "Hello", "Bye", "Bye!"), turns("1+1?", "2", system="Count.")]
+    table, _ = load(write(tmp_path / "c", [{"messages": json.dumps(each)} for each in plain], "csv"))
+    assert tokens_of(table) == tokens_of(load(write(tmp_path / "l", [{"messages": each} for each in plain]))[0])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"prompt,answer,answer\na,b,c\n", r"has 'answer' 2 times"),
+        (b"", r"cannot be read as CSV"),
+        ("prémpt,answer\na,b\n".encode("latin-1"), r"cannot be read as CSV"),
+        ("prompt,answer\na,b\n".encode("utf-16"), r"cannot be read as CSV"),
+        (b"prompt;answer\na;b\n", r"it has prompt;answer \(the first line\)"),
+        (b"prompt,answer\n", r"holds 0 records"),
+        (b"What is 1+1?,2\nWhat is 1+2?,3\n", r"it has What is 1\+1\?, 2 \(the first line\)"),
+        (b"prompt,answer\na,b\nc\n", r"after \d rows: .*[Ee]xpected 2 columns, got 1"),
+        (b"prompt,answer\n\xff\xfe,b\n", r"invalid UTF8"),
+        (b'prompt,answer\n"a,b\n', r"cannot be read as CSV"),
+    ],
+)
+def test_csv_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.csv").write_bytes(content)
+    with pytest.raises(DataError, match=rf"(?s)a\.csv.*{message}.*Fix: "):
+        load(tmp_path / "a.csv", Kind.REFERENCES)
+
+
+def test_a_long_cell_is_read(tmp_path: Path) -> None:
+    """More than a block of the reader's usual size."""
+    row = {"prompt": "a", "answer": "b, " * 700_000}
+    found, _ = load(write(tmp_path, [row, {"prompt": "c", "answer": "d"}], "csv"), Kind.REFERENCES)
+    assert [each.answer for each in found.examples] == [row["answer"], "d"]
+
+
+def test_a_directory_of_csv_files_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "d", [{"prompt": "a", "answer": "007"}], "csv")
+    with pytest.raises(DataError, match=r"has CSV files.*Fix: give the path of each file"):
+        load(file.parent, Kind.REFERENCES)
