@@ -56,6 +56,11 @@ _MEANING = {
     "tools_key": "tools",
     "extra_keys": "further fields",
 }
+_EXAMPLE = {
+    Kind.ANSWERS: "{'prompt': ..., 'answer': ...}",
+    Kind.REFERENCES: "{'prompt': ..., 'answer': ...}",
+    Kind.PAIRS: "{'prompt': ..., 'chosen': ..., 'rejected': ...}",
+}
 _ADVICE = {
     Kind.ANSWERS: "prompt_key and answer_key with the names of the fields, or messages_key for whole conversations",
     Kind.REFERENCES: "prompt_key and answer_key with the names of the fields, or messages_key for whole conversations",
@@ -71,7 +76,7 @@ def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = Fa
     """
     if _is_complete(source, kind):
         return
-    origin, row = _first_record(source, skips_bad_records)
+    origin, row = _first_record(source, kind, skips_bad_records)
     readings = list(_readings(row, source, kind))
     columns = ", ".join(map(str, row))
     if len(readings) > 1:
@@ -100,10 +105,10 @@ def _is_complete(source: DataSource, kind: Kind) -> bool:
     return has_both or source.get("messages_key") is not None or set_module(source) is not None
 
 
-def _first_record(source: DataSource, skips_bad_records: bool) -> tuple[str, Mapping[str, Any]]:
+def _first_record(source: DataSource, kind: Kind, skips_bad_records: bool) -> tuple[str, Mapping[str, Any]]:
     for origin, row in rows_of(source):
         if not skips_bad_records:
-            require_object(row, "an object with a field for each part of a record", origin)
+            require_object(row, _EXAMPLE[kind], origin)
         if isinstance(row, Mapping):
             return origin, row
     raise DataError(f"{source_name(source)} holds 0 records, at least 1 is needed. Fix: point the data source at records")
@@ -147,7 +152,8 @@ def _pairs(row: Mapping[str, Any], source: DataSource, prompts: Sequence[Any]) -
             continue
         reading = {"chosen_key": chosen, "rejected_key": rejected}
         # a prompt beside whole conversations says nothing new, and may be only a part of what they begin with
-        if source.get("prompt_key") is None and _roles(row.get(chosen))[:1] not in ([], ["assistant"]):
+        first_role = next(iter(_roles(row.get(str(chosen)))), "assistant")
+        if source.get("prompt_key") is None and first_role != "assistant":
             yield reading
         else:
             yield from ({"prompt_key": prompt, **reading} for prompt in prompts)
@@ -155,7 +161,7 @@ def _pairs(row: Mapping[str, Any], source: DataSource, prompts: Sequence[Any]) -
 
 def _prompts(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
     """Yield the fields that may hold the prompt."""
-    names = [name for name in _PROMPTS if row.get(name) is not None]
+    names = _present(row, _PROMPTS)
     if "input" in row and "instruction" not in row:
         names.append("input")
     if kind is Kind.REFERENCES:
@@ -176,21 +182,25 @@ def _prompts(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
 
 def _answers(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
     """Yield the fields that may hold the answer."""
-    present = {name for name, value in row.items() if value is not None}
     if kind is Kind.ANSWERS:
-        yield from (name for name in _ANSWERS if name in present)
+        yield from _present(row, _ANSWERS)
         return
     verl = row.get("reward_model")
     if isinstance(verl, Mapping) and "ground_truth" in verl:
         yield _VERL
         return
     for together in (_STATEMENTS, _CASES):
-        if not present.isdisjoint(together[:2]):
-            names = [name for name in together if name in present]
+        if any(row.get(name) is not None for name in together[:2]):
+            names = _present(row, together)
             yield names if len(names) > 1 else names[0]
-    single = [name for name in (*_TESTS, *_FINAL_ANSWERS) if name in present]
     # a worked solution beside its final answer is no reference
-    yield from single or (name for name in _SOLUTIONS if name in present)
+    yield from _present(row, (*_TESTS, *_FINAL_ANSWERS)) or _present(row, _SOLUTIONS)
+
+
+def _present(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Return the names of fields that a record has, without those that hold null, unless all of them do."""
+    found = [name for name in names if name in row]
+    return [name for name in found if row[name] is not None] or found
 
 
 def _beside(row: Mapping[str, Any], source: DataSource, found: Reading, origin: str) -> Iterator[tuple[str, Any]]:

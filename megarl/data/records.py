@@ -270,16 +270,13 @@ def _prompt_in(row: Mapping[str, Any], key: str | list[str], origin: str, is_pad
 
 def _answer_in(row: Mapping[str, Any], key: str | list[str], origin: str) -> str:
     """Return the reference answer of a row; that of several fields is the JSON of an object with their last names."""
-    names = fields_of_key(key)
     if isinstance(key, str):
         return answer_of(value_of(row, key, origin), key, origin)
-    found = {str(_steps(name)[-1]): value_of(row, name, origin) for name in names}
+    found = {str(_steps(name)[-1]): value_of(row, name, origin) for name in key}
     try:
         return json.dumps(found)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RecordError(
-            f"{origin}: {', '.join(names)} cannot be written as JSON: {error}. Fix: store them as text and numbers"
-        ) from error
+        raise RecordError(f"{origin}: {', '.join(key)} cannot be written as JSON: {error}. Fix: store them as text and numbers") from error
 
 
 def value_of(row: Mapping[str, Any], key: str, origin: str) -> Any:
@@ -398,7 +395,7 @@ def _conversation_record(row: Mapping[str, Any], source: DataSource, origin: str
     prompt = messages[:-1] if has_last else messages
     has_system = messages[0]["role"] in _SYSTEM
     if source.get("answer_key") is not None:
-        answer = answer_of(value_of(row, source["answer_key"], origin), source["answer_key"], origin)
+        answer = _answer_in(row, source["answer_key"], origin)
         return Record(prompt, answer, origin, tools=tools, has_system=has_system)
     if not has_last:
         raise RecordError(

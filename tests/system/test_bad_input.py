@@ -206,8 +206,17 @@ FAULTS = [
         [r"odd\.jsonl line 1: 'answer' = \{'is': '2'\} is a dict", r"answer\.is", "Fix"],
     ),
     Case(
+        "columns with unusual names",
+        lambda model, directory: one_record(directory, '{"ask": "1+1=", "say": "2"}'),
+        [r"odd\.jsonl: no columns are called as .* it has ask, say\.", "Fix: write prompt_key and answer_key"],
+    ),
+    Case(
         "a missing key",
-        lambda model, directory: one_record(directory, '{"question": "1+1=", "answer": "2"}'),
+        lambda model, directory: [
+            *one_record(directory, '{"question": "1+1=", "answer": "2"}'),
+            "data.train.prompt_key=prompt",
+            "data.train.answer_key=answer",
+        ],
         [
             r"odd\.jsonl line 1 has no key 'prompt'; it has \['answer', 'question'\]",
             "Fix: add it, or correct the key of",

@@ -525,6 +525,33 @@ def test_a_completion_of_several_messages_is_told_what_to_write(tmp_path: Path) 
         load(write(tmp_path, [{"prompt": turns("Hi"), "completion": turns("", "Hello", "Bye", "Bye!")[1:]}]))
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": None, "answer": "2"}, "'prompt' = None is neither"),
+        ({"prompt": "1+1?", "answer": None}, "'answer' is null"),
+        ({"prompt": "1+1?", "answer": {"is": 2}}, r"'answer' = .* is a dict.*answer\.is"),
+        (["1+1?", "2"], r"is a list, expected an object. Fix: write \{'prompt': \.\.\., 'answer'"),
+    ],
+)
+def test_a_first_record_of_the_wrong_type_is_named(tmp_path: Path, row: Any, message: str) -> None:
+    with pytest.raises(RecordError, match=f"line 1.*{message}"):
+        load(write(tmp_path, [row]), Kind.REFERENCES)
+
+
+def test_a_column_that_is_null_in_the_first_record_is_no_second_reading(tmp_path: Path) -> None:
+    rows = [{"prompt": None, "question": "1+1?", "answer": "2", "target": None}, {"prompt": None, "question": "Sky?", "answer": "Blue."}]
+    _, source = load(write(tmp_path, rows, "parquet"), Kind.REFERENCES)
+    assert (source["prompt_key"], source["answer_key"]) == ("question", "answer")
+
+
+def test_a_conversation_may_go_with_several_columns_of_tests(tmp_path: Path) -> None:
+    row = {"messages": turns("Square."), "test_list": ["assert square(two) == 4"], "test_setup_code": "two = 2"}
+    for keys in ({}, {"messages_key": "messages", "answer_key": ["test_list", "test_setup_code"]}):
+        found, _ = load(write(tmp_path, [row]), Kind.REFERENCES, **keys)
+        assert judge(PROGRAM, found.examples[0].answer, Limits(seconds=60.0, isolated=False)) == 1.0
+
+
 def test_two_system_messages_are_refused(tmp_path: Path) -> None:
     row = {"m": turns("Hi", "Hello", system="Be kind."), "s": "Be brief."}
     with pytest.raises(RecordError, match=r"has a system message, and so has 's'"):
