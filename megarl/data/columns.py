@@ -61,6 +61,11 @@ _EXAMPLE = {
     Kind.REFERENCES: "{'prompt': ..., 'answer': ...}",
     Kind.PAIRS: "{'prompt': ..., 'chosen': ..., 'rejected': ...}",
 }
+_WANTED = {
+    Kind.ANSWERS: "prompts with answers nor conversations",
+    Kind.REFERENCES: "prompts with reference answers nor conversations",
+    Kind.PAIRS: "a prompt with two answers nor two conversations",
+}
 _ADVICE = {
     Kind.ANSWERS: "prompt_key and answer_key with the names of the fields, or messages_key for whole conversations",
     Kind.REFERENCES: "prompt_key and answer_key with the names of the fields, or messages_key for whole conversations",
@@ -83,10 +88,10 @@ def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = Fa
         ways = "; or ".join(" ".join(f"{key}={_in_words(value)}" for key, value in reading.items()) for reading in readings)
         raise DataError(f"{source_name(source)}: its columns, {columns}, can be read in several ways. Fix: write {ways}")
     if not readings:
-        header = " (the first line)" if Path(source.get("path") or "").suffix.lower() in (".csv", ".tsv") else ""
+        header = ", as the first line says" if Path(source.get("path") or "").suffix.lower() in (".csv", ".tsv") else ""
         raise DataError(
-            f"{source_name(source)}: no columns are called as those that hold {_wanted(kind)} usually are; it has {columns}{header}. "
-            f"Fix: write {_ADVICE[kind]}"
+            f"{source_name(source)}: by their usual names, its columns ({columns}{header}) hold neither {_WANTED[kind]}. Fix: write "
+            f"{_ADVICE[kind]}"
         )
     [found] = readings
     found |= dict(_beside(row, source, found, origin))
@@ -112,10 +117,6 @@ def _first_record(source: DataSource, kind: Kind, skips_bad_records: bool) -> tu
         if isinstance(row, Mapping):
             return origin, row
     raise DataError(f"{source_name(source)} holds 0 records, at least 1 is needed. Fix: point the data source at records")
-
-
-def _wanted(kind: Kind) -> str:
-    return "a prompt with two answers, or two conversations," if kind is Kind.PAIRS else f"prompts and {kind.value}, or conversations,"
 
 
 def _in_words(value: str | Sequence[str]) -> str:

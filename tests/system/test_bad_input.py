@@ -208,7 +208,7 @@ FAULTS = [
     Case(
         "columns with unusual names",
         lambda model, directory: one_record(directory, '{"ask": "1+1=", "say": "2"}'),
-        [r"odd\.jsonl: no columns are called as .* it has ask, say\.", "Fix: write prompt_key and answer_key"],
+        [r"odd\.jsonl: by their usual names, its columns \(ask, say\) hold neither", "Fix: write prompt_key and answer_key"],
     ),
     Case(
         "a missing key",
