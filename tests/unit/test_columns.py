@@ -13,6 +13,7 @@ import pytest
 
 from megarl.data.columns import Kind, complete_source
 from megarl.data.datasets import Dataset, Reading, load_dataset
+from megarl.data.messages import as_messages
 from megarl.errors import DataError, RecordError
 from megarl.rollout.programs import Limits, judge
 from tests.templates import stop_ids, tokenizer_of
@@ -204,6 +205,17 @@ def test_published_rows_are_learned_as_plain_messages(tmp_path: Path, name: str,
     same: Rows = [{"m": messages, **({"t": TOOLS} if has_tools else {})} for messages in plain]
     keys = {"messages_key": "m", **({"tools_key": "t"} if has_tools else {})}
     assert tokens_of(found) == tokens_of(load(write(tmp_path / "plain", same), template=template, **keys)[0])
+
+
+@pytest.mark.parametrize("name", ["function_call", "sharegpt with tools"])
+def test_calls_and_their_answers_have_the_same_ids(name: str) -> None:
+    """Mistral's templates refuse calls without an id; the templates above write none."""
+    rows, plain = LEARNED[name]
+    [messages] = [rows[0][key] for key in ("messages", "conversations") if key in rows[0]]
+    found = as_messages(messages, "m", "row")
+    calls = [call for message in found for call in message.get("tool_calls", [])]
+    assert [call["id"] for call in calls] == [message["tool_call_id"] for message in found if message["role"] == "tool"] == ["c00001000"]
+    assert [message["role"] for message in found] == [message["role"] for message in plain[0] if message["role"] != "system"]
 
 
 HH = [
