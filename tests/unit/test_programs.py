@@ -340,20 +340,31 @@ def test_tests_in_the_forms_in_which_they_are_published(answer: object, tests: l
     assert list(forms.tests_of(json.dumps(answer))) == tests
 
 
-def test_what_may_run_code_when_it_is_unpacked_is_refused(tmp_path: Path) -> None:
-    """As LiveCodeBench publishes its private tests; a pickle of any protocol, and one that would leave a trace if it were read."""
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_of_one_text_is_read_without_unpickling(protocol: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As LiveCodeBench publishes its private tests; short texts, long ones, and letters of all sizes have opcodes of their own."""
+    monkeypatch.setattr(pickle, "loads", lambda *_: pytest.fail("it was unpickled"))
+    for content in ("abc", "\N{SNOWMAN}" * 400, "\\u0041\n"):
+        pair = {**PAIR, "input": json.dumps(content)}
+        packed_tests = packed(pickle.dumps(json.dumps([pair], ensure_ascii=False), protocol))
+        for answer in (json.dumps({"private_test_cases": packed_tests, "metadata": NAMED}),):
+            assert forms.tests_of(answer) == (forms.Test(function="f", arguments=[content], expected="cba"),)
+
+
+def test_a_pickle_of_anything_else_is_refused(tmp_path: Path) -> None:
+    """Some would leave a trace if they were read."""
 
     class Trace:
         def __reduce__(self) -> tuple[Any, ...]:
             return Path.touch, (trace,)
 
-    trace = tmp_path / "read"
+    trace, text = tmp_path / "read", json.dumps([PAIR])
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        for content in (json.dumps([PAIR]), Trace()):
-            text = packed(pickle.dumps(content, protocol))
-            for answer in (json.dumps({"private_test_cases": text, "metadata": NAMED}), text):
+        for content in (Trace(), [text], (text, text), {text: Trace()}, 5):
+            packed_tests = packed(pickle.dumps(content, protocol))
+            for answer in (json.dumps({"private_test_cases": packed_tests, "metadata": NAMED}), packed_tests):
                 fault = str(fault_of_tests(answer))
-                assert "is packed as a pickle" in fault and "json.loads(pickle.loads(zlib.decompress(" in fault
+                assert "is packed as a pickle of more than one text" in fault and "json.loads(pickle.loads(zlib.decompress(" in fault
     assert not trace.exists()
 
 

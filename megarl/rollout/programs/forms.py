@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import pickletools
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ _STATEMENTS = ("test_list", "challenge_test_list")
 _PACKED = re.compile(r"\s*e[AFJN]")
 """Beginnings of base64 of zlib, whose first byte is 0x78."""
 _PICKLE = b"\x80"
+_TEXTS_OF_PICKLES = frozenset({"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"})
+_FRAMES_OF_PICKLES = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"})
 LARGEST_UNPACKED = 2**26
 """Bytes that packed tests may have when they are unpacked."""
 
@@ -72,7 +75,8 @@ def tests_of(answer: str) -> tuple[Test, ...]:
     * Statements, ``["assert f(2) == 4", ...]``, also under ``test_list`` and ``challenge_test_list`` of an
       object, beside ``test_setup_code`` and ``test_imports`` (MBPP).
 
-    Each part may itself be written as JSON text, or as base64 of its zlib.
+    Each part may itself be written as JSON text, or as base64 of zlib of that text or of a pickle of it
+    (LiveCodeBench).
 
     Raises:
         ValueError: it holds none.
@@ -90,17 +94,35 @@ def _parsed(value: Any, what: str) -> Any:
     if not isinstance(value, str):
         return value
     unpacked = _unpacked(value, what)
+    text = None if unpacked is None else _pickled_text(unpacked)
     try:
-        return json.loads(value if unpacked is None else unpacked)
+        return json.loads(value if unpacked is None else text or unpacked)
     except (ValueError, RecursionError):
         if unpacked is None:
             raise ValueError(f"the text of {what} is no JSON: {value[:40]!r}") from None
     if unpacked.startswith(_PICKLE) or unpacked.endswith(b"."):
         raise ValueError(
-            f"{what} is packed as a pickle, which can run code and is never read: unpack it once, where the data are trusted, by "
-            "json.loads(pickle.loads(zlib.decompress(base64.b64decode(text)))), and store what that gives as JSON"
+            f"{what} is packed as a pickle of more than one text, which can run code and is never read: unpack it once, where the data "
+            "are trusted, by json.loads(pickle.loads(zlib.decompress(base64.b64decode(text)))), and store what that gives as JSON"
         )
     raise ValueError(f"{what} is packed, and what was packed is no JSON: {unpacked[:40]!r}")
+
+
+def _pickled_text(content: bytes) -> str | None:
+    """Return the text of a pickle of one text (LiveCodeBench's), or None for anything else. Nothing is unpickled.
+
+    Opcodes that do no more than frame a text, hold it and remember it are accepted; any other could build an object.
+    """
+    found = list[Any]()
+    try:
+        for opcode, argument, _ in pickletools.genops(content):
+            if opcode.name in _TEXTS_OF_PICKLES:
+                found.append(argument)
+            elif opcode.name not in _FRAMES_OF_PICKLES:
+                return None
+    except ValueError:
+        return None
+    return found[0] if len(found) == 1 else None
 
 
 def _unpacked(text: str, what: str) -> bytes | None:
