@@ -45,10 +45,8 @@ INSTEAD: Mapping[str, str] = {
     "data.prompt_file": "write the text itself in data.prompt_template, with {prompt} where the problem goes",
     "data.system_prompt_file": "write the text itself in data.system_prompt",
     "logger.num_val_samples_to_print": "write logger.samples.num_validation_samples; megarl samples RUN --validation shows them",
-    "logger.mlflow_enabled": "remove it: there are metrics.jsonl, TensorBoard and Weights & Biases",
-    "logger.mlflow": "remove it: there are metrics.jsonl, TensorBoard and Weights & Biases",
-    "logger.swanlab_enabled": "remove it: there are metrics.jsonl, TensorBoard and Weights & Biases",
-    "logger.swanlab": "remove it: there are metrics.jsonl, TensorBoard and Weights & Biases",
+    "logger.swanlab_enabled": "remove it, and name a class of your own in logger.sinks",
+    "logger.swanlab": "remove it, and name a class of your own in logger.sinks",
     "logger.monitor_gpus": "remove it: memory is in every row of metrics.jsonl",
     "logger.gpu_monitoring": "remove it: memory is in every row of metrics.jsonl",
 }

@@ -238,6 +238,25 @@ class WandbConfig(TypedDict):
     mode: NotRequired[Annotated[Literal["online", "offline"], Key('"offline" keeps the files here until ``wandb sync``.')]]
 
 
+class MlflowConfig(TypedDict):
+    """MLflow."""
+
+    experiment_name: Annotated[str, Key("the experiment; made where the server has none of that name.")]
+    run_name: NotRequired[Annotated[str | None, Key("name of the run there; null lets MLflow choose one.")]]
+    tracking_uri: NotRequired[
+        Annotated[str | None, Key("address of the server, or a local store; null for ``MLFLOW_TRACKING_URI``, else MLflow's own default.")]
+    ]
+
+
+class TrackioConfig(TypedDict):
+    """Trackio."""
+
+    project: Annotated[str, Key("the project.")]
+    name: NotRequired[Annotated[str | None, Key("name of the run there, to which a random number is added.")]]
+    group: NotRequired[Annotated[str | None, Key("group of runs that belong together.")]]
+    space_id: NotRequired[Annotated[str | None, Key("Hugging Face Space that shows the runs; null keeps them on this machine.")]]
+
+
 class TensorboardConfig(TypedDict):
     """TensorBoard."""
 
@@ -285,12 +304,25 @@ class LoggerConfig(TypedDict):
     """Logger config: where metrics go besides ``metrics.jsonl``, which is always written, and what is kept of samples."""
 
     log_dir: NotRequired[
-        Annotated[str, Key("where TensorBoard and Weights & Biases put their files; ``logs`` in the run's directory when absent.")]
+        Annotated[str, Key("where TensorBoard, Weights & Biases and sinks of your own put their files; the run's directory when absent.")]
     ]
     wandb_enabled: NotRequired[Annotated[bool, Key("send metrics to Weights & Biases.", default=False)]]
     tensorboard_enabled: NotRequired[Annotated[bool, Key("write TensorBoard files.", default=False)]]
+    mlflow_enabled: NotRequired[Annotated[bool, Key("send metrics to MLflow.", default=False)]]
+    trackio_enabled: NotRequired[Annotated[bool, Key("send metrics to Trackio.", default=False)]]
     wandb: NotRequired[Annotated[WandbConfig | None, Key("settings of Weights & Biases.")]]
+    mlflow: NotRequired[Annotated[MlflowConfig | None, Key("settings of MLflow.")]]
+    trackio: NotRequired[Annotated[TrackioConfig | None, Key("settings of Trackio.")]]
     tensorboard: NotRequired[Annotated[TensorboardConfig | None, Key("settings of TensorBoard.")]]
+    sinks: NotRequired[
+        Annotated[
+            list[str],
+            Key(
+                "import paths of classes that take every row of metrics too, ``path/to/file.py:Name`` or ``package.module:Name``, see "
+                "`megarl.observe.sinks:Sink`."
+            ),
+        ]
+    ]
     samples: NotRequired[Annotated[SamplesConfig, Key("prompts and answers for people to read.")]]
 
 

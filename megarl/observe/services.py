@@ -1,10 +1,13 @@
-"""Sinks other than the metrics file: TensorBoard and Weights & Biases, each imported only when it is switched on."""
+"""Sinks other than the metrics file: TensorBoard, Weights & Biases, MLflow and Trackio, each imported only when it is switched on."""
 
 from __future__ import annotations
 
 import importlib
+import logging
+import queue
 import secrets
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +15,13 @@ from typing import Any
 from megarl.errors import ConfigError, Violation
 from megarl.redaction import redacted
 
-_WANDB_ID_FILE = "wandb_run_id"
+logger = logging.getLogger(__name__)
+
+_WANDB_ID_FILE, _MLFLOW_ID_FILE, _TRACKIO_ID_FILE = "wandb_run_id", "mlflow_run_id", "trackio_run_id"
+_OWN_NAMES = ("step", "time")
+_MOST_PARAMS = 100
+"""Parameters, and seconds for which the end of a run waits for a server that does not take its last rows."""
+_LAST_ROWS_S = 60.0
 
 
 class TensorBoardSink:
@@ -39,7 +48,7 @@ class TensorBoardSink:
         if self._writer is None:
             self._writer = self._writer_class(**self._settings, purge_step=self._purge_step)
         for name, value in row.items():
-            if name not in ("step", "time") and isinstance(value, int | float):
+            if name not in _OWN_NAMES and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, global_step=row["step"], walltime=row["time"])
         self._writer.flush()
 
@@ -76,7 +85,7 @@ class WandbSink:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Send one row."""
-        self._run.log({name: value for name, value in row.items() if name not in ("step", "time")}, step=row["step"])
+        self._run.log({name: value for name, value in row.items() if name not in _OWN_NAMES}, step=row["step"])
 
     def write_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Send the samples of a step as a table, ``samples/KIND``, whose column ``step`` says which.
@@ -97,6 +106,157 @@ class WandbSink:
     def close(self) -> None:
         """Finish the upload."""
         self._run.finish()
+
+
+class MlflowSink:
+    """Sends numbers to MLflow; a resumed run goes on in the same MLflow run.
+
+    A thread sends them, because MLflow's client asks a server that does not answer again for minutes, and a step must not wait for it.
+    """
+
+    name = "MLflow"
+
+    def __init__(self, settings: Mapping[str, Any], log_dir: Path, run_config: Mapping[str, Any]) -> None:
+        """Args:
+            settings: ``experiment_name``, and ``run_name`` and ``tracking_uri``, null meaning absent.
+            log_dir: where megarl keeps the id of the MLflow run.
+            run_config: the resolved configuration, sent as parameters when the MLflow run is made; secrets in it are hidden.
+
+        Raises:
+            ConfigError: MLflow is not installed.
+        """
+        module = _import("mlflow", "logger.mlflow_enabled", "mlflow")
+        self._client = module.MlflowClient(tracking_uri=settings.get("tracking_uri"))
+        self._entities = module.entities
+        logger.info("connecting to MLflow")
+        self._run_id = self._same_run(log_dir / _MLFLOW_ID_FILE) or self._new_run(settings, log_dir, run_config)
+        self._calls = _InOrder("megarl-mlflow")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Send every number of the row; MLflow takes no texts beside numbers.
+
+        Raises:
+            Exception: an earlier row could not be sent.
+        """
+        milliseconds, step = int(row["time"] * 1000), row["step"]
+        numbers = {name: float(value) for name, value in row.items() if name not in _OWN_NAMES and isinstance(value, int | float)}
+        metrics = [self._entities.Metric(name, value, milliseconds, step) for name, value in numbers.items()]
+        self._calls.put(lambda: self._client.log_batch(self._run_id, metrics=metrics))
+        self._calls.raise_fault()
+
+    def truncate_after(self, step: int) -> None:
+        """Nothing to do: MLflow removes no point, and shows the later one of a step that comes again."""
+
+    def close(self) -> None:
+        """Send the last rows and mark the run as ended."""
+        self._calls.put(lambda: self._client.set_terminated(self._run_id))
+        self._calls.finish(_LAST_ROWS_S)
+        self._calls.raise_fault()
+
+    def _same_run(self, path: Path) -> str | None:
+        """Return the id of the MLflow run that an earlier launch made, running again; None where there is none any more."""
+        run_id = path.read_text().strip() if path.exists() else ""
+        if not run_id:
+            return None
+        try:
+            self._client.update_run(run_id, status="RUNNING")
+        except Exception as error:
+            if getattr(error, "error_code", None) != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            logger.warning("MLflow has no run %s any more; a new one is made", run_id)
+            return None
+        return run_id
+
+    def _new_run(self, settings: Mapping[str, Any], log_dir: Path, run_config: Mapping[str, Any]) -> str:
+        name = settings["experiment_name"]
+        experiment = self._client.get_experiment_by_name(name)
+        experiment_id = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
+        run_id = str(self._client.create_run(experiment_id, run_name=settings.get("run_name")).info.run_id)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        (log_dir / _MLFLOW_ID_FILE).write_text(run_id + "\n")
+        params = [self._entities.Param(key, str(value)) for key, value in flat(redacted(run_config), separator=".")]
+        for first in range(0, len(params), _MOST_PARAMS):
+            self._client.log_batch(run_id, params=params[first : first + _MOST_PARAMS])
+        return run_id
+
+
+class TrackioSink:
+    """Gives rows to Trackio, which sends them by a thread of its own; a resumed run goes on in the same Trackio run."""
+
+    name = "Trackio"
+
+    def __init__(self, settings: Mapping[str, Any], log_dir: Path, run_config: Mapping[str, Any]) -> None:
+        """Args:
+            settings: keyword arguments of ``trackio.init`` (``project``, ``name``, ...), null meaning absent.
+            log_dir: where megarl keeps the number at the end of the run's name.
+            run_config: the resolved configuration; secrets in it are hidden.
+
+        Raises:
+            ConfigError: Trackio is not installed.
+        """
+        module = _import("trackio", "logger.trackio_enabled", "trackio")
+        log_dir.mkdir(parents=True, exist_ok=True)
+        # Trackio resumes by name, and another run of the same name is not to be gone on with
+        name = "-".join([*filter(None, [settings.get("name")]), _remembered_id(log_dir / _TRACKIO_ID_FILE)])
+        self._run = module.init(**_without_nulls(settings) | {"name": name, "resume": "allow", "config": redacted(run_config)})
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Give one row."""
+        self._run.log({name: value for name, value in row.items() if name not in _OWN_NAMES}, step=row["step"])
+
+    def truncate_after(self, step: int) -> None:
+        """Nothing to do: Trackio removes no row."""
+
+    def close(self) -> None:
+        """Finish the upload."""
+        self._run.finish()
+
+
+class _InOrder:
+    """A thread that makes calls one after another, and keeps the first fault of them until it is asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._waiting: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._fault: Exception | None = None
+        # a daemon, so that a server that never answers does not keep the process
+        self._thread = threading.Thread(target=self._make, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, call: Callable[[], Any]) -> None:
+        self._waiting.put(call)
+
+    def raise_fault(self) -> None:
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
+
+    def finish(self, patience_s: float) -> None:
+        """Wait until all calls were made.
+
+        Raises:
+            TimeoutError: they take too long.
+        """
+        self._waiting.put(None)
+        self._thread.join(patience_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"{self._waiting.qsize()} calls were not made in {patience_s:g} s")
+
+    def _make(self) -> None:
+        while (call := self._waiting.get()) is not None:
+            try:
+                call()
+            except Exception as error:
+                self._fault = self._fault or error
+
+
+def flat(nested: Mapping[str, Any], prefix: str = "", separator: str = "/") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings, their names joined to one."""
+    for name, value in nested.items():
+        path = f"{prefix}{separator}{name}" if prefix else name
+        if isinstance(value, Mapping):
+            yield from flat(value, path, separator)
+        else:
+            yield path, value
 
 
 def _as_columns(sample: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,23 +6,36 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from megarl.errors import ConfigError
+from megarl.import_path import load_object
 from megarl.observe.metrics_file import FILE_NAME, MetricsFile, encoded
-from megarl.observe.services import TensorBoardSink, WandbSink
+from megarl.observe.services import MlflowSink, TensorBoardSink, TrackioSink, WandbSink, flat
+from megarl.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
 _OWN_NAMES = ("step", "time")
 _MOST_BYTES = 64 << 20
+_SERVICES: dict[str, type[WandbSink] | type[MlflowSink] | type[TrackioSink]] = {
+    "wandb": WandbSink,
+    "mlflow": MlflowSink,
+    "trackio": TrackioSink,
+}
+"""Sinks by their section of ``logger``."""
 
 
 class Sink(Protocol):
-    """One place where rows go. Any method may raise; ``MetricSinks`` contains it."""
+    """One place where rows go. Any method may raise; ``MetricSinks`` contains it.
+
+    A class of the user's own, named in ``logger.sinks``, is made with ``(log_dir, run_config)``: a directory for its files and the resolved
+    configuration without its secrets. Its methods are called by one thread, between the steps, which wait for it.
+    """
 
     name: str
 
@@ -128,7 +141,7 @@ class MetricSinks:
             prefix: put before every name with a slash, for example ``train`` makes ``train/loss``.
         """
         row: dict[str, Any] = {"step": int(step), "time": self._clock()}
-        for name, value in _flat(metrics, prefix):
+        for name, value in flat(metrics, prefix):
             if name in _OWN_NAMES:
                 continue
             try:
@@ -138,7 +151,8 @@ class MetricSinks:
                     self._unusable.add(name)
                     logger.warning("metric %s is not logged: %s", name, error)
         for sink in self._sinks:
-            self._guard(sink, "write", row)
+            # a copy, which a sink may change
+            self._guard(sink, "write", dict(row))
 
     def log_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Hand the samples of a step to the sinks that take such, from whatever thread; the step may have been logged meanwhile.
@@ -172,7 +186,8 @@ class MetricSinks:
     def _guard(self, sink: Sink, method: str, *arguments: Any) -> None:
         try:
             getattr(sink, method)(*arguments)
-        except Exception as error:
+        # a user's code may fail in any way, and end itself
+        except (Exception, SystemExit) as error:
             if sink.name not in self._failing:
                 self._failing.add(sink.name)
                 logger.warning("%s failed in %s (%s: %s); training goes on without it", sink.name, method, type(error).__name__, error)
@@ -184,22 +199,24 @@ def open_sinks(logger_config: Mapping[str, Any], run_dir: str | Path, run_config
     """The sinks that a ``logger`` section asks for.
 
     Args:
-        logger_config: ``wandb_enabled``, ``tensorboard_enabled``, their settings under ``wandb`` and ``tensorboard``, and
-            ``log_dir`` for the files of both (default: the run directory). ``metrics.jsonl`` is always written, in the run
-            directory.
+        logger_config: a checked ``logger`` section. ``log_dir`` (default: the run directory) is for the files of all sinks but
+            ``metrics.jsonl``, which is always written, in the run directory.
         run_dir: directory of the run; made when missing.
-        run_config: the resolved configuration, shown by W&B with its secrets hidden.
+        run_config: the resolved configuration, which sinks get with its secrets hidden.
 
     Raises:
-        ConfigError: a sink is switched on whose package is not installed.
+        ConfigError: a sink is switched on whose package is not installed, or there is none at an import path.
     """
     directory = Path(run_dir)
-    log_dir = Path(logger_config.get("log_dir") or directory)
+    log_dir, config = Path(logger_config.get("log_dir") or directory), run_config or {}
     builders: list[tuple[str, Callable[[], Sink]]] = [(FILE_NAME, lambda: MetricsFileSink(directory))]
     if logger_config.get("tensorboard_enabled"):
-        builders.append(("TensorBoard", lambda: TensorBoardSink(logger_config.get("tensorboard") or {}, log_dir)))
-    if logger_config.get("wandb_enabled"):
-        builders.append(("Weights & Biases", lambda: WandbSink(logger_config.get("wandb") or {}, log_dir, run_config or {})))
+        builders.append((TensorBoardSink.name, lambda: TensorBoardSink(logger_config.get("tensorboard") or {}, log_dir)))
+    for service, kind in _SERVICES.items():
+        if logger_config.get(f"{service}_enabled"):
+            builders.append((kind.name, partial(kind, logger_config.get(service) or {}, log_dir, config)))
+    for path in logger_config.get("sinks") or ():
+        builders.append((path, partial(_own_sink, path, log_dir, config)))
     sinks: list[Sink] = []
     for name, build in builders:
         try:
@@ -207,18 +224,17 @@ def open_sinks(logger_config: Mapping[str, Any], run_dir: str | Path, run_config
         except ConfigError:
             MetricSinks(sinks).close()
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             logger.warning("%s cannot be opened (%s: %s); training goes on without it", name, type(error).__name__, error)
     return MetricSinks(sinks)
 
 
-def _flat(metrics: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in metrics.items():
-        path = f"{prefix}/{name}" if prefix else name
-        if isinstance(value, Mapping):
-            yield from _flat(value, path)
-        else:
-            yield path, value
+def _own_sink(path: str, log_dir: Path, config: Mapping[str, Any]) -> Sink:
+    """Make the sink at an import path, called by that path where it has no name."""
+    sink: Any = load_object(path, "logger.sinks")(log_dir, redacted(config))
+    if not isinstance(getattr(sink, "name", None), str):
+        sink.name = path
+    return cast(Sink, sink)
 
 
 def _scalar(value: Any) -> int | float | bool | str | None:

