@@ -59,6 +59,11 @@ class Browser:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
+    def look(self, width: int, scheme: str) -> None:
+        """Show pages as on a screen of that many pixels across, to a user who prefers light or dark ones."""
+        self._ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self._ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
     def press(self, key: str, times: int = 1) -> None:
         """Press a key, in whatever has the focus."""
         for _ in range(times):

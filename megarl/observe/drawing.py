@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#264653", "#2a9d8f", "#e9c46a", "#f4a261", "#e76f51", "#8ab17d", "#6d597a", "#457b9d", "#b56576", "#3d405b")
-REWARD_COLOUR, VALIDATION_COLOUR, LOSS_COLOUR, GRAD_COLOUR, OTHER_COLOUR = "#2a9d8f", "#e76f51", "#264653", "#b5651d", "#c8c8c8"
+# Their contrast is at least 3 to both a white and a dark page.
+COLOURS = ("#4a6fa5", "#2a9d8f", "#b8860b", "#d9772b", "#d1495b", "#5b8c3e", "#8e6bb0", "#3a8fb7", "#c8649a", "#9c6b3f")
+REWARD_COLOUR, VALIDATION_COLOUR, LOSS_COLOUR, GRAD_COLOUR, OTHER_COLOUR = "#2a9d8f", "#e76f51", "#264653", "#b5651d", "#8a9299"
+GRID_COLOUR = "#dddddd"
 STEP = f"timing/{STEP_SECONDS}"
-MOST_BARS = 60
+MOST_BARS = MOST_DOTS = 60
 MOST_POINTS = 400
 """Points of a curve that are drawn one by one; of more, parts of equal size by mean and range."""
 
@@ -36,7 +38,9 @@ def draw_smoothed(axes: Axes, curve: Series, colour: str, label: str) -> None:
     if window == 1:
         axes.plot(curve.steps, curve.values, color=colour, linewidth=1.5, marker="o", markersize=5, label=label)
         return
-    axes.plot(curve.steps, curve.values, color=colour, linewidth=0.7, marker=".", markersize=4, alpha=0.35, label=label)
+    # a dot takes more of a page than all else of its point
+    dots = "." if len(curve.steps) <= MOST_DOTS else ""
+    axes.plot(curve.steps, curve.values, color=colour, linewidth=0.8, marker=dots, markersize=4, alpha=0.5, label=label)
     axes.plot(curve.steps, running_mean(curve.values, window), color=colour, linewidth=2.2, label=f"running mean of {window} steps")
 
 
@@ -92,7 +96,7 @@ def finish_axes(axes: Axes, y_label: str, legend: bool = False, last: bool = Tru
         if high - low < 1:
             axes.set_xlim((low + high) / 2 - 2, (low + high) / 2 + 2)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+    axes.grid(axis="y", color=GRID_COLOUR, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if legend:
@@ -129,8 +133,12 @@ def phase_title(name: str) -> str:
     return name.removeprefix("timing/").removesuffix("_s").replace("_", " ")
 
 
-def draw_phases(axes: Axes, series: Mapping[str, Series]) -> None:
-    """Seconds of every phase of a step, stacked, as at most 60 bars; what no phase covers is ``other``."""
+def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
+    """Draw the seconds of every phase of a step, stacked, as at most 60 bars; what no phase covers is ``other``.
+
+    Returns:
+        What the legend says, for ``axes.legend`` or ``figure.legend``.
+    """
     total, phases = series.get(STEP), {phase_title(name): series[name] for name in phase_names(series)}
     steps = sorted({step for phase in phases.values() for step in phase.steps} | set(total.steps if total else ()))
     heights = {name: phase.on(steps) for name, phase in phases.items()}
@@ -147,7 +155,7 @@ def draw_phases(axes: Axes, series: Mapping[str, Series]) -> None:
         bottom = [low + high for low, high in zip(bottom, bars, strict=True)]
     finish_axes(axes, "seconds a step" + (f" (mean of {group} steps)" if group > 1 else ""))
     handles, names = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], names[::-1], title="phase (mean)", loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    return {"handles": handles[::-1], "labels": names[::-1], "title": "phase (mean)", "frameon": False}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -6,10 +6,11 @@ import colorsys
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.observe.drawing import (
     COLOURS,
+    GRID_COLOUR,
     MOST_POINTS,
     OTHER_COLOUR,
     STEP,
@@ -36,8 +37,19 @@ _LINES = ("-", ":", "-.")
 
 Runs = Mapping[str, Mapping[str, Series]]
 """All metrics of each run, by its label."""
-_SIZE = (6.4, 3.5)
-_RUN_COLOURS = (COLOURS[1], COLOURS[4], COLOURS[0], COLOURS[2], COLOURS[6], COLOURS[7], COLOURS[8], COLOURS[5])
+_OF_PAGE = {"#000000": "currentColor", GRID_COLOUR: "var(--line)"}
+# A point of a picture is a pixel on a phone of 390 pixels, which leaves a picture 320 of them; on larger screens it is more.
+_WIDTH, _HEIGHT, _LINE = 320 / 72, 200 / 72, 15 / 72
+_STYLE: dict[str, Any] = {
+    "font.size": 11.5,
+    "font.sans-serif": ["DejaVu Sans", "Verdana"],
+    "savefig.facecolor": "none",
+    "axes.facecolor": "none",
+}
+_RUN_COLOURS = (COLOURS[1], COLOURS[4], COLOURS[0], COLOURS[2], COLOURS[6], COLOURS[5], COLOURS[8], COLOURS[9])
+_RUN_LUMINANCES = (0.16, 0.27)
+_ABOVE: dict[str, Any] = {"loc": "outside upper left", "labelspacing": 0.2, "columnspacing": 1.0, "handlelength": 1.3}
+"""Above the axes no legend ever lies over a curve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +66,19 @@ class Curve:
 @dataclass(frozen=True, slots=True)
 class Panel:
     """A panel: title, unit of its axis, curves. ``fraction`` fixes the axis to 0 to 1 where all values lie there, ``from_zero`` begins it
-    at 0."""
+    at 0. With ``zero_is_absent`` a metric that is 0 at every step counts as one that the run does not compute."""
 
     title: str
     unit: str
     curves: tuple[Curve, ...]
     fraction: bool = False
     from_zero: bool = False
+    zero_is_absent: bool = False
+
+    def shown(self, curve: Curve, series: Mapping[str, Series]) -> Series | None:
+        """Return what a run has of a curve; None if there is nothing to show."""
+        found = (series[name] for name in curve.metrics if name in series)
+        return next((each for each in found if (any(each.values) if self.zero_is_absent else each.steps)), None)
 
 
 PANELS = (
@@ -71,13 +89,29 @@ PANELS = (
         fraction=True,
     ),
     Panel("Loss", "loss", (Curve(LOSS_NAMES, "training loss"), Curve(("validation/loss",), "validation loss", True))),
-    Panel("Critic", "half the squared error of a token's value", (Curve(("train/critic_loss",), "training loss of the critic"),)),
-    Panel("Returns explained by the critic", "share of their variance", (Curve(("train/explained_variance",), "before the step"),)),
-    Panel("KL from the reference policy", "nats a token", (Curve(("train/kl_penalty",), "KL penalty, before its weight"),)),
+    Panel(
+        "Critic",
+        "half the squared error of a token's value",
+        (Curve(("train/critic_loss",), "training loss of the critic"),),
+        zero_is_absent=True,
+    ),
+    Panel(
+        "Returns explained by the critic",
+        "share of their variance",
+        (Curve(("train/explained_variance",), "before the step"),),
+        zero_is_absent=True,
+    ),
+    Panel(
+        "KL from the reference policy",
+        "nats a token",
+        (Curve(("train/kl_penalty", "train/kl_in_reward"), "KL penalty, before its weight"),),
+        zero_is_absent=True,
+    ),
     Panel(
         "Entropy",
         "nats a token",
         (Curve(("train/approx_entropy",), "entropy of the policy (estimate)"), Curve(("train/entropy",), "entropy of the policy")),
+        zero_is_absent=True,
     ),
     Panel("Gradient norm", "L2 norm", (Curve(("train/grad_norm",), "gradient norm, before clipping"),), from_zero=True),
     Panel(
@@ -106,8 +140,15 @@ PANELS = (
         "Generation against training",
         "probability ratio, 1 is equal",
         (Curve(("train/token_mult_prob_error",), "mean multiplicative error of a token"),),
+        zero_is_absent=True,
     ),
-    Panel("Throughput", "tokens a second", (Curve(THROUGHPUT_NAMES, "tokens of the step, without padding"),), from_zero=True),
+    Panel(
+        "Throughput",
+        "tokens a second",
+        (Curve(THROUGHPUT_NAMES, "tokens of the step, without padding"),),
+        from_zero=True,
+        zero_is_absent=True,
+    ),
     Panel(
         "Model FLOP utilisation",
         "share of the devices' peak",
@@ -117,6 +158,7 @@ PANELS = (
             Curve(("performance/generation_mfu",), "generation"),
         ),
         from_zero=True,
+        zero_is_absent=True,
     ),
     Panel(
         "Memory of the fullest rank",
@@ -126,6 +168,7 @@ PANELS = (
             Curve(("performance/peak_memory_gib",), "peak so far", plain=True),
         ),
         from_zero=True,
+        zero_is_absent=True,
     ),
     Panel("Learning rate", "learning rate", (Curve(("train/lr",), "learning rate", plain=True),), from_zero=True),
 )
@@ -142,31 +185,41 @@ def draw_all(runs: Runs, restarts: Sequence[int] = ()) -> dict[str, str]:
     Raises:
         MegarlError: matplotlib is not installed.
     """
+    import matplotlib
+
     pictures: dict[str, str] = {}
-    for panel in PANELS:
-        figure, axes = _figure()
-        if _draw_panel(axes, panel, runs, restarts):
-            pictures[panel.title] = _svg(figure, panel.title)
-    timed = {label: series for label, series in runs.items() if phase_names(series)}
-    if timed:
-        width, height = _SIZE
-        figure, axes = _figure((2 * width, max(height, 0.9 + 0.55 * len(timed))))
-        if len(runs) == 1:
-            draw_phases(axes, next(iter(timed.values())))
-        else:
-            _compare_phases(axes, timed)
-        pictures["Time by phase"] = _svg(figure, "phases")
+    with matplotlib.rc_context(_STYLE):
+        for panel in PANELS:
+            figure, axes = _figure()
+            if _draw_panel(figure, axes, panel, runs, restarts):
+                pictures[panel.title] = _svg(figure, panel.title)
+        timed = {label: series for label, series in runs.items() if phase_names(series)}
+        if timed:
+            pictures["Time by phase"] = _draw_timing(timed)
     return pictures
 
 
-def _draw_panel(axes: Axes, panel: Panel, runs: Runs, restarts: Sequence[int]) -> bool:
+def _draw_timing(runs: Runs) -> str:
+    names = {name for series in runs.values() for name in phase_names(series)}
+    legend = _LINE * (2 + len(names) // 2)
+    if len(runs) == 1:
+        figure, axes = _figure(1.2 * _HEIGHT + legend)
+        figure.legend(**draw_phases(axes, next(iter(runs.values()))), **_ABOVE, ncols=2)
+    else:
+        figure, axes = _figure(0.7 + 0.55 * len(runs) + legend)
+        _compare_phases(axes, runs)
+        figure.legend(title="phase", frameon=False, **_ABOVE, ncols=2)
+    return _svg(figure, "phases")
+
+
+def _draw_panel(figure: Figure, axes: Axes, panel: Panel, runs: Runs, restarts: Sequence[int]) -> bool:
     """False when no run has any of the panel's metrics."""
     drawn: list[float] = []
     kinds: dict[int, Line2D] = {}
     for run_colour, series in zip(run_colours(len(runs)), runs.values(), strict=True):
         for index, curve in enumerate(panel.curves):
-            found = next((series[name] for name in curve.metrics if name in series), None)
-            if found is None or not found.steps:
+            found = panel.shown(curve, series)
+            if found is None:
                 continue
             drawn += found.values
             if len(runs) > 1:
@@ -193,10 +246,10 @@ def _draw_panel(axes: Axes, panel: Panel, runs: Runs, restarts: Sequence[int]) -
     for number, step in enumerate(restarts):
         axes.axvline(step, color="#888888", linewidth=1, linestyle=":", label="restart" if number == 0 else None)
     finish_axes(axes, panel.unit)
-    # Above the axes no legend ever lies over a curve. Of several runs it tells the kinds of curves; the page tells the runs.
-    handles = [_without_colour(line) for line in kinds.values()] if kinds else None
-    place = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "ncols": 2, "borderaxespad": 0.2}
-    axes.legend(handles=handles, frameon=False, fontsize=9, columnspacing=1.2, **place)
+    # Of several runs it tells the kinds of curves; the page tells the runs.
+    handles = [_without_colour(line) for line in kinds.values()] if kinds else axes.get_legend_handles_labels()[0]
+    figure.set_figheight(_HEIGHT + _LINE * len(handles))
+    figure.legend(handles=handles, frameon=False, **_ABOVE)
     return True
 
 
@@ -238,7 +291,7 @@ def _without_colour(line: Line2D) -> Line2D:
     from matplotlib.lines import Line2D
 
     style = {"linestyle": line.get_linestyle(), "marker": line.get_marker(), "label": line.get_label()}
-    return Line2D([], [], color="#444444", markersize=4, **style)
+    return Line2D([], [], color="#000000", markersize=4, **style)
 
 
 def _compare_phases(axes: Axes, runs: Runs) -> None:
@@ -260,39 +313,52 @@ def _compare_phases(axes: Axes, runs: Runs) -> None:
     rest = [max(total - end, 0.0) for total, end in zip(whole, left, strict=True)]
     axes.barh(positions, rest, left=left, color=OTHER_COLOUR, height=0.5, label="other")
     for position, total in zip(positions, whole, strict=True):
-        axes.annotate(f"{total:.3g} s", (total, position), xytext=(5, 0), textcoords="offset points", va="center", fontsize=10)
+        axes.annotate(f"{total:.3g} s", (total, position), xytext=(5, 0), textcoords="offset points", va="center")
     # Above the bars, as names of any length have room there.
     for position, name in zip(positions, runs, strict=True):
-        axes.annotate(name, (0, position - 0.32), xytext=(1, 2), textcoords="offset points", fontsize=9).set_in_layout(False)
+        axes.annotate(name, (0, position - 0.32), xytext=(1, 2), textcoords="offset points").set_in_layout(False)
     axes.set_yticks([])
     axes.set_ylim(len(runs) - 0.5, -0.8)
     axes.set_xlabel("seconds a step, mean of all steps", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.12)
-    axes.legend(title="phase", loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
 
 
 def run_colours(count: int) -> list[str]:
-    """A colour for each of several runs; of very many, colours around the circle, light and dark ones in turn."""
+    """A colour for each of several runs; of very many, colours around the circle, darker and lighter ones in turn."""
     if count <= len(_RUN_COLOURS):
         return list(_RUN_COLOURS[:count])
-    shades = [colorsys.hls_to_rgb(index / count, 0.36 + 0.2 * (index % 2), 0.6) for index in range(count)]
-    return ["#" + "".join(f"{round(255 * part):02x}" for part in shade) for shade in shades]
+    return [_colour_of_luminance(index / count, _RUN_LUMINANCES[index % 2]) for index in range(count)]
 
 
-def _figure(size: tuple[float, float] = _SIZE) -> tuple[Figure, Axes]:
+def _colour_of_luminance(hue: float, luminance: float) -> str:
+    """The colour of a hue in [0, 1) that is as bright as said (relative luminance of WCAG 2), so that it is seen on any page."""
+    shades = (colorsys.hls_to_rgb(hue, percent / 100, 0.6) for percent in range(100))
+    nearest = min(shades, key=lambda shade: abs(relative_luminance(shade) - luminance))
+    return "#" + "".join(f"{round(255 * part):02x}" for part in nearest)
+
+
+def relative_luminance(shade: tuple[float, float, float]) -> float:
+    """Relative luminance of an sRGB colour of three parts in [0, 1], as WCAG 2 defines it."""
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in shade]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _figure(height: float = _HEIGHT) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     return figure, figure.subplots()
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """The picture as an element of a page: text as text, ids that no other picture has, no prologue."""
+    """The picture as an element of a page, with the page's colours: text as text, ids that no other picture has, no prologue."""
     import matplotlib
 
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
+    for ours, of_page in _OF_PAGE.items():
+        text = text.replace(ours, of_page)
     return text[text.index("<svg") :]

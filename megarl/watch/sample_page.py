@@ -29,17 +29,18 @@ _TEXTS = ("prompt", "answer", "reference")
 STYLE = """
 .samples { margin-top: 16px; }
 .samples .bar { display: flex; flex-wrap: wrap; gap: 8px 14px; align-items: center; font-size: 13px; margin: 8px 0 12px; }
-.samples select, .samples input, .samples button { font: inherit; padding: 2px 6px; }
-.samples .note, .samples .place { color: #66747e; font-size: 13px; margin: 0 0 8px; }
-.samples .sample { border-top: 1px solid #e2e6e9; padding: 10px 0; }
+.samples select, .samples input, .samples button { font: inherit; padding: 2px 6px; max-width: 100%; }
+.samples .note, .samples .place { color: var(--muted); font-size: 13px; margin: 0 0 8px; }
+.samples .sample { border-top: 1px solid var(--line); padding: 10px 0; }
 .samples .text { white-space: pre-wrap;
   overflow-wrap: anywhere; unicode-bidi: plaintext; margin: 4px 0; max-height: 420px; overflow-y: auto; }
-.samples .prompt { color: #66747e; border-left: 3px solid #e2e6e9; padding-left: 10px; }
-.samples .answer { background: #f6f7f8; border-radius: 6px; padding: 8px 10px; }
+.samples .prompt { color: var(--muted); border-left: 3px solid var(--line); padding-left: 10px; }
+.samples .answer { background: var(--page); border-radius: 6px; padding: 8px 10px; }
 .samples .pair { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 14px; }
+@media (max-width: 480px) { .samples .pair { grid-template-columns: minmax(0, 1fr); } }
 .samples .figures span { display: inline-block; 
-  background: #eef1f3; border-radius: 4px; padding: 0 7px; margin: 0 6px 4px 0; font-size: 13px; }
-.samples .figures .bad { background: #fbe3dd; color: #c0492b; }
+  background: var(--inset); border-radius: 4px; padding: 0 7px; margin: 0 6px 4px 0; font-size: 13px; }
+.samples .figures .bad { background: var(--bad-page); color: var(--bad); }
 """
 
 _SCRIPT = r"""

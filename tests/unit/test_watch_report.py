@@ -10,11 +10,12 @@ from xml.etree import ElementTree
 import pytest
 
 from megarl.cli import main
-from megarl.observe.drawing import MOST_POINTS
-from megarl.observe.panels import PANELS, draw_all, run_colours
+from megarl.observe.drawing import COLOURS, MOST_POINTS, OTHER_COLOUR
+from megarl.observe.panels import PANELS, draw_all, relative_luminance, run_colours
 from megarl.observe.series import Series, thinned
 from megarl.watch.report import write_report
 from megarl.watch.run_state import read_run_state
+from tests.browser import CHROMIUM, browser
 from tests.tiers import slow
 from tests.unit.runs import make_run
 
@@ -116,7 +117,7 @@ def test_runs_are_compared_by_name(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_long_runs_stay_small_and_keep_their_spikes(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, steps=3000)
-    assert write_report([run_dir], tmp_path / "page.html").stat().st_size < 1_000_000
+    assert write_report([run_dir], tmp_path / "page.html").stat().st_size < 600_000
     values = [0.0] * 10_000
     values[7777] = 9.0
     steps, means, lowest, highest = thinned(Series(tuple(range(10_000)), tuple(values)), MOST_POINTS)
@@ -195,8 +196,80 @@ def test_many_runs_with_long_names_leave_room_for_their_curves(tmp_path: Path) -
     }
     few, many = draw_all(dict(list(runs.items())[:2])), draw_all(runs)
     assert plot_area(many["Reward"]) == plot_area(few["Reward"])
-    assert plot_area(many["Time by phase"])[0] > 600
+    assert plot_area(many["Time by phase"])[0] > 250
     assert len(set(run_colours(20))) == 20
+
+
+def test_what_is_not_computed_has_no_curve() -> None:
+    """Zeros of a loss without a reference policy are none of its divergence; a reward of zero is one."""
+    steps, none = tuple(range(1, 31)), (0.0,) * 30
+    zeros = {name: Series(steps, none) for panel in PANELS for curve in panel.curves for name in curve.metrics}
+    absent = {panel.title for panel in PANELS} - draw_all({"run": zeros}).keys()
+    assert absent >= {"KL from the reference policy", "Critic", "Entropy", "Model FLOP utilisation", "Memory of the fullest rank"}
+    assert not absent & {"Reward", "Loss", "Gradient norm", "Answers that were cut off", "Learning rate"}
+    assert not draw_all({"run": {}})
+    some = zeros | {"performance/train_mfu": Series(steps, (0.4,) * 30), "train/kl_in_reward": Series(steps, (*none[1:], 0.1))}
+    drawn = draw_all({"run": some, "other": zeros})
+    assert "KL from the reference policy" in drawn and "Entropy" not in drawn
+    shown = " ".join(words(ElementTree.fromstring(drawn["Model FLOP utilisation"])))
+    assert "training" in shown and "log-probabilities" not in shown
+
+
+def contrast(one: str, other: str) -> float:
+    """Ratio of WCAG 2 of two colours ``#rgb`` or ``#rrggbb``."""
+    parts = [[colour[1:][place] * 2 for place in range(3)] if len(colour) == 4 else re.findall("..", colour[1:]) for colour in (one, other)]
+    dark, light = sorted(relative_luminance((int(red, 16) / 255, int(green, 16) / 255, int(blue, 16) / 255)) for red, green, blue in parts)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_light_and_dark_pages_can_be_read(tmp_path: Path) -> None:
+    text = write_report([make_run(tmp_path, token_mult_prob_error=1.0)], tmp_path / "page.html").read_text()
+    assert contrast("#fff", "#000000") == pytest.approx(21)
+    style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)
+    assert style is not None and not re.search(r"#[0-9a-f]{3,6}\b", re.sub(r"--[\w-]+: #\w+", "", style[1])), "all colours have a name"
+    light, dark = (dict(re.findall(r"(--[\w-]+): (#\w+)", part)) for part in style[1].split("prefers-color-scheme: dark"))
+    assert light.keys() == dark.keys()
+    for colours in (light, dark):
+        for ink, below in (
+            ("text", "card"),
+            ("text", "page"),
+            ("text", "inset"),
+            ("muted", "card"),
+            ("muted", "page"),
+            ("bad", "bad-page"),
+        ):
+            assert contrast(colours[f"--{ink}"], colours[f"--{below}"]) >= 4.5, (ink, below, colours)
+        for ink in ("good", "bad"):
+            assert contrast(colours[f"--{ink}"], colours["--card"]) >= 4.5
+        for colour in {*COLOURS, OTHER_COLOUR, *run_colours(8), *run_colours(40)}:
+            assert contrast(colour, colours["--card"]) >= 3, colour
+    for svg in pictures(text):
+        drawn = ElementTree.tostring(svg, encoding="unicode")
+        assert "currentColor" in drawn
+        assert set(re.findall(r"#[0-9a-f]{6}\b", re.sub(r"url\(#\w+\)|href=\"#\w+\"", "", drawn))) <= {*COLOURS, OTHER_COLOUR}
+        assert float(str(svg.get("viewBox")).split()[2]) == 320
+        assert min(float(size) for size in re.findall(r"font-size: ([\d.]+)px", drawn)) >= 11
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_phone_shows_the_page_without_scrolling_sideways(tmp_path: Path) -> None:
+    page = write_report([make_run(tmp_path / "run")], tmp_path / "page.html")
+    sizes = """[...document.querySelectorAll("svg text")].map(text => parseFloat(getComputedStyle(text).fontSize)
+        * text.ownerSVGElement.getBoundingClientRect().width / text.ownerSVGElement.viewBox.baseVal.width)"""
+    outside = """[...document.querySelectorAll("svg text")].filter(text => {
+        const [word, picture] = [text, text.ownerSVGElement].map(each => each.getBoundingClientRect());
+        return word.left < picture.left - 1 || word.right > picture.right + 1 || word.top < picture.top - 1;
+    }).map(text => text.textContent)"""
+    (tmp_path / "profile").mkdir()
+    with browser(tmp_path / "profile") as opened:
+        for scheme, ink in (("light", "rgb(34, 48, 58)"), ("dark", "rgb(227, 232, 235)")):
+            for width in (390, 1400):
+                opened.look(width, scheme)
+                opened.open(page)
+                assert opened.value("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+                assert min(opened.value(sizes)) > 10.9 and opened.value(outside) == []
+                assert opened.value("getComputedStyle(document.querySelector('svg text')).fill") == ink
+        assert opened.faults == []
 
 
 def plot_area(picture: str) -> tuple[float, float]:
