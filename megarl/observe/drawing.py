@@ -155,7 +155,7 @@ def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
         bottom = [low + high for low, high in zip(bottom, bars, strict=True)]
     finish_axes(axes, "seconds a step" + (f" (mean of {group} steps)" if group > 1 else ""))
     handles, names = axes.get_legend_handles_labels()
-    return {"handles": handles[::-1], "labels": names[::-1], "title": "phase (mean)", "frameon": False}
+    return {"handles": handles[::-1], "labels": names[::-1], "title": "phase (mean)"}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -48,8 +48,8 @@ _STYLE: dict[str, Any] = {
 }
 _RUN_COLOURS = (COLOURS[1], COLOURS[4], COLOURS[0], COLOURS[2], COLOURS[6], COLOURS[5], COLOURS[8], COLOURS[9])
 _RUN_LUMINANCES = (0.16, 0.27)
-_ABOVE: dict[str, Any] = {"loc": "outside upper left", "labelspacing": 0.2, "columnspacing": 1.0, "handlelength": 1.3}
-"""Above the axes no legend ever lies over a curve."""
+_MOST_CHARACTERS = 44
+"""Of a line of text in a picture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ PANELS = (
     Panel("Loss", "loss", (Curve(LOSS_NAMES, "training loss"), Curve(("validation/loss",), "validation loss", True))),
     Panel(
         "Critic",
-        "half the squared error of a token's value",
+        "half the squared error",
         (Curve(("train/critic_loss",), "training loss of the critic"),),
         zero_is_absent=True,
     ),
@@ -110,7 +110,7 @@ PANELS = (
     Panel(
         "Entropy",
         "nats a token",
-        (Curve(("train/approx_entropy",), "entropy of the policy (estimate)"), Curve(("train/entropy",), "entropy of the policy")),
+        (Curve(("train/approx_entropy",), "estimate for the policy"), Curve(("train/entropy",), "of the policy")),
         zero_is_absent=True,
     ),
     Panel("Gradient norm", "L2 norm", (Curve(("train/grad_norm",), "gradient norm, before clipping"),), from_zero=True),
@@ -139,13 +139,13 @@ PANELS = (
     Panel(
         "Generation against training",
         "probability ratio, 1 is equal",
-        (Curve(("train/token_mult_prob_error",), "mean multiplicative error of a token"),),
+        (Curve(("train/token_mult_prob_error",), "multiplicative error of a token"),),
         zero_is_absent=True,
     ),
     Panel(
         "Throughput",
         "tokens a second",
-        (Curve(THROUGHPUT_NAMES, "tokens of the step, without padding"),),
+        (Curve(THROUGHPUT_NAMES, "tokens without padding"),),
         from_zero=True,
         zero_is_absent=True,
     ),
@@ -200,15 +200,14 @@ def draw_all(runs: Runs, restarts: Sequence[int] = ()) -> dict[str, str]:
 
 
 def _draw_timing(runs: Runs) -> str:
-    names = {name for series in runs.values() for name in phase_names(series)}
-    legend = _LINE * (2 + len(names) // 2)
     if len(runs) == 1:
-        figure, axes = _figure(1.2 * _HEIGHT + legend)
-        figure.legend(**draw_phases(axes, next(iter(runs.values()))), **_ABOVE, ncols=2)
+        figure, axes = _figure(1.2 * _HEIGHT)
+        _set_legend(figure, **draw_phases(axes, next(iter(runs.values()))))
     else:
-        figure, axes = _figure(0.7 + 0.55 * len(runs) + legend)
+        figure, axes = _figure(0.7 + 0.55 * len(runs))
         _compare_phases(axes, runs)
-        figure.legend(title="phase", frameon=False, **_ABOVE, ncols=2)
+        handles, labels = axes.get_legend_handles_labels()
+        _set_legend(figure, handles, labels, title="phase")
     return _svg(figure, "phases")
 
 
@@ -248,9 +247,19 @@ def _draw_panel(figure: Figure, axes: Axes, panel: Panel, runs: Runs, restarts: 
     finish_axes(axes, panel.unit)
     # Of several runs it tells the kinds of curves; the page tells the runs.
     handles = [_without_colour(line) for line in kinds.values()] if kinds else axes.get_legend_handles_labels()[0]
-    figure.set_figheight(_HEIGHT + _LINE * len(handles))
-    figure.legend(handles=handles, frameon=False, **_ABOVE)
+    _set_legend(figure, handles, [str(handle.get_label()) for handle in handles])
     return True
+
+
+def _set_legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str], title: str | None = None) -> None:
+    """Make room for a legend above the axes, where it never lies over a curve; in two columns where their words have room."""
+    half = -(-len(labels) // 2)
+    halves = [labels[:half], labels[half:]]
+    columns = 2 if title and sum(max(map(len, part), default=0) for part in halves) < _MOST_CHARACTERS - 4 else 1
+    rows = (half if columns == 2 else len(labels)) + bool(title)
+    figure.set_figheight(figure.get_figheight() + _LINE * rows)
+    spaces = {"labelspacing": 0.2, "columnspacing": 0.8, "handlelength": 1.2, "handletextpad": 0.6, "borderaxespad": 0.1}
+    figure.legend(handles, labels, title=title, ncols=columns, loc="outside upper left", frameon=False, fontsize=11, **spaces)
 
 
 def _draw_alone(axes: Axes, curve: Curve, series: Series, colour: str) -> None:
@@ -316,7 +325,8 @@ def _compare_phases(axes: Axes, runs: Runs) -> None:
         axes.annotate(f"{total:.3g} s", (total, position), xytext=(5, 0), textcoords="offset points", va="center")
     # Above the bars, as names of any length have room there.
     for position, name in zip(positions, runs, strict=True):
-        axes.annotate(name, (0, position - 0.32), xytext=(1, 2), textcoords="offset points").set_in_layout(False)
+        shown = name if len(name) <= _MOST_CHARACTERS else f"\u2026{name[1 - _MOST_CHARACTERS :]}"
+        axes.annotate(shown, (0, position - 0.32), xytext=(1, 2), textcoords="offset points").set_in_layout(False)
     axes.set_yticks([])
     axes.set_ylim(len(runs) - 0.5, -0.8)
     axes.set_xlabel("seconds a step, mean of all steps", fontsize=11)

@@ -161,7 +161,7 @@ def _draw_timing(series: Mapping[str, Series], run_name: str) -> Figure | None:
     if not phase_names(series):
         return None
     figure, axes = one_panel(f"Time of a step: {run_name}")
-    axes.legend(**draw_phases(axes, series), loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    axes.legend(**draw_phases(axes, series), loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
     return figure
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -253,7 +254,11 @@ def test_light_and_dark_pages_can_be_read(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_a_phone_shows_the_page_without_scrolling_sideways(tmp_path: Path) -> None:
-    page = write_report([make_run(tmp_path / "run")], tmp_path / "page.html")
+    names = [
+        name.removeprefix("train/") for panel in PANELS for curve in panel.curves for name in curve.metrics if name.startswith("train/")
+    ]
+    runs = [make_run(tmp_path / name, **dict.fromkeys(names, 0.5)) for name in ("run", "another-run-" * 8)]
+    pages = [write_report(runs[:count], tmp_path / f"page{count}.html") for count in (1, 2)]
     sizes = """[...document.querySelectorAll("svg text")].map(text => parseFloat(getComputedStyle(text).fontSize)
         * text.ownerSVGElement.getBoundingClientRect().width / text.ownerSVGElement.viewBox.baseVal.width)"""
     outside = """[...document.querySelectorAll("svg text")].filter(text => {
@@ -262,13 +267,13 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(tmp_path: Path) -> No
     }).map(text => text.textContent)"""
     (tmp_path / "profile").mkdir()
     with browser(tmp_path / "profile") as opened:
-        for scheme, ink in (("light", "rgb(34, 48, 58)"), ("dark", "rgb(227, 232, 235)")):
-            for width in (390, 1400):
-                opened.look(width, scheme)
-                opened.open(page)
-                assert opened.value("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
-                assert min(opened.value(sizes)) > 10.9 and opened.value(outside) == []
-                assert opened.value("getComputedStyle(document.querySelector('svg text')).fill") == ink
+        for page, width, scheme in itertools.product(pages, (390, 1400), ("light", "dark")):
+            opened.look(width, scheme)
+            opened.open(page)
+            assert opened.value("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+            assert min(opened.value(sizes)) > 10.9 and opened.value(outside) == []
+            ink = {"light": "rgb(34, 48, 58)", "dark": "rgb(227, 232, 235)"}[scheme]
+            assert opened.value("getComputedStyle(document.querySelector('svg text')).fill") == ink
         assert opened.faults == []
 
 
