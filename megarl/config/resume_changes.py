@@ -11,12 +11,16 @@ from megarl.config.models import POLICY, as_of_policy, model_sections
 from megarl.config.nested import at
 from megarl.errors import ConfigError, Violation
 
-# The optimizer's and the schedule's state bring these values along, so that others would be ignored.
-_KEPT_BY_STATE = (
+# The optimizer's state brings these values along, so that others would be ignored.
+_KEPT_BY_STATE = ("policy.optimizer", "policy.megatron_cfg.optimizer")
+# What a schedule is made of; it goes on from the checkpoint's step, so that these take effect.
+_SCHEDULE = (
     "policy.learning_rate",
-    "policy.optimizer",
+    "policy.optimizer.kwargs.lr",
     "policy.scheduler",
-    "policy.megatron_cfg.optimizer",
+    "policy.megatron_cfg.optimizer.lr",
+    "policy.megatron_cfg.optimizer.min_lr",
+    "policy.megatron_cfg.optimizer.weight_decay",
     "policy.megatron_cfg.scheduler",
 )
 # Its state has another form, which the other one does not read.
@@ -29,6 +33,7 @@ _FREE = (
 )
 # What the run so far was promised to be made of. Where the data lies is free: its content is compared by its fingerprint.
 _PROMISED = (
+    *_SCHEDULE,
     "algorithm",
     "recipe",
     "seed",
@@ -51,12 +56,16 @@ _PLACE_IN_LIST = re.compile(r"data\.train\.\d+\.(path|name)")
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted keys that both configurations have, with both values, where these differ.
 
-    A key that only one of them has is a new or a dropped one of another megarl, and says nothing.
+    A key that only one of them has is a new or a dropped one of another megarl, and says nothing; but among ``kwargs``, which a person
+    wrote, it is a change from or to None.
     """
     changes: dict[str, tuple[Any, Any]] = {}
     for key in [key for key in before if key in now]:
         old, new = _by_place(before[key], now[key])
         if isinstance(old, Mapping) and isinstance(new, Mapping):
+            if key == "kwargs":
+                absent = dict.fromkeys([*old, *new])
+                old, new = absent | old, absent | new
             changes |= {f"{key}.{inner}": values for inner, values in changed_keys(old, new).items()}
         elif old != new:
             changes[key] = (old, new)
@@ -118,7 +127,7 @@ def _other_form(changes: Mapping[str, tuple[Any, Any]], models: Sequence[str], c
 def _without_effect(changes: Mapping[str, tuple[Any, Any]], models: Sequence[str], checkpoint: str) -> Iterator[Violation]:
     for key, (old, new) in changes.items():
         of_policy = as_of_policy(key, models)
-        if _is_below(of_policy, _KEPT_BY_STATE) and not _is_below(of_policy, _FREE):
+        if _is_below(of_policy, _KEPT_BY_STATE) and not _is_below(of_policy, (*_FREE, *_SCHEDULE)):
             bound = f"{checkpoint} has optimizer state with {old!r}, which stays: the change would do nothing"
             yield Violation(key, new, bound, f"write {old!r}, or start another run from exported weights")
 

@@ -320,8 +320,24 @@ CHANGES: list[tuple[str, dict[str, Any], bool, str]] = [
     ("batch", {"policy": {"train_global_batch_size": 2}}, True, r"train_global_batch_size = 2: .* was trained with 4"),
     ("order", {"data": {"shuffle": False}}, True, r"data\.shuffle = False"),
     ("prompt", {"data": {"system_prompt": "be kind"}}, True, r"data\.system_prompt = 'be kind'"),
-    ("learning rate", {"policy": {"megatron_cfg": {"optimizer": {"lr": 2e-3}}}}, False, r"optimizer\.lr = 0\.002: .*would do nothing"),
-    ("schedule", {"policy": {"megatron_cfg": {"scheduler": {"lr_warmup_iters": 3}}}}, False, r"lr_warmup_iters = 3: .*would do nothing"),
+    (
+        "learning rate",
+        {"policy": {"megatron_cfg": {"optimizer": {"lr": 2e-3}}}},
+        True,
+        r"optimizer\.lr = 0\.002: .* was trained with 0\.\d+.*accept_changes=true",
+    ),
+    (
+        "schedule",
+        {"policy": {"megatron_cfg": {"scheduler": {"lr_warmup_iters": 3}}}},
+        True,
+        r"lr_warmup_iters = 3: .* was trained with \d+",
+    ),
+    (
+        "moments",
+        {"policy": {"megatron_cfg": {"optimizer": {"adam_beta1": 0.8}}}},
+        False,
+        r"optimizer\.adam_beta1 = 0\.8: .*would do nothing",
+    ),
     (
         "distributed optimizer",
         {"policy": {"megatron_cfg": {"optimizer": {"use_distributed_optimizer": True}}}},

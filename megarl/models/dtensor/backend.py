@@ -53,7 +53,14 @@ from megarl.models.engine.scoring import scoring_config, scoring_source
 from megarl.models.huggingface import checkpoint
 from megarl.models.huggingface.generation import generate
 from megarl.models.huggingface.loading import build_on_meta, check_names, is_tied, persistent_buffers, recompute_layers
-from megarl.models.huggingface.optimizer import build_optimizer, build_scheduler, clip, schedule_values
+from megarl.models.huggingface.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    clip,
+    resume_schedule,
+    saved_schedule,
+    schedule_values,
+)
 from megarl.models.huggingface.passes import forward_backward
 from megarl.models.huggingface.sending_order import in_sending_order
 from megarl.weight_sync.manifest import BUCKETS, bucket_bytes
@@ -338,11 +345,13 @@ class DTensorBackend:
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
         even = EvenState(self._rows, self.runtime.device)
         checkpoint.save_weights(even.cut(self._divided()), weights, self._staging.of(weights))
-        if optimizer is not None and trained is not None:
+        if optimizer is not None and trained is not None and self.scheduler is not None:
             state = even.cut_optimizer(checkpoint.named_optimizer_state(trained, self._parameters.items()))
             if self.loss_scale.dynamic:
                 state["param_groups"][0].update(zip(SCALE_KEYS, (self.loss_scale.factor, self.loss_scale.clean_steps), strict=True))
-            checkpoint.save_optimizer(state, self.scheduler, self.runtime, optimizer, self._staging.of(optimizer))
+            checkpoint.save_optimizer(
+                state, saved_schedule(self.policy, self.scheduler), self.runtime, optimizer, self._staging.of(optimizer)
+            )
 
     def require_loadable(self, weights: Path, optimizer: Path | None) -> None:
         checkpoint.require(weights)
@@ -358,11 +367,13 @@ class DTensorBackend:
         checkpoint.load_weights(state, weights)
         even.write(state, divided)
         if optimizer is not None and trained is not None:
-            loaded = checkpoint.load_optimizer(state, self.scheduler, self.runtime, optimizer)
+            loaded, schedule = checkpoint.load_optimizer(state, self.runtime, optimizer)
             factor, clean_steps = (loaded["param_groups"][0].pop(key, None) for key in SCALE_KEYS)
             if self.loss_scale.dynamic and factor is not None:
                 self.loss_scale.factor, self.loss_scale.clean_steps = factor, clean_steps
             checkpoint.install_optimizer_state(trained, self._parameters.items(), even.divide_optimizer(loaded, divided))
+            assert self.scheduler is not None, "built with the optimizer"
+            self.scheduler = resume_schedule(self.policy, self.scheduler, schedule)
 
     def close(self) -> None:
         """Give the memory of staged checkpoints back. The process groups go with torch's default group."""

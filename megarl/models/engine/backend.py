@@ -3,6 +3,7 @@ differs."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
 from megarl.weight_sync.slices import Slice, Slices
+
+logger = logging.getLogger(__name__)
 
 Optimizer = TypeVar("Optimizer")
 Part = Literal["parameters", "gradients", "optimizer"]
@@ -147,6 +150,12 @@ class Backend(Protocol):
 
     def load(self, weights: Path, optimizer: Path | None) -> None:
         """Read what ``save`` wrote, from any layout. Collective; after an error some of the weights may be the checkpoint's."""
+
+
+def log_changed_rate(steps: int, before: float, now: float) -> None:
+    """Say on the first rank that a resumed run has another learning rate than its checkpoint."""
+    if before != now and dist.get_rank() == 0:
+        logger.warning("learning rate after step %d: %g, by the changed schedule; the checkpoint has %g", steps, now, before)
 
 
 def require_optimizer(optimizer: Optimizer | None) -> Optimizer:

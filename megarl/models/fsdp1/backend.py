@@ -37,7 +37,15 @@ from megarl.models.fsdp1.whole import FullModel
 from megarl.models.huggingface import checkpoint
 from megarl.models.huggingface.generation import generate
 from megarl.models.huggingface.loading import build_on_meta, recompute_layers
-from megarl.models.huggingface.optimizer import build_optimizer, build_scheduler, clip, schedule_values, squared_norm
+from megarl.models.huggingface.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    clip,
+    resume_schedule,
+    saved_schedule,
+    schedule_values,
+    squared_norm,
+)
 from megarl.models.huggingface.passes import forward_backward
 from megarl.models.huggingface.sending_order import in_sending_order
 from megarl.weight_sync.slices import Slice, Slices
@@ -234,10 +242,9 @@ class FSDP1Backend:
     def save(self, weights: Path, optimizer: Path | None) -> None:
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
         checkpoint.save_weights(self.model.state(), weights, self._staging.of(weights))
-        if optimizer is not None and trained is not None:
-            checkpoint.save_optimizer(
-                self.model.optimizer_state(trained), self.scheduler, self.runtime, optimizer, self._staging.of(optimizer)
-            )
+        if optimizer is not None and trained is not None and self.scheduler is not None:
+            state, schedule = self.model.optimizer_state(trained), saved_schedule(self.policy, self.scheduler)
+            checkpoint.save_optimizer(state, schedule, self.runtime, optimizer, self._staging.of(optimizer))
 
     def require_loadable(self, weights: Path, optimizer: Path | None) -> None:
         checkpoint.require(weights)
@@ -251,8 +258,10 @@ class FSDP1Backend:
         checkpoint.load_weights(state, weights)
         self.model.load_state(state)
         if optimizer is not None and trained is not None:
-            loaded = checkpoint.load_optimizer(state, self.scheduler, self.runtime, optimizer)
+            loaded, schedule = checkpoint.load_optimizer(state, self.runtime, optimizer)
             self.model.load_optimizer_state(trained, loaded)
+            assert self.scheduler is not None, "built with the optimizer"
+            self.scheduler = resume_schedule(self.policy, self.scheduler, schedule)
 
     def close(self) -> None:
         """Give the memory of staged checkpoints back, and destroy the groups of one."""

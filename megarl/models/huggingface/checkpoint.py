@@ -20,7 +20,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.optim.lr_scheduler import LRScheduler
 
 from megarl.checkpoint.collective import appears_whole, failing_alike, failing_together, random_state_file
 from megarl.checkpoint.restricted import METADATA_FILE, RestrictedReader, read_plain
@@ -58,7 +57,7 @@ def load_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
 
 
 def save_optimizer(
-    state: OptimizerState, scheduler: LRScheduler | None, runtime: DeviceRuntime, directory: Path, buffer: StagingBuffer | None = None
+    state: OptimizerState, schedule: Mapping[str, Any], runtime: DeviceRuntime, directory: Path, buffer: StagingBuffer | None = None
 ) -> None:
     """Write optimizer state, schedule and every rank's random-number states to ``directory``; tensors may be staged. A collective over all
     ranks.
@@ -70,7 +69,7 @@ def save_optimizer(
     plain = {
         "numbers": {_key(name, key): value for name, key, value in _entries(state) if not isinstance(value, torch.Tensor)},
         "param_groups": [{key: _plain(value) for key, value in group.items()} for group in state["param_groups"]],
-        "schedule": None if scheduler is None else {"kind": type(scheduler).__name__, "state": scheduler.state_dict()},
+        "schedule": dict(schedule),
     }
     with appears_whole(directory) as partial:
         _write(tensors, partial, buffer)
@@ -80,19 +79,17 @@ def save_optimizer(
             save_file(runtime.rng_state(), partial / random_state_file(dist.get_rank()))
 
 
-def load_optimizer(
-    like: Mapping[str, torch.Tensor], scheduler: LRScheduler | None, runtime: DeviceRuntime, directory: Path
-) -> OptimizerState:
-    """Read what ``save_optimizer`` wrote: the optimizer's state is returned, the schedule and random-number states are put back.
+def load_optimizer(like: Mapping[str, torch.Tensor], runtime: DeviceRuntime, directory: Path) -> tuple[OptimizerState, dict[str, Any]]:
+    """Read what ``save_optimizer`` wrote: states of the optimizer and of the schedule are returned, random-number states are put back.
 
-    The learning rate, its schedule's place and the weight decay are the checkpoint's, not the configuration's, so that a run goes on as it
-    was. Random-number states come back where this rank existed when they were saved. A collective over all ranks.
+    The hyperparameters are the checkpoint's, not the configuration's, so that a run goes on as it was; of the learning rate see
+    ``resume_schedule``. Random-number states come back where this rank existed when they were saved. A collective over all ranks.
 
     Args:
         like: the weights; state of a weight's shape is spread over the ranks as the weight is.
 
     Raises:
-        CheckpointError: no such checkpoint, or it belongs to another model or kind of schedule.
+        CheckpointError: no such checkpoint, or it belongs to another model.
     """
     with failing_alike():
         metadata = _metadata(directory)
@@ -109,12 +106,14 @@ def load_optimizer(
     for entry, value in plain["numbers"].items():
         name, key = entry.rsplit("/", 1)
         state.setdefault(name, {})[key] = value
-    with failing_together(f"reading schedule and random-number states of {directory}"):
-        _restore_schedule(scheduler, plain["schedule"], directory)
+    with failing_together(f"reading random-number states of {directory}"):
         rng = directory / random_state_file(dist.get_rank())
         if is_file(rng):
             runtime.set_rng_state(read_again(lambda: load_file(rng), str(rng)))
-    return {"state": state, "param_groups": plain["param_groups"]}
+    # version 0.1 kept nothing for a run without a schedule; updates of the optimizer stand for its steps
+    updates = max((int(values["step"]) for values in state.values() if "step" in values), default=0)
+    schedule = plain["schedule"] or {"kind": None, "state": {"last_epoch": updates}}
+    return {"state": state, "param_groups": plain["param_groups"]}, schedule
 
 
 def named_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> OptimizerState:
@@ -183,16 +182,6 @@ def _empty(stored: TensorStorageMetadata, like: torch.Tensor) -> torch.Tensor:
     if tuple(stored.size) == tuple(like.shape):
         return torch.zeros_like(like, dtype=stored.properties.dtype)
     return torch.zeros(stored.size, dtype=stored.properties.dtype)
-
-
-def _restore_schedule(scheduler: LRScheduler | None, saved: Mapping[str, Any] | None, directory: Path) -> None:
-    here, there = scheduler and type(scheduler).__name__, saved and saved["kind"]
-    if here != there:
-        raise CheckpointError(
-            f"{directory} was written with the learning-rate schedule {there}, policy.scheduler is {here}; resume with the schedule it had"
-        )
-    if scheduler is not None and saved is not None:
-        scheduler.load_state_dict(saved["state"])
 
 
 def _write(state: Mapping[str, torch.Tensor], directory: Path, buffer: StagingBuffer | None = None) -> None:

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from megarl.config.rules.optimizer import milestone_faults
 from megarl.errors import ConfigError, Violation
 from megarl.key import defaults_of
+from megarl.models.engine.backend import log_changed_rate
 from megarl.models.policy import PytorchOptimizerConfig
 
 OPTIMIZER = "policy.optimizer"
@@ -77,8 +79,8 @@ def build_optimizer(
     return _construct(OPTIMIZER, kind, groups, kwargs)
 
 
-def build_scheduler(policy: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """The learning-rate schedule of ``policy.scheduler``; None keeps the learning rate constant.
+def build_scheduler(policy: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """The learning-rate schedule of ``policy.scheduler``; without one the learning rate is constant, and steps are counted all the same.
 
     ``{name, kwargs}`` is one schedule. A list of them that ends with ``{milestones: [...]}`` is a sequence: at the first milestone the
     second schedule takes over, and so on.
@@ -88,12 +90,48 @@ def build_scheduler(policy: Mapping[str, Any], optimizer: torch.optim.Optimizer)
     """
     chosen = policy.get("scheduler")
     if not chosen:
-        return None
+        return ConstantLR(optimizer, factor=1.0, total_iters=1)
     if isinstance(chosen, Mapping):
         return _one_schedule(SCHEDULER, chosen, optimizer)
     entries, milestones = _split_milestones(chosen)
     schedules = [_one_schedule(f"{SCHEDULER}[{index}]", entry, optimizer) for index, entry in enumerate(entries)]
     return schedules[0] if len(schedules) == 1 else SequentialLR(optimizer, schedules, milestones)
+
+
+def saved_schedule(policy: Mapping[str, Any], scheduler: LRScheduler) -> dict[str, Any]:
+    """What a checkpoint keeps of a schedule, for ``resume_schedule``."""
+    return {"kind": type(scheduler).__name__, "state": scheduler.state_dict(), "settings": _settings(policy, scheduler.optimizer)}
+
+
+def resume_schedule(policy: Mapping[str, Any], scheduler: LRScheduler, saved: Mapping[str, Any]) -> LRScheduler:
+    """Return the schedule at the step of a checkpoint, whose optimizer state is in the optimizer already.
+
+    A schedule with the settings of the checkpoint's gets its state, so that a run goes on bit for bit. Another one takes its steps from
+    the run's beginning.
+
+    Args:
+        policy: the configuration, which decides.
+        scheduler: made by it.
+        saved: of the checkpoint; those of version 0.1 do not say with which settings.
+    """
+    optimizer = scheduler.optimizer
+    settings, before = _settings(policy, optimizer), schedule_values(optimizer)["lr"]
+    if saved["kind"] == type(scheduler).__name__ and saved.get("settings", settings) == settings:
+        scheduler.load_state_dict(saved["state"])
+        return scheduler
+    for group in optimizer.param_groups:
+        group["lr"] = settings["lr"]
+        group.pop("initial_lr", None)
+    resumed, steps = build_scheduler(policy, optimizer), saved["state"]["last_epoch"]
+    with warnings.catch_warnings(action="ignore"):  # torch expects a step of the optimizer between two of the schedule
+        for _ in range(steps):
+            resumed.step()
+    log_changed_rate(steps, before, schedule_values(optimizer)["lr"])
+    return resumed
+
+
+def _settings(policy: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"lr": optimizer.defaults["lr"], "scheduler": policy.get("scheduler") or None}
 
 
 def schedule_values(optimizer: torch.optim.Optimizer) -> dict[str, float]:

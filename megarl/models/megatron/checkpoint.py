@@ -41,8 +41,9 @@ from megarl.checkpoint.staging import StagingBuffer
 from megarl.checkpoint.storage import is_file, read_again
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError, MegarlError
+from megarl.models.engine.backend import log_changed_rate
 from megarl.models.megatron.cuda_redirect import cuda_literals
-from megarl.models.megatron.optimizer import fused_style_adam
+from megarl.models.megatron.optimizer import fused_style_adam, schedule_values
 from megarl.models.megatron.sharded_save import save_sharded
 from megarl.models.megatron.state_stream import StateStream, StreamedLoad
 from megarl.patched import patched
@@ -74,6 +75,8 @@ def exact_offsets() -> Iterator[StateStream]:
 SCHEDULE_FILE = "schedule.json"
 _EXTRA_STATE = "_extra_state"
 _DISTRIBUTED_STATE = "optimizer.state.param."
+_BOUNDS = ("max_lr", "min_lr")
+"""What a parameter group has of the schedule, which is the configuration's."""
 
 
 def _metadata() -> dict[str, Any]:
@@ -181,13 +184,18 @@ def load_optimizer(
             failing_together(f"reading the optimizer state of {directory}"),
             contextlib.closing(read_again(lambda: TorchDistCheckpoint(directory), str(directory))) as stored,
         ):
+            bounds = [{key: group[key] for key in _BOUNDS if key in group} for group in optimizer.param_groups]
             optimizer.load_state_dict(loaded)
+            for group, of_config in zip(optimizer.param_groups, bounds, strict=True):
+                group.update(of_config)
             stream.fill(strategy.outlines, stored)
     with failing_together(f"reading schedule and random-number states of {directory}"):
         schedule = directory / SCHEDULE_FILE
         if scheduler is not None and is_file(schedule):
+            before = schedule_values(optimizer)["lr"]
             scheduler.num_steps = 0  # loading advances the schedule from where it stands
             scheduler.load_state_dict(json.loads(read_again(schedule.read_text, str(schedule))))
+            log_changed_rate(scheduler.num_steps, before, schedule_values(optimizer)["lr"])
         rng = directory / random_state_file(dist.get_rank())
         if is_file(rng):
             runtime.set_rng_state(read_again(lambda: load_file(rng), str(rng)))

@@ -109,7 +109,8 @@ def _initialize_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -
 
 
 def build_scheduler(policy: Mapping[str, Any], optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The schedule of ``megatron_cfg.scheduler``, counted in ``train()`` calls; constant values when there is none."""
+    """The schedule of ``megatron_cfg.scheduler``, counted in ``train()`` calls; constant values when there is none. Of a checkpoint it
+    takes the step alone."""
     chosen = policy["megatron_cfg"]["optimizer"]
     scheduler = policy["megatron_cfg"].get("scheduler") or {}
     warmup = scheduler.get("lr_warmup_iters") or 0
@@ -126,7 +127,8 @@ def build_scheduler(policy: Mapping[str, Any], optimizer: MegatronOptimizer) -> 
         end_wd=scheduler["end_weight_decay"],
         wd_incr_steps=decay if scheduler["weight_decay_incr_style"] != "constant" else 1,
         wd_incr_style=scheduler["weight_decay_incr_style"],
-        use_checkpoint_opt_param_scheduler=True,
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
 
 
