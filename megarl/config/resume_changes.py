@@ -65,7 +65,7 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             if key == "kwargs":
                 absent = dict.fromkeys([*old, *new])
-                old, new = absent | old, absent | new
+                old, new = {**absent, **old}, {**absent, **new}
             changes |= {f"{key}.{inner}": values for inner, values in changed_keys(old, new).items()}
         elif old != new:
             changes[key] = (old, new)

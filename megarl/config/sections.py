@@ -189,7 +189,12 @@ class CheckpointingConfig(TypedDict):
     ]
     accept_changes: NotRequired[
         Annotated[
-            bool, Key("go on from a checkpoint although data, seed, batch or model are no longer what it was trained with.", default=False)
+            bool,
+            Key(
+                "go on from a checkpoint although data, seed, batch, model, learning rate or schedule are no longer what it was trained with. "
+                "A changed schedule goes on at the checkpoint's step, counted from the run's beginning; the optimizer's state stays.",
+                default=False,
+            ),
         ]
     ]
     async_save: NotRequired[

@@ -6,7 +6,7 @@ import fnmatch
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.config.algorithms import OF_ALGORITHMS, algorithm_class
@@ -388,15 +388,10 @@ def _fault_of_sink(kind: Any) -> str | None:
     abstract = sorted(getattr(kind, "__abstractmethods__", ()))
     if missing or abstract:
         return f"it lacks {', '.join([*missing, *abstract])}"
-    calls: tuple[tuple[str, Callable[..., Any], tuple[Any, ...]], ...] = (
-        (kind.__name__, kind, ("log_dir", "run_config")),
-        ("write", kind.write, ("self", "row")),
-        ("truncate_after", kind.truncate_after, ("self", "step")),
-        ("close", kind.close, ("self",)),
-    )
-    for name, method, arguments in calls:
+    calls = {"write": ("self", "row"), "truncate_after": ("self", "step"), "close": ("self",)}
+    for name, arguments in {kind.__name__: ("log_dir", "run_config"), **calls}.items():
         try:
-            inspect.signature(method).bind(*arguments)
+            inspect.signature(getattr(kind, name) if name in calls else kind).bind(*arguments)
         except (TypeError, ValueError) as error:
             return f"{name} cannot be called with ({', '.join(arguments)}): {error}"
     return None
