@@ -191,7 +191,7 @@ class CheckpointingConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "go on from a checkpoint although data, seed, batch, model, learning rate or schedule are no longer what it was trained with. "
+                "go on from a checkpoint although data, seed, batch, model, learning rate or schedule are not those it was trained with. "
                 "A changed schedule goes on at the checkpoint's step, counted from the run's beginning; the optimizer's state stays.",
                 default=False,
             ),

@@ -23,6 +23,7 @@ from megarl.checkpoint.lock import RunLock
 from megarl.cli import report
 from megarl.config.validate import validate_config
 from megarl.config.validation_sets import set_plans
+from megarl.config.resume_changes import check_changes
 from megarl.data.tokenization import get_tokenizer
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import BatchError, CheckpointError, ConfigError, DataError, MismatchError, StateError, UnusableCheckpointError
@@ -374,6 +375,23 @@ def test_what_a_checkpoint_was_promised_to_be_is_not_changed_in_silence(
                 run(changed, maker)
             assert not maker.policies
             assert yaml.safe_load((tmp_path / "config.yaml").read_text())["seed"] == 11, "the refused one is not left there"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "key"),
+    [
+        ({"lr": 1e-3}, {"lr": 2e-3}, "policy.optimizer.kwargs.lr"),
+        ({}, {"lr": 2e-3}, "policy.optimizer.kwargs.lr"),
+        ({"lr": 1e-3, "eps": 1e-6}, {"lr": 1e-3}, None),
+    ],
+)
+def test_of_torch_a_rate_may_change_and_a_moment_may_not(before: dict[str, float], now: dict[str, float], key: str | None) -> None:
+    """Also where only one of the two configurations has the argument."""
+    old, new = ({"policy": {"optimizer": {"name": "torch.optim.AdamW", "kwargs": kwargs}}} for kwargs in (before, now))
+    with pytest.raises(ConfigError, match="accept_changes=true" if key else r"kwargs\.eps = None: .*would do nothing"):
+        check_changes(old, new, "step_2", accepted=False)
+    if key is not None:
+        assert check_changes(old, new, "step_2", accepted=True) == {key: (before.get("lr"), now["lr"])}
 
 
 def test_what_does_not_matter_may_change_and_is_said(tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture) -> None:
