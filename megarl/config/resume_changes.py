@@ -33,7 +33,6 @@ _FREE = (
 )
 # What the run so far was promised to be made of. Where the data lies is free: its content is compared by its fingerprint.
 _PROMISED = (
-    *_SCHEDULE,
     "algorithm",
     "recipe",
     "seed",
@@ -100,7 +99,8 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint:
     of_state = {key: values for key, values in changes.items() if not _is_below(key, others)}
     violations += [*_other_form(of_state, trained, checkpoint), *_without_effect(of_state, trained, checkpoint)]
     if not accepted:
-        violations += _broken_promises(changes, [path for path, _ in models], checkpoint)
+        violations += _broken_promises(changes, [path for path, _ in models], _PROMISED, checkpoint)
+        violations += _broken_promises(of_state, trained, _SCHEDULE, checkpoint)
     if violations:
         raise ConfigError(violations)
     return changes
@@ -132,9 +132,11 @@ def _without_effect(changes: Mapping[str, tuple[Any, Any]], models: Sequence[str
             yield Violation(key, new, bound, f"write {old!r}, or start another run from exported weights")
 
 
-def _broken_promises(changes: Mapping[str, tuple[Any, Any]], models: Sequence[str], checkpoint: str) -> Iterator[Violation]:
+def _broken_promises(
+    changes: Mapping[str, tuple[Any, Any]], models: Sequence[str], promised: Sequence[str], checkpoint: str
+) -> Iterator[Violation]:
     for key, (old, new) in changes.items():
-        if _is_below(as_of_policy(key, models), _PROMISED) and not (_is_below(key, _PLACES_OF_DATA) or _PLACE_IN_LIST.fullmatch(key)):
+        if _is_below(as_of_policy(key, models), promised) and not (_is_below(key, _PLACES_OF_DATA) or _PLACE_IN_LIST.fullmatch(key)):
             bound = f"{checkpoint} was trained with {old!r}"
             yield Violation(key, new, bound, f"write {old!r}, or checkpointing.accept_changes=true for a run that is no longer one")
 
