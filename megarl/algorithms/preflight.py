@@ -54,8 +54,8 @@ _LEAST_FILES = 256
 _THREADS_OF_RAY, _THREADS_OF_RANK = 300, 60
 """Threads of a local Ray with its agents, and of one worker with torch, gloo and Ray in it; counted on a CPU."""
 
-_PACKAGES = {"logger.wandb_enabled": ("wandb", "wandb"), "logger.tensorboard_enabled": ("tensorboard", "plot")}
-"""Package and extra of megarl that a switch of the configuration needs."""
+_PACKAGES = {f"logger.{name}_enabled": name for name in ("wandb", "tensorboard", "mlflow", "trackio")}
+"""Packages that switches of the configuration need, which are also the names of megarl's extras."""
 
 
 def require_this_machine(config: Config, *, trains: bool = True) -> None:
@@ -90,7 +90,8 @@ def missing_engine(config: Config) -> Iterator[Violation]:
     kind = engine_of(config)
     package = None if kind is None else kind.missing_package()
     if kind is not None and package is not None:
-        fix = f"install megarl's extra {kind.extra}, or remove the line: then the policy itself generates"
+        extra, _, otherwise = kind.extra.partition(" ")
+        fix = f"pip install '{env.DISTRIBUTION}[{extra}]' {otherwise}, or remove the line: then the policy itself generates"
         yield Violation(GENERATION_BACKEND, at(config, GENERATION_BACKEND), f"the package {package} is not installed", fix)
     for path in (POLICY, *model_sections(config)):
         key = f"{path}.megatron_cfg.transformer_engine"
@@ -101,9 +102,9 @@ def missing_engine(config: Config) -> Iterator[Violation]:
 
 def missing_sinks(config: Config) -> Iterator[Violation]:
     """Yield packages of metric sinks that are switched on and not installed."""
-    for key, (package, extra) in _PACKAGES.items():
+    for key, package in _PACKAGES.items():
         if at(config, key) and env.installed_version(package) is None:
-            fix = f"install megarl's extra {extra} (pip install {package}), or write {key}=false"
+            fix = f"pip install '{env.DISTRIBUTION}[{package}]', or write {key}=false"
             yield Violation(key, True, f"the package {package} is not installed", fix)
 
 

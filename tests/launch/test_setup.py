@@ -124,7 +124,8 @@ def test_an_installed_package_knows_its_recipes(installed: Path, tmp_path: Path)
     listed = run_installed(installed, tmp_path / "a", "megarl", "recipes", "--json")
     assert listed.returncode == 0, listed.stderr
     found = json.loads(listed.stdout)
-    assert {recipe["name"] for recipe in found} == {path.stem for path in (ROOT / "configs").glob("*.yaml")}
+    files = [path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.yaml")]
+    assert {recipe["name"] for recipe in found} == {str(path.with_suffix("")) for path in files}
     assert all(Path(recipe["path"]).is_relative_to(installed) and len(recipe["summary"]) > 20 for recipe in found)
     name = "grpo-qwen2.5-7b-8gpu-megatron"
     dry = run_installed(installed, tmp_path / "b", "megarl", "train", name, "--dry-run")

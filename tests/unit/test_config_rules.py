@@ -504,6 +504,15 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {"data.validation.0.val_temperature"},
     ),
     ("prompt_template_has_place", {"data.prompt_template": "Answer: {question}"}, {}, {"data.prompt_template"}),
+    *(
+        (
+            "metric_of_checkpoints_has_a_prefix",
+            {"checkpointing.enabled": True, "checkpointing.metric_name": name},
+            {},
+            {"checkpointing.metric_name"},
+        )
+        for name in ("val:accuracy", "reward")
+    ),
     ("validation_has_data", {"data.validation": None, "grpo.val_at_end": True}, {}, {"grpo.val_at_end"}),
     ("single_turn", {"grpo.max_rollout_turns": 2}, {}, {"grpo.max_rollout_turns"}),
     ("reward_is_known", {"env.reward": "exakt"}, {}, {"env.reward"}),

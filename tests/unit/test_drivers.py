@@ -21,9 +21,9 @@ from megarl.algorithms.loop import total_steps
 from megarl.algorithms.run import run
 from megarl.checkpoint.lock import RunLock
 from megarl.cli import report
+from megarl.config.resume_changes import check_changes
 from megarl.config.validate import validate_config
 from megarl.config.validation_sets import set_plans
-from megarl.config.resume_changes import check_changes
 from megarl.data.tokenization import get_tokenizer
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import BatchError, CheckpointError, ConfigError, DataError, MismatchError, StateError, UnusableCheckpointError
