@@ -472,13 +472,14 @@ def show(config: Config, data: bool) -> None:
     from rich.console import Console
 
     from megarl.algorithms.model_check import check_models_on_disk
-    from megarl.algorithms.preflight import findings, print_findings
+    from megarl.algorithms.preflight import findings, print_findings, require_files_of_models
     from megarl.config.model_facts import facts_of_policy, published_config
     from megarl.config.report import WIDTH, print_report
 
     check_models_on_disk(config)
-    found = []
+    lacking, found = findings(config), []
     if data:
+        require_files_of_models(lacking)
         from megarl.algorithms.inputs import describe_inputs
 
         # reading completes the configuration; the report shows it as it was given
@@ -490,7 +491,7 @@ def show(config: Config, data: bool) -> None:
         console.print(f"{model_name} is not on this disk; its sizes are those that it was published with.", markup=False)
     for line in found:
         console.print(line, markup=False, highlight=False)
-    print_findings(findings(config), console)
+    print_findings(lacking, console)
 
 
 def doctor(arguments: argparse.Namespace) -> int:

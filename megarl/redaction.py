@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -202,6 +204,9 @@ def redact_log(environment: Mapping[str, str]) -> None:
     """Set up the log of this process, on its standard error, unless it has one: from warnings on, and without the secrets of its
     environment."""
     learn(environment)
+    if not sys.warnoptions:
+        # Megatron and torch announce changes to their own developers at every start; python -W shows them.
+        warnings.filterwarnings("ignore", category=FutureWarning)
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

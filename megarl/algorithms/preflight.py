@@ -49,10 +49,10 @@ _LEAST_FREE = 64 << 20
 """Bytes that the smallest run writes, with room to spare."""
 
 _LEAST_FILES = 256
-"""Open files: Ray's own processes and the driver have some 200."""
+"""Open files of one process: a worker of a small run on the CPU was seen to have 136."""
 
-_THREADS_OF_RAY, _THREADS_OF_RANK = 300, 60
-"""Threads of a local Ray with its agents, and of one worker with torch, gloo and Ray in it; counted on a CPU."""
+_THREADS_OF_RAY, _THREADS_OF_RANK = 200, 80
+"""Threads of the driver and a local Ray (185), and of one worker (79), as counted in a run of two ranks on two cores."""
 
 _PACKAGES = {f"logger.{name}_enabled": name for name in ("wandb", "tensorboard", "mlflow", "trackio")}
 """Packages that switches of the configuration need, which are also the names of megarl's extras."""
@@ -76,6 +76,17 @@ def require_this_machine(config: Config, *, trains: bool = True) -> None:
 def findings(config: Config, *, trains: bool = True) -> list[Violation]:
     """Return everything that this machine lacks. Arguments as of ``require_this_machine``."""
     return [finding for check in (CHECKS if trains else CHECKS_OF_EVALUATION) for finding in check(config)]
+
+
+def require_files_of_models(found: Sequence[Violation]) -> None:
+    """Refuse to read data without a tokenizer, which would be asked for again and again for a minute.
+
+    Raises:
+        MachineError: a model or tokenizer is among the findings.
+    """
+    absent = [finding for finding in found if finding.key.endswith((".model_name", ".tokenizer.name"))]
+    if absent:
+        raise MachineError(absent)
 
 
 def print_findings(found: Sequence[Violation], console: Console) -> None:

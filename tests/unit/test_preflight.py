@@ -69,6 +69,16 @@ def test_every_recipe_is_refused_in_one_list_and_leaves_nothing(
     assert console.export_text().partition(":\n")[2].split() == refused.partition(":\n")[2].split()
 
 
+def test_data_are_not_read_for_a_model_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
+    monkeypatch.setattr("megarl.algorithms.inputs.describe_inputs", lambda _: pytest.fail("the data were read"))
+    assert main(["train", "grpo-qwen2.5-1.5b-1gpu-megatron", "--dry-run", "--data"]) == 2
+    assert "policy.model_name = 'Qwen/Qwen2.5-1.5B': it is not on this disk" in capsys.readouterr().err
+
+
 def test_packages_devices_directories_and_models_are_named_together(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
