@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import math
 import os
 import resource
@@ -25,6 +26,7 @@ from rich.console import Console
 from megarl import env
 from megarl.algorithms.start import engine_of
 from megarl.checkpoint.manifest import read_signing_key
+from megarl.config.data_sources import sources_of
 from megarl.config.environments import environment_class, environments_of, rewards_of
 from megarl.config.memory_run import disk_bytes
 from megarl.config.model_facts import facts_of_policy
@@ -162,17 +164,29 @@ def unusable_rewards(config: Config) -> Iterator[Violation]:
             yield from error.violations
 
 
+def missing_data(config: Config) -> Iterator[Violation]:
+    """Yield data files that are not there."""
+    for key, source in itertools.chain.from_iterable(sources_of(config["data"], name) for name in ("train", "validation")):
+        path = source.get("path")
+        if path is not None and not Path(path).expanduser().exists():
+            fix = "give the path of a JSON lines, parquet, CSV or TSV file, or of a saved data set"
+            yield Violation(f"{key}.path", path, "there is no such file", fix)
+
+
 def unusable_directories(config: Config) -> Iterator[Violation]:
     """Yield directories of the run that cannot be written, or whose file system has no room for what the run leaves there."""
     places = {"run_dir": config["run_dir"]}
     if config["checkpointing"]["enabled"]:
         places["checkpointing.checkpoint_dir"] = config["checkpointing"]["checkpoint_dir"]
-    seen = set[Path]()
+    seen, unmakable = set[Path](), set[str]()
     for key, place in places.items():
         try:
             nearest = _nearest_directory(Path(place).absolute())
             free = shutil.disk_usage(nearest).free
         except OSError as error:
+            if str(error) in unmakable:
+                continue
+            unmakable.add(str(error))
             bound = f"it cannot be made: {os.strerror(error.errno or 0)}: {error.filename}"
             yield Violation(key, place, bound, "give a directory that can be made")
             continue
@@ -360,6 +374,7 @@ CHECKS_OF_EVALUATION: tuple[Check, ...] = (
     low_limits,
     unreachable_models,
     unusable_rewards,
+    missing_data,
 )
 CHECKS: tuple[Check, ...] = (*CHECKS_OF_EVALUATION, missing_sinks, unusable_directories, unreadable_key)
 """In the order in which their findings are listed."""

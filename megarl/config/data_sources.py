@@ -30,8 +30,8 @@ DEFAULT_CACHE_GIB = 100.0
 
 FIELD_KEYS = ("prompt_key", "answer_key", "messages_key", "tools_key", "system_key")
 PAIR_KEYS = ("chosen_key", "rejected_key")
-_PLACE_KEYS = ("path", "name")
-_OF_ONE_PLACE = frozenset({*_PLACE_KEYS, "subset", "split", *FIELD_KEYS, *PAIR_KEYS, "extra_keys"})
+PLACE_KEYS = ("path", "name")
+_OF_ONE_PLACE = frozenset({*PLACE_KEYS, "subset", "split", *FIELD_KEYS, *PAIR_KEYS, "extra_keys"})
 """Keys of a source that say nothing about the records of another place."""
 
 _STEP = re.compile(r"(?:(?:^|\.)([^.\[\]]+))|\[(-?\d+)\]")
@@ -64,7 +64,7 @@ def replaced_keys(written: Mapping[str, Any]) -> frozenset[str]:
     conversation.
     """
     replaced = set[str]()
-    if any(written.get(key) is not None for key in _PLACE_KEYS):
+    if any(written.get(key) is not None for key in PLACE_KEYS):
         replaced |= _OF_ONE_PLACE
     if written.get("messages_key") is not None:
         replaced |= {"prompt_key", "answer_key"}

@@ -15,7 +15,7 @@ from omegaconf.resolvers import oc
 
 from converters.checkpoint.files import DEEPEST, special_kind
 from megarl import env
-from megarl.config.data_sources import replaced_keys
+from megarl.config.data_sources import PLACE_KEYS, replaced_keys
 from megarl.config.nested import at, merge, put
 from megarl.config.recipes import inherited
 from megarl.config.sections import Config
@@ -265,6 +265,7 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
         OverridesError: an override cannot be read or applied.
     """
     changed = cast(DictConfig, OmegaConf.create(OmegaConf.to_container(config, resolve=False)))
+    _replace_lists(changed, overrides)
     for override in overrides:
         try:
             _apply(changed, override)
@@ -278,6 +279,16 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
             raise OverridesError(hidden) from (None if said or hidden != text else error)
     _drop_replaced(changed, overrides)
     return changed
+
+
+def _replace_lists(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Make room for one source where an override gives it a place, and a list of sources is inherited."""
+    for override in overrides:
+        found = _SOURCE.fullmatch(override.lstrip("+").partition("=")[0].strip())
+        if found is None or found["source"] not in _SOURCES or found["key"] not in PLACE_KEYS:
+            continue
+        if isinstance(OmegaConf.select(config, found["source"]), ListConfig):
+            OmegaConf.update(config, found["source"], {}, merge=False)
 
 
 def _drop_replaced(config: DictConfig, overrides: Sequence[str]) -> None:

@@ -29,6 +29,20 @@ def test_later_parents_win_and_the_file_wins_over_all(tmp_path: Path) -> None:
     assert load_config(main) == {"a": "root", "b": "first", "c": "second", "d": "main", "list": [9]}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "train"),
+    [
+        (["data.train.path=mine.jsonl"], {"path": "mine.jsonl"}),
+        (["data.train.weight=2", "data.train.path=mine.jsonl"], {"weight": 2, "path": "mine.jsonl"}),
+        (["data.train.name=owner/set"], {"name": "owner/set"}),
+        (["data.train.0.path=mine.jsonl"], [{"path": "mine.jsonl"}, {"path": "b.jsonl"}]),
+    ],
+)
+def test_a_place_on_the_command_line_takes_that_of_an_inherited_list(tmp_path: Path, overrides: list[str], train: Any) -> None:
+    main = write(tmp_path, "main.yaml", "data: {train: [{name: gsm8k, prompt_key: p}, {path: b.jsonl}], validation: null}\n")
+    assert load_config(main, overrides)["data"] == {"train": train, "validation": None}
+
+
 def test_sections_merge_key_by_key_and_null_replaces_a_section(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "kept: {x: 1, y: 2}\ngone: {x: 1}\n")
     main = write(tmp_path, "main.yaml", "defaults: base.yaml\nkept: {y: 3}\ngone: null\n")

@@ -95,6 +95,7 @@ def test_packages_devices_directories_and_models_are_named_together(
         "checkpointing.signing_key_file": str(tmp_path / "none"),
         "policy.model_name": "nobody/has-this",
         "env.reward": f"{tmp_path}/none.py:score",
+        "data.validation.path": str(tmp_path / "none.jsonl"),
     }
     for key, value in changed.items():
         config = put(config, key, value)
@@ -106,6 +107,7 @@ def test_packages_devices_directories_and_models_are_named_together(
             "RAY_ADDRESS",
             "policy.model_name",
             "env.reward",
+            "data.validation.path",
             "run_dir",
             "checkpointing.signing_key_file",
         ]
@@ -166,7 +168,7 @@ def test_a_disk_without_room_for_the_checkpoints(config: dict[str, Any], tmp_pat
 def test_limits_of_this_process(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {resource.RLIMIT_NOFILE: (100, 100), resource.RLIMIT_NPROC: (resource.RLIM_INFINITY, resource.RLIM_INFINITY)}
     monkeypatch.setattr(preflight.resource, "getrlimit", limits.__getitem__)
-    monkeypatch.setattr(preflight, "_limits_of_processes", lambda: iter([("ulimit -u", 500, 200), ("pids.max", 5000, 200)]))
+    monkeypatch.setattr(preflight, "_limits_of_processes", lambda: iter([("ulimit -u", 400, 200), ("pids.max", 5000, 200)]))
     assert keys(config) == ["ulimit -n", "ulimit -u"]
 
 
