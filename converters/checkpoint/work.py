@@ -23,7 +23,7 @@ READ_BYTES = CHUNK_BYTES // 2
 BYTES_A_WORKER = 5 * CHUNK_BYTES
 """What a worker may hold: a chunk as it is written, what serialising it takes, and what is read for it, in several dtypes and, where an
 adapter is merged, in float32."""
-_SECONDS_BETWEEN_LINES = 10.0
+_SECONDS_BETWEEN_LINES = 5.0
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 
 

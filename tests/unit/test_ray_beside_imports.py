@@ -74,8 +74,9 @@ def test_data_are_refused_after_ray_began_and_before_workers(tmp_path: Path, mon
 
     monkeypatch.setattr(algorithms_run, "start_ray", start_ray)
     monkeypatch.setattr(algorithms_run, "read_inputs", read_inputs)
+    monkeypatch.setattr(algorithms_run, "require_this_machine", lambda _: happened.append("machine"))
     monkeypatch.setattr(algorithms_run, "start_policy", lambda *arguments: happened.append("workers"))
     config: Any = {**complete_run(raw_grpo(), "run"), "run_dir": str(tmp_path / "run")}
     with pytest.raises(DataError, match="no records"):
         algorithms_run.run(config)
-    assert happened == ["ray", "inputs", "ray ended"]
+    assert happened == ["machine", "ray", "inputs", "ray ended"]
