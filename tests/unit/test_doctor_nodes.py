@@ -129,7 +129,9 @@ def test_the_loopback_interface_leads_to_itself() -> None:
 
 def test_the_command_line() -> None:
     arguments = parse(["doctor", "--nodes", "recipe", "a.b=1", "--with", "base/vllm", "c=2", "--json"])
-    assert arguments.nodes and arguments.config == "recipe" and arguments.overrides == ["a.b=1", "c=2"] and arguments.layers == ["base/vllm"]
+    assert (
+        arguments.nodes and arguments.config == "recipe" and arguments.overrides == ["a.b=1", "c=2"] and arguments.layers == ["base/vllm"]
+    )
     assert parse(["doctor", "--nodes"]).config is None
     with pytest.raises(SystemExit):
         parse(["doctor", "recipe"])
