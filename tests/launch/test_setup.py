@@ -120,6 +120,13 @@ def test_every_package_directory_is_installed(installed: Path) -> None:
     assert not (installed / "tests").exists() and not (installed / "configs").exists()
 
 
+def test_the_page_of_a_package_index_links_to_no_file_of_the_clone(installed: Path) -> None:
+    [metadata] = installed.glob("megarl_trainer-*.dist-info/METADATA")
+    page = metadata.read_text(encoding="utf-8")
+    assert "Description-Content-Type: text/markdown" in page and "## Install" in page
+    assert "](" in (ROOT / "README.md").read_text() and not re.findall(r"\]\((?!https?://|#)[^)]*\)", page)
+
+
 def test_an_installed_package_knows_its_recipes(installed: Path, tmp_path: Path) -> None:
     listed = run_installed(installed, tmp_path / "a", "megarl", "recipes", "--json")
     assert listed.returncode == 0, listed.stderr
