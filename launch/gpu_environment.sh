@@ -127,6 +127,8 @@ install_all() {
             "transformer-engine-cu$(cuda_major)==${engine#*==}" "transformer-engine[pytorch]==${engine#*==}"
     fi
     choose_extras
+    # Before it was called megarl-trainer, its own name on the package index was megarl.
+    ((DRY_RUN)) || "$VENV/bin/python" -m pip uninstall --yes megarl >>"$VENV/install.log" 2>&1 || true
     show_or_run "megarl and the rest: $extras (about 3 GB)" "${pip[@]}" --no-build-isolation --editable "${ROOT}[$extras]"
 }
 

@@ -75,7 +75,7 @@ def test_torch_first_then_what_is_compiled_for_it_then_the_rest_then_the_doctor(
     done = make(clone)
     assert done.returncode == 0, done.stderr
     assert clone.installed() == [TORCH, ENGINE, MEGARL.format("plot,vllm")]
-    assert all(f"{clone.root}/constraints-gpu.txt" in words for words in clone.calls())
+    assert all(f"{clone.root}/constraints-gpu.txt" in words for words in clone.calls() if "install" in words)
     assert done.stdout == "asked doctor --transformer-engine\n"
     assert [step for step in range(1, 6) if f"[{step}/5]" in done.stderr] == [1, 2, 3, 4, 5]
     assert (clone.root / ".venv-gpu").is_dir() and not (clone.root / ".venv").exists()
