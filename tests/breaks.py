@@ -158,8 +158,8 @@ BREAKS: Mapping[str, Break] = {
     ),
     "algorithms: a divergence has half of its gradient": Break(
         "megarl/algorithms/loss_functions.py",
-        "has_score = self.exact_kl_gradient and",
-        "has_score = not self.exact_kl_gradient and",
+        "if self.exact_kl_gradient:",
+        "if not self.exact_kl_gradient:",
         ("unit/test_losses.py",),
     ),
     "algorithms: advantages of rounding": Break(

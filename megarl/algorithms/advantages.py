@@ -111,8 +111,8 @@ def estimated_advantages(
     kind, prompts, rewards, valid = settings["adv_estimator"]["name"], samples["prompt_ids"], samples["reward"], samples["sample_mask"]
     if kind == "reinforce_plus_plus":
         mask = samples["token_mask"] * sample_mask.unsqueeze(1)
-        minus_baseline = settings["adv_estimator"]["minus_baseline"]
-        advantages = reinforce_plus_plus_advantages(prompts, rewards, mask, minus_baseline, token_penalties)
+        compared = valid if settings["adv_estimator"]["minus_baseline"] else None
+        advantages = reinforce_plus_plus_advantages(prompts, rewards, mask, compared, token_penalties)
         return advantages.to(rewards.dtype)
     if token_penalties is not None:
         rewards = rewards - token_penalties.sum(dim=1)
@@ -164,7 +164,7 @@ def gdpo_advantages(
 
 
 def reinforce_plus_plus_advantages(
-    prompts: Tensor, rewards: Tensor, mask: Tensor, minus_baseline: bool, token_penalties: Tensor | None = None
+    prompts: Tensor, rewards: Tensor, mask: Tensor, compared: Tensor | None = None, token_penalties: Tensor | None = None
 ) -> Tensor:
     """Advantages of tokens, [B, S] float64 (REINFORCE++, arXiv 2501.03262).
 
@@ -172,17 +172,18 @@ def reinforce_plus_plus_advantages(
     whitened together, over the valid tokens of all rows given.
 
     Args:
-        prompts: [B, P] int, padded alike within a group; read with ``minus_baseline`` alone.
+        prompts: [B, P] int, padded alike within a group; read with ``compared`` alone.
         rewards: [B] float.
         mask: [B, S], 1 for tokens that count: of valid rows, sampled by the policy.
-        minus_baseline: subtract the mean reward of the prompt's answers first (REINFORCE++-baseline).
+        compared: [B], 1 for rows whose rewards make up the mean of their prompt, which is subtracted first (REINFORCE++-baseline); these may
+            be more than are trained on. None for no baseline.
         token_penalties: [B, S] float, for example of a divergence from the reference policy; None for none. Read under the mask alone.
     """
     counts = mask != 0
-    values = torch.where(counts.any(dim=1), rewards, 0.0).double()
-    if minus_baseline:
-        valid = counts.any(dim=1).double()
-        values = values - _baseline_and_std(_groups(prompts, values, valid), values, valid, leave_one_out_baseline=False)[0]
+    values = rewards.double()
+    if compared is not None:
+        values = values - _baseline_and_std(_groups(prompts, values, compared), values, compared, leave_one_out_baseline=False)[0]
+    values = torch.where(counts.any(dim=1), values, 0.0)
     returns = values[:, None].expand(mask.shape)
     if token_penalties is not None:
         penalties = torch.where(counts, token_penalties, 0.0).double()

@@ -324,17 +324,23 @@ class GRPO(Sampled):
         # two records with equal prompts are two groups
         place = torch.arange(len(samples["reward"])) // self.config["num_generations_per_prompt"]
         grouped = {**samples, "prompt_ids": place.unsqueeze(1)}
-        penalties, metrics = self._penalties(batch)
+        penalties, metrics = self._penalties(samples, batch)
         advantages = estimated_advantages(self.config, grouped, batch["sample_mask"], penalties, self.reward_weights)
         return clipped(advantages, self.config["advantage_clip_low"], self.config["advantage_clip_high"]), metrics
 
-    def _penalties(self, batch: BatchedDataDict[Any]) -> tuple[Tensor | None, dict[str, float]]:
-        """[B, S] what the divergence from the reference takes from the reward of each token, None where it takes nothing; and metrics."""
+    def _penalties(self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]) -> tuple[Tensor | None, dict[str, float]]:
+        """[B, S] what the divergence from the reference takes from the reward of each token, None where it takes nothing; and metrics.
+
+        Responses left out of training keep theirs, because they stay in the groups that the others are compared with.
+        """
         if not self.loss_fn.use_kl_in_reward:
             return None, {}
-        divergence = self.loss_fn.kl_of_tokens(batch)
-        tokens = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1))[:, 1:].sum()
-        return self.loss_fn.kl_penalty * divergence, {"kl_in_reward": float(divergence.sum() / tokens.clamp(min=1))}
+        divergence = self.loss_fn.kl_of_tokens({**batch, "sample_mask": samples["sample_mask"]})
+        # What the error threshold left out may be NaN, which would make the whole group NaN.
+        divergence = divergence.where(divergence.isfinite() | (batch["sample_mask"] != 0)[:, None], 0.0)
+        counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
+        mean = (divergence * counts).sum() / counts[:, 1:].sum().clamp(min=1)
+        return self.loss_fn.kl_penalty * divergence, {"kl_in_reward": float(mean)}
 
     def _scored_batch(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         """A ``ClippedPGLossDataDict`` but for its advantages, with the log-probabilities of the policy before the update, and of the

@@ -64,6 +64,8 @@ class DPOLossDataDict(TypedDict):
 
 ENTROPY = "entropy"
 """Metric: the mean over tokens of the entropy of the distribution that a token is drawn from, in nats."""
+KL_CLAMPED = "kl_clamped_share"
+"""Metric: the share of tokens whose divergence, or the difference of log-probabilities in it, was clamped."""
 OUT_OF_BOUNDS = "is_oob_ratio"
 """Metric: the share of tokens whose importance weight was out of bounds."""
 
@@ -84,19 +86,23 @@ class ClippedPGLossFn:
         loss       = mean(w clipped) + mean(v beta k(current, reference))                  k1, k2, k3: see calculate_kl
                      - entropy_coef mean(entropy)
         w          = exp(previous - generation) with use_importance_sampling_correction, else 1
-        v          = exp(current - generation) with use_on_policy_kl_approximation, else exp(current - sg(current)), which is 1
+        v          = sg(exp(current - generation)) with use_on_policy_kl_approximation, else 1
 
     With ``sequence_level_importance_ratios`` all tokens of a sequence have the ratio s = exp(mean over its tokens of current - previous)
     and the weight w = exp(mean of previous - generation) (GSPO, arXiv 2507.18071, equation 7). Where its gradient is that of ``token``, a
     token's ratio is sg(s) exp(current - sg(current)) (GSPO-token, equation 14).
 
     The gradient of a divergence is that of an expectation over samples that the policy itself draws, so it has a score-function part,
-    k times the gradient of the log-probability, beside the gradient of k (arXiv 2506.09477, arXiv 2512.21852). v carries it
-    (``reference_policy_kl_gradient: exact``). ``pathwise`` takes v as a constant, as arXiv 2402.03300 and most trainers have it: for k3 its
-    expectation is the gradient of the divergence only in the limit of equal policies. For k2 it is that gradient, and v always a constant.
+    k times the gradient of the log-probability, beside the gradient of k (arXiv 2506.09477, arXiv 2512.21852):
+    ``reference_policy_kl_gradient: exact``. ``pathwise`` leaves that part out, as arXiv 2402.03300 and most trainers do: for k3 its
+    expectation is the gradient of the divergence only in the limit of equal policies. For k2 it is that gradient.
 
-    The log ratio, of a token or a sequence, is clamped to +-``log_ratio_clamp_value``, reference - current to +-``kl_input_clamp_value``, k
-    to +-``kl_output_clamp_value``; null is no clamp. A clamped value passes no gradient, and v is a constant there.
+    The log ratio, of a token or a sequence, is clamped to +-``log_ratio_clamp_value`` and has no gradient there. d = reference - current is
+    clamped to +-``kl_input_clamp_value``, k to +-``kl_output_clamp_value``; null is no clamp. These two bound the penalty's value and the
+    size of its gradient, but never remove the gradient: a token far from the reference is still pulled back. By the log-probability
+    of a token the gradient is v times -d for k1, k2 and k3 (k1's constant 1 has the expectation 0); for k3's ``pathwise`` it is
+    v (1 - exp(d)), which is at least -v (``kl_output_clamp_value`` + d). ``kl_clamped_share`` is the share of tokens whose d or k a clamp
+    changed.
 
     ``force_on_policy_ratio`` takes sg(current) for ``previous``, which is then not needed in the data: r is exactly 1, its gradient that
     of the log-probability. Further metrics then say how far ``generation`` is from it (see ``megarl.rollout.samples.mismatch_metrics``).
@@ -116,7 +122,8 @@ class ClippedPGLossFn:
     given the tokens before it, and no weight corrects it. It is read only with an ``entropy_coef`` above 0; the metric ``entropy`` is its
     mean over tokens.
 
-    Importance weights that are not finite count as 0; ``nonfinite_importance_weights`` says how many there were.
+    Importance weights that are not finite count as 0, but infinite ones as the bound with ``tis``; ``nonfinite_importance_weights`` says
+    how many there were.
 
     Raises:
         ConfigError: ``ratio_clip_c`` is 1 or less, or settings do not go together (``megarl.config.losses.faults_of_loss``).
@@ -174,9 +181,13 @@ class ClippedPGLossFn:
         self.entropy_coef = cfg["entropy_coef"]
         if self.needs_entropies:
             self.metric_reductions = {**self.metric_reductions, ENTROPY: Reduction.SUM}
+        self.has_penalty = bool(self.kl_penalty) and not self.use_kl_in_reward
+        if self.has_penalty:
+            self.metric_reductions = {**self.metric_reductions, KL_CLAMPED: Reduction.SUM}
         self.use_cispo = cfg["use_cispo"]
         self.sequence_normalizer = cfg["sequence_normalizer"]
-        self.exact_kl_gradient = cfg["reference_policy_kl_gradient"] == "exact"
+        # k2's own gradient is the exact one.
+        self.exact_kl_gradient = cfg["reference_policy_kl_gradient"] == "exact" or self.kl_type == "k2"
         self.log_ratio_bound = cfg["log_ratio_clamp_value"]
         self.kl_input_bound = cfg["kl_input_clamp_value"]
         self.kl_output_bound = cfg["kl_output_clamp_value"]
@@ -226,8 +237,11 @@ class ClippedPGLossFn:
         bounded = self._bounded(weight, drawn_apart, mask)
         policy_values = self._objective(visible(data["advantages"][:, 1:]), ratio, clamped, current)
         loss = mean(bounded * policy_values if self.use_importance_sampling_correction else policy_values)
-        has_penalty = bool(self.kl_penalty) and not self.use_kl_in_reward
-        penalty = mean(self._kl(data, current, generation, visible)) if has_penalty else loss.new_zeros(())
+        penalty = loss.new_zeros(())
+        of_penalty: dict[str, Tensor] = {}
+        if self.has_penalty:
+            divergence, kl_clamped = self._kl(data, current, generation, visible)
+            penalty, of_penalty = mean(divergence), {KL_CLAMPED: token_mean(kl_clamped)}
         loss = loss + self.kl_penalty * penalty
         of_entropy = {}
         if self.needs_entropies:
@@ -249,6 +263,7 @@ class ClippedPGLossFn:
             "nonfinite_importance_weights": (~finite & (mask != 0)).sum().to(loss.dtype),
             "num_valid_samples": sample_mask.sum(),
             "approx_entropy": -token_mean(torch.exp(current - generation) * current),
+            **of_penalty,
             **of_entropy,
         }
         if self.truncation is not None:
@@ -287,7 +302,7 @@ class ClippedPGLossFn:
         log_ratio = self._of_level(current - previous, mask)
         if self.ratio_has_token_gradient:
             log_ratio = log_ratio.detach() + (current - current.detach())
-        ratio = torch.exp(_clamped(log_ratio, self.log_ratio_bound))
+        ratio = _finite_exp(_clamped(log_ratio, self.log_ratio_bound))
         return ratio, ratio.clamp(1.0 - self.ratio_clip_min, 1.0 + self.ratio_clip_max)
 
     def _bounded(self, weight: Tensor, log_weights: Tensor, mask: Tensor) -> Tensor:
@@ -295,7 +310,8 @@ class ClippedPGLossFn:
         if self.truncation is None:
             return weight
         if self.truncation == "tis":
-            return weight.clamp(max=self.weight_max)
+            too_large = torch.exp(self._of_level(log_weights, mask)) > self.weight_max
+            return torch.where(too_large, self.weight_max, weight)
         judged = weight
         if self.truncation == "seq-mask-tis":
             judged = torch.exp(_row_sums(log_weights, mask, average=True))[:, None]
@@ -310,18 +326,31 @@ class ClippedPGLossFn:
             return values
         return torch.where(advantages < 0, torch.minimum(values, -advantages * self.ratio_clip_c), values)
 
-    def _kl(self, data: BatchedDataDict, current: Tensor, generation: Tensor, visible: Callable[[Tensor], Tensor]) -> Tensor:
-        """The KL estimate of every token, [B, S-1], without its coefficient."""
+    def _kl(
+        self, data: BatchedDataDict, current: Tensor, generation: Tensor, visible: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The KL estimate of every token, without its coefficient, and 1 where a clamp changed it, else 0; both [B, S-1]."""
         _check_batch("ClippedPGLossFn with reference_policy_kl_penalty > 0", data, current, ["reference_policy_logprobs"])
-        reference = visible(data["reference_policy_logprobs"][:, 1:])
-        unclamped = calculate_kl(current.detach(), reference, self.kl_type, self.kl_input_bound)
-        estimate = calculate_kl(current, reference, self.kl_type, self.kl_input_bound, self.kl_output_bound)
-        # Where a clamp changed something the penalty has no gradient at all, neither its own nor that of its weight.
-        changed = _beyond(reference - current.detach(), self.kl_input_bound) | _beyond(unclamped, self.kl_output_bound)
-        has_score = self.exact_kl_gradient and self.kl_type != "k2"
-        score = torch.where(changed, current.detach(), current) if has_score else current.detach()
-        weight, _ = _importance_weight(score - (generation if self.use_on_policy_kl_approximation else current.detach()))
-        return weight * estimate
+        constant, reference = current.detach(), visible(data["reference_policy_logprobs"][:, 1:])
+        unclamped = calculate_kl(constant, reference, self.kl_type, self.kl_input_bound)
+        estimate = _clamped(unclamped, self.kl_output_bound)
+        is_clamped = _beyond(reference - constant, self.kl_input_bound) | _beyond(unclamped, self.kl_output_bound)
+        weight, _ = _importance_weight(constant - (generation if self.use_on_policy_kl_approximation else constant))
+        # The gradient is written down, because autograd would stop it at a clamp. An infinite one, of a token that is impossible (-inf)
+        # for either policy, has no direction that could be followed.
+        slope = self._kl_slope(_clamped(reference - constant, self.kl_input_bound)).nan_to_num(posinf=0.0, neginf=0.0)
+        moving = torch.where(constant.isfinite(), current - constant, 0.0)
+        return weight * (estimate + slope * moving), is_clamped.to(weight.dtype)
+
+    def _kl_slope(self, difference: Tensor) -> Tensor:
+        """Derivative of a token's KL estimate by its log-probability, from reference - current; with its score-function part if exact."""
+        if self.exact_kl_gradient:
+            return -difference
+        slope = -torch.expm1(difference)
+        if self.kl_output_bound is None:
+            return slope
+        # 1 - exp(d) is -(k3 + d): bounded as k3 is, or a token that is hardly ever sampled would have a gradient of exp(20).
+        return torch.maximum(slope, -(self.kl_output_bound + difference.clamp(min=0.0)))
 
 
 class NLLLoss:
@@ -424,6 +453,8 @@ class DPOLossFn:
         def pair_mean(values: Tensor) -> Tensor:
             return masked_mean(values, pair_mask, global_normalization_factor=global_valid_seqs / 2)
 
+        # A pair that does not count must not reach the gradient, not even by 0 times NaN.
+        mask = mask * pair_mask.repeat_interleave(2)[:, None]
         # The reference is rolled left by one, so its first S - 1 columns already line up with the predictions.
         difference = next_token_logprobs - data["reference_policy_logprobs"][:, :-1]
         rewards = _row_sums(difference, mask, average=self.preference_average_log_probs)
@@ -490,10 +521,18 @@ def _row_sums(values: Tensor, mask: Tensor, average: bool) -> Tensor:
 
 
 def _importance_weight(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """``exp(log_ratio)``, and 0 without any gradient where that is not finite; where it is finite, bool."""
-    finite = torch.isfinite(torch.exp(log_ratio.detach()))
-    # masked before the exponential: the gradient of a discarded infinity would be 0 times infinity
-    return torch.where(finite, torch.exp(torch.where(finite, log_ratio, 0.0)), 0.0), finite
+    """``exp(log_ratio)`` of constants, or 0 where that is not finite; and where it is finite, bool."""
+    weight = torch.exp(log_ratio)
+    finite = weight.isfinite()
+    return torch.where(finite, weight, 0.0), finite
+
+
+def _finite_exp(logarithms: Tensor) -> Tensor:
+    """``exp``, or the largest number of the type without a gradient where that is infinite."""
+    infinite = torch.exp(logarithms.detach()).isposinf()
+    # Masked before the exponential: the gradient of a discarded infinity would be 0 times infinity.
+    finite = torch.exp(torch.where(infinite, 0.0, logarithms))
+    return torch.where(infinite, torch.finfo(logarithms.dtype).max, finite)
 
 
 def _beyond(values: Tensor, bound: float | None) -> Tensor:

@@ -148,15 +148,17 @@ class PPO(GRPO):
 
         counts = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) != 0
         values = batch.pop("values")
-        before, behind = values_before(values), last_values(values, samples["input_lengths"])
-        if not bool((before.isfinite() | ~counts).all()):
+        before = values_before(values).where(counts, 0.0)
+        bootstrapped = counts.any(dim=1) & samples["truncated"].bool() & self.config["bootstrap_truncated"]
+        after_end = last_values(values, samples["input_lengths"]).where(bootstrapped, 0.0)
+        nonfinite = int((~before.isfinite()).sum() + (~after_end.isfinite()).sum())
+        if nonfinite:
             raise NonFiniteError(
-                f"the critic says that {int((~before.isfinite() & counts).sum())} of {int(counts.sum())} states are worth a number that "
+                f"the critic says that {nonfinite} of {int(counts.sum() + bootstrapped.sum())} states are worth a number that "
                 "is not finite. Nothing was trained on these answers. Fix: lower critic.megatron_cfg.optimizer.lr, or take "
                 "critic.precision=float32"
             )
-        penalties, metrics = self._penalties(batch)
-        after_end = behind * samples["truncated"] if self.config["bootstrap_truncated"] else None
+        penalties, metrics = self._penalties(samples, batch)
         advantages, returns = generalized_advantages(
             rewards_of_tokens(samples["reward"], counts, penalties),
             before,
@@ -166,7 +168,7 @@ class PPO(GRPO):
             after_end=after_end,
         )
         metrics["explained_variance"] = explained_variance(before, returns, counts)
-        batch["prev_values"], batch["returns"] = before.where(counts, 0.0), returns.float()
+        batch["prev_values"], batch["returns"] = before, returns.float()
         if self.config["normalize_advantages"]:
             advantages = whitened(advantages, counts)
         return advantages.float(), metrics

@@ -49,14 +49,15 @@ def calculate_kl(
     """Estimate of KL(policy || reference) for each token sampled from the policy.
 
     With ``d = reference - policy`` (J. Schulman, "Approximating KL Divergence", 2020): ``k1`` is -d, unbiased; ``k2`` d^2 / 2, biased, but
-    its gradient is the divergence's; ``k3`` exp(d) - d - 1, unbiased and never negative. The gradients of the values of k1 and k3 are not
-    those of the divergence (see ``ClippedPGLossFn``). Same shape and dtype as the inputs.
+    its gradient is the divergence's; ``k3`` exp(d) - d - 1, unbiased and never negative. Autograd through it gives gradients of the
+    value, which stop at a clamp and are not those of the divergence for k1 and k3; ``ClippedPGLossFn`` has the right ones. Same shape and
+    dtype as the inputs.
 
     Args:
         logprobs, logprobs_reference: same shape, float; of the policy and of the reference.
         kl_type: which estimator.
         input_clamp_value: d is clamped to plus and minus this; None for no clamp.
-        output_clamp_value: the estimate is clamped alike; None for no clamp. No gradient passes what either clamp changed.
+        output_clamp_value: the estimate is clamped alike; None for no clamp.
     """
     difference = logprobs_reference - logprobs
     if input_clamp_value is not None:

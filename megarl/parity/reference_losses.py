@@ -251,8 +251,7 @@ def _policy_gradient(
     sums = dict.fromkeys(
         ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "sampling_importance_ratio", "approx_entropy"), 0.0
     )
-    if entropies is not None:
-        sums["entropy"] = 0.0
+    sums |= dict.fromkeys(["entropy"] * (entropies is not None) + ["kl_clamped_share"] * in_loss, 0.0)
     ratios, bounded, apart, out_of_bounds = [], [], [], 0.0
     for row, places in _counted(data):
         if not len(places):
@@ -272,6 +271,7 @@ def _policy_gradient(
         if in_loss:
             reference = data["reference_policy_logprobs"][row, 1:][places].double()
             penalty = penalty + share * _divergence(current, reference, generation, case)
+            sums["kl_clamped_share"] += _clamped_share(current, reference, case) / tokens
         if entropies is not None:
             bonus = bonus + share * entropies[row, places].sum()
             sums["entropy"] += float(entropies[row, places].detach().sum()) / tokens
@@ -354,24 +354,34 @@ def _share(length: int, sequences: float, tokens: float, case: Case) -> float:
 
 def _divergence(current: Tensor, reference: Tensor, generation: Tensor, case: Case) -> Tensor:
     """Sum of the divergence over the tokens, weighted by how much likelier they are than where they were drawn; its gradient is worked out
-    by hand: the derivative of weight times estimate is weight times the sum of the estimate (not for k2, of which the own gradient is
-    right, nor with ``pathwise``) and of its derivative, and 0 where a clamp has changed something."""
+    by hand: that of the divergence is the expectation of log(current / reference) times the gradient of the log-probability, whichever
+    estimator the value has; clamps bound it, and do not end it."""
     options, most, bound = case.loss_options, _number(case, "kl-input-clamp"), _number(case, "kl-output-clamp")
     with torch.no_grad():
         weight = torch.exp(current - generation) if "approx" in options else torch.ones_like(current)
         above = torch.clip(current - reference, -most, most)
-        if "k1" in options:
-            estimate, derivative = above, above + 1
-        elif "k2" in options:
-            estimate, derivative = above**2 / 2, above
-        else:
-            estimate = torch.exp(-above) + above - 1
-            derivative = 1 - torch.exp(-above) + (0.0 if "pathwise" in options else estimate)
-        changed = (estimate.abs() > bound) | ((current - reference).abs() > most)
-        slope = torch.where(changed, 0.0, weight * derivative)
+        estimate = _estimate(above, options)
+        slope = above
+        if "pathwise" in options:
+            slope = torch.maximum(1 - torch.exp(-above), -(bound + torch.relu(-above)))
         value = (weight * torch.clip(estimate, -bound, bound)).sum()
-    moving = (slope * current).sum()
+    moving = (weight * slope * current).sum()
     return value + moving - moving.detach()
+
+
+def _estimate(above: Tensor, options: Any) -> Tensor:
+    """The divergence of each token, from the logarithm of how much likelier it is than under the reference."""
+    if "k1" in options:
+        return above
+    return above**2 / 2 if "k2" in options else torch.exp(-above) + above - 1
+
+
+def _clamped_share(current: Tensor, reference: Tensor, case: Case) -> float:
+    """How many of a sequence's tokens are past a clamp of the divergence."""
+    most, bound = _number(case, "kl-input-clamp"), _number(case, "kl-output-clamp")
+    above = current.detach() - reference
+    past = (above.abs() > most) | (_estimate(torch.clip(above, -most, most), case.loss_options).abs() > bound)
+    return float(past.sum())
 
 
 def _rounded_in_divergence(

@@ -201,7 +201,7 @@ CLAMPS = {"log_ratio_clamp_value": 2.0, "kl_input_clamp_value": 2.0, "kl_output_
 @pytest.mark.parametrize("form", ["exact", "pathwise"])
 @pytest.mark.parametrize("reference", [-0.5, -1.9, -2.1, -4.0, -50.0, -2000.0, 0.5, 1.4, 1.6, 50.0, 2000.0])
 def test_clamped_divergence(reference: float, form: str, off_policy: bool) -> None:
-    """Values inside the clamps are as without; outside, value and gradient are those of a constant."""
+    """Values are clamped; the gradient is that of the clamped difference, and of the own one of k3 as far as k3 itself is bounded."""
     current = torch.tensor([[-0.7]], dtype=torch.float64, requires_grad=True)
     data = {
         "advantages": torch.zeros(1, 2, dtype=torch.float64),
@@ -214,14 +214,15 @@ def test_clamped_divergence(reference: float, form: str, off_policy: bool) -> No
     config = PG_CONFIG | CLAMPS | {"reference_policy_kl_penalty": 1.0, "reference_policy_kl_gradient": form}
     config["use_on_policy_kl_approximation"] = off_policy
     one = torch.ones((), dtype=torch.float64)
-    loss, _ = ClippedPGLossFn(config)(data, one, one, next_token_logprobs=current)
+    loss, metrics = ClippedPGLossFn(config)(data, one, one, next_token_logprobs=current)
     (gradient,) = torch.autograd.grad(loss, current)
     weight = math.exp(0.2) if off_policy else 1.0
     difference = min(max(reference, -2.0), 2.0)
     estimate = min(math.exp(difference) - difference - 1, 1.5)
     assert float(loss.detach()) == pytest.approx(weight * estimate)
-    slope = weight * (1 - math.exp(difference)) + (weight * estimate if form == "exact" else 0.0)
-    assert float(gradient) == pytest.approx(slope if reference == difference and estimate < 1.5 else 0.0)
+    slope = -difference if form == "exact" else max(1 - math.exp(difference), -(1.5 + max(difference, 0.0)))
+    assert float(gradient) == pytest.approx(weight * slope)
+    assert float(metrics["kl_clamped_share"]) == pytest.approx(float(reference != difference or estimate == 1.5))
 
 
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])

@@ -186,18 +186,12 @@ def divergence_terms(sequence: Sequence, settings: dict[str, Any]) -> list[tuple
     for current, reference, drawn in zip(sequence.current, sequence.reference, sequence.generation, strict=True):
         weight = math.exp(current - drawn) if settings["use_on_policy_kl_approximation"] else 1.0
         difference = max(-low, min(low, reference - current))
-        estimate, slope = {
-            "k1": (-difference, 1.0),
-            "k2": (difference**2 / 2, -difference),
-            "k3": (math.exp(difference) - difference - 1, 1 - math.exp(difference)),
-        }[kind]
-        value = max(-high, min(high, estimate))
-        if abs(reference - current) > low or abs(estimate) > high:
-            found.append((weight * value, 0.0))
-            continue
-        if settings["reference_policy_kl_gradient"] == "exact" and kind != "k2":
-            slope += estimate
-        found.append((weight * value, weight * slope))
+        estimate = {"k1": -difference, "k2": difference**2 / 2, "k3": math.exp(difference) - difference - 1}[kind]
+        # the gradient of sum p log(p / q) is the expectation of log(p / q) times that of log p
+        slope = -difference
+        if settings["reference_policy_kl_gradient"] == "pathwise":
+            slope = max(1 - math.exp(difference), -(high + max(difference, 0.0)))
+        found.append((weight * max(-high, min(high, estimate)), weight * slope))
     return found
 
 

@@ -126,7 +126,7 @@ class FirstStep:
 
     @property
     def diverging(self) -> torch.Tensor:
-        """[B, S-1] bool, tokens whose divergence is in the loss and has a gradient."""
+        """[B, S-1] bool, tokens whose divergence is in the loss and within its clamps."""
         options = self.case.loss_options
         if "kl" not in options or "in-reward" in options:
             return torch.zeros_like(self.counted)

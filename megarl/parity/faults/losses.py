@@ -194,8 +194,9 @@ def _entropies_normalised_by_micro_batch(original: Any) -> Any:
 
 
 def _divergence_without_gradient(original: Any) -> Any:
-    def kl(self: Any, data: Any, current: torch.Tensor, *given: Any) -> torch.Tensor:
-        return original(self, data, current, *given).detach() + 0.0 * current
+    def kl(self: Any, data: Any, current: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        divergence, is_clamped = original(self, data, current, *given)
+        return divergence.detach() + 0.0 * current, is_clamped
 
     return kl
 
@@ -203,8 +204,9 @@ def _divergence_without_gradient(original: Any) -> Any:
 def _with_score_function(original: Any) -> Any:
     """The gradient of the divergence has the part of the score function, as if it had none."""
 
-    def kl(self: Any, data: Any, current: torch.Tensor, *given: Any) -> torch.Tensor:
-        return original(self, data, current, *given) * torch.exp(current - current.detach())
+    def kl(self: Any, data: Any, current: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        divergence, is_clamped = original(self, data, current, *given)
+        return divergence * torch.exp(current - current.detach()), is_clamped
 
     return kl
 
