@@ -18,6 +18,8 @@ from megarl.algorithms.advantages import (
     group_advantages,
     whitened,
 )
+from megarl.algorithms.grpo import GRPO
+from megarl.algorithms.loss_functions import ClippedPGLossFn
 from megarl.errors import BatchError
 
 
@@ -183,6 +185,7 @@ def step_samples(seed: int, groups: int = 3, generations: int = 4, length: int =
         "prompt_ids": torch.arange(groups).repeat_interleave(generations)[:, None],
         "reward": torch.randn(rows, generator=generator, dtype=torch.float64),
         "sample_mask": sample_mask,
+        "trained": sample_mask * (torch.rand(rows, generator=torch.Generator().manual_seed(seed + 1)) > 0.3),
         "token_mask": token_mask,
         "reward/one": torch.randn(rows, generator=generator, dtype=torch.float64),
         "reward/other": 100 * torch.randn(rows, generator=generator, dtype=torch.float64),
@@ -213,13 +216,15 @@ def slow_group_mean(samples: dict[str, torch.Tensor], rewards: list[float], row:
 
 @pytest.mark.parametrize("minus_baseline", [False, True])
 @pytest.mark.parametrize("penalised", [False, True])
+@pytest.mark.parametrize("trained", ["sample_mask", "trained"])
 @pytest.mark.parametrize("seed", range(4))
-def test_reinforce_plus_plus_equals_the_loop(minus_baseline: bool, penalised: bool, seed: int) -> None:
+def test_reinforce_plus_plus_equals_the_loop(minus_baseline: bool, penalised: bool, trained: str, seed: int) -> None:
     samples = step_samples(seed)
     penalties = samples["penalties"] if penalised else None
-    found = estimated_advantages(settings_of("reinforce_plus_plus", minus_baseline), samples, samples["sample_mask"], penalties)
-    counts = ((samples["token_mask"] * samples["sample_mask"][:, None]) != 0).tolist()
-    rewards, valid = samples["reward"].tolist(), [any(row) for row in counts]
+    found = estimated_advantages(settings_of("reinforce_plus_plus", minus_baseline), samples, samples[trained], penalties)
+    counts = ((samples["token_mask"] * samples[trained][:, None]) != 0).tolist()
+    # responses that are not trained on stay in their groups
+    rewards, valid = samples["reward"].tolist(), [bool(mask) for mask in samples["sample_mask"]]
     places, returns = [], []
     for row, row_counts in enumerate(counts):
         for place, counted in enumerate(row_counts):
@@ -233,6 +238,71 @@ def test_reinforce_plus_plus_equals_the_loop(minus_baseline: bool, penalised: bo
             returns.append(value)
     for (row, place), expected in zip(places, slow_whitening(returns), strict=True):
         assert float(found[row, place]) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_a_truncated_response_stays_in_the_baseline() -> None:
+    """Rewards 1, 1, 0 are trained on and a truncated 0 is not: each is compared with 1/2. Another prompt has 0, 0, 1 and a truncated 1."""
+    samples = {
+        "prompt_ids": torch.arange(2).repeat_interleave(4)[:, None],
+        "reward": torch.tensor([1.0, 1, 0, 0, 0, 0, 1, 1], dtype=torch.float64),
+        "sample_mask": torch.ones(8, dtype=torch.float64),
+        "token_mask": torch.ones(8, 1, dtype=torch.float64),
+    }
+    trained = torch.tensor([1.0, 1, 1, 0, 1, 1, 1, 0], dtype=torch.float64)
+    found = estimated_advantages(settings_of("reinforce_plus_plus", minus_baseline=True), samples, trained)
+    # all 1/2 above or below, so that the deviation is 1/2
+    assert found.flatten().tolist() == pytest.approx([1, 1, -1, 0, -1, -1, 1, 0])
+
+
+class Rewarded:
+    """A GRPO without models, which makes the advantages of two prompts with three responses each, and a divergence in the reward."""
+
+    def __init__(self, name: str, **settings: Any) -> None:
+        self.algorithm: Any = object.__new__(GRPO)
+        clips = {"advantage_clip_low": None, "advantage_clip_high": None}
+        self.algorithm.config = {**settings_of(name, **settings), **clips, "num_generations_per_prompt": 3}
+        self.algorithm.reward_weights = {}
+        divergence = {"reference_policy_kl_penalty": 0.5, "use_kl_in_reward": True, "reference_policy_kl_type": "k1"}
+        clip: Any = {"ratio_clip_min": 0.2, "ratio_clip_max": 0.2, "ratio_clip_c": None, "token_level_loss": True}
+        weights: Any = {"use_on_policy_kl_approximation": False, "use_importance_sampling_correction": False}
+        self.algorithm.loss_fn = ClippedPGLossFn({**divergence, **clip, **weights})
+        self.samples = {
+            "reward": torch.tensor([1.0, 0.0, 2.0, 0.0, 1.0, 1.0], dtype=torch.float64),
+            "sample_mask": torch.tensor([1.0, 1, 1, 1, 1, 0], dtype=torch.float64),
+        }
+        self.above = torch.tensor([[0.1, 0.3], [0.5, 0.4], [1.0, 2.0], [0.2, 0.2], [-0.4, 0.0], [7.0, 7.0]], dtype=torch.float64)
+        reference = -torch.ones(6, 3, dtype=torch.float64)
+        self.batch = {
+            "prev_logprobs": reference + torch.nn.functional.pad(self.above, (1, 0)),
+            "reference_policy_logprobs": reference,
+            "token_mask": torch.tensor([[0.0, 1, 1]] * 6, dtype=torch.float64),
+            # the third response was truncated, or its log-probabilities are too far apart
+            "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 0], dtype=torch.float64),
+        }
+
+    def advantages(self) -> tuple[list[float], dict[str, float]]:
+        found, metrics = self.algorithm._advantages(self.samples, self.batch)
+        return found.flatten().tolist(), metrics
+
+
+@pytest.mark.parametrize("name", ["rloo", "grpo"])
+def test_a_response_that_is_left_out_keeps_its_divergence_in_the_group(name: str) -> None:
+    given = Rewarded(name, normalize_rewards=False)
+    found, metrics = given.advantages()
+    one, two, three, four, five = (1 - 0.5 * 0.4, 0 - 0.5 * 0.9, 2 - 0.5 * 3.0, 0 - 0.5 * 0.4, 1 + 0.5 * 0.4)
+    assert found == pytest.approx([one - (two + three) / 2, two - (one + three) / 2, 0, four - five, five - four, 0])
+    # of the tokens that are trained on
+    assert metrics["kl_in_reward"] == pytest.approx((0.4 + 0.9 + 0.4 - 0.4) / 8)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_response_that_is_left_out_with_a_nan_spoils_no_group(value: float) -> None:
+    given = Rewarded("rloo")
+    given.batch["prev_logprobs"][2, 1] = value
+    given.batch["reference_policy_logprobs"][2, 1] = value
+    found, _ = given.advantages()
+    one, two, three = 1 - 0.5 * 0.4, 0 - 0.5 * 0.9, 2 - 0.5 * 2.0
+    assert found[:3] == pytest.approx([one - (two + three) / 2, two - (one + three) / 2, 0])
 
 
 @pytest.mark.parametrize("seed", range(4))

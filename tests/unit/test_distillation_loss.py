@@ -195,6 +195,29 @@ def test_in_float32_a_confident_teacher_makes_no_infinity(scale: float) -> None:
         assert least * float(exact.detach()) <= float(loss.detach()) <= (1 + 1e-4) * float(exact.detach())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["forward", "reverse"])
+def test_the_rest_is_at_least_sixteen_units_of_rounding_and_has_no_gradient_there(kind: str, dtype: torch.dtype) -> None:
+    """The teacher has K = 2 tokens of the vocabulary's 3 and 1/4 of its probability outside; the policy has nothing outside of them."""
+    least = 16 * torch.finfo(dtype).eps
+    teacher, policy = torch.tensor([0.5, 0.25], dtype=dtype).log(), torch.tensor([0.75, 0.25], dtype=dtype).log()
+    data: Any = {
+        "teacher_topk_logits": teacher.expand(1, 2, 2),
+        "teacher_topk_indices": torch.arange(2).expand(1, 2, 2),
+        "token_mask": torch.ones(1, 2),
+        "sample_mask": torch.ones(1),
+    }
+    scored = policy.expand(1, 1, 2).clone().requires_grad_()
+    loss, _ = DistillationLossFn({"kl_type": kind})(data, torch.tensor(1.0), torch.tensor(1.0), scored[..., 0].detach(), scored)  # type: ignore[typeddict-item]
+    p, q = (0.5, 0.25, 0.25), (0.75, 0.25, least)
+    if kind == "reverse":
+        p, q = q, p
+    assert float(loss.detach()) == pytest.approx(math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True)), rel=1e-6)
+    (gradient,) = torch.autograd.grad(loss, scored)
+    expected = [-0.5, -0.25] if kind == "forward" else [0.75 * (math.log(1.5) + 1), 0.25]
+    assert gradient.flatten().tolist() == pytest.approx(expected, rel=1e-6)
+
+
 def test_a_batch_that_does_not_fit_is_refused() -> None:
     batch = drawn(1, 3, 4, 6, 2)
     loss_fn: Any = DistillationLossFn({})

@@ -12,9 +12,9 @@ from torch import Tensor
 from megarl.algorithms.loss_functions import ClippedPGLossFn
 
 BETA = 0.5
-REWARDS = torch.tensor([0.2, 1.0, 0.5, 0.0, 0.3], dtype=torch.float64)
+REWARDS = torch.tensor([1.2, 1.0, 0.5, 0.0, 0.3], dtype=torch.float64)
 REFERENCE = torch.tensor([-14.0, 0.0, 0.4, -0.3, -0.9], dtype=torch.float64).log_softmax(0)
-"""The first token is 14 nats less likely than others."""
+"""The first token, which has the largest reward, is 14 nats less likely than others."""
 OPTIMUM = (REFERENCE + REWARDS / BETA).log_softmax(0)
 """Maximises E[reward] - BETA KL(policy || reference): the reference times exp(reward / BETA), normalised."""
 FAR = torch.tensor([9.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)

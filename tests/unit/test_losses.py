@@ -334,14 +334,71 @@ def test_masked_positions_never_matter(which: int, garbage: float) -> None:
     assert torch.equal(dirty.grad, clean.grad)
 
 
-def test_importance_weights_that_overflow_count_as_zero_and_are_counted() -> None:
+@pytest.mark.parametrize("generation", [-math.inf, -1000.0, math.nan])
+def test_importance_weights_that_overflow_count_as_zero_and_are_counted(generation: float) -> None:
     data = policy_gradient_batch(9)
     data["token_mask"].fill_(1)
-    data["generation_logprobs"][0, 2] = -math.inf
-    rows, tokens = normalizers(data)
-    loss, metrics = ClippedPGLossFn(PG_CONFIG)(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
-    assert math.isfinite(float(loss))
+    data["generation_logprobs"][0, 2] = generation
+    # the token alone has a weight in the divergence too, which is 0 as well
+    config = PG_CONFIG | {"truncated_importance_sampling_type": None}
+    current = data["current"][:, 1:].clone().requires_grad_()
+    loss, metrics = ClippedPGLossFn(config)(data, *normalizers(data), next_token_logprobs=current)
     assert float(metrics["nonfinite_importance_weights"]) == 1
+    without = data | {"token_mask": data["token_mask"].clone()}
+    without["token_mask"][0, 2] = 0
+    other = data["current"][:, 1:].clone().requires_grad_()
+    expected, _ = ClippedPGLossFn(config)(without, *normalizers(data), next_token_logprobs=other)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(loss, current)[0], torch.autograd.grad(expected, other)[0], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_sequences"), [("tis", False), ("tis", True), ("icepop", False), ("icepop", True), ("seq-mask-tis", False)]
+)
+@pytest.mark.parametrize("log_weight", [0.5, 5.0, 88.0, 89.0, 500.0, math.inf, math.nan])
+def test_bounded_weights_of_any_size(log_weight: float, of_sequences: bool, kind: str) -> None:
+    """One token of float32, where exp(89) is infinite: ``tis`` has the bound there, others 0. A NaN has the weight 0."""
+    data = single_token(previous=-1.0, generation=-1.0 - log_weight)
+    settings = {"truncated_importance_sampling_type": kind, "truncated_importance_sampling_ratio": 2.0}
+    settings |= {"sequence_level_importance_ratios": of_sequences, "token_level_loss": not of_sequences}
+    current = torch.tensor([[-1.0]], requires_grad=True)
+    one = torch.ones(())
+    loss, metrics = ClippedPGLossFn(PG_CONFIG | WITHOUT_DIVERGENCE | settings)(data, one, one, next_token_logprobs=current)
+    (gradient,) = torch.autograd.grad(loss, current)
+    beyond = 2.0 if kind == "tis" else 0.0
+    weight = math.exp(0.5) if log_weight == 0.5 else 0.0 if math.isnan(log_weight) else beyond
+    assert float(loss.detach()) == pytest.approx(-weight) and float(gradient) == pytest.approx(-weight)
+    assert float(metrics["nonfinite_importance_weights"]) == (not log_weight <= 88)
+
+
+def single_token(*, previous: float, generation: float, reference: float = -1.0, advantage: float = 1.0) -> dict[str, torch.Tensor]:
+    """One row with one token, float32."""
+    values = {"advantages": advantage, "prev_logprobs": previous, "generation_logprobs": generation, "reference_policy_logprobs": reference}
+    return {"token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1), **{name: torch.full((1, 2), value) for name, value in values.items()}}
+
+
+UNCLAMPED = {"log_ratio_clamp_value": None, "kl_input_clamp_value": None, "kl_output_clamp_value": None}
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("distance", [-math.inf, -1000.0, -89.0, -1.0, 1.0, 88.0, 89.0, 1000.0, math.inf])
+@pytest.mark.parametrize("kept", [*UNCLAMPED, None])
+@pytest.mark.parametrize("settings", [{}, {"use_cispo": True, "ratio_clip_c": None}, {"reference_policy_kl_gradient": "pathwise"}], ids=str)
+def test_a_finite_loss_has_a_finite_gradient_without_clamps(settings: Any, kept: str | None, distance: float, advantage: float) -> None:
+    """Both clamps of the divergence or that of the ratio are null, or all; previous and reference are as far above the current one."""
+    clamps = {name: None for name in UNCLAMPED if name != kept}
+    for kind in ("k1", "k2", "k3"):
+        config = PG_CONFIG | settings | clamps | {"reference_policy_kl_type": kind, "use_on_policy_kl_approximation": False}
+        if kind != "k3" and "reference_policy_kl_gradient" in settings:
+            continue
+        for side in ("previous", "reference"):
+            given = {"previous": -1.0, "reference": -1.0, side: -1.0 + distance}
+            data = single_token(generation=given["previous"], advantage=advantage, **given)
+            current, one = torch.tensor([[-1.0]], requires_grad=True), torch.ones(())
+            loss, _ = ClippedPGLossFn(config)(data, one, one, next_token_logprobs=current)
+            (gradient,) = torch.autograd.grad(loss, current)
+            if math.isfinite(float(loss.detach())):
+                assert math.isfinite(float(gradient)), (kind, side)
 
 
 def test_a_broken_policy_is_not_hidden() -> None:

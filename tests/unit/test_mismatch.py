@@ -62,6 +62,18 @@ def test_sequences_that_are_far_apart_are_masked() -> None:
     assert metrics == pytest.approx({"num_masked_seqs_by_logprob_error": 0.0, "max_seq_mult_prob_error": math.e})
 
 
+def test_the_error_of_a_sequence_is_the_mean_over_its_tokens() -> None:
+    """Probabilities apart by factors of 1, 1 and 7: on average 3, whereas the geometric mean is 1.9, and the largest one 7."""
+    generation = torch.tensor([[0.0, -1.0, -2.0, -1.0, -9.0], [0.0, -1.0, -1.0, -1.0, 0.0]])
+    policy = torch.tensor([[0.0, -1.0, -2.0, -1.0 - math.log(7), 0.0], [0.0, -1.0, -1.0, -1.0, 0.0]])
+    token_mask = torch.tensor([[0.0, 1.0, 1.0, 1.0, 0.0]] * 2)
+    for one, other in ((generation, policy), (policy, generation)):
+        for threshold, kept in ((2.99, 0.0), (3.01, 1.0)):
+            mask, metrics = masked_far_apart(one, other, token_mask, torch.ones(2), threshold, 1)
+            assert mask.tolist() == [kept, 1.0]
+            assert metrics["max_seq_mult_prob_error"] == pytest.approx(3.0)
+
+
 def test_a_step_of_which_nothing_is_left_is_refused() -> None:
     one, other = torch.zeros(2, 3), torch.full((2, 3), 1.0)
     with pytest.raises(MismatchError, match=r"step 7: all 2 sequences .*seq_logprob_error_threshold = 1\.5.*nearest with 2\.718"):

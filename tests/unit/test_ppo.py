@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from megarl.algorithms.advantages import explained_variance, rewards_of_tokens
 from megarl.algorithms.algorithm import ACTOR, CRITIC, Role
+from megarl.algorithms.ppo import PPO
 from megarl.algorithms.resume import ResumePoint
 from megarl.algorithms.run import run
 from megarl.algorithms.train_results import metrics_of_epochs, step_metrics
@@ -250,6 +251,33 @@ def test_values_that_are_not_finite_end_the_run_before_anything_is_trained(tmp_p
     with pytest.raises(NonFiniteError, match=r"the critic says that \d+ of \d+ states are worth a number that is not finite"):
         run(ppo(tmp_path, model, data), models)
     assert models.trained == []
+
+
+def advantages_of_a_critic(values: torch.Tensor, truncated: list[bool]) -> torch.Tensor:
+    """Advantages of three responses of two tokens behind a prompt of one, the last of which is not trained on."""
+    algorithm: Any = object.__new__(PPO)
+    algorithm.config = {"gae_gamma": 1.0, "gae_lambda": 1.0, "normalize_advantages": False, "bootstrap_truncated": True}
+    algorithm.loss_fn = SimpleNamespace(use_kl_in_reward=False)
+    mask = torch.tensor([[0.0, 1.0, 1.0]] * 3)
+    batch = {"token_mask": mask, "sample_mask": torch.tensor([1.0, 1.0, 0.0]), "values": values}
+    samples = {"reward": torch.ones(3), "truncated": torch.tensor(truncated), "input_lengths": torch.full((3,), 3)}
+    found: torch.Tensor = algorithm._advantages(samples, batch)[0]
+    return found
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_value_behind_a_response_is_read_where_it_was_truncated_alone(value: float) -> None:
+    values = torch.zeros(3, 3)
+    values[1, 2] = 0.5
+    clean = advantages_of_a_critic(values, [False, True, False])
+    assert clean.tolist() == [[0, 1, 1], [0, 1.5, 1.5], [0, 0, 0]]
+    # behind a response that ended, and behind one that was truncated but is not trained on
+    values[0, 2] = values[2, 2] = value
+    assert torch.equal(advantages_of_a_critic(values, [False, True, True]), clean)
+    values[1, 2] = value
+    # four states before tokens, and one behind
+    with pytest.raises(NonFiniteError, match=r"the critic says that 1 of 5 states are worth a number that is not finite"):
+        advantages_of_a_critic(values, [False, True, True])
 
 
 def test_a_critic_of_another_backbone_is_refused_by_name(tmp_path: Path, model: str, data: str) -> None:

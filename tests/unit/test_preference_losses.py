@@ -87,6 +87,23 @@ def test_values_and_gradients(settings: dict[str, Any], seed: int, beta: float, 
     assert set(metrics) == set(loss_fn.metric_reductions) and not any(value.requires_grad for value in metrics.values())
 
 
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(str(value) for value in settings.values()))
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_pair_that_does_not_count_may_hold_anything(settings: dict[str, Any], value: float) -> None:
+    """Pairs of which both rows are masked, or one, in the policy's log-probabilities or the reference's."""
+    outcomes = []
+    for spoiled in (None, "current", "reference_policy_logprobs"):
+        data = preference_batch(5)
+        if spoiled is not None:
+            data[spoiled][[2, 3, 6, 7]] = value
+        logprobs = data["current"][:, 1:].clone().requires_grad_()
+        loss, _ = DPOLossFn(settings)(data, *normalizers(data), next_token_logprobs=logprobs)  # type: ignore[arg-type]
+        outcomes.append((loss.detach(), torch.autograd.grad(loss, logprobs)[0]))
+    for found in outcomes[1:]:
+        assert torch.equal(found[0], outcomes[0][0]) and torch.equal(found[1], outcomes[0][1])
+    assert bool(outcomes[0][1].any())
+
+
 def test_a_tie_is_no_pair_that_was_told_apart() -> None:
     """Before the first step policy and reference are one: all rewards are 0."""
     data = preference_batch(4)

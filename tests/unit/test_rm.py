@@ -74,6 +74,9 @@ def test_a_reward_model_scores_the_answers_of_grpo(tmp_path: Path, model: str, p
     judge = tmp_path / "rm" / "hf" / "step_4"
     config = make_config("grpo", tmp_path / "grpo", model, data, env_reward_weight=2.0, reward_model_weight=-0.5, max_num_steps=2)
     config["reward_model"] = {"model_name": str(judge)}
+    # an untrained model has no answer right, and rewards of 0 would hide their weight
+    (tmp_path / "lengths.py").write_text("def reward(response, answer):\n    return len(response) % 4 / 4\n")
+    config["env"] = {"reward": f"{tmp_path / 'lengths.py'}:reward"}
     config["logger"] = {"samples": {"token_ids": True, "num_train_samples": None}}
     assert run(config, PolicyMaker()) == 0
     scorer = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32).eval()
@@ -85,8 +88,8 @@ def test_a_reward_model_scores_the_answers_of_grpo(tmp_path: Path, model: str, p
             hidden = scorer.model(input_ids=torch.tensor([sample["prompt_ids"] + sample["answer_ids"]])).last_hidden_state
             score = float(scorer.score(hidden[0, -1]))
         assert sample["rewards"]["reward_model"] == pytest.approx(score, abs=1e-5)
-        assert sample["accuracy"] in (0.0, 1.0)
         assert sample["reward"] == pytest.approx(2.0 * sample["accuracy"] - 0.5 * score, abs=1e-5)
+    assert len({sample["accuracy"] for sample in samples}) > 1
     logged = rows(tmp_path / "grpo")
     trained = [row for row in logged if "train/reward" in row]
     assert all({"train/reward/reward_model", "timing/reward_model_s"} <= row.keys() for row in trained)

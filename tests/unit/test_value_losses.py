@@ -128,6 +128,21 @@ def test_micro_batches_add_up(pieces: tuple[int, ...]) -> None:
         assert set(loss_fn.metric_reductions.values()) == {Reduction.SUM}
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_pair_that_does_not_count_may_hold_anything(value: float) -> None:
+    outcomes = []
+    for given in (0.0, value):
+        values = torch.randn(6, 4, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+        # of the second pair no row counts, of the third one
+        values[[2, 3, 4, 5]] = given
+        batch: Any = {"sample_mask": torch.tensor([1.0, 1, 0, 0, 1, 0]), "input_lengths": torch.tensor([2, 4, 1, 3, 4, 2])}
+        values.requires_grad_()
+        loss, metrics = PreferenceLoss()(batch, torch.tensor(3.0), torch.tensor(9.0), values)
+        outcomes.append((loss.detach(), torch.autograd.grad(loss, values)[0], metrics["rewards_rejected_mean"]))
+    for clean, found in zip(*outcomes, strict=True):
+        assert torch.equal(clean, found) and bool(clean.any())
+
+
 def test_equal_scores_are_not_right() -> None:
     batch: Any = {"sample_mask": torch.ones(2), "input_lengths": torch.tensor([2, 1])}
     loss, metrics = PreferenceLoss()(batch, torch.tensor(2.0), torch.tensor(0.0), values=torch.tensor([[9.0, 0.5], [0.5, 9.0]]))
