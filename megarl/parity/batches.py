@@ -33,6 +33,8 @@ def _sample_mask(case: Case, generator: torch.Generator) -> torch.Tensor:
     mask = torch.ones(case.steps, case.global_batch)
     if case.masked == "some":
         mask = (torch.rand(mask.shape, generator=generator) < 0.6).float()
+        # Of few rows all may be masked, which is another case.
+        mask[mask.sum(1) == 0, 0] = 1.0
     elif case.masked == "rank":
         mask[:, : case.mbs * case.micro] = 0.0  # with fixed micro-batches, these rows are those of the first data-parallel rank
     elif case.masked == "all":
@@ -63,7 +65,7 @@ def with_signals(case: Case, batch: Batch, logprobs: torch.Tensor) -> Batch:
         before = torch.nn.functional.pad(logprobs[:, :-1], (1, 0))
         return {**batch, "prev_values": near(before, 0.3), "returns": near(before, 1.0)}
     if case.loss_kind == "distill":
-        teacher = torch.randn(*logprobs.shape, case.vocab, generator=generator).log_softmax(-1).topk(case.likeliest)
+        teacher = _teacher(case, generator).topk(case.likeliest)
         return {**batch, "teacher_topk_logits": teacher.values, "teacher_topk_indices": teacher.indices}
     if case.loss_kind == "dpo":
         return {**batch, "reference_policy_logprobs": near(logprobs, 0.3).roll(-1, dims=1)}
@@ -88,9 +90,21 @@ def with_signals(case: Case, batch: Batch, logprobs: torch.Tensor) -> Batch:
     return signals
 
 
-REWARDS = ("reward", "reward/one", "reward/other", "prompt", "truncated", "values", "teacher_logprobs")
-"""Columns of which advantages are made: [B] the reward, its parts, the number of the prompt, and whether an answer was cut off; [B, S] what
-a critic says at each token, and the log-probabilities of a teacher."""
+def _teacher(case: Case, generator: torch.Generator) -> torch.Tensor:
+    """[B, S, V] the log-probabilities of a teacher: at half of the positions flat, at the others 0.99 to 0.9999 of one token, as those of
+    large models mostly are."""
+    flat = torch.randn(case.total_rows, case.length, case.vocab, generator=generator)
+    others = 10 ** -(2 + 2 * torch.rand(case.total_rows, case.length, 1, generator=generator))
+    is_sharp = torch.rand(others.shape, generator=generator) < 0.5
+    best = torch.nn.functional.one_hot(flat.argmax(-1), case.vocab).bool()
+    rest = flat.masked_fill(best, -torch.inf).log_softmax(-1) + others.log()
+    sharp = torch.where(best, torch.log1p(-others), rest)
+    return torch.where(is_sharp, sharp, flat.log_softmax(-1))
+
+
+REWARDS = ("reward", "reward/one", "reward/other", "rewarded", "prompt", "truncated", "values", "teacher_logprobs")
+"""Columns of which advantages are made: [B] the reward, its parts, whether an answer has one (some that are not trained on do), the number
+of the prompt, and whether an answer was cut off; [B, S] what a critic says at each token, and the log-probabilities of a teacher."""
 ANSWERS_A_PROMPT = 3
 
 
@@ -99,6 +113,7 @@ def _with_rewards(case: Case, signals: Batch) -> Batch:
     generator = torch.Generator().manual_seed(case.seed + 4)
     rows, columns = signals["input_ids"].shape
     parts = torch.randn(rows, 2, generator=generator) * torch.tensor([1.0, 30.0])
+    by_chance = torch.rand(rows, generator=torch.Generator().manual_seed(case.seed + 5)) < 0.6
     further = torch.randn(rows, columns, generator=generator)
     rewarded = {
         "values": 0.5 * further,
@@ -106,6 +121,7 @@ def _with_rewards(case: Case, signals: Batch) -> Batch:
         "reward": parts @ torch.tensor([PART_WEIGHTS["one"], PART_WEIGHTS["other"]]),
         "reward/one": parts[:, 0],
         "reward/other": parts[:, 1],
+        "rewarded": torch.maximum(signals["sample_mask"], by_chance.float()),
         "prompt": torch.arange(rows) % _rows_of_a_call(case) // ANSWERS_A_PROMPT,
         "truncated": torch.rand(rows, generator=generator) < 0.5,
     }

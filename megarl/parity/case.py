@@ -213,9 +213,10 @@ class Case:
     @property
     def has_measured_bounds(self) -> bool:
         """Whether nobody can say beforehand how far rounding errors lead: in 16 bit, where Adam divides by gradients that are all rounding,
-        and in IPO's square, whose gradient has a margin as a factor from which a constant of its size is taken away."""
+        in IPO's square, whose gradient has a margin as a factor from which a constant of its size is taken away, and in distillation, whose
+        gradient sums up differences between two distributions that cancel."""
         divides_by_rounding = self.optimizer == "adam" and self.eps < MILD_EPSILON
-        return self.precision != "float32" or divides_by_rounding or "ipo" in self.loss_options
+        return self.precision != "float32" or divides_by_rounding or "ipo" in self.loss_options or self.loss_kind == "distill"
 
     @property
     def world(self) -> int:
@@ -306,6 +307,11 @@ class Case:
     def advantages_options(self) -> frozenset[str]:
         """Return what stands behind the estimator, without numbers."""
         return frozenset(split(self.advantages)[1])
+
+    @property
+    def compares_answers(self) -> bool:
+        """Whether an advantage depends on the rewards of other answers to the same prompt."""
+        return self.advantages_kind in ("grpo", "rloo", "gdpo", "reinforce-baseline")
 
     @property
     def takes_divergence_from_rewards(self) -> bool:

@@ -99,7 +99,8 @@ def _made(case: Case, data: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
     batch, algorithm = dict(data), _algorithm(case)
     if case.advantages_kind == "teacher":
         return {"advantages": algorithm._advantages(batch, data["teacher_logprobs"])[0]}
-    advantages, _ = algorithm._advantages(data, batch)
+    # responses that are left out of training stay in their groups
+    advantages, _ = algorithm._advantages({**data, "sample_mask": data["rewarded"]}, batch)
     if case.loss_kind == "value":
         return {name: batch[name] for name in ("prev_values", "returns")}
     return {"advantages": advantages.expand_as(data["token_mask"])}

@@ -275,7 +275,7 @@ class ReferenceTrainer:
                 slope = (float(there[name]) - float(value)) / SMALL_CHANGE
                 parts.setdefault(name, []).append(max(abs(float(value)), abs(slope)))
         found = {name: self._joined(name, [size for size in sizes if math.isfinite(size)]) for name, sizes in parts.items()}
-        rounded = self._loss_fn.rounded(data, float(sequences), float(tokens), scores[0])
+        rounded = self._loss_fn.rounded(data, float(sequences), float(tokens), *scores)
         return found | {name: max(found[name], ROUNDING / BOUND * size) for name, size in rounded.items()}
 
     def _joined(self, name: str, sizes: Sequence[float]) -> float:

@@ -33,14 +33,15 @@ def reference_signals(case: Case, data: Columns) -> dict[str, Tensor]:
     elif case.advantages_kind.startswith("reinforce"):
         _of_returns(case, data, found)
     else:
-        for row, value in _of_groups(case, data).items():
-            found[row] = value
+        compared = _of_groups(case, data)
+        for row in _answers(data):
+            found[row] = compared[row]
     return {"advantages": _between(case, found).float()}
 
 
-def _answers(data: Columns) -> dict[int, list[int]]:
-    """Of the rows that count, the places of the tokens that do."""
-    rows = [row for row in range(len(data["sample_mask"])) if float(data["sample_mask"][row]) != 0]
+def _answers(data: Columns, which: str = "sample_mask") -> dict[int, list[int]]:
+    """Of the rows that are trained on, or with ``rewarded`` of those that have a reward, the places of the tokens that count."""
+    rows = [row for row in range(len(data[which])) if float(data[which][row]) != 0]
     return {row: data["token_mask"][row].nonzero().squeeze(1).tolist() for row in rows}
 
 
@@ -71,8 +72,8 @@ def _numbers(case: Case, option: str) -> tuple[float | None, ...]:
 
 
 def _of_groups(case: Case, data: Columns) -> dict[int, float]:
-    """One advantage a row that counts."""
-    answers, options = _answers(data), case.advantages_options
+    """One advantage a row that has a reward: those that are left out of training are compared with as well."""
+    answers, options = _answers(data, "rewarded"), case.advantages_options
     if case.advantages_kind == "gdpo":
         parts = {name: _compared({row: float(data[f"reward/{name}"][row]) for row in answers}, data, options) for name in PART_WEIGHTS}
         total = [sum(PART_WEIGHTS[name] * parts[name][row] for name in PART_WEIGHTS) for row in answers]
@@ -102,7 +103,7 @@ def _of_returns(case: Case, data: Columns, found: Tensor) -> None:
     for row, places in answered.items():
         reward, penalties = float(data["reward"][row]), _penalties(case, data, row, places)
         if case.advantages_kind == "reinforce-baseline":
-            peers = [float(data["reward"][other]) for other in answered if data["prompt"][other] == data["prompt"][row]]
+            peers = [float(data["reward"][other]) for other in _answers(data, "rewarded") if data["prompt"][other] == data["prompt"][row]]
             reward -= sum(peers) / len(peers)
         for place in places:
             places_of.append((row, place))

@@ -6,6 +6,7 @@ Advantages are ``megarl.parity.reference_advantages``'s.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from megarl.parity.losses import loss_weight
 
 Rows = Iterator[tuple[int, Tensor]]
 _BOUNDED = frozenset({"tis", "icepop", "seq-mask"})
+LEAST_REST = 16 * 2.0**-23
+"""Probability of all other tokens that float32 tells from 0."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class ReferenceLoss:
         needs_entropies: of the distributions that tokens are drawn from.
         scored_tokens: key of those further tokens; None for none.
         rows_together: consecutive rows that it reads together.
-        rounded: (data, valid sequences, valid tokens, log-probabilities) -> by metric, the sum of the sizes of the numbers that cancel in
+        rounded: what ``compute`` is given -> by metric, the sum of the sizes of the numbers that cancel in
             it, where they do within one token: rounding errors are relative to these and not to what is left.
     """
 
@@ -42,7 +45,7 @@ class ReferenceLoss:
     needs_entropies: bool = False
     scored_tokens: str | None = None
     rows_together: int = 1
-    rounded: Callable[[Mapping[str, Any], float, float, Tensor], dict[str, float]] = lambda *given: {}
+    rounded: Callable[..., dict[str, float]] = lambda *given: {}
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
@@ -79,8 +82,13 @@ def reference_loss(case: Case) -> ReferenceLoss:
         return ReferenceLoss(lambda *given: _value_error(*given, clip=clip), weight, rounded=_rounded_in_returns)
     if case.loss_kind == "distill":
         share = 1.0 if "forward" in options else _number(case, "mixed") if "mixed" in options else 0.0
+        # of all tokens of a vocabulary there is no rest, but for rounding
+        has_rest = "renorm" not in options and case.likeliest < case.vocab
         return ReferenceLoss(
-            lambda *given: _from_teacher(*given, share=share, renorm="renorm" in options), weight, scored_tokens="teacher_topk_indices"
+            lambda *given: _from_teacher(*given, share=share, has_rest=has_rest),
+            weight,
+            scored_tokens="teacher_topk_indices",
+            rounded=lambda *given: _rounded_in_rest(*given, share=share, has_rest=has_rest, weight_of_loss=weight),
         )
     if case.loss_kind == "dpo":
         return ReferenceLoss(lambda *given: _preference(*given, case=case), weight, rows_together=2)
@@ -217,26 +225,56 @@ def _value_error(
 
 
 def _from_teacher(
-    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, scored: Tensor, *, share: float, renorm: bool
+    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, scored: Tensor, *, share: float, has_rest: bool
 ) -> tuple[Tensor, dict[str, Any]]:
-    """KL(teacher || policy), KL(policy || teacher), or a sum of both, over the teacher's tokens and, as one outcome, all others: token by
-    token, by the definition of the divergence."""
+    """KL(teacher || policy), KL(policy || teacher), or a sum of both, over the teacher's tokens and, as one outcome, all others, or over the
+    teacher's tokens alone: token by token, by the definition of the divergence."""
     total = scored.new_zeros(()) + 0.0 * scored.sum()
     sums = dict.fromkeys(("forward_kl", "reverse_kl", "teacher_mass", "policy_mass"), 0.0)
+    for teacher, policy in _of_teacher_and_policy(data, scored):
+        one, other = (_outcomes(each, has_rest) for each in (teacher, policy))
+        forward, reverse = (one * torch.log(one / other)).sum(), (other * torch.log(other / one)).sum()
+        total = total + share * forward + (1 - share) * reverse
+        for name, value in zip(sums, (forward, reverse, teacher.sum(), policy.sum()), strict=True):
+            sums[name] += float(value.detach()) / max(tokens, 1e-8)
+    return total / max(tokens, 1e-8), {**sums, "num_valid_samples": float(data["sample_mask"].sum())}
+
+
+def _of_teacher_and_policy(data: Mapping[str, Any], scored: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """[K] the probabilities that both give to the teacher's tokens, in front of each token that counts."""
     for row, places in _counted(data):
         for place in places.tolist():
             # the teacher's column of a token stands at the token before it
-            teacher, policy = data["teacher_topk_logits"][row, place].double().exp(), scored[row, place].exp()
-            if renorm:
-                both = teacher / teacher.sum(), policy / policy.sum()
-            else:
-                both = torch.cat([teacher, 1 - teacher.sum()[None]]), torch.cat([policy, 1 - policy.sum()[None]])
-            forward = (both[0] * torch.log(both[0] / both[1])).sum()
-            reverse = (both[1] * torch.log(both[1] / both[0])).sum()
-            total = total + share * forward + (1 - share) * reverse
-            for name, value in zip(sums, (forward, reverse, teacher.sum(), policy.sum()), strict=True):
-                sums[name] += float(value.detach()) / max(tokens, 1e-8)
-    return total / max(tokens, 1e-8), {**sums, "num_valid_samples": float(data["sample_mask"].sum())}
+            yield data["teacher_topk_logits"][row, place].double().exp(), scored[row, place].double().exp()
+
+
+def _outcomes(probabilities: Tensor, has_rest: bool) -> Tensor:
+    """With the rest as one outcome, which is at least what float32 tells from 0 (16 units in the last place of 1); else given these alone."""
+    if not has_rest:
+        return probabilities / probabilities.sum()
+    return torch.cat([probabilities, (1 - probabilities.sum())[None].clamp(min=LEAST_REST)])
+
+
+def _rounded_in_rest(
+    data: Mapping[str, Any],
+    sequences: float,
+    tokens: float,
+    logprobs: Tensor,
+    scored: Tensor,
+    *,
+    share: float,
+    has_rest: bool,
+    weight_of_loss: float,
+) -> dict[str, float]:
+    """How far an error of 1 in the probability of both rests, each a difference of 1 and a sum, comes back in a divergence."""
+    sizes = {"forward_kl": 0.0, "reverse_kl": 0.0}
+    if has_rest:
+        for both in _of_teacher_and_policy(data, scored):
+            one, other = (float(_outcomes(each, has_rest)[-1]) for each in both)
+            apart = abs(math.log(one / other))
+            sizes["forward_kl"] += (apart + 1 + one / other) / max(tokens, 1e-8)
+            sizes["reverse_kl"] += (apart + 1 + other / one) / max(tokens, 1e-8)
+    return {**sizes, "loss": weight_of_loss * (share * sizes["forward_kl"] + (1 - share) * sizes["reverse_kl"])}
 
 
 def _policy_gradient(
@@ -385,7 +423,14 @@ def _clamped_share(current: Tensor, reference: Tensor, case: Case) -> float:
 
 
 def _rounded_in_divergence(
-    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, *, case: Case, weight_of_loss: float
+    data: Mapping[str, Any],
+    sequences: float,
+    tokens: float,
+    logprobs: Tensor,
+    entropies: Tensor | None = None,
+    *,
+    case: Case,
+    weight_of_loss: float,
 ) -> dict[str, float]:
     """Sizes of the terms of exp(d) - d - 1, each as it is weighed in the loss. Near d = 0 they cancel to d^2 / 2; k1 and k2 have nothing
     that cancels but d itself, and an error of that is one of the log-probabilities."""

@@ -32,6 +32,8 @@ FIXED = (
     "round=4 length=11 loss=dpo+sft masked=some distopt=1 overlap=1 together=1",
     "family=qwen2 tied=1 layers=4 kv=2 group=3 ffn=21 vocab=23 pp=2 vpp=2 cp=2 micro=3 length=9 loss=pg+seq optimizer=sgd evaluate=1 "
     "warmup=1 schedule=cosine decay=linear steps=3",
+    "family=qwen2 layers=4 kv=2 group=2 ffn=22 vocab=23 pp=2 vpp=2 mbs=2 micro=3 length=9 masked=some loss=pg+kl "
+    "advantages=reinforce-baseline",
     "family=mistral window=3 layers=2 kv=1 group=3 ffn=22 vocab=19 dp=3 mbs=2 length=12 masked=rank loss=nll warmup=1 recompute=1 rows=4",
     "family=mixtral layers=3 kv=2 group=2 ffn=20 vocab=17 experts=4 topk=2 balance=aux router=fp64 tp=2 sp=1 ep=2 dp=2 "
     "dispatcher=allgather mbs=2 length=10 loss=pg distopt=1",
@@ -67,6 +69,8 @@ FIXED = (
     "loss=value+clip clip=0.05",
     "family=qwen2 tied=1 layers=3 kv=2 group=2 ffn=22 vocab=23 tp=2 sp=1 pp=2 first=2 last=1 batching=packed mbs=2 micro=2 room=15 "
     "length=13 loss=distill+mixed masked=some temperature=0.7 chunk=5",
+    # the teacher's tokens are all of the vocabulary
+    "family=llama layers=2 kv=2 group=2 ffn=6 vocab=5 tp=2 mbs=2 length=9 loss=distill+forward+topk:5",
     "backend=dtensor family=llama layers=2 kv=2 group=2 ffn=22 vocab=23 tp=2 sp=1 cp=2 batching=dynamic mbs=2 room=12 round=4 length=11 "
     "loss=distill+renorm clip=0.05",
     "backend=fsdp1 family=qwen3 tied=1 layers=2 kv=1 group=2 head=10 ffn=9 vocab=11 dp=2 batching=packed mbs=2 micro=2 room=18 length=9 "

@@ -33,3 +33,27 @@ def test_the_same_advantages_or_returns(loss: str, advantages: str) -> None:
             torch.testing.assert_close(made[name].where(counts, 0.0), batch[name].where(counts, 0.0), rtol=2e-5, atol=2e-6, msg=str(case))
         signals = torch.stack([batch[name][counts] for name in ("returns" if case.loss_kind == "value" else "advantages",)])
         assert number or signals.abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("loss", "advantages"),
+    [*(("pg", kind) for kind in ("grpo", "rloo", "gdpo", "reinforce-baseline")), ("pg+kl+k1+in-reward", "rloo")],
+)
+def test_answers_that_are_not_trained_on_are_in_their_groups(loss: str, advantages: str) -> None:
+    """Some rows of a batch have a reward and are masked, and advantages are others where they leave their groups."""
+    case = Case(seed=3, masked="some", mbs=4, micro=3, length=9, loss=loss, advantages=advantages)
+    assert case.compares_answers
+    batch = with_signals(case, token_batch(case), -torch.rand(case.total_rows, case.length))
+    left_out = (batch["rewarded"] != 0) & (batch["sample_mask"] == 0)
+    assert left_out.any() and (batch["rewarded"] == 0).any()
+    alone = with_signals_made(case, {**batch, "rewarded": batch["sample_mask"]})
+    counts = (batch["token_mask"] * batch["sample_mask"][:, None]) != 0
+    assert float((alone["advantages"] - batch["advantages"])[counts].abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_some_rows_of_every_step_count_unless_all_are_masked(seed: int) -> None:
+    case = Case(seed=seed, masked="some", mbs=1, micro=2, pp=2, vpp=2, layers=4, steps=4)
+    by_step = token_batch(case)["sample_mask"].view(case.steps, case.global_batch)
+    assert bool((by_step.sum(1) > 0).all())
+    assert not token_batch(replace(case, masked="all"))["sample_mask"][: case.global_batch].any()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
+from megarl.parity.batches import token_batch, with_signals
 from megarl.parity.case import Case
 from megarl.parity.losses import make_loss
 from megarl.parity.reference_losses import reference_loss
@@ -69,8 +71,30 @@ def test_the_same_where_the_ratio_of_a_sequence_is_past_its_clamp(loss: str) -> 
     assert not gradient[0].any() and gradient[2:].any()
 
 
+@pytest.mark.parametrize("loss", [f"distill{kind}" for kind in ("", "+forward", "+mixed", "+renorm")])
+@pytest.mark.parametrize("count", [3, 5, 12])
+def test_the_same_with_the_teacher_of_a_case(loss: str, count: int) -> None:
+    """A third of a vocabulary of 9, half of it, and all of it, where the rest is nothing but rounding; float32 of the trainer."""
+    case = Case(seed=5, mbs=4, micro=2, length=9, vocab=9, loss=f"{loss}+topk:{count}")
+    batch = with_signals(case, token_batch(case), -torch.rand(case.total_rows, case.length))
+    likeliest = batch["teacher_topk_logits"][..., 0].exp()
+    assert 0.3 < float((likeliest > 0.989).float().mean()) < 0.7 and float(likeliest.max()) < 0.99999
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(case.total_rows, case.length - 1, 9, generator=generator).requires_grad_()
+    results = []
+    for loss_fn in (make_loss(case), reference_loss(case)):
+        scored = logits.log_softmax(-1).gather(2, batch["teacher_topk_indices"][:, :-1])
+        sizes = batch["sample_mask"].sum(), (batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]).sum()
+        value, metrics = loss_fn(batch, *sizes, scored[..., 0].detach(), scored)
+        assert all(math.isfinite(float(metric)) for metric in metrics.values())
+        results.append((value.detach(), torch.autograd.grad(value, logits)[0]))
+    (value, gradient), (expected, expected_gradient) = results
+    assert float(value) == pytest.approx(float(expected), rel=1e-5)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
+
+
 def _check_the_same(loss: str, data: dict[str, torch.Tensor]) -> torch.Tensor:
-    case = replace(Case(), loss=loss)
+    case = replace(Case(), loss=loss, vocab=9)
     # what a value model learns from; the clip is at 0.2, and the advantages are of order 1
     data |= {"returns": data["advantages"], "prev_values": (data["current"] + 0.3 * data["advantages"]).roll(1, dims=1)}
     teacher = torch.stack([data["entropies"], data["advantages"], data["prev_logprobs"], data["current"]], dim=-1).log_softmax(-1)[..., :3]
