@@ -175,8 +175,8 @@ def reinforce_plus_plus_advantages(
         prompts: [B, P] int, padded alike within a group; read with ``compared`` alone.
         rewards: [B] float.
         mask: [B, S], 1 for tokens that count: of valid rows, sampled by the policy.
-        compared: [B], 1 for rows whose rewards make up the mean of their prompt, which is subtracted first (REINFORCE++-baseline); these may
-            be more than are trained on. None for no baseline.
+        compared: [B], 1 for rows whose rewards make up the mean of their prompt, which is subtracted first
+            (REINFORCE++-baseline); these may be more than are trained on. None for no baseline.
         token_penalties: [B, S] float, for example of a divergence from the reference policy; None for none. Read under the mask alone.
     """
     counts = mask != 0

@@ -326,9 +326,7 @@ class ClippedPGLossFn:
             return values
         return torch.where(advantages < 0, torch.minimum(values, -advantages * self.ratio_clip_c), values)
 
-    def _kl(
-        self, data: BatchedDataDict, current: Tensor, generation: Tensor, visible: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def _kl(self, data: BatchedDataDict, current: Tensor, generation: Tensor, visible: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """The KL estimate of every token, without its coefficient, and 1 where a clamp changed it, else 0; both [B, S-1]."""
         _check_batch("ClippedPGLossFn with reference_policy_kl_penalty > 0", data, current, ["reference_policy_logprobs"])
         constant, reference = current.detach(), visible(data["reference_policy_logprobs"][:, 1:])

@@ -131,9 +131,18 @@ class ClippedPGLossConfig(TypedDict):
         ]
     ]
     kl_input_clamp_value: NotRequired[
-        Annotated[float | None, Key("the difference of log-probabilities in the divergence is clamped alike.", ABOVE_0, default=20.0)]
+        Annotated[
+            float | None,
+            Key(
+                "the difference of log-probabilities in the divergence is clamped alike, in its value and its gradient.",
+                ABOVE_0,
+                default=20.0,
+            ),
+        ]
     ]
-    kl_output_clamp_value: NotRequired[Annotated[float | None, Key("the divergence of a token is clamped to this.", ABOVE_0, default=10.0)]]
+    kl_output_clamp_value: NotRequired[
+        Annotated[float | None, Key("the divergence of a token is clamped to this; its gradient goes on.", ABOVE_0, default=10.0)]
+    ]
     entropy_coef: NotRequired[
         Annotated[
             float,

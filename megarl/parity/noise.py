@@ -98,6 +98,11 @@ def _member(case: Case, model: torch.nn.Module, batch: Batch, number: int) -> tu
         """What a loss reads is float32 in every precision. Gradients of a distribution's tokens that should cancel, do so up to these."""
         return _noisy(scores, SPREAD * torch.finfo(torch.float32).eps, generator)
 
+    if case.likeliest:
+        # of a teacher that is nearly certain, what the others have is a difference of 1 and a sum that float32 rounds
+        teacher = batch["teacher_topk_logits"]
+        errors = torch.randn(teacher.shape, generator=generator) * teacher.abs().clamp(min=1.0)
+        batch = {**batch, "teacher_topk_logits": teacher + SPREAD * torch.finfo(torch.float32).eps * errors}
     return logprobs, trained(case, model, batch, LOSS_SCALES[case.precision], read)
 
 

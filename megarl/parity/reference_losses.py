@@ -227,8 +227,8 @@ def _value_error(
 def _from_teacher(
     data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, scored: Tensor, *, share: float, has_rest: bool
 ) -> tuple[Tensor, dict[str, Any]]:
-    """KL(teacher || policy), KL(policy || teacher), or a sum of both, over the teacher's tokens and, as one outcome, all others, or over the
-    teacher's tokens alone: token by token, by the definition of the divergence."""
+    """KL(teacher || policy), KL(policy || teacher), or a sum of both, over the teacher's tokens and, as one outcome,
+    all others, or over the teacher's tokens alone: token by token, by the definition of the divergence."""
     total = scored.new_zeros(()) + 0.0 * scored.sum()
     sums = dict.fromkeys(("forward_kl", "reverse_kl", "teacher_mass", "policy_mass"), 0.0)
     for teacher, policy in _of_teacher_and_policy(data, scored):
@@ -249,7 +249,8 @@ def _of_teacher_and_policy(data: Mapping[str, Any], scored: Tensor) -> Iterator[
 
 
 def _outcomes(probabilities: Tensor, has_rest: bool) -> Tensor:
-    """With the rest as one outcome, which is at least what float32 tells from 0 (16 units in the last place of 1); else given these alone."""
+    """With the rest as one outcome, which is at least what float32 tells from 0 (16 units in the last place of 1);
+    else given these alone."""
     if not has_rest:
         return probabilities / probabilities.sum()
     return torch.cat([probabilities, (1 - probabilities.sum())[None].clamp(min=LEAST_REST)])

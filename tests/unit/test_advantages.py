@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,9 +20,12 @@ from megarl.algorithms.advantages import (
     group_advantages,
     whitened,
 )
-from megarl.algorithms.grpo import GRPO
+from megarl.algorithms.grpo import GRPO, GRPOConfig
 from megarl.algorithms.loss_functions import ClippedPGLossFn
 from megarl.errors import BatchError
+from megarl.key import defaults_of
+
+BASE = Path(__file__).parents[2] / "configs" / "base"
 
 
 def slow_baseline(groups: list[int], rewards: list[float], valid: list[bool], leave_one_out: bool) -> tuple[list[float], list[float]]:
@@ -132,6 +137,21 @@ def test_either_standard_deviation() -> None:
     assert sample.tolist() == pytest.approx([float(value) for value in expected])
     population = group_advantages(prompts, rewards, valid, False, normalize_rewards=True)
     assert float(population[0] / sample[0]) == pytest.approx(1.1547, rel=1e-4)
+
+
+@pytest.mark.parametrize(("count", "factor"), [(4, 1.54), (16, 1.10)])
+def test_base_grpo_is_larger_than_trl_by_a_factor(count: int, factor: float) -> None:
+    """TRL: (r - mean) / std, of all answers to the prompt, as ``torch.std`` has it; it adds 1e-4 to the deviation."""
+    rewards = torch.randn(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
+    expected = (rewards - rewards.mean()) / rewards.std()
+    prompts, valid, found = torch.zeros(count, 1, dtype=torch.int64), torch.ones(count, dtype=torch.float64), {}
+    for layer in ("grpo", "trl"):
+        settings = {**defaults_of(GRPOConfig), **yaml.safe_load((BASE / f"{layer}.yaml").read_text())["grpo"]}
+        samples = {"prompt_ids": prompts, "reward": rewards, "sample_mask": valid}
+        found[layer] = estimated_advantages(settings, samples, valid).squeeze(1)
+    torch.testing.assert_close(found["trl"], expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found["grpo"], expected * (count / (count - 1)) ** 1.5, rtol=1e-12, atol=1e-12)
+    assert (count / (count - 1)) ** 1.5 == pytest.approx(factor, abs=0.005)
 
 
 def test_one_right_answer_among_wrong_ones_stays_bounded() -> None:

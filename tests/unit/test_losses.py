@@ -374,7 +374,11 @@ def test_bounded_weights_of_any_size(log_weight: float, of_sequences: bool, kind
 def single_token(*, previous: float, generation: float, reference: float = -1.0, advantage: float = 1.0) -> dict[str, torch.Tensor]:
     """One row with one token, float32."""
     values = {"advantages": advantage, "prev_logprobs": previous, "generation_logprobs": generation, "reference_policy_logprobs": reference}
-    return {"token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1), **{name: torch.full((1, 2), value) for name, value in values.items()}}
+    return {
+        "token_mask": torch.ones(1, 2),
+        "sample_mask": torch.ones(1),
+        **{name: torch.full((1, 2), value) for name, value in values.items()},
+    }
 
 
 UNCLAMPED = {"log_ratio_clamp_value": None, "kl_input_clamp_value": None, "kl_output_clamp_value": None}

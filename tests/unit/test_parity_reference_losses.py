@@ -74,13 +74,16 @@ def test_the_same_where_the_ratio_of_a_sequence_is_past_its_clamp(loss: str) -> 
 @pytest.mark.parametrize("loss", [f"distill{kind}" for kind in ("", "+forward", "+mixed", "+renorm")])
 @pytest.mark.parametrize("count", [3, 5, 12])
 def test_the_same_with_the_teacher_of_a_case(loss: str, count: int) -> None:
-    """A third of a vocabulary of 9, half of it, and all of it, where the rest is nothing but rounding; float32 of the trainer."""
+    """A third of a vocabulary of 9 and half of it, in float64 because float32 knows the rest of a sharp teacher to 1e-7
+    alone; and all of it in float32, where the rest is nothing but rounding."""
     case = Case(seed=5, mbs=4, micro=2, length=9, vocab=9, loss=f"{loss}+topk:{count}")
     batch = with_signals(case, token_batch(case), -torch.rand(case.total_rows, case.length))
     likeliest = batch["teacher_topk_logits"][..., 0].exp()
     assert 0.3 < float((likeliest > 0.989).float().mean()) < 0.7 and float(likeliest.max()) < 0.99999
+    dtype = torch.float32 if count >= 9 else torch.float64
+    batch["teacher_topk_logits"] = batch["teacher_topk_logits"].to(dtype)
     generator = torch.Generator().manual_seed(6)
-    logits = torch.randn(case.total_rows, case.length - 1, 9, generator=generator).requires_grad_()
+    logits = torch.randn(case.total_rows, case.length - 1, 9, generator=generator, dtype=dtype).requires_grad_()
     results = []
     for loss_fn in (make_loss(case), reference_loss(case)):
         scored = logits.log_softmax(-1).gather(2, batch["teacher_topk_indices"][:, :-1])
@@ -89,8 +92,9 @@ def test_the_same_with_the_teacher_of_a_case(loss: str, count: int) -> None:
         assert all(math.isfinite(float(metric)) for metric in metrics.values())
         results.append((value.detach(), torch.autograd.grad(value, logits)[0]))
     (value, gradient), (expected, expected_gradient) = results
-    assert float(value) == pytest.approx(float(expected), rel=1e-5)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
+    bound = 1e-5 if dtype == torch.float32 else 2e-7  # the reference gives float32
+    assert float(value) == pytest.approx(float(expected), rel=bound)
+    assert float((gradient - expected_gradient).norm()) < bound * float(expected_gradient.norm())
 
 
 def _check_the_same(loss: str, data: dict[str, torch.Tensor]) -> torch.Tensor:

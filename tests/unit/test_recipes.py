@@ -29,7 +29,8 @@ LAYERS = [
 ]
 # algorithms of the GRPO family, laid over a GRPO recipe
 FAMILY = sorted(
-    CONFIGS / "base" / f"{name}.yaml" for name in ("gspo", "gspo-token", "cispo", "dr-grpo", "rloo", "gdpo", "reinforce-plus-plus", "dapo")
+    CONFIGS / "base" / f"{name}.yaml"
+    for name in ("gspo", "gspo-token", "cispo", "dr-grpo", "rloo", "gdpo", "reinforce-plus-plus", "dapo", "trl")
 )
 # the same for what generates, with what a user writes beside them
 HALF_A_NODE = "policy.generation.colocated.resources.gpus_per_node=4"

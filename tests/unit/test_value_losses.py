@@ -131,10 +131,10 @@ def test_micro_batches_add_up(pieces: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_pair_that_does_not_count_may_hold_anything(value: float) -> None:
     outcomes = []
-    for given in (0.0, value):
+    for hidden in (0.0, value):
         values = torch.randn(6, 4, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
         # of the second pair no row counts, of the third one
-        values[[2, 3, 4, 5]] = given
+        values[[2, 3, 4, 5]] = hidden
         batch: Any = {"sample_mask": torch.tensor([1.0, 1, 0, 0, 1, 0]), "input_lengths": torch.tensor([2, 4, 1, 3, 4, 2])}
         values.requires_grad_()
         loss, metrics = PreferenceLoss()(batch, torch.tensor(3.0), torch.tensor(9.0), values)
