@@ -6,11 +6,19 @@ The torch backends shard parameters, gradients and optimizer state over all rank
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from converters.model_config.latent_attention import LatentAttention
 from converters.model_config.mixture import MixtureOfExperts
+from megarl.config.activations import (
+    Operations,
+    head_activation_bytes,
+    in_flight,
+    layer_activation_bytes,
+    operations,
+    sparse_layer_activation_bytes,
+)
 from megarl.config.arithmetic import BatchPlan, padded_vocabulary
 from megarl.config.backend import enabled_backend
 from megarl.config.layout import Layout, stage_layer_counts
@@ -31,8 +39,11 @@ class RankMemory:
         weights: the weights.
         gradients: the gradient buffer.
         optimizer: optimizer state, with float32 copies of weights and gradients.
-        activations: kept for the backward pass, of all micro-batches in flight.
-        logits: logits and what the log-probabilities and their gradient need beside them; last stage only.
+        activations: kept of the layers for the backward pass, of all micro-batches in flight.
+        recomputed: what one layer has again in the backward pass, of what is not kept.
+        logits: of the last stage what its norm and its output layer keep, logits, in whose memory their gradient is written, and the
+            gradient of the output layer. The backward pass is through with it when it comes to the first layer.
+        scoring: what a log-probability pass takes, which lies beside no activations of training.
         generation_cache: keys and values of the sequences being generated.
         reference_weights: the reference policy's weights, in host memory.
     """
@@ -44,14 +55,21 @@ class RankMemory:
     gradients: int
     optimizer: int
     activations: int
+    recomputed: int
     logits: int
+    scoring: int
     generation_cache: int
     reference_weights: int
 
     @property
     def peak(self) -> int:
-        """Most memory at once: training and generation take turns, weights and optimizer state stay. Host memory is not counted."""
-        return self.weights + self.gradients + self.optimizer + max(self.activations + self.logits, self.generation_cache)
+        """Most memory at once: passes and generation take turns, weights and optimizer state stay. Host memory is not counted."""
+        return self.state + max(self.activations + max(self.logits, self.recomputed), self.scoring, self.generation_cache)
+
+    @property
+    def state(self) -> int:
+        """What training cannot do without, whatever the batches: weights, gradients and optimizer state."""
+        return self.weights + self.gradients + self.optimizer
 
 
 def layer_parameters(facts: ModelFacts, tensor: int) -> int:
@@ -162,57 +180,9 @@ def optimizer_bytes(optimizer: Mapping[str, Any], weight_bytes: int, gradient_by
     return 4 * (moments + copies)
 
 
-def layer_activation_bytes(
-    facts: ModelFacts, tokens: int, tensor: int, sequence_parallel: bool, element: int, recomputed: Collection[str] = ()
-) -> int:
-    """Bytes one layer keeps of one micro-batch for the backward pass, but for its parts that are ``recomputed``.
-
-    Inputs and outputs of the two norms (four times the width, divided over tensor ranks only with sequence parallelism); queries,
-    keys, values, attention output; gate, up, activated gate and their product; one float32 normaliser a head and token (attention
-    without a stored score matrix). Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
-    Models", section 4, without dropout, for grouped queries and a gated MLP.
-    """
-    attention, whole = 2 * (facts.num_attention_heads + facts.num_key_value_heads) * facts.head_dim, 0
-    if facts.latent is not None:
-        latent = facts.latent
-        # queries, keys, values and output of the heads; the latent vectors before and after their norms, and the shared part of keys
-        attention = 2 * facts.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)
-        whole = 2 * ((latent.q_lora_rank or 0) + latent.kv_lora_rank) + latent.qk_rope_head_dim
-    outside = (4 * facts.hidden_size + whole) * element
-    mlp = 0 if "mlp" in recomputed else 4 * facts.ffn_hidden_size * element
-    # queries, keys, values and output of attention go into what is kept anyway
-    inside = attention * element + mlp + (0 if "core_attn" in recomputed else 4 * facts.num_attention_heads)
-    return tokens * (outside // (tensor if sequence_parallel else 1) + inside // tensor)
-
-
-def sparse_layer_activation_bytes(
-    facts: ModelFacts, tokens: int, tensor: int, sequence_parallel: bool, expert_tensor: int, element: int, recomputed: Collection[str] = ()
-) -> int:
-    """Bytes one layer with experts keeps of one micro-batch for the backward pass, but for its parts that are ``recomputed``, when the
-    router spreads the tokens evenly.
-
-    All of a dense layer, the shared expert in place of its MLP, and for each token of this rank (divided over tensor ranks with sequence
-    parallelism) float32 scores of all experts before and after softmax, the output of a gated shared expert and its weight, and for each of
-    its chosen experts: input and output (whole on each of the expert's tensor ranks), gate, up, activated gate and their product.
-    """
-    mixture = _mixture_of(facts)
-    if "moe" in recomputed:
-        return layer_activation_bytes(replace(facts, ffn_hidden_size=0), tokens, tensor, sequence_parallel, element, recomputed)
-    dense = replace(facts, ffn_hidden_size=mixture.shared_ffn_hidden_size)
-    own = tokens // tensor if sequence_parallel else tokens
-    chosen = 2 * facts.hidden_size * expert_tensor + 4 * mixture.ffn_hidden_size
-    weighed = facts.hidden_size + 1 if mixture.has_shared_gate else 0
-    experts = own * ((mixture.experts_per_token * chosen + weighed) * element + 8 * mixture.num_experts)
-    attention = [part for part in recomputed if part == "core_attn"]
-    return layer_activation_bytes(dense, tokens, tensor, sequence_parallel, element, attention) + experts
-
-
-def in_flight(stage: int, stages: int, micro_batches: int) -> int:
-    """Micro-batches whose activations a stage holds at once in the 1F1B schedule (Narayanan et al. 2021, section 2.2.1)."""
-    return min(stages - stage, micro_batches)
-
-
-def estimate(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, reference: bool) -> list[RankMemory]:
+def estimate(
+    policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, *, reference: bool, device: str = "cuda"
+) -> list[RankMemory]:
     """Memory of a rank of each pipeline stage.
 
     Args:
@@ -221,20 +191,29 @@ def estimate(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan:
         layout: the ranks.
         plan: the batches.
         reference: whether there is a reference policy.
+        device: what the ranks run on.
     """
     layers = stage_layer_counts(policy["megatron_cfg"], facts.num_layers)
-    return [_stage_memory(stage, layers, policy, facts, layout, plan, reference) for stage in range(layout.pipeline)]
+    kept = operations("megatron", device, BYTES[policy["precision"]])
+    return [_stage_memory(stage, layers, policy, facts, layout, plan, reference, kept) for stage in range(layout.pipeline)]
 
 
 def _stage_memory(
-    stage: int, layers: list[int], policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, reference: bool
+    stage: int,
+    layers: list[int],
+    policy: Mapping[str, Any],
+    facts: ModelFacts,
+    layout: Layout,
+    plan: BatchPlan,
+    reference: bool,
+    kept: Operations,
 ) -> RankMemory:
-    megatron = policy["megatron_cfg"]
-    element = BYTES[policy["precision"]]
+    megatron, element = policy["megatron_cfg"], kept.element
     gradient = 4 if megatron["distributed_data_parallel_config"]["grad_reduce_in_fp32"] else element
     shared = stage_parameters(facts, layout.tensor, stage, layers)
     expert, expert_tensor = _expert_sizes(megatron)
-    experts = stage_layers(facts, stage, layers)[1] * expert_layer_parameters(facts, expert, expert_tensor)
+    dense, sparse = stage_layers(facts, stage, layers)
+    experts = sparse * expert_layer_parameters(facts, expert, expert_tensor)
     parameters = shared + experts
     each = optimizer_bytes(megatron["optimizer"], element, gradient)
     state = parameters * each
@@ -243,7 +222,13 @@ def _stage_memory(
         # An expert's copies lie on all ranks of a stage that hold no other part of the experts.
         expert_copies = max(1, copies * layout.tensor // (expert * expert_tensor))
         state = -(-shared * each // copies) - (-experts * each // expert_copies)
-    last = stage == layout.pipeline - 1
+    tokens, scored = (-(-count // layout.context) for count in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan)))
+    sizes = (facts, layout.tensor, megatron["sequence_parallel"], expert_tensor, kept)
+    trained = _Layers(dense, sparse, tokens, *sizes)
+    logits, last = _Logits(), stage == layout.pipeline - 1
+    if last:
+        logits = logit_bytes(policy, facts, layout, plan, BYTES["float32"] if megatron["float32_logits"] else element)
+    activations, recomputed = _activations(trained, _recomputed(megatron))
     return RankMemory(
         stage=stage,
         layers=layers[stage],
@@ -251,8 +236,10 @@ def _stage_memory(
         weights=parameters * element,
         gradients=parameters * gradient,
         optimizer=state,
-        activations=_activations(stage, layers, policy, facts, layout, plan),
-        logits=logit_bytes(policy, facts, layout, plan, BYTES["float32"] if megatron["float32_logits"] else element) if last else 0,
+        activations=in_flight(stage, layout.pipeline, plan.micro_batches) * activations,
+        recomputed=recomputed,
+        logits=logits.training + trained.head * last,
+        scoring=_scoring(_Layers(dense, sparse, scored, *sizes), logits),
         generation_cache=generation_cache_bytes(layers[stage], policy, facts, layout, element),
         reference_weights=parameters * element if reference else 0,
     )
@@ -263,44 +250,107 @@ def _expert_sizes(megatron: Mapping[str, Any]) -> tuple[int, int]:
     return megatron.get("expert_model_parallel_size", 1), megatron.get("expert_tensor_parallel_size", 1)
 
 
-def _activations(stage: int, layers: list[int], policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan) -> int:
-    """With recomputation a layer keeps only its input, or what is outside its recomputed parts, and one layer at a time is whole."""
-    megatron, element = policy["megatron_cfg"], BYTES[policy["precision"]]
-    tokens = -(-plan.tokens_per_micro_batch // layout.context)
-    divided = megatron["sequence_parallel"]
-    dense, sparse = stage_layers(facts, stage, layers)
-    copies = in_flight(stage, layout.pipeline, plan.micro_batches)
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """What the layers of a stage keep of one micro-batch.
 
-    def kept(recomputed: Collection[str] = ()) -> tuple[int, int]:
-        """Of a dense layer and of one with experts."""
-        sizes = (facts, tokens, layout.tensor, divided)
-        with_experts = sparse_layer_activation_bytes(*sizes, _expert_sizes(megatron)[1], element, recomputed) if sparse else 0
-        return layer_activation_bytes(*sizes, element, recomputed) if dense else 0, with_experts
+    Attributes:
+        dense, sparse: how many are dense, and how many have experts.
+        tokens: of the micro-batch on a rank.
+        facts: sizes of the model.
+        tensor: tensor-parallel ranks.
+        sequence_parallel: these divide what lies between their parts of a layer.
+        expert_tensor: ranks that an expert is cut over.
+        kept: what the operations keep.
+    """
 
-    whole = kept()
+    dense: int
+    sparse: int
+    tokens: int
+    facts: ModelFacts
+    tensor: int
+    sequence_parallel: bool
+    expert_tensor: int
+    kept: Operations
+
+    def each(self, recomputed: Collection[str] = ()) -> tuple[int, int]:
+        """Return the bytes of a dense layer and of one with experts; 0 where there is none."""
+        sizes = (self.facts, self.tokens, self.tensor, self.sequence_parallel)
+        with_experts = sparse_layer_activation_bytes(*sizes, self.expert_tensor, self.kept, recomputed) if self.sparse else 0
+        return layer_activation_bytes(*sizes, self.kept, recomputed) if self.dense else 0, with_experts
+
+    def whole(self, recomputed: Collection[str] = ()) -> int:
+        """Return the bytes of all layers."""
+        dense, sparse = self.each(recomputed)
+        return self.dense * dense + self.sparse * sparse
+
+    @property
+    def inputs(self) -> int:
+        """Bytes of the inputs of all layers, which is all that stays where whole layers are recomputed."""
+        divided = self.tensor if self.sequence_parallel else 1
+        return (self.dense + self.sparse) * (self.tokens * self.facts.hidden_size * self.kept.element // divided)
+
+    @property
+    def head(self) -> int:
+        """Bytes that the last norm and the output layer keep."""
+        return head_activation_bytes(self.facts, self.tokens, self.tensor, self.sequence_parallel, self.kept)
+
+
+def _recomputed(megatron: Mapping[str, Any]) -> Collection[str] | None:
+    """Return the parts of layers that are recomputed; None for whole layers."""
     if not megatron["activation_checkpointing"]:
-        return copies * (dense * whole[0] + sparse * whole[1])
-    if megatron["recompute_granularity"] == "selective":
-        parts = kept(megatron["recompute_modules"])
-        return copies * (dense * parts[0] + sparse * parts[1]) + max(whole)
-    inputs = tokens * facts.hidden_size * element // (layout.tensor if divided else 1)
-    return copies * layers[stage] * inputs + max(whole)
+        return ()
+    return megatron["recompute_modules"] if megatron["recompute_granularity"] == "selective" else None
 
 
-def logit_bytes(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, element: int) -> int:
-    """Training keeps the logits of ``element`` bytes, a float32 copy of them and its gradient; the log-probability pass the first two. In
-    chunks there are those of one chunk, and in 16 bit the sum of the output layer's gradient in float32. What a model that scores gives of
-    a token is not worth counting."""
+def _activations(layers: _Layers, recomputed: Collection[str] | None) -> tuple[int, int]:
+    """Return what the layers keep of one micro-batch, and what the largest of them makes anew of what is recomputed."""
+    if recomputed is None:
+        return layers.inputs, max(layers.each())
+    anew = max(whole - kept for whole, kept in zip(layers.each(), layers.each(recomputed), strict=True))
+    return layers.whole(recomputed), anew
+
+
+@dataclass(frozen=True, slots=True)
+class _Logits:
+    """Memory of the output layer of a last stage.
+
+    Attributes:
+        training: the logits, in whose memory their gradient is written, and the gradient of the layer's weight.
+        scoring: the logits of a log-probability pass.
+    """
+
+    training: int = 0
+    scoring: int = 0
+
+
+def logit_bytes(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, element: int) -> _Logits:
+    """Return what the output layer takes for logits of ``element`` bytes.
+
+    The kernel of the log-probabilities, and the PyTorch code that works on few rows at a time, make no copy of the logits. Only where these
+    are wider than the layers is their gradient copied for the products. In chunks there are the logits of one chunk, and the weight's
+    gradient is summed up in float32, beside the part of a chunk. What a model that scores gives of a token is not worth counting.
+    """
     if facts.scores:
-        return 0
-    columns = padded_vocabulary(facts.vocab_size, layout.tensor) // layout.tensor
-    chunk, sums = policy["logprob_chunk_size"], 0
-    training = -(-plan.tokens_per_micro_batch // layout.context)
-    scoring = -(-(plan.logprob_token_budget or policy["logprob_batch_size"] * plan.sequence_length) // layout.context)
+        return _Logits()
+    columns, own = padded_vocabulary(facts.vocab_size, layout.tensor) // layout.tensor, BYTES[policy["precision"]]
+    training, scoring = (-(-tokens // layout.context) for tokens in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan)))
+    chunk, weight = policy["logprob_chunk_size"], columns * facts.hidden_size
+    gradient = own * weight
     if chunk is not None:
         training, scoring = min(training, chunk), min(scoring, chunk)
-        sums = columns * facts.hidden_size * 4 if element < 4 else 0
-    return int(max(training * columns * (element + 8) + sums, scoring * columns * (element + 4)))
+        gradient = (4 if own == 4 else 4 + own) * weight
+    return _Logits(training * columns * (element + own * (element > own)) + gradient, scoring * columns * element)
+
+
+def _logprob_tokens(policy: Mapping[str, Any], plan: BatchPlan) -> int:
+    """Most tokens of a micro-batch of a log-probability pass."""
+    return int(plan.logprob_token_budget or policy["logprob_batch_size"] * plan.sequence_length)
+
+
+def _scoring(layers: _Layers, logits: _Logits) -> int:
+    """Return what a log-probability pass takes, which keeps nothing: at most what a whole layer works with, or the logits."""
+    return max(*layers.each(), logits.scoring)
 
 
 def generation_cache_bytes(layers: int, policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, element: int) -> int:
@@ -324,11 +374,13 @@ GATHERED_LAYERS = 2
 """Layers whose whole parameters are there at once: the one that computes and the next one, which is being gathered."""
 
 
-def estimate_sharded(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, reference: bool) -> RankMemory:
+def estimate_sharded(
+    policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, *, reference: bool
+) -> RankMemory:
     """Memory of a rank.
 
-    Weights, gradients and optimizer state are float32 shards; beside them stand the whole parameters of the layers that compute, in the
-    type they compute in, and their reduced gradients before they are sharded.
+    Weights, gradients and optimizer state are float32 shards; beside them stand, in the type they compute in, the whole parameters of the
+    layers that compute, and of what is no layer (embedding, last norm, output layer), which stay gathered while a pass lasts.
 
     Args:
         policy: a checked ``policy`` section with its defaults, on DTensor or FSDP1.
@@ -337,12 +389,18 @@ def estimate_sharded(policy: Mapping[str, Any], facts: ModelFacts, layout: Layou
         plan: the batches.
         reference: whether there is a reference policy.
     """
-    element, shards = BYTES[policy["precision"]], layout.data * layout.context
-    whole = stage_parameters(facts, layout.tensor, 0, [facts.num_layers])
+    element, shards, backend = BYTES[policy["precision"]], layout.data * layout.context, enabled_backend(policy)
+    whole, layer = stage_parameters(facts, layout.tensor, 0, [facts.num_layers]), layer_parameters(facts, layout.tensor)
     parameters = -(-whole // shards)
-    in_host = _offloads(policy)
-    gathered = GATHERED_LAYERS * layer_parameters(facts, layout.tensor) * element
-    device_share = 0 if in_host else 4 * parameters
+    gathered = (GATHERED_LAYERS * layer + whole - facts.num_layers * layer) * element
+    device_share = 0 if _offloads(policy) else 4 * parameters
+    dtensor = backend == "dtensor"
+    divided = dtensor and policy["dtensor_cfg"]["sequence_parallel"]
+    recomputes = policy["dtensor_cfg"]["activation_checkpointing"] if dtensor else policy["activation_checkpointing_enabled"]
+    tokens, scored = (-(-count // layout.context) for count in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan)))
+    sizes = (facts, layout.tensor, divided, 1, operations(backend, "", element))
+    trained = _Layers(facts.num_layers, 0, tokens, *sizes)
+    logits, (activations, recomputed) = logit_bytes(policy, facts, layout, plan, element), _activations(trained, None if recomputes else ())
     return RankMemory(
         stage=0,
         layers=facts.num_layers,
@@ -350,8 +408,10 @@ def estimate_sharded(policy: Mapping[str, Any], facts: ModelFacts, layout: Layou
         weights=device_share + gathered,
         gradients=device_share,
         optimizer=MOMENTS * device_share,
-        activations=_sharded_activations(policy, facts, layout, plan, element),
-        logits=logit_bytes(policy, facts, layout, plan, element),
+        activations=activations,
+        recomputed=recomputed,
+        logits=logits.training + trained.head,
+        scoring=_scoring(_Layers(facts.num_layers, 0, scored, *sizes), logits),
         generation_cache=generation_cache_bytes(facts.num_layers, policy, facts, layout, element),
         reference_weights=4 * parameters if reference else 0,
     )
@@ -362,14 +422,3 @@ def _offloads(policy: Mapping[str, Any]) -> bool:
     if enabled_backend(policy) == "dtensor":
         return bool(policy["dtensor_cfg"]["cpu_offload"])
     return bool(policy["fsdp_offload_enabled"])
-
-
-def _sharded_activations(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, element: int) -> int:
-    dtensor = enabled_backend(policy) == "dtensor"
-    divided = dtensor and policy["dtensor_cfg"]["sequence_parallel"]
-    recompute = policy["dtensor_cfg"]["activation_checkpointing"] if dtensor else policy["activation_checkpointing_enabled"]
-    tokens = -(-plan.tokens_per_micro_batch // layout.context)
-    layer = layer_activation_bytes(facts, tokens, layout.tensor, divided, element)
-    if recompute:
-        return facts.num_layers * (tokens * facts.hidden_size * element // (layout.tensor if divided else 1)) + layer
-    return facts.num_layers * layer

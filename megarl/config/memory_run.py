@@ -102,7 +102,7 @@ def device_ledger(
         Moment("engine sleeps, parameters are back", parameters, ENGINE_REST),
         Moment("refit", parameters, ENGINE_REST + engine.weights, slots + gathered),
         Moment("generation", rest, engine.budget, slots),
-        Moment("log-probabilities", parameters + rank.logits, ENGINE_REST, slots),
+        Moment("log-probabilities", parameters + rank.scoring, ENGINE_REST, slots),
         Moment("training", trained, ENGINE_REST, slots),
         *(Moment(f"{name} in its turn", rest + other.peak, ENGINE_REST, slots) for name, other in beside.items()),
     ]

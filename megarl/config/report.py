@@ -36,6 +36,17 @@ from megarl.models.generation.engines import engine_kind, is_engine
 
 WIDTH = 100
 RANKS_SHOWN = 32
+_TERMS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "logits": "beside them: logits, output layer",
+    "recomputed": "or beside them: a layer recomputed",
+    "scoring": "in its turn: a log-probability pass",
+    "generation_cache": "in its turn: generation cache",
+}
+"""Terms of a rank's memory, each in words."""
 
 
 def batch_plan(config: Mapping[str, Any], layout: Layout) -> BatchPlan:
@@ -84,14 +95,14 @@ def memory_of_models(config: Mapping[str, Any]) -> dict[str, list[RankMemory]]:
 def _without_training(rank: RankMemory, config: Mapping[str, Any]) -> RankMemory:
     """The memory of a model that is only read; Megatron has its gradient buffers all the same."""
     gradients = rank.gradients if enabled_backend(config["policy"]) == "megatron" else 0
-    return replace(rank, gradients=gradients, optimizer=0, activations=0)
+    return replace(rank, gradients=gradients, optimizer=0, activations=0, recomputed=0, logits=0)
 
 
 def _memory(config: Mapping[str, Any], facts: ModelFacts, layout: Layout, *, reference: bool) -> list[RankMemory]:
     policy, plan = config["policy"], batch_plan(config, layout)
     if enabled_backend(policy) == "megatron":
-        return estimate(policy, facts, layout, plan, reference)
-    return [estimate_sharded(policy, facts, layout, plan, reference)]
+        return estimate(policy, facts, layout, plan, reference=reference, device=config["cluster"]["device"])
+    return [estimate_sharded(policy, facts, layout, plan, reference=reference)]
 
 
 def print_report(config: Mapping[str, Any], facts: ModelFacts | None, console: Console) -> None:
@@ -191,8 +202,8 @@ def memory_table(rows: list[RankMemory], model: str | None = None) -> Table:
         table.add_column(f"stage {row.stage}", justify="right")
     table.add_row("layers", *(str(row.layers) for row in shown))
     table.add_row("parameters", *(f"{row.parameters:,}" for row in shown))
-    for name in ("weights", "gradients", "optimizer", "activations", "logits", "generation_cache"):
-        table.add_row(name.replace("_", " "), *(size_text(getattr(row, name)) for row in shown))
+    for name, words in _TERMS.items():
+        table.add_row(words, *(size_text(getattr(row, name)) for row in shown))
     table.add_section()
     table.add_row("peak", *(size_text(row.peak) for row in shown))
     if model is None:

@@ -252,3 +252,19 @@ def _swap_and_count(config: Mapping[str, Any]) -> dict[str, Any]:
     worker.backend.close()
     same = all(map(torch.equal, before, after))
     return {"copied": [count / weights for count in copied], "same memory": places[0] == places[1], "same weights": same}
+
+
+# what the plan says of a step
+
+
+def terms_of_step(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes on this rank: weights, gradients and optimizer state after a step, what autograd held of the layers in it, and of logits."""
+    saved = {}
+    for name, chunk in (("both", None), ("activations", 1)):
+        worker = build({**config, "logprob_chunk_size": chunk}, init_reference_model=False)
+        share = jobs.my_share(worker, batch, config["train_global_batch_size"])
+        with saved_for_backward() as held:
+            worker.train(data=share, loss_fn=NLLLoss())
+        saved[name] = round(held.peak * 2**20)
+        worker.backend.close()
+    return {"activations": saved["activations"], "logits": saved["both"] - saved["activations"]}

@@ -1,0 +1,121 @@
+"""What a forward pass keeps for the backward pass, from the shapes of the tensors that autograd saves. All sizes are bytes.
+
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4, list such tensors; here they are those
+of grouped queries and a gated MLP, without dropout, as the operations of each backend save them. A test holds the sums against the bytes
+that hooks on saved tensors count on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from megarl.config.model_facts import ModelFacts
+
+_SCALE = 4
+"""Of a norm a float32 factor a token, and of attention a float32 normaliser a token and head."""
+_INDEX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What the operations that layers are made of keep.
+
+    Attributes:
+        element: bytes of a number of the layers' dtype.
+        norm: bytes that a norm keeps of each number that it normalises.
+        gated: numbers that an MLP keeps of each of its widths.
+        weighed: the same for experts, whose product is weighed by the router.
+        joined: queries, keys and values come as one tensor, which is there as long as the values that are a part of it.
+    """
+
+    element: int
+    norm: int
+    gated: int
+    weighed: int
+    joined: bool
+
+
+def operations(backend: str, device: str, element: int) -> Operations:
+    """Return what the operations of a backend keep on a device.
+
+    transformers' norms keep a float32 copy of their input, and what they multiply by the weight. On a CPU Megatron-Core's layers keep two
+    float32 tensors of a norm, and gate, up, activated gate, and up once more because an offset of 0 is added to it. On a GPU, fused by
+    torch.compile or Transformer Engine, they keep inputs alone: of a norm, of a gated MLP (gate and up) and of its second product.
+    """
+    if backend != "megatron":
+        return Operations(element, norm=4 + element, gated=4, weighed=4, joined=False)
+    if device == "cpu":
+        return Operations(element, norm=8, gated=5, weighed=6, joined=True)
+    return Operations(element, norm=element, gated=3, weighed=3, joined=True)
+
+
+def layer_activation_bytes(
+    facts: ModelFacts, tokens: int, tensor: int, sequence_parallel: bool, kept: Operations, recomputed: Collection[str] = ()
+) -> int:
+    """Return what one layer keeps of one micro-batch, but for its parts that are ``recomputed``.
+
+    Of the two norms and of the products that read them tensor ranks have a part each only with sequence parallelism.
+    """
+    outside, inside = _attention_bytes(facts, kept, "core_attn" in recomputed)
+    outside += 2 * (facts.hidden_size * (kept.norm + kept.element) + _SCALE)
+    if "mlp" not in recomputed:
+        inside += kept.gated * facts.ffn_hidden_size * kept.element
+    return tokens * (outside // (tensor if sequence_parallel else 1) + inside // tensor)
+
+
+def _attention_bytes(facts: ModelFacts, kept: Operations, recomputed: bool) -> tuple[int, int]:
+    """Return what attention keeps of a token beside its input: whole on each tensor rank, and divided over them. What goes into the core of
+    attention, and its output, are there whether it is recomputed or not."""
+    heads, normaliser = facts.num_attention_heads, 0 if recomputed else _SCALE * facts.num_attention_heads
+    if facts.latent is not None:
+        latent, vectors = facts.latent, (facts.latent.q_lora_rank or 0) + facts.latent.kv_lora_rank
+        # kernels want keys and values of one width: the narrower ones are filled up, and the output is cut
+        wide = max(latent.qk_head_dim, latent.v_head_dim)
+        numbers = heads * (4 * wide + latent.v_head_dim * (latent.qk_head_dim != latent.v_head_dim))
+        norms = 1 + (latent.q_lora_rank is not None)
+        return vectors * (kept.norm + kept.element) + norms * _SCALE, numbers * kept.element + normaliser
+    query, key = heads * facts.head_dim, facts.num_key_value_heads * facts.head_dim
+    # queries and keys after their rotation, values, output; and beside the values those before it
+    numbers = 3 * (query + key) if kept.joined else 2 * (query + key)
+    norms = kept.norm * (query + key) + _SCALE * (heads + facts.num_key_value_heads) if facts.features.qk_norm else 0
+    return 0, numbers * kept.element + norms + normaliser
+
+
+def sparse_layer_activation_bytes(
+    facts: ModelFacts,
+    tokens: int,
+    tensor: int,
+    sequence_parallel: bool,
+    expert_tensor: int,
+    kept: Operations,
+    recomputed: Collection[str] = (),
+) -> int:
+    """Return the same for one layer with experts, when the router spreads the tokens evenly.
+
+    All of a dense layer, the shared expert in place of its MLP, and for each token of this rank (divided over tensor ranks with sequence
+    parallelism) the router's float32 scores, whether an expert was chosen, its weight and its place, the output of a gated shared expert
+    and its weight; and for each chosen expert its input (whole on each of the expert's tensor ranks), its weight and what its MLP keeps.
+    """
+    mixture = facts.mixture
+    assert mixture is not None, facts.model_type
+    sizes, attention = (tokens, tensor, sequence_parallel, kept), [part for part in recomputed if part == "core_attn"]
+    if "moe" in recomputed:
+        return layer_activation_bytes(replace(facts, ffn_hidden_size=0), *sizes, attention)
+    dense = replace(facts, ffn_hidden_size=mixture.shared_ffn_hidden_size)
+    own = tokens // tensor if sequence_parallel else tokens
+    chosen = (facts.hidden_size * expert_tensor + kept.weighed * mixture.ffn_hidden_size + 1) * kept.element + 2 * _INDEX + _SCALE
+    shared = (facts.hidden_size + 1) * kept.element if mixture.has_shared_gate else 0
+    router = mixture.num_experts * (_SCALE + 1 + kept.element)
+    return layer_activation_bytes(dense, *sizes, attention) + own * (mixture.experts_per_token * chosen + router + shared)
+
+
+def head_activation_bytes(facts: ModelFacts, tokens: int, tensor: int, sequence_parallel: bool, kept: Operations) -> int:
+    """Return what the last norm keeps of one micro-batch, and what the output layer reads."""
+    norm = facts.hidden_size * kept.norm + _SCALE
+    return tokens * (norm // (tensor if sequence_parallel else 1) + facts.hidden_size * kept.element)
+
+
+def in_flight(stage: int, stages: int, micro_batches: int) -> int:
+    """Micro-batches whose activations a stage holds at once in the 1F1B schedule (Narayanan et al. 2021, section 2.2.1)."""
+    return min(stages - stage, micro_batches)

@@ -1,0 +1,88 @@
+"""The memory plan, term by term, against bytes that are counted: tensors of real workers, and what hooks say that autograd saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.arithmetic import BatchPlan
+from megarl.config.backend import enabled_backend
+from megarl.config.layout import Layout
+from megarl.config.memory import RankMemory, estimate, estimate_sharded
+from megarl.config.model_facts import read_model_facts
+from megarl.config.validate import validate_policy_config
+from tests.dist.batches import make_batch
+from tests.dist.dtensor_jobs import dtensor_config
+from tests.dist.fsdp1_jobs import fsdp1_config
+from tests.dist.memory_jobs import terms_of_step
+from tests.dist.pool import WorkerPool
+from tests.models import make_tiny, policy_config
+from tests.tiers import sampled
+
+ROWS, LENGTH = 2, 240
+WIDTHS = {"hidden_size": 96, "intermediate_size": 208, "max_position_embeddings": 256, "vocab_size": 1009}
+CONFIGS = {"megatron": policy_config, "dtensor": dtensor_config, "fsdp1": fsdp1_config}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen2": ("megatron", "qwen2", {}),
+    "qwen2, float32": ("megatron", "qwen2", {"precision": "float32"}),
+    "qwen3": ("megatron", "qwen3", {}),
+    "llama": ("megatron", "llama", {}),
+    "mlp recomputed": ("megatron", "qwen3", {"recompute": ["mlp"]}),
+    "attention recomputed": ("megatron", "qwen2", {"recompute": ["core_attn"]}),
+    "layers recomputed": ("megatron", "qwen2", {"recompute": True}),
+    "tensor-parallel": ("megatron", "qwen3", {"tp": 2}),
+    "sequence-parallel": ("megatron", "qwen3", {"tp": 2, "sp": True, "multiple": 2}),
+    "two stages": ("megatron", "qwen2", {"pp": 2, "first": 2, "mbs": 1}),
+    "mixtral": ("megatron", "mixtral", {}),
+    "qwen3_moe": ("megatron", "qwen3_moe", {}),
+    "a gated shared expert": ("megatron", "qwen2_moe", {}),
+    "a dense layer": ("megatron", "qwen3_moe_mixed", {}),
+    "experts recomputed": ("megatron", "qwen3_moe", {"recompute": ["moe"]}),
+    "latent attention": ("megatron", "deepseek_v3_dense", {}),
+    "latent attention, experts": ("megatron", "deepseek_v3", {}),
+    "dtensor": ("dtensor", "qwen2", {}),
+    "dtensor, qwen3, float32": ("dtensor", "qwen3", {"precision": "float32"}),
+    "dtensor, layers recomputed": ("dtensor", "qwen2", {"recompute": True}),
+    "dtensor, tensor-parallel": ("dtensor", "qwen2", {"tp": 2}),
+    "fsdp1": ("fsdp1", "qwen2", {}),
+    "fsdp1 of two": ("fsdp1", "qwen3", {"world": 2}),
+}
+
+
+def planned(config: dict[str, Any], world: int) -> list[RankMemory]:
+    policy = validate_policy_config({**config, "generation": None}, world)
+    facts = read_model_facts(policy["model_name"])
+    assert facts is not None
+    megatron, dtensor = policy["megatron_cfg"], policy["dtensor_cfg"]
+    tensor = megatron.get("tensor_model_parallel_size") or dtensor.get("tensor_parallel_size") or 1
+    stages = megatron.get("pipeline_model_parallel_size") or 1
+    layout = Layout(stages, world // tensor // stages, 1, tensor, world)
+    plan = BatchPlan(ROWS, 1, ROWS, layout.data, policy["train_micro_batch_size"], LENGTH)
+    if enabled_backend(policy) == "megatron":
+        return estimate(policy, facts, layout, plan, reference=False, device="cpu")
+    return [estimate_sharded(policy, facts, layout, plan, reference=False)]
+
+
+@sampled(6)
+@pytest.mark.parametrize("case", CASES)
+def test_each_term_is_what_is_counted(case: str, pool: WorkerPool, tmp_path: Path) -> None:
+    backend, family, changes = CASES[case]
+    changes = {"precision": "bfloat16", "mbs": ROWS, **changes}
+    world = changes.pop("world", changes.get("tp", 1) * changes.get("pp", 1))
+    model = make_tiny(tmp_path / "model", family, tied=False, layers=4, **WIDTHS)
+    config = CONFIGS[backend](model, gbs=ROWS, max_length=LENGTH, **changes)
+    if world > 1 and backend == "fsdp1":
+        config["train_micro_batch_size"] = 1
+    batch = make_batch(ROWS, LENGTH)
+    batch["input_lengths"][:] = LENGTH
+    batch |= {"token_mask": torch.ones(ROWS, LENGTH), "sample_mask": torch.ones(ROWS)}
+    counted = pool.run(world, terms_of_step, config, batch)
+    rows = planned(config, world)
+    rows = planned(config, world)
+    for rank, found in enumerate(counted):
+        plan = rows[rank * len(rows) // world]
+        columns = -(-1009 // changes.get("tp", 1))
+        print(case, rank, found, plan)
