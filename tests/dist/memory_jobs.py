@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from benchmarks.memory import Allocations, saved_for_backward
+from benchmarks.memory import MEBIBYTE, Allocations, saved_for_backward
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.config.backend import enabled_backend
 from megarl.distributed.device import DeviceRuntime
@@ -258,13 +259,50 @@ def _swap_and_count(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def terms_of_step(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes on this rank: weights, gradients and optimizer state after a step, what autograd held of the layers in it, and of logits."""
-    saved = {}
-    for name, chunk in (("both", None), ("activations", 1)):
+    """Bytes on this rank: weights, gradients and optimizer state of a step, and what autograd holds in it at most, with the logits of all
+    tokens (``held``) and with those of one at a time (``without logits``)."""
+    found = {}
+    for name, chunk in (("held", None), ("without logits", 1)):
         worker = build({**config, "logprob_chunk_size": chunk}, init_reference_model=False)
         share = jobs.my_share(worker, batch, config["train_global_batch_size"])
-        with saved_for_backward() as held:
+        with saved_for_backward() as saved:
             worker.train(data=share, loss_fn=NLLLoss())
-        saved[name] = round(held.peak * 2**20)
+        found[name] = round(saved.peak * MEBIBYTE)
+        found |= _state_bytes(worker.backend, enabled_backend(config))
         worker.backend.close()
-    return {"activations": saved["activations"], "logits": saved["both"] - saved["activations"]}
+    return found
+
+
+def _state_bytes(backend: Any, name: str) -> dict[str, int]:
+    """Weights, gradients and optimizer state, each memory once."""
+    if name == "megatron":
+        buffers = [buffer for chunk in backend.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+        weights, gradients = [buffer.param_data for buffer in buffers], [buffer.grad_data for buffer in buffers]
+        inner = [each.optimizer for each in getattr(backend.optimizer, "chained_optimizers", [backend.optimizer])]
+    else:
+        weights = [_local(parameter) for _, parameter in backend.parameters()]
+        gradients, inner = [], [backend.optimizer]
+    stepped = [parameter for each in inner for group in each.param_groups for parameter in group["params"]]
+    if name != "megatron":
+        gradients = [_local(parameter.grad) for parameter in stepped if parameter.grad is not None]
+    states = [value for each in inner for state in each.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    state = [*stepped, *(parameter.grad for parameter in stepped if parameter.grad is not None), *states]
+    known: set[int] = set()
+    return {
+        "weights": _bytes_of(weights, known),
+        "gradients": _bytes_of(gradients, known),
+        "optimizer": _bytes_of([_local(tensor) for tensor in state if tensor.ndim], known),
+    }
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _bytes_of(tensors: list[torch.Tensor], known: set[int]) -> int:
+    """Bytes of memory that no tensor before these had."""
+    total = 0
+    for storage in (tensor.untyped_storage() for tensor in tensors):
+        total += 0 if storage.data_ptr() in known else storage.nbytes()
+        known.add(storage.data_ptr())
+    return total

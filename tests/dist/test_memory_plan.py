@@ -11,7 +11,7 @@ import torch
 from megarl.config.arithmetic import BatchPlan
 from megarl.config.backend import enabled_backend
 from megarl.config.layout import Layout
-from megarl.config.memory import RankMemory, estimate, estimate_sharded
+from megarl.config.memory import BYTES, RankMemory, estimate, estimate_sharded
 from megarl.config.model_facts import read_model_facts
 from megarl.config.validate import validate_policy_config
 from tests.dist.batches import make_batch
@@ -22,8 +22,8 @@ from tests.dist.pool import WorkerPool
 from tests.models import make_tiny, policy_config
 from tests.tiers import sampled
 
-ROWS, LENGTH = 2, 240
-WIDTHS = {"hidden_size": 96, "intermediate_size": 208, "max_position_embeddings": 256, "vocab_size": 1009}
+ROWS, LENGTH, VOCABULARY = 2, 240, 1009
+WIDTHS = {"hidden_size": 96, "intermediate_size": 208, "max_position_embeddings": 256, "vocab_size": VOCABULARY}
 CONFIGS = {"megatron": policy_config, "dtensor": dtensor_config, "fsdp1": fsdp1_config}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("megatron", "qwen2", {}),
@@ -46,22 +46,21 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dtensor": ("dtensor", "qwen2", {}),
     "dtensor, qwen3, float32": ("dtensor", "qwen3", {"precision": "float32"}),
     "dtensor, layers recomputed": ("dtensor", "qwen2", {"recompute": True}),
-    "dtensor, tensor-parallel": ("dtensor", "qwen2", {"tp": 2}),
     "fsdp1": ("fsdp1", "qwen2", {}),
-    "fsdp1 of two": ("fsdp1", "qwen3", {"world": 2}),
+    "fsdp1 of two": ("fsdp1", "qwen3", {"world": 2, "mbs": 1}),
 }
 
 
 def planned(config: dict[str, Any], world: int) -> list[RankMemory]:
+    """The plan of each pipeline stage of a step of two rows."""
     policy = validate_policy_config({**config, "generation": None}, world)
     facts = read_model_facts(policy["model_name"])
     assert facts is not None
-    megatron, dtensor = policy["megatron_cfg"], policy["dtensor_cfg"]
-    tensor = megatron.get("tensor_model_parallel_size") or dtensor.get("tensor_parallel_size") or 1
-    stages = megatron.get("pipeline_model_parallel_size") or 1
+    megatron, backend = policy["megatron_cfg"], enabled_backend(policy)
+    tensor, stages = (megatron.get(f"{name}_model_parallel_size", 1) for name in ("tensor", "pipeline"))
     layout = Layout(stages, world // tensor // stages, 1, tensor, world)
     plan = BatchPlan(ROWS, 1, ROWS, layout.data, policy["train_micro_batch_size"], LENGTH)
-    if enabled_backend(policy) == "megatron":
+    if backend == "megatron":
         return estimate(policy, facts, layout, plan, reference=False, device="cpu")
     return [estimate_sharded(policy, facts, layout, plan, reference=False)]
 
@@ -69,20 +68,29 @@ def planned(config: dict[str, Any], world: int) -> list[RankMemory]:
 @sampled(6)
 @pytest.mark.parametrize("case", CASES)
 def test_each_term_is_what_is_counted(case: str, pool: WorkerPool, tmp_path: Path) -> None:
+    """Within 2 %. Of what is planned for logits, hooks do not see the gradient of the output layer, which no forward pass keeps; and what
+    is recomputed under torch's own checkpoints they do not see either."""
     backend, family, changes = CASES[case]
     changes = {"precision": "bfloat16", "mbs": ROWS, **changes}
     world = changes.pop("world", changes.get("tp", 1) * changes.get("pp", 1))
     model = make_tiny(tmp_path / "model", family, tied=False, layers=4, **WIDTHS)
     config = CONFIGS[backend](model, gbs=ROWS, max_length=LENGTH, **changes)
-    if world > 1 and backend == "fsdp1":
-        config["train_micro_batch_size"] = 1
     batch = make_batch(ROWS, LENGTH)
     batch["input_lengths"][:] = LENGTH
     batch |= {"token_mask": torch.ones(ROWS, LENGTH), "sample_mask": torch.ones(ROWS)}
-    counted = pool.run(world, terms_of_step, config, batch)
-    rows = planned(config, world)
-    rows = planned(config, world)
-    for rank, found in enumerate(counted):
-        plan = rows[rank * len(rows) // world]
-        columns = -(-1009 // changes.get("tp", 1))
-        print(case, rank, found, plan)
+    plans, element = planned(config, world), BYTES[config["precision"]]
+    for rank, counted in enumerate(pool.run(world, terms_of_step, config, batch)):
+        plan = plans[rank * len(plans) // world]
+        columns = -(-VOCABULARY // changes.get("tp", 1)) if plan is plans[-1] else 0
+        output = columns * WIDTHS["hidden_size"] * element
+        logits = config["train_micro_batch_size"] * LENGTH * columns * element
+        recomputed = plan.recomputed if backend == "megatron" else 0
+        terms = {
+            "held": plan.activations + max(plan.logits - output, recomputed),
+            "without logits": plan.activations + max(plan.logits - output - logits, recomputed),
+            "gradients": plan.gradients,
+            "optimizer": plan.optimizer,
+        }
+        if backend == "megatron":
+            terms["weights"] = plan.weights
+        assert {name: counted[name] for name in terms} == pytest.approx(terms, rel=0.02), (case, rank)
