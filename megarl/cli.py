@@ -434,7 +434,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     from megarl.config.recipes import misnamed_directory
-    from megarl.config.validate import unusual_values
+    from megarl.config.validate import doubt_of_memory, unusual_values
     from megarl.observe.progress import note
 
     config = load_arguments(arguments)
@@ -450,6 +450,9 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         show(config, arguments.data)
         return 0
+    doubt = doubt_of_memory(config)
+    if doubt is not None:
+        print(f"megarl: warning: {doubt}", file=sys.stderr)
     note(f"run directory {config['run_dir']}")
     from megarl.algorithms.run import run
 
@@ -475,6 +478,7 @@ def show(config: Config, data: bool) -> None:
     from megarl.algorithms.preflight import findings, print_findings, require_files_of_models
     from megarl.config.model_facts import facts_of_policy, published_config
     from megarl.config.report import WIDTH, print_report
+    from megarl.config.validate import doubt_of_memory
 
     check_models_on_disk(config)
     lacking, found = findings(config), []
@@ -492,6 +496,9 @@ def show(config: Config, data: bool) -> None:
     for line in found:
         console.print(line, markup=False, highlight=False)
     print_findings(lacking, console)
+    doubt = doubt_of_memory(config)
+    if doubt is not None:
+        console.print(doubt, markup=False, highlight=False, soft_wrap=True)
 
 
 def doctor(arguments: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ from megarl.config.memory_run import disk_bytes
 from megarl.config.model_facts import facts_of_policy
 from megarl.config.models import POLICY, model_roles, model_sections
 from megarl.config.nested import at
-from megarl.config.report import size_text
+from megarl.config.plan import size_text
 from megarl.config.rules.parallel import generation_shape, training_shape
 from megarl.config.rules.view import View
 from megarl.distributed import nvml

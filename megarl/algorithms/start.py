@@ -20,7 +20,7 @@ from megarl.checkpoint.background import CheckpointMemory, OwnMemory
 from megarl.config.algorithms import algorithm_class, generates
 from megarl.config.models import model_roles
 from megarl.config.nested import at
-from megarl.config.report import has_reference_policy, size_text
+from megarl.config.plan import has_reference_policy, size_text
 from megarl.config.rules.parallel import generation_shape, training_shape
 from megarl.config.rules.run import POLICY_WORKERS
 from megarl.config.rules.view import View

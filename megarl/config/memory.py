@@ -358,14 +358,9 @@ def generation_cache_bytes(layers: int, policy: Mapping[str, Any], facts: ModelF
     if policy["generation"] is None or is_engine(policy["generation"]["backend"]):
         return 0
     tokens = policy["generation_batch_size"] * policy["max_total_sequence_length"]
-    width = cached_width(facts)
+    # of latent attention keys and values of all heads, not what they are projected up from
+    width = 2 * facts.head_dim if facts.latent is None else facts.latent.qk_head_dim + facts.latent.v_head_dim
     return int(layers * facts.num_key_value_heads * width // layout.tensor * element * tokens)
-
-
-def cached_width(facts: ModelFacts) -> int:
-    """Numbers that generation keeps of a token for each of a layer's key-value heads: with latent attention keys and values of all heads,
-    not what they are projected up from."""
-    return 2 * facts.head_dim if facts.latent is None else facts.latent.qk_head_dim + facts.latent.v_head_dim
 
 
 MOMENTS = 2

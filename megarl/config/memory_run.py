@@ -17,9 +17,20 @@ from megarl.config.nested import at
 from megarl.models.generation.engines import is_engine
 
 GIB = 2**30
-POLICY_REST, ENGINE_REST = 3 * GIB // 2, 2 * GIB
-"""Bytes that stay of a process on a device that it has left: the CUDA context and the buffers of NCCL, and of an engine its CUDA graphs
-too. Assumed, not measured."""
+MIB = 2**20
+ASSUMED_DEVICE_GIB = 80.0
+"""Memory of a GPU where ``cluster.device_memory_gib`` does not say."""
+CONTEXT_REST = GIB
+"""Bytes of a process on a device beside its tensors: the CUDA context, kernels, workspaces of libraries. Assumed, not measured."""
+NCCL_CHANNELS = 24
+"""Channels of a communicator: what NCCL 2.28 takes at most on one node of H100. Assumed, not measured."""
+NCCL_BUFFERS = 4 * MIB + 640 * 120 * 8 * 8 + 512 * 8 * 8 * 16
+"""Bytes of a channel's connection: NCCL_BUFFSIZE, and the buffers of the protocols LL128 (threads, numbers a thread, steps, 8 bytes) and LL
+(threads, lines a thread, steps, 16 bytes), as in NCCL's ``device.h``."""
+ENGINE_REST = 2 * GIB
+"""Bytes that stay of an engine's process on a device while it sleeps: context, communicators, CUDA graphs. Assumed, not measured."""
+GRAPHS = GIB
+"""Bytes of an engine's CUDA graphs, which vLLM takes of its share. Assumed, not measured."""
 SLOT_BYTES, GATHERED_BYTES = GIB // 2, 5 * 64 * 2**20
 """Bytes of a half of a refit's buffer, and of the weights that are gathered for it, where neither a configured size nor a larger weight
 says more."""
@@ -34,17 +45,19 @@ class EngineMemory:
         budget: what the engine may take of the device.
         token: keys and values of one token.
         share: the budget in words.
+        rest: what else the engine takes of it: counters of its sampler, CUDA graphs.
     """
 
     weights: int
     budget: int
     token: int
     share: str
+    rest: int = 0
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens whose keys and values have room beside the weights; 0 where the weights have none."""
-        return max(0, self.budget - self.weights) // max(self.token, 1)
+        """Tokens whose keys and values have room beside the weights and the rest; 0 where there is none."""
+        return max(0, self.budget - self.weights - self.rest) // max(self.token, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +87,8 @@ def device_ledger(
     engine: EngineMemory,
     facts: ModelFacts,
     beside: Mapping[str, RankMemory] = MappingProxyType({}),
+    *,
+    rest: int = CONTEXT_REST,
 ) -> list[Moment]:
     """The moments of a run on a device that an engine shares, from its start to the first trained step, in their order.
 
@@ -86,13 +101,16 @@ def device_ledger(
         engine: the engine's part of the device.
         facts: sizes of the model.
         beside: ranks of the models beside the policy, of their fullest stages, by the names of their sections. They take turns with it.
+        rest: what stays of a process of training that has left the device (``process_rest``).
     """
     largest = facts.vocab_size * facts.hidden_size * BYTES[policy["precision"]]
     configured = policy["refit_buffer_size_gb"]
     # a configured size is that of both
     slots = 2 * max(SLOT_BYTES, largest) if configured is None else int(configured * GIB)
     gathered = max(GATHERED_BYTES, largest) if configured is None else 0
-    rest = POLICY_REST * (1 + len(beside))
+    rest *= 1 + len(beside)
+    # vLLM takes the experts of a layer whole, also those that other ranks keep, and loads the layer when it has all
+    experts = expert_layer_parameters(facts, 1, 1) * BYTES[policy["precision"]]
     resumed, trained = rest + rank.weights + rank.gradients + rank.optimizer, rest + rank.peak
     parameters = rest + rank.weights
     return [
@@ -100,12 +118,23 @@ def device_ledger(
         Moment("policy built, resumed", resumed, 0),
         Moment("engine starts, policy has left", rest, engine.budget),
         Moment("engine sleeps, parameters are back", parameters, ENGINE_REST),
-        Moment("refit", parameters, ENGINE_REST + engine.weights, slots + gathered),
+        Moment("refit", parameters, ENGINE_REST + engine.weights + experts, slots + gathered),
         Moment("generation", rest, engine.budget, slots),
         Moment("log-probabilities", parameters + rank.scoring, ENGINE_REST, slots),
         Moment("training", trained, ENGINE_REST, slots),
         *(Moment(f"{name} in its turn", rest + other.peak, ENGINE_REST, slots) for name, other in beside.items()),
     ]
+
+
+def device_gib(cluster: Mapping[str, Any]) -> float:
+    """Memory of a GPU in GiB."""
+    given = cluster["device_memory_gib"]
+    return ASSUMED_DEVICE_GIB if given is None else float(given)
+
+
+def process_rest(groups: int) -> int:
+    """What a process with NCCL communicators of so many groups takes on a device beside its tensors, also when they have left it."""
+    return CONTEXT_REST + groups * NCCL_CHANNELS * NCCL_BUFFERS
 
 
 def _moment_bytes(policy: Mapping[str, Any], rank: RankMemory) -> int:

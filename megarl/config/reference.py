@@ -20,7 +20,7 @@ from megarl.config.defaults import complete_run
 from megarl.config.load import load_config
 from megarl.config.model_facts import read_model_facts
 from megarl.config.other_trainers import TABLES, foreign_fault
-from megarl.config.report import batch_plan, ledger, memory_of_run, size_text
+from megarl.config.plan import batch_plan, ledger, memory_of_run, size_text
 from megarl.config.rules.not_yet import NEVER_LEGAL
 from megarl.config.validate import validate_config
 from megarl.key import fields_of, keys_of, named_section_types, section_types

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import yaml
 from rich.console import Console
 from rich.table import Table
 
-from megarl.config.algorithms import generates, roles, rows_of_record, step_size
+from megarl.config.algorithms import generates, rows_of_record
 from megarl.config.arithmetic import BatchPlan
-from megarl.config.backend import enabled_backend
 from megarl.config.layout import Layout
-from megarl.config.memory import RankMemory, estimate, estimate_sharded
+from megarl.config.memory import RankMemory
 from megarl.config.memory_run import (
-    EngineMemory,
     Moment,
     checkpoint_bytes,
     checkpoint_bytes_beside,
     checkpoints_kept,
-    device_ledger,
+    device_gib,
     disk_bytes,
     host_memory,
 )
-from megarl.config.model_facts import ModelFacts, facts_of_policy
-from megarl.config.models import model_sections
-from megarl.config.nested import at, put
-from megarl.config.rules.models import with_model_as_policy
+from megarl.config.model_facts import ModelFacts
+from megarl.config.plan import batch_plan, engine_memory_of, ledger, memory_of_models, memory_of_run, size_text
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View
 from megarl.config.validation_sets import set_plans, validation_sources
-from megarl.models.generation.engines import engine_kind, is_engine
 
 WIDTH = 100
 RANKS_SHOWN = 32
@@ -47,62 +41,6 @@ _TERMS = {
     "generation_cache": "in its turn: generation cache",
 }
 """Terms of a rank's memory, each in words."""
-
-
-def batch_plan(config: Mapping[str, Any], layout: Layout) -> BatchPlan:
-    """The batches of one step of a checked run."""
-    policy = config["policy"]
-    (prompts, generations), rows = step_size(config), rows_of_record(config)
-    by_tokens: Mapping[str, Any] = next((policy[key] for key in ("sequence_packing", "dynamic_batching") if policy[key]["enabled"]), {})
-    return BatchPlan(
-        prompts=prompts,
-        generations=generations * rows,
-        global_batch_size=policy["train_global_batch_size"] * rows,
-        data_parallel=layout.data,
-        micro_batch_size=policy["train_micro_batch_size"] * rows,
-        sequence_length=policy["max_total_sequence_length"],
-        token_budget=by_tokens.get("train_mb_tokens", 0),
-        logprob_token_budget=by_tokens.get("logprob_mb_tokens", 0),
-    )
-
-
-def has_reference_policy(config: Mapping[str, Any]) -> bool:
-    """Whether the run keeps the weights it starts with."""
-    return any(role.name == "reference" for role in roles(config))
-
-
-def memory_of_run(config: Mapping[str, Any]) -> tuple[Layout, list[RankMemory]]:
-    """The ranks of a checked run, and the memory of one of each pipeline stage; no memory where the model's sizes are not known."""
-    layout = layout_of(View(config))
-    facts = facts_of_policy(config["policy"])
-    return layout, [] if facts is None else _memory(config, facts, layout, reference=has_reference_policy(config))
-
-
-def memory_of_models(config: Mapping[str, Any]) -> dict[str, list[RankMemory]]:
-    """The memory of a rank of each pipeline stage of the models beside the policy of a checked run, by the dotted path of their sections;
-    those whose sizes are not known are left out."""
-    found = {}
-    for path, section in model_sections(config).items():
-        facts = facts_of_policy(at(config, path))
-        if facts is None:
-            continue
-        seen = put(with_model_as_policy(config, path), "policy.generation", None)
-        ranks = _memory(seen, facts, layout_of(View(seen)), reference=False)
-        found[path] = ranks if section.is_trained else [_without_training(rank, seen) for rank in ranks]
-    return found
-
-
-def _without_training(rank: RankMemory, config: Mapping[str, Any]) -> RankMemory:
-    """The memory of a model that is only read; Megatron has its gradient buffers all the same."""
-    gradients = rank.gradients if enabled_backend(config["policy"]) == "megatron" else 0
-    return replace(rank, gradients=gradients, optimizer=0, activations=0, recomputed=0, logits=0)
-
-
-def _memory(config: Mapping[str, Any], facts: ModelFacts, layout: Layout, *, reference: bool) -> list[RankMemory]:
-    policy, plan = config["policy"], batch_plan(config, layout)
-    if enabled_backend(policy) == "megatron":
-        return estimate(policy, facts, layout, plan, reference=reference, device=config["cluster"]["device"])
-    return [estimate_sharded(policy, facts, layout, plan, reference=reference)]
 
 
 def print_report(config: Mapping[str, Any], facts: ModelFacts | None, console: Console) -> None:
@@ -124,14 +62,14 @@ def print_report(config: Mapping[str, Any], facts: ModelFacts | None, console: C
     if facts is None:
         console.print(f"No memory estimate: the config.json of {config['policy']['model_name']} is not on this disk.", markup=False)
         return
-    ranks, beside = _memory(config, facts, layout, reference=has_reference_policy(config)), memory_of_models(config)
+    ranks, beside = memory_of_run(config)[1], memory_of_models(config)
     console.print(memory_table(ranks))
     for path, of_model in beside.items():
         console.print(memory_table(of_model, path))
     console.print(surroundings_table(config, facts, ranks, beside))
     moments = ledger(config, facts, ranks)
     if moments:
-        console.print(ledger_table(moments, config["cluster"]["device_memory_gib"]))
+        console.print(ledger_table(moments, device_gib(config["cluster"])))
 
 
 def layout_table(layout: Layout) -> Table:
@@ -219,7 +157,7 @@ def surroundings_table(
     table.add_column("quantity")
     table.add_column("value", justify="right")
     checkpointing = config["checkpointing"]
-    engine = _engine_memory(config, facts)
+    engine = engine_memory_of(config, facts)
     if engine is not None:
         table.add_row("engine's weights, a device", size_text(engine.weights))
         table.add_row(f"engine's share of a device, {engine.share}", size_text(engine.budget))
@@ -234,21 +172,6 @@ def surroundings_table(
     return table
 
 
-def ledger(config: Mapping[str, Any], facts: ModelFacts, ranks: list[RankMemory]) -> list[Moment]:
-    """What lies on the fullest device of training at each moment of a start; nothing where no engine shares it.
-
-    Args:
-        config: a checked run with its defaults.
-        facts: sizes of the model.
-        ranks: from ``memory_of_run``.
-    """
-    engine = _engine_memory(config, facts)
-    if engine is None or not config["policy"]["generation"]["colocated"]["enabled"]:
-        return []
-    fullest = {path: max(of_model, key=lambda rank: rank.peak) for path, of_model in memory_of_models(config).items()}
-    return device_ledger(config["policy"], max(ranks, key=lambda rank: rank.peak), engine, facts, fullest)
-
-
 def ledger_table(moments: list[Moment], device_gib: float) -> Table:
     """The moments of a run on a device that the engine shares, and what each leaves of it."""
     table = Table(title=f"a device that policy and engine share, {device_gib:g} GiB (estimated)")
@@ -259,22 +182,3 @@ def ledger_table(moments: list[Moment], device_gib: float) -> Table:
         left = size_text(free) if free >= 0 else f"lacks {size_text(-free)}"
         table.add_row(moment.name, *map(size_text, (moment.policy, moment.engine, moment.transfer, moment.total)), left)
     return table
-
-
-def _engine_memory(config: Mapping[str, Any], facts: ModelFacts) -> EngineMemory | None:
-    """Memory of a device of the run's engine; None where there is none, or none that is known."""
-    generation = config["policy"]["generation"]
-    if not generates(config) or not is_engine(generation["backend"]) or config["cluster"]["device"] == "cpu":
-        return None
-    memory = engine_kind(generation["backend"]).memory
-    return None if memory is None else memory(generation, config["cluster"], facts)
-
-
-def size_text(size: int) -> str:
-    """A number of bytes in binary units."""
-    amount = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.2f} TiB"

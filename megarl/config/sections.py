@@ -348,7 +348,23 @@ class ClusterConfig(TypedDict):
     ]
     device_memory_gib: NotRequired[
         Annotated[
-            float, Key("memory of a GPU in GiB, which an engine's weights are held against before anything starts.", ABOVE_0, default=80.0)
+            float | None,
+            Key(
+                "memory of a GPU in GiB, which the memory plan is held against before anything starts; null where nobody says: then "
+                "nothing is refused but an engine whose weights have no room in its share of 80.",
+                ABOVE_0,
+                default=None,
+            ),
+        ]
+    ]
+    memory_check: NotRequired[
+        Annotated[
+            Literal["refuse", "warn"],
+            Key(
+                'what is done where weights, gradients and optimizer state of a rank alone are more than `device_memory_gib`: "refuse" '
+                'or "warn". Where the rest of the plan has no room either, it is a warning.',
+                default="refuse",
+            ),
         ]
     ]
     max_restarts: NotRequired[

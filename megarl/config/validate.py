@@ -14,6 +14,7 @@ from megarl.config.model_facts import ModelFacts, read_model_facts
 from megarl.config.models import POLICY, model_sections, renamed
 from megarl.config.nested import at
 from megarl.config.other_trainers import without_foreign_keys
+from megarl.config.plan import doubt, state_fits
 from megarl.config.places import places_of, require_answers
 from megarl.config.proposals import Followers, valid
 from megarl.config.rules import check
@@ -55,6 +56,19 @@ def unusual_values(config: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{key} = {rate:g}: a learning rate above 1 destroys a language model in a step; is it meant?"
 
 
+def doubt_of_memory(config: Mapping[str, Any]) -> str | None:
+    """Say that a checked run does probably not fit its devices, and what would; None where it does."""
+
+    def is_valid(changed: Mapping[str, Any]) -> bool:
+        try:
+            validate_config(changed)
+        except ConfigError:
+            return False
+        return True
+
+    return doubt(config, is_valid)
+
+
 def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = None) -> Config:
     """A ``policy`` section alone, checked and filled in, for programs that build a ``Policy`` themselves.
 
@@ -91,7 +105,9 @@ def _violations(completed: Config, found: list[Violation], after: list[Violation
     for path in model_sections(completed):
         facts_of_models[path], more = facts_or_violations(at(completed, path), faulty, path)
         model_violations += [violation for violation in more if violation.value not in [known.value for known in model_violations]]
-    return [*found, *model_violations, *check(completed, facts, faulty, facts_of_models)]
+    broken = [*found, *model_violations, *check(completed, facts, faulty, facts_of_models)]
+    # a plan is made of what breaks no rule
+    return broken or list(state_fits(completed))
 
 
 def facts_or_violations(policy: Any, faulty: set[str], path: str = POLICY) -> tuple[ModelFacts | None, list[Violation]]:

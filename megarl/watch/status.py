@@ -15,7 +15,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megarl.config.report import WIDTH, size_text
+from megarl.config.plan import size_text
+from megarl.config.report import WIDTH
 from megarl.observe.launches import ENGINES, WORKERS, Launch, restarts_within
 from megarl.observe.series import Series
 from megarl.observe.step_line import (

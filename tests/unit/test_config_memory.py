@@ -19,7 +19,7 @@ from megarl.config.load import load_config
 from megarl.config.memory import estimate, in_flight, layer_activation_bytes, layer_parameters, optimizer_bytes, stage_parameters
 from megarl.config.memory_run import checkpoint_bytes, checkpoints_kept, disk_bytes, host_memory, model_parameters
 from megarl.config.model_facts import KNOWN_MODELS, ModelFacts, facts_of, read_model_facts
-from megarl.config.report import memory_of_run
+from megarl.config.plan import memory_of_run
 from megarl.config.rules.view import View
 from megarl.config.validate import validate_config
 from megarl.errors import ConfigError

@@ -21,7 +21,8 @@ from megarl.algorithms import reference_logprobs
 from megarl.algorithms.inputs import describe_inputs, read_inputs
 from megarl.algorithms.reference_logprobs import ReferenceLogprobs
 from megarl.algorithms.run import run
-from megarl.config.report import batch_plan, print_report
+from megarl.config.plan import batch_plan
+from megarl.config.report import print_report
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View
 from megarl.config.validate import validate_config

@@ -17,7 +17,7 @@ from megarl.config.algorithms import run_type
 from megarl.config.defaults import complete_run
 from megarl.config.models import model_sections, renamed_text
 from megarl.config.places import places_of
-from megarl.config.report import memory_of_models
+from megarl.config.plan import memory_of_models
 from megarl.config.resume_changes import check_changes
 from megarl.config.rules import check
 from megarl.config.schema import check_run

@@ -15,7 +15,7 @@ from megarl.config import published_config, read_model_facts
 from megarl.config.layout import Layout
 from megarl.config.memory import expert_layer_parameters, stage_parameters
 from megarl.config.model_facts import KNOWN_MODELS
-from megarl.config.report import memory_of_run
+from megarl.config.plan import memory_of_run
 from megarl.quickstart.material import make_config
 from tests.tiers import sampled
 

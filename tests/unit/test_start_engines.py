@@ -15,7 +15,7 @@ from megarl.algorithms.start import start_engines
 from megarl.config.load import load_config
 from megarl.config.memory_run import ENGINE_REST, POLICY_REST, EngineMemory, device_ledger
 from megarl.config.model_facts import read_model_facts
-from megarl.config.report import ledger, memory_of_run
+from megarl.config.plan import ledger, memory_of_run
 from megarl.config.validate import validate_config
 from megarl.models.generation.engines import EngineKind
 from megarl.models.generation.vllm.configuration import engine_memory

@@ -7,8 +7,8 @@ from typing import Any
 
 from megarl.config.arithmetic import divisors_near, each_of, multiples_near
 from megarl.config.defaults import fill
-from megarl.config.memory import BYTES, cached_width
-from megarl.config.memory_run import GIB, EngineMemory, model_parameters
+from megarl.config.memory import BYTES
+from megarl.config.memory_run import GIB, GRAPHS, EngineMemory, device_gib, model_parameters
 from megarl.config.model_facts import ModelFacts
 from megarl.config.rules.generation import LONGEST
 from megarl.config.rules.parallel import GENERATION, generation_shape, training_shape
@@ -49,6 +49,9 @@ KEYS_OF_ARGUMENTS = {
     "enable_sleep_mode": "colocated.enabled",
 }
 """Arguments of vLLM that other keys of the section give."""
+MAX_NUM_SEQS = 1024
+"""Sequences that vLLM 0.32 has at a time on a GPU of 70 GiB and more unless it is told otherwise; for each its sampler counts the tokens of
+the vocabulary in 4 bytes."""
 
 
 def complete_vllm(generation: Mapping[str, Any], engines: Mapping[str, Any] | None = None) -> Config:
@@ -80,16 +83,25 @@ def engine_memory(generation: Mapping[str, Any], cluster: Mapping[str, Any], fac
     """
     settings = generation["vllm_cfg"]
     tensor, stages, element = settings["tensor_parallel_size"], settings["pipeline_parallel_size"], BYTES[settings["precision"]]
-    heads, layers = -(-facts.num_key_value_heads // tensor), -(-facts.num_layers // stages)
-    budget = int(settings["gpu_memory_utilization"] * cluster["device_memory_gib"] * GIB)
-    share = f"{settings['gpu_memory_utilization']:g} of {cluster['device_memory_gib']:g} GiB"
+    layers, device = -(-facts.num_layers // stages), device_gib(cluster)
+    budget, share = int(settings["gpu_memory_utilization"] * device * GIB), f"{settings['gpu_memory_utilization']:g} of {device:g} GiB"
     parameters = model_parameters(facts, tensor)
     if stages > 1:
         # the first and the last stage have a matrix of the vocabulary each, a tied one too, beside the most layers that a stage has
         vocabulary = facts.vocab_size * facts.hidden_size // tensor
         of_layers = parameters - (1 if facts.tied else 2) * vocabulary
         parameters = -(-of_layers * layers // facts.num_layers) + vocabulary
-    return EngineMemory(parameters * element, budget, layers * heads * cached_width(facts) * element, share)
+    counters = 4 * (generation["vllm_kwargs"] or {}).get("max_num_seqs", MAX_NUM_SEQS) * facts.vocab_size
+    rest = counters + GRAPHS * (not settings["enforce_eager"])
+    return EngineMemory(parameters * element, budget, layers * _cached_width(facts, tensor) * element, share, rest)
+
+
+def _cached_width(facts: ModelFacts, tensor: int) -> int:
+    """Numbers that a rank of an engine keeps of a token in each layer: keys and values of its heads, or of latent attention what these are
+    projected up from, which each rank has as a whole."""
+    if facts.latent is not None:
+        return facts.latent.kv_lora_rank + facts.latent.qk_rope_head_dim
+    return 2 * -(-facts.num_key_value_heads // tensor) * facts.head_dim
 
 
 def engine_weights_fit(view: View) -> Iterator[Violation]:
@@ -118,7 +130,7 @@ def engine_weights_fit(view: View) -> Iterator[Violation]:
 
     bound = (
         f"{needed.weights / GIB:.1f} GiB of weights on each of the engine's devices have no room in gpu_memory_utilization = {share:g} of "
-        f"cluster.device_memory_gib = {cluster['device_memory_gib']:g} GiB"
+        f"cluster.device_memory_gib = {device_gib(cluster):g} GiB"
     )
     sizes = each_of(f"{VLLM}.tensor_parallel_size", (size for size in _SIZES if size > tensor and fits(size)))
     larger = each_of(f"{VLLM}.gpu_memory_utilization", (part for part in _SHARES if part > share))

@@ -1,0 +1,267 @@
+"""The memory plan of a whole run, and whether it fits the devices: what is certain not to is refused, what probably does not is told."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megarl.config.algorithms import generates, roles, rows_of_record, step_size
+from megarl.config.arithmetic import BatchPlan
+from megarl.config.backend import enabled_backend
+from megarl.config.layout import Layout
+from megarl.config.memory import RankMemory, estimate, estimate_sharded
+from megarl.config.memory_run import GIB, EngineMemory, Moment, device_gib, device_ledger, process_rest
+from megarl.config.model_facts import ModelFacts, facts_of_policy
+from megarl.config.models import model_sections
+from megarl.config.nested import at, put
+from megarl.config.rules.models import with_model_as_policy
+from megarl.config.rules.parallel import layout_of
+from megarl.config.rules.view import View
+from megarl.errors import Violation
+from megarl.models.generation.engines import engine_kind, is_engine
+
+
+def batch_plan(config: Mapping[str, Any], layout: Layout) -> BatchPlan:
+    """The batches of one step of a checked run."""
+    policy = config["policy"]
+    (prompts, generations), rows = step_size(config), rows_of_record(config)
+    by_tokens: Mapping[str, Any] = next((policy[key] for key in ("sequence_packing", "dynamic_batching") if policy[key]["enabled"]), {})
+    return BatchPlan(
+        prompts=prompts,
+        generations=generations * rows,
+        global_batch_size=policy["train_global_batch_size"] * rows,
+        data_parallel=layout.data,
+        micro_batch_size=policy["train_micro_batch_size"] * rows,
+        sequence_length=policy["max_total_sequence_length"],
+        token_budget=by_tokens.get("train_mb_tokens", 0),
+        logprob_token_budget=by_tokens.get("logprob_mb_tokens", 0),
+    )
+
+
+def has_reference_policy(config: Mapping[str, Any]) -> bool:
+    """Whether the run keeps the weights it starts with."""
+    return any(role.name == "reference" for role in roles(config))
+
+
+def memory_of_run(config: Mapping[str, Any]) -> tuple[Layout, list[RankMemory]]:
+    """The ranks of a checked run, and the memory of one of each pipeline stage; no memory where the model's sizes are not known."""
+    layout = layout_of(View(config))
+    facts = facts_of_policy(config["policy"])
+    return layout, [] if facts is None else _memory(config, facts, layout, reference=has_reference_policy(config))
+
+
+def memory_of_models(config: Mapping[str, Any]) -> dict[str, list[RankMemory]]:
+    """The memory of a rank of each pipeline stage of the models beside the policy of a checked run, by the dotted path of their sections;
+    those whose sizes are not known are left out."""
+    found = {}
+    for path, section in model_sections(config).items():
+        facts = facts_of_policy(at(config, path))
+        if facts is None:
+            continue
+        seen = put(with_model_as_policy(config, path), "policy.generation", None)
+        ranks = _memory(seen, facts, layout_of(View(seen)), reference=False)
+        found[path] = ranks if section.is_trained else [_without_training(rank, seen) for rank in ranks]
+    return found
+
+
+def _without_training(rank: RankMemory, config: Mapping[str, Any]) -> RankMemory:
+    """The memory of a model that is only read; Megatron has its gradient buffers all the same."""
+    gradients = rank.gradients if enabled_backend(config["policy"]) == "megatron" else 0
+    return replace(rank, gradients=gradients, optimizer=0, activations=0, recomputed=0, logits=0)
+
+
+def _memory(config: Mapping[str, Any], facts: ModelFacts, layout: Layout, *, reference: bool) -> list[RankMemory]:
+    policy, plan = config["policy"], batch_plan(config, layout)
+    if enabled_backend(policy) == "megatron":
+        return estimate(policy, facts, layout, plan, reference=reference, device=config["cluster"]["device"])
+    return [estimate_sharded(policy, facts, layout, plan, reference=reference)]
+
+
+def ledger(config: Mapping[str, Any], facts: ModelFacts, ranks: list[RankMemory]) -> list[Moment]:
+    """What lies on the fullest device of training at each moment of a start; nothing where no engine shares it.
+
+    Args:
+        config: a checked run with its defaults.
+        facts: sizes of the model.
+        ranks: from ``memory_of_run``.
+    """
+    engine = engine_memory_of(config, facts)
+    if engine is None or not config["policy"]["generation"]["colocated"]["enabled"]:
+        return []
+    fullest = {path: max(of_model, key=lambda rank: rank.peak) for path, of_model in memory_of_models(config).items()}
+    policy = config["policy"]
+    groups = communicators(layout_of(View(config)), policy)
+    return device_ledger(policy, max(ranks, key=lambda rank: rank.peak), engine, facts, fullest, rest=process_rest(groups))
+
+
+def engine_memory_of(config: Mapping[str, Any], facts: ModelFacts) -> EngineMemory | None:
+    """Memory of a device of the run's engine; None where there is none, or none that is known."""
+    generation = config["policy"]["generation"]
+    if not generates(config) or not is_engine(generation["backend"]) or config["cluster"]["device"] == "cpu":
+        return None
+    memory = engine_kind(generation["backend"]).memory
+    return None if memory is None else memory(generation, config["cluster"], facts)
+
+
+def communicators(layout: Layout, policy: Mapping[str, Any]) -> int:
+    """Groups of several ranks that a rank of training has an NCCL communicator for."""
+    megatron = policy["megatron_cfg"]
+    experts = [megatron.get(f"expert_{name}_parallel_size", 1) for name in ("model", "tensor")]
+    sharing = layout.data * layout.context
+    sizes = (layout.world_size, layout.tensor, layout.context, layout.data, layout.pipeline, layout.pipeline * layout.tensor, *experts)
+    return sum(size > 1 for size in (*sizes, sharing * (layout.context > 1)))
+
+
+def size_text(size: int) -> str:
+    """A number of bytes in binary units."""
+    amount = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.2f} TiB"
+
+
+# whether it fits
+
+
+def fullest_moment(config: Mapping[str, Any]) -> Moment | None:
+    """The moment of a checked run at which a device of training has least free; None where the model's sizes are not known."""
+    facts = facts_of_policy(config["policy"])
+    if facts is None:
+        return None
+    layout, ranks = memory_of_run(config)
+    moments = ledger(config, facts, ranks)
+    if not moments:
+        rest = process_rest(communicators(layout, config["policy"]))
+        beside = {path: max(rank.peak for rank in of_model) for path, of_model in memory_of_models(config).items()}
+        alone = {"training": max(rank.peak for rank in ranks), **{f"{path} in its turn": peak for path, peak in beside.items()}}
+        moments = [Moment(name, peak + rest * (1 + len(beside)), 0) for name, peak in alone.items()]
+    return max(moments, key=lambda moment: moment.total)
+
+
+def state_bytes(config: Mapping[str, Any]) -> int:
+    """Weights, gradients and optimizer state of a rank of a checked run, of the model and the stage that have most."""
+    of_models = (memory_of_run(config)[1], *memory_of_models(config).values())
+    return max((rank.state for ranks in of_models for rank in ranks), default=0)
+
+
+def state_fits(config: Mapping[str, Any]) -> Iterator[Violation]:
+    """Yield a violation where weights, gradients and optimizer state alone are more than a device has: training would end in its first
+    step."""
+    cluster, key = config.get("cluster") or {}, "cluster.device_memory_gib"
+    gib = cluster.get("device_memory_gib")
+    if gib is None or cluster["device"] == "cpu" or cluster["memory_check"] != "refuse":
+        return
+    needed = state_bytes(config)
+    if needed > gib * GIB:
+        yield Violation(
+            key,
+            gib,
+            f"weights, gradients and optimizer state of a rank alone take {size_text(needed)}",
+            "train a smaller model, or divide it over more devices (cluster.memory_check=warn starts all the same)",
+            tuple(itertools.islice(changes_that_fit(config), _MOST_CANDIDATES)),
+        )
+
+
+def doubt(config: Mapping[str, Any], is_valid: Callable[[Mapping[str, Any]], bool]) -> str | None:
+    """Say that a checked run does probably not fit its devices, and what would; None where it does, or where its sizes are not known.
+
+    Args:
+        config: the run, with its defaults.
+        is_valid: whether a configuration breaks no rule.
+    """
+    moment, gib = fullest_moment(config), device_gib(config["cluster"])
+    if moment is None or config["cluster"]["device"] == "cpu" or moment.total <= gib * GIB:
+        return None
+    changes = (change for change in changes_that_fit(config, whole=True) if is_valid(_changed(config, change)))
+    texts = [" ".join(f"{key}={json.dumps(value)}" for key, value in change.items()) for change in itertools.islice(changes, _SHOWN)]
+    fitting = f"it would with {', or '.join(texts)}" if texts else "train a smaller model, or divide it over more devices"
+    assumed = " (assumed: cluster.device_memory_gib says how much it has)" if config["cluster"]["device_memory_gib"] is None else ""
+    return f"a device of {gib:g} GiB{assumed} probably has no room: {moment.name} takes {size_text(moment.total)}; {fitting}"
+
+
+_MOST_CANDIDATES, _SHOWN = 12, 3
+_MOST_RANKS_A_NODE, _MOST_NODES = 8, 64
+
+
+def changes_that_fit(config: Mapping[str, Any], *, whole: bool = False) -> Iterator[Mapping[str, object]]:
+    """Yield changes with which the plan has room, one key before two and, of one kind, the smallest change first; whether they obey the
+    rules is not asked.
+
+    Args:
+        config: a run with its defaults.
+        whole: leave those out with which only weights, gradients and optimizer state have room.
+    """
+    steps = [[{key: value} for value in values] for key, values in _remedies(config).items()]
+    pairs = ([{**one, **other} for one, other in itertools.product(*both)] for both in itertools.combinations(steps, 2))
+    fitting, state_only = [], []
+    for kind in itertools.chain(steps, pairs):
+        first = next((change for change in kind if _fits(_changed(config, change), whole=True)), None)
+        if first is not None and not any(known.items() <= first.items() for known in fitting):
+            fitting.append(first)
+            yield first
+        elif first is None and not whole:
+            state_only += [change for change in kind if len(change) == 1 and _fits(_changed(config, change), whole=False)][:1]
+    yield from state_only
+
+
+def _changed(config: Mapping[str, Any], changes: Mapping[str, object]) -> Mapping[str, Any]:
+    for key, value in changes.items():
+        config = put(config, key, value)
+    return config
+
+
+def _fits(config: Mapping[str, Any], *, whole: bool) -> bool:
+    try:
+        moment = fullest_moment(config) if whole else None
+        needed = state_bytes(config) if moment is None else moment.total
+    except (ValueError, ZeroDivisionError):  # sizes that do not divide
+        return False
+    return needed <= device_gib(config["cluster"]) * GIB
+
+
+def _remedies(config: Mapping[str, Any]) -> dict[str, Sequence[object]]:
+    """Return by key the values that take less memory, the nearest first; those that cost least speed come before those that cost devices."""
+    policy, cluster, backend = config["policy"], config["cluster"], enabled_backend(config["policy"])
+    by_tokens = next((key for key in ("sequence_packing", "dynamic_batching") if policy[key]["enabled"]), None)
+    longest = policy["max_total_sequence_length"]
+    found: dict[str, Sequence[object]] = {}
+    if by_tokens is not None:
+        found[f"policy.{by_tokens}.train_mb_tokens"] = _halves(policy[by_tokens]["train_mb_tokens"], longest)
+    else:
+        found["policy.train_micro_batch_size"] = _halves(policy["train_micro_batch_size"], 1)
+    if policy["logprob_chunk_size"] is None:
+        found["policy.logprob_chunk_size"] = [1024]
+    section = {"megatron": "policy.megatron_cfg", "dtensor": "policy.dtensor_cfg"}.get(backend)
+    recompute = "policy.activation_checkpointing_enabled" if section is None else f"{section}.activation_checkpointing"
+    if not at(config, recompute):
+        found[recompute] = [True]
+    if is_engine((policy["generation"] or {}).get("backend")):
+        share = "policy.generation.vllm_cfg.gpu_memory_utilization"
+        given = at(config, share)
+        found[share] = [part for part in (0.7, 0.6, 0.5, 0.4, 0.3) if given is not None and part < given]
+    tensor = {"megatron": f"{section}.tensor_model_parallel_size", "dtensor": f"{section}.tensor_parallel_size"}.get(backend)
+    if tensor:
+        found[tensor] = _doubles(at(config, tensor), cluster["gpus_per_node"])
+    if backend == "megatron":
+        distributed = f"{section}.optimizer.use_distributed_optimizer"
+        found[distributed] = [] if at(config, distributed) else [True]
+    else:
+        offload = "policy.fsdp_offload_enabled" if section is None else f"{section}.cpu_offload"
+        found[offload] = [] if at(config, offload) else [True]
+    if cluster["num_nodes"] == 1:
+        found["cluster.gpus_per_node"] = _doubles(cluster["gpus_per_node"], _MOST_RANKS_A_NODE)
+    found["cluster.num_nodes"] = _doubles(cluster["num_nodes"], _MOST_NODES)
+    return found
+
+
+def _halves(value: int, least: int) -> list[object]:
+    return [value >> power for power in range(1, value.bit_length()) if value >> power >= least]
+
+
+def _doubles(value: int, most: int) -> list[object]:
+    return [value << power for power in range(1, most.bit_length()) if value << power <= most]
