@@ -19,7 +19,7 @@ from megarl.config.models import model_sections
 from megarl.config.nested import at, put
 from megarl.config.rules.models import with_model_as_policy
 from megarl.config.rules.parallel import layout_of
-from megarl.config.rules.view import View
+from megarl.config.rules.view import NotApplicableError, View
 from megarl.errors import Violation
 from megarl.models.generation.engines import engine_kind, is_engine
 
@@ -219,7 +219,7 @@ def _fits(config: Mapping[str, Any], *, whole: bool) -> bool:
     try:
         moment = fullest_moment(config) if whole else None
         needed = state_bytes(config) if moment is None else moment.total
-    except (ValueError, ZeroDivisionError):  # sizes that do not divide
+    except (NotApplicableError, ValueError, ZeroDivisionError):  # sizes that do not divide
         return False
     return needed <= device_gib(config["cluster"]) * GIB
 

@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
+from megarl.config.activations import head_activation_bytes, in_flight, layer_activation_bytes, operations
 from megarl.config.arithmetic import BatchPlan
 from megarl.config.layout import Layout, layers_per_stage
 from megarl.config.load import load_config
-from megarl.config.memory import estimate, in_flight, layer_activation_bytes, layer_parameters, optimizer_bytes, stage_parameters
-from megarl.config.memory_run import checkpoint_bytes, checkpoints_kept, disk_bytes, host_memory, model_parameters
-from megarl.config.model_facts import KNOWN_MODELS, ModelFacts, facts_of, read_model_facts
+from megarl.config.memory import estimate, layer_parameters, optimizer_bytes, stage_parameters
+from megarl.config.memory_run import GRAPHS, checkpoint_bytes, checkpoints_kept, disk_bytes, host_memory, model_parameters
+from megarl.config.known_models import KNOWN_MODELS
+from megarl.config.model_facts import ModelFacts, facts_of, read_model_facts
 from megarl.config.plan import memory_of_run
 from megarl.config.rules.view import View
 from megarl.config.validate import validate_config
@@ -98,19 +100,23 @@ def test_micro_batches_in_flight_by_playing_the_schedule(stages: int, micro_batc
         assert in_flight(stage, stages, micro_batches) == peak
 
 
-def test_activations_by_listing_the_tensors() -> None:
+def test_activations_of_a_gpu_by_listing_the_tensors() -> None:
+    """What hooks cannot count on a CPU: norms, gate and product in one operation, whose inputs alone are kept."""
     tokens, tensor, element = 14, 2, 2
+    kept = operations("megatron", "cuda", element)
     heads, groups, width = FACTS.num_attention_heads // tensor, FACTS.num_key_value_heads // tensor, FACTS.head_dim
     ffn = FACTS.ffn_hidden_size // tensor
-    divided = [heads * width, groups * width, groups * width, heads * width, ffn, ffn, ffn, ffn]
+    joined = (heads + 2 * groups) * width
+    divided = [joined, heads * width, groups * width, heads * width, 2 * ffn, ffn]
     whole = [FACTS.hidden_size] * 4
-    normaliser = heads * 4
-    per_token = sum(divided) * element + normaliser
-    assert layer_activation_bytes(FACTS, tokens, tensor, False, element) == tokens * (per_token + sum(whole) * element)
-    assert layer_activation_bytes(FACTS, tokens, tensor, True, element) == tokens * (per_token + sum(whole) * element // tensor)
+    normaliser, scales = heads * 4, 2 * 4
+    inside, outside = sum(divided) * element + normaliser, sum(whole) * element + scales
+    sizes = (FACTS, tokens, tensor)
+    assert layer_activation_bytes(*sizes, False, kept) == tokens * (inside + outside)
+    assert layer_activation_bytes(*sizes, True, kept) == tokens * (inside + outside // tensor)
     without_mlp = sum(divided[:4]) * element + normaliser
-    for recomputed, kept in ((["mlp"], without_mlp), (["core_attn"], per_token - normaliser), (["moe"], per_token)):
-        assert layer_activation_bytes(FACTS, tokens, tensor, False, element, recomputed) == tokens * (kept + sum(whole) * element)
+    for recomputed, inner in ((["mlp"], without_mlp), (["core_attn"], inside - normaliser), (["moe"], inside)):
+        assert layer_activation_bytes(*sizes, False, kept, recomputed) == tokens * (inner + outside)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +137,7 @@ def test_optimizer_state(optimizer: str, weight: int, gradient: int, expected: i
 def estimate_of(changes: dict[str, Any], reference: bool = True) -> Any:
     config = complete(raw_grpo(), changes)
     plan = BatchPlan(15, 4, 30, 3, 5, 610)
-    return estimate(config["policy"], FACTS, Layout(2, 3, 1, 2, 6), plan, reference)
+    return estimate(config["policy"], FACTS, Layout(2, 3, 1, 2, 6), plan, reference=reference)
 
 
 def test_estimate_of_two_stages() -> None:
@@ -142,11 +148,15 @@ def test_estimate_of_two_stages() -> None:
     assert (first.parameters, last.parameters) == (layers + vocabulary, layers + vocabulary + 96)
     assert (first.weights, first.gradients) == (2 * first.parameters, 2 * first.parameters)
     assert first.optimizer == -(-16 * first.parameters // 3)
-    assert (first.logits, last.logits) == (0, 5 * 610 * 502 * 10)
+    kept = operations("megatron", "cuda", 2)
+    output = head_activation_bytes(FACTS, 5 * 610, 2, False, kept) + 502 * 96 * 2
+    assert (first.logits, last.logits) == (0, 5 * 610 * 502 * 2 + output)
+    assert first.scoring == 5 * 610 * max(layer_activation_bytes(FACTS, 1, 2, False, kept), 0)
     assert first.generation_cache == 5 * 610 * 5 * 2 * (2 * 8) * 2
     assert first.activations == 2 * last.activations
     assert first.reference_weights == first.weights
     assert last.peak == last.weights + last.gradients + last.optimizer + last.activations + last.logits
+    assert (last.recomputed, last.state) == (0, last.weights + last.gradients + last.optimizer)
 
 
 def test_estimate_follows_the_switches() -> None:
@@ -164,8 +174,11 @@ def test_estimate_follows_the_switches() -> None:
     assert estimate_of({"policy.generation": None})[0].generation_cache == 0
     assert estimate_of({}, reference=False)[0].reference_weights == 0
     scoring = estimate_of({"policy.logprob_batch_size": 50})[1]
-    assert scoring.logits == 50 * 610 * 502 * 6
-    assert estimate_of({f"{megatron}.float32_logits": True})[1].logits == 5 * 610 * 502 * 12
+    assert (scoring.scoring, scoring.logits) == (50 * plain[1].scoring // 5, plain[1].logits)
+    # in float32, and their gradient once more in 16 bit
+    assert estimate_of({f"{megatron}.float32_logits": True})[1].logits - plain[1].logits == 5 * 610 * 502 * 4
+    chunked = estimate_of({"policy.logprob_chunk_size": 100})[1]
+    assert plain[1].logits - chunked.logits == (5 * 610 - 100) * 502 * 2 - 502 * 96 * 4
     generating = estimate_of({"policy.generation_batch_size": 5000})[0]
     assert generating.peak == generating.weights + generating.gradients + generating.optimizer + generating.generation_cache
 
@@ -243,7 +256,10 @@ def test_room_for_keys_and_values_is_counted_by_hand() -> None:
     engine = engine_memory(config["policy"]["generation"], config["cluster"], LARGE_FACTS)
     # 80 layers, 8 key-value heads of 128 over 4 ranks, keys and values, 2 bytes
     assert engine.token == 80 * 2 * 128 * 2 * 2
-    assert engine.budget == int(0.6 * 80 * 2**30) and engine.cached_tokens == (engine.budget - engine.weights) // engine.token
+    # counters of 1,024 sequences over the vocabulary, in 4 bytes, and graphs
+    assert engine.rest == 1024 * 128_256 * 4 + GRAPHS
+    room = engine.budget - engine.weights - engine.rest
+    assert engine.budget == int(0.6 * 80 * 2**30) and engine.cached_tokens == room // engine.token
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -263,7 +279,7 @@ def test_an_engine_without_room_for_one_longest_sequence_is_refused() -> None:
     facts = dataclasses.replace(FACTS, tied=True)
     weights, token = 2 * model_parameters(facts), 10 * 4 * 8 * 2 * 2
     for tokens, refused in ((609, True), (611, False)):
-        gib = (weights + (tokens + 0.5) * token) / 0.5 / 2**30
+        gib = (weights + 1024 * facts.vocab_size * 4 + GRAPHS + (tokens + 0.5) * token) / 0.5 / 2**30
         changes = {"policy.generation.backend": "vllm", "policy.generation.vllm_cfg.gpu_memory_utilization": 0.5}
         config = complete(raw_grpo(), {**changes, "cluster.device": "cuda", "cluster.device_memory_gib": gib})
         found = list(engine_weights_fit(View(config, facts=facts)))

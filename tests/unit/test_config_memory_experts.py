@@ -25,15 +25,14 @@ from transformers import (
 
 from converters.families import FAMILIES
 from converters.families.read import read_architecture
+from megarl.config.activations import layer_activation_bytes, operations, sparse_layer_activation_bytes
 from megarl.config.arithmetic import BatchPlan
 from megarl.config.layout import Layout
 from megarl.config.memory import (
     attention_parameters,
     estimate,
     expert_layer_parameters,
-    layer_activation_bytes,
     layer_parameters,
-    sparse_layer_activation_bytes,
     sparse_layer_parameters,
     stage_layers,
     stage_parameters,
@@ -180,16 +179,21 @@ def test_a_mixture_that_does_not_say_how_many_experts_is_refused(family: str, tm
 FACTS = facts_of({**SHAPE, "model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [1]})
 
 
-def test_activations_by_listing_the_tensors() -> None:
+GPU = operations("megatron", "cuda", 2)
+
+
+def test_activations_of_a_gpu_by_listing_the_tensors() -> None:
     tokens, tensor, element, expert_tensor = 24, 2, 2, 4
-    attention = layer_activation_bytes(dataclasses.replace(FACTS, ffn_hidden_size=0), tokens, tensor, True, element)
+    attention = layer_activation_bytes(dataclasses.replace(FACTS, ffn_hidden_size=0), tokens, tensor, True, GPU)
     own = tokens // tensor
-    routed = own * 3 * expert_tensor
+    routed = own * 3
     width = 28 // expert_tensor
-    listed = [routed * FACTS.hidden_size] * 2 + [routed * width] * 4
-    scores = [own * 8] * 2
-    expected = attention + sum(listed) * element + sum(scores) * 4
-    sizes = (FACTS, tokens, tensor, True, expert_tensor, element)
+    # its input is whole on each of an expert's ranks; gate and up, and their product, are those of all of its ranks
+    listed = [routed * FACTS.hidden_size * expert_tensor, *[routed * width * expert_tensor] * 3, routed]
+    # scores, whether a token goes to an expert, its weight; places of the chosen ones, before and after they are sorted, and their scores
+    router = [own * 8 * 4, own * 8, own * 8 * element, 2 * routed * 8, routed * 4]
+    expected = attention + sum(listed) * element + sum(router)
+    sizes = (FACTS, tokens, tensor, True, expert_tensor, GPU)
     assert sparse_layer_activation_bytes(*sizes) == expected
     normaliser = tokens * 4 * FACTS.num_attention_heads // tensor
     for recomputed, kept in ((["moe"], attention), (["core_attn"], expected - normaliser), (["mlp"], expected)):
@@ -210,9 +214,9 @@ def test_a_shared_expert_is_counted_like_the_mlp_of_a_dense_layer() -> None:
     assert facts_of({**SHAPE, "model_type": "qwen2_moe", **EXPERTS, "num_experts": 0}).mixture is None
     assert sparse_layer_parameters(SHARED, 3) - sparse_layer_parameters(without, 3) == 3 * 36 // 3 * 48 + 48
     tokens, tensor, element = 24, 2, 2
-    listed = [tokens * 36 // tensor] * 4 + [tokens // tensor * 48, tokens // tensor]
-    difference = sparse_layer_activation_bytes(SHARED, tokens, tensor, True, 1, element) - sparse_layer_activation_bytes(
-        without, tokens, tensor, True, 1, element
+    listed = [tokens * 36 // tensor] * 3 + [tokens // tensor * 48, tokens // tensor]
+    difference = sparse_layer_activation_bytes(SHARED, tokens, tensor, True, 1, GPU) - sparse_layer_activation_bytes(
+        without, tokens, tensor, True, 1, GPU
     )
     assert difference == sum(listed) * element
 
@@ -228,7 +232,7 @@ def memory(expert: int, expert_tensor: int, facts: ModelFacts = FACTS, **changes
     sizes = {f"{megatron}.expert_model_parallel_size": expert, f"{megatron}.expert_tensor_parallel_size": expert_tensor}
     sizes[f"{megatron}.sequence_parallel"] = True
     config = complete(raw_grpo(), sizes | {f"{megatron}.{key}": value for key, value in changes.items()})
-    return estimate(config["policy"], facts, Layout(2, 4, 1, 2, 16), BatchPlan(15, 4, 30, 3, 5, 610), True)
+    return estimate(config["policy"], facts, Layout(2, 4, 1, 2, 16), BatchPlan(15, 4, 30, 3, 5, 610), reference=True)
 
 
 def test_experts_divide_over_their_own_ranks() -> None:

@@ -14,7 +14,7 @@ from megarl.cli import load_and_check, main
 from megarl.config import published_config, read_model_facts
 from megarl.config.layout import Layout
 from megarl.config.memory import expert_layer_parameters, stage_parameters
-from megarl.config.model_facts import KNOWN_MODELS
+from megarl.config.known_models import KNOWN_MODELS
 from megarl.config.plan import memory_of_run
 from megarl.quickstart.material import make_config
 from tests.tiers import sampled
@@ -45,12 +45,41 @@ GIB = 2**30
 USABLE = int(0.85 * 81559 * 2**20)
 # the totals in the index of each model's safetensors on the hub
 PUBLISHED_PARAMETERS = {
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
     "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen2.5-32B": 32_763_876_352,
+    "Qwen/Qwen2.5-72B": 72_706_203_648,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "deepseek-ai/DeepSeek-R1": 671_026_404_352,
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": 8_030_261_248,
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": 70_553_706_496,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
+    "deepseek-ai/DeepSeek-V3": 671_026_404_352,
+    "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "meta-llama/Llama-3.1-70B": 70_553_706_496,
-    "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "meta-llama/Llama-3.3-70B": 70_553_706_496,
+    "microsoft/phi-4": 14_659_507_200,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "openai/gpt-oss-120b": 116_829_156_672,
+    # 110,468,824,832 with the layer that predicts a second token, which has an embedding and an output layer of its own
+    "zai-org/GLM-4.5-Air": 110_468_824_832 - 3_616_579_328,
 }
+"""By name, without ``-Instruct``."""
 LAYOUTS = {
     "grpo-qwen2.5-1.5b-1gpu-megatron": Layout(1, 1, 1, 1, 1),
     "grpo-qwen2.5-7b-8gpu-megatron": Layout(1, 4, 1, 2, 8),
@@ -209,7 +238,7 @@ def test_known_sizes_give_the_published_number_of_parameters(model: str) -> None
     experts = (
         sum(facts.is_sparse(layer) for layer in range(facts.num_layers)) * expert_layer_parameters(facts, 1, 1) if facts.num_experts else 0
     )
-    assert stage_parameters(facts, 1, 0, [facts.num_layers]) + experts == PUBLISHED_PARAMETERS[model]
+    assert stage_parameters(facts, 1, 0, [facts.num_layers]) + experts == PUBLISHED_PARAMETERS[model.replace("-Instruct", "")]
 
 
 def test_what_is_on_the_disk_goes_before_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

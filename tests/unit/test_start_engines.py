@@ -13,7 +13,7 @@ import pytest
 from megarl.algorithms import start
 from megarl.algorithms.start import start_engines
 from megarl.config.load import load_config
-from megarl.config.memory_run import ENGINE_REST, POLICY_REST, EngineMemory, device_ledger
+from megarl.config.memory_run import CONTEXT_REST, ENGINE_REST, EngineMemory, device_gib, device_ledger, process_rest
 from megarl.config.model_facts import read_model_facts
 from megarl.config.plan import ledger, memory_of_run
 from megarl.config.validate import validate_config
@@ -29,6 +29,13 @@ COLOCATED = {
     "grpo-llama3.1-70b-8x8gpu-megatron": ("policy.generation.vllm_cfg.tensor_parallel_size=4",),
 }
 """Recipes, with the engine's overrides."""
+COMMUNICATORS = {
+    "grpo-qwen2.5-1.5b-1gpu-megatron": 0,
+    # world, tensor, data, and the ranks of a pipeline stage's tensors
+    "grpo-qwen2.5-7b-8gpu-megatron": 4,
+    "grpo-llama3.1-70b-8x8gpu-megatron": 5,
+}
+"""Groups of several ranks of each."""
 
 
 def colocated(name: str) -> dict[str, Any]:
@@ -60,13 +67,13 @@ class Device:
 class PlayedPolicy:
     """A policy that was just built."""
 
-    def __init__(self, device: Device, built: int, parameters: int) -> None:
-        self._device, self._parameters = device, parameters
+    def __init__(self, device: Device, built: int, parameters: int, rest: int) -> None:
+        self._device, self._parameters, self._rest = device, parameters, rest
         self.worker_group = SimpleNamespace(cluster=SimpleNamespace(use_gpus=True, lost_nodes=list))
         device.now("built", "policy", built)
 
     def offload_after_refit(self) -> None:
-        self._device.now("policy leaves", "policy", POLICY_REST)
+        self._device.now("policy leaves", "policy", self._rest)
 
     def prepare_for_lp_inference(self) -> None:
         self._device.now("policy returns", "policy", self._parameters)
@@ -97,8 +104,8 @@ def play(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], resumed: bool)
     assert facts is not None
     moments = ledger(config, facts, memory_of_run(config)[1])
     engine = engine_memory(config["policy"]["generation"], config["cluster"], facts)
-    device = Device(int(config["cluster"]["device_memory_gib"] * GIB))
-    policy = PlayedPolicy(device, moments[resumed].policy, moments[3].policy)
+    device = Device(int(device_gib(config["cluster"]) * GIB))
+    policy = PlayedPolicy(device, moments[resumed].policy, moments[3].policy, moments[2].policy)
     kind = EngineKind("played", start=lambda cluster, config: PlayedEngine(device, engine.budget))  # type: ignore[arg-type, return-value]
     monkeypatch.setattr(start, "engine_of", lambda config: kind)
     with ExitStack() as stack:
@@ -120,7 +127,8 @@ def test_engines_start_when_the_policy_has_left_and_sleep_before_it_returns(
     moments = ledger(config, facts, memory_of_run(config)[1])
     built, left, starts, sleeps, back, _ = device.totals
     assert (built, starts, back) == (moments[resumed].total, moments[2].total, moments[3].total)
-    assert (left, sleeps) == (POLICY_REST, POLICY_REST + ENGINE_REST)
+    rest = process_rest(COMMUNICATORS[name])
+    assert (left, sleeps) == (rest, rest + ENGINE_REST)
     assert max(moment.total for moment in moments) < device.total
 
 
@@ -143,9 +151,9 @@ def test_engines_apart_leave_the_policy_where_it_is(monkeypatch: pytest.MonkeyPa
 
 GIB_BY_MOMENT = {
     # policy built at a first start and resumed, engine starts, sleeps, refit, generation, log-probabilities, training
-    "grpo-qwen2.5-1.5b-1gpu-megatron": [15.9, 27.4, 49.5, 6.4, 10.7, 50.5, 21.3, 63.8],
-    "grpo-qwen2.5-7b-8gpu-megatron": [26.3, 33.4, 49.5, 10.6, 27.8, 51.5, 19.6, 65.4],
-    "grpo-llama3.1-70b-8x8gpu-megatron": [30.3, 38.5, 49.5, 11.7, 50.4, 53.4, 15.6, 57.0],
+    "grpo-qwen2.5-1.5b-1gpu-megatron": [15.4, 26.9, 49.0, 5.9, 10.2, 50.0, 11.5, 49.1],
+    "grpo-qwen2.5-7b-8gpu-megatron": [26.7, 33.8, 49.9, 11.0, 28.2, 51.9, 15.3, 57.4],
+    "grpo-llama3.1-70b-8x8gpu-megatron": [30.8, 39.0, 50.1, 12.3, 51.0, 54.0, 16.5, 56.1],
 }
 
 
@@ -167,15 +175,15 @@ def test_the_ledger_by_hand() -> None:
     engine = EngineMemory(weights=15 * GIB, budget=48 * GIB, token=1, share="")
     first, resumed, starts, sleeps, refit, generation, logprobs, training = device_ledger(config["policy"], rank, engine, facts)
     share = -(-rank.parameters // 4)
-    assert resumed.total == POLICY_REST + 6 * rank.parameters + rank.optimizer and abs(rank.optimizer - 12 * share) < 12
+    assert resumed.total == CONTEXT_REST + 6 * rank.parameters + rank.optimizer and abs(rank.optimizer - 12 * share) < 12
     # two moments of three float32 numbers
     assert abs(resumed.total - first.total - 8 * share) < 12
     vocabulary = 152_064 * 3584 * 2
-    assert (starts.total, sleeps.total) == (POLICY_REST + 48 * GIB, POLICY_REST + 2 * rank.parameters + ENGINE_REST)
+    assert (starts.total, sleeps.total) == (CONTEXT_REST + 48 * GIB, CONTEXT_REST + 2 * rank.parameters + ENGINE_REST)
     assert refit.total == sleeps.total + 15 * GIB + 3 * vocabulary
     assert generation.total == starts.total + 2 * vocabulary
-    assert logprobs.total == sleeps.total + rank.logits + 2 * vocabulary
-    assert training.total == POLICY_REST + rank.peak + ENGINE_REST + 2 * vocabulary
+    assert logprobs.total == sleeps.total + rank.scoring + 2 * vocabulary
+    assert training.total == CONTEXT_REST + rank.peak + ENGINE_REST + 2 * vocabulary
     fixed = device_ledger({**config["policy"], "refit_buffer_size_gb": 0.25}, rank, engine, facts)
     assert fixed[4].transfer == fixed[5].transfer == GIB // 4
 

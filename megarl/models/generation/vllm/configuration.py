@@ -91,8 +91,8 @@ def engine_memory(generation: Mapping[str, Any], cluster: Mapping[str, Any], fac
         vocabulary = facts.vocab_size * facts.hidden_size // tensor
         of_layers = parameters - (1 if facts.tied else 2) * vocabulary
         parameters = -(-of_layers * layers // facts.num_layers) + vocabulary
-    counters = 4 * (generation["vllm_kwargs"] or {}).get("max_num_seqs", MAX_NUM_SEQS) * facts.vocab_size
-    rest = counters + GRAPHS * (not settings["enforce_eager"])
+    counters = 4 * (generation.get("vllm_kwargs") or {}).get("max_num_seqs", MAX_NUM_SEQS) * facts.vocab_size
+    rest = counters + GRAPHS * (not settings.get("enforce_eager"))
     return EngineMemory(parameters * element, budget, layers * _cached_width(facts, tensor) * element, share, rest)
 
 

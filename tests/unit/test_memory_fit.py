@@ -1,0 +1,134 @@
+"""Whether a run fits its devices: what is refused, what is doubted, and that what is proposed fits; the plan of what was measured."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.tiny import policy_config
+from megarl.config.arithmetic import BatchPlan
+from megarl.config.known_models import KNOWN_MODELS
+from megarl.config.layout import Layout
+from megarl.config.load import load_config
+from megarl.config.memory import estimate
+from megarl.config.memory_run import CONTEXT_REST, GIB, process_rest
+from megarl.config.model_facts import facts_of
+from megarl.config.plan import communicators, fullest_moment, ledger, memory_of_run, state_bytes
+from megarl.config.validate import doubt_of_memory, validate_config
+from megarl.errors import ConfigError
+from megarl.models.generation.vllm.configuration import engine_memory
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SMALL = "grpo-qwen2.5-1.5b-1gpu-megatron"
+LARGE = (
+    "policy.model_name=deepseek-ai/DeepSeek-V3",
+    "cluster.num_nodes=32",
+    "cluster.device_memory_gib=180",
+    "policy.megatron_cfg.tensor_model_parallel_size=1",
+    "policy.megatron_cfg.sequence_parallel=false",
+    "policy.megatron_cfg.pipeline_model_parallel_size=16",
+    "policy.megatron_cfg.num_layers_in_first_pipeline_stage=3",
+    "policy.megatron_cfg.num_layers_in_last_pipeline_stage=2",
+    "policy.megatron_cfg.expert_model_parallel_size=16",
+    "policy.generation.vllm_cfg.tensor_parallel_size=8",
+    "policy.generation.vllm_cfg.expert_parallel_size=8",
+    "policy.generation.vllm_cfg.gpu_memory_utilization=0.9",
+    "policy.max_total_sequence_length=16384",
+    "policy.sequence_packing.train_mb_tokens=16384",
+    "policy.sequence_packing.logprob_mb_tokens=16384",
+)
+"""671 billion parameters on 256 devices."""
+
+
+def config_of(name: str, *overrides: str) -> dict[str, Any]:
+    return validate_config(load_config(CONFIGS / f"{name}.yaml", overrides))
+
+
+def test_what_was_measured_lies_below_its_plan() -> None:
+    """``benchmarks.gpu_probe`` on an H200: at most 10 % above what it took."""
+    probe = json.loads((CONFIGS.parent / "benchmarks/results/gpu/h200-probe.json").read_text())
+    measured = probe["figures"]["train peak GiB"] * GIB
+    packing = {"enabled": True, "train_mb_tokens": 8192, "logprob_mb_tokens": 8192}
+    changes: dict[str, Any] = {"train_global_batch_size": 64, "max_total_sequence_length": 2048, "sequence_packing": packing}
+    policy = policy_config(Path("model"), micro_batch=1, precision="bfloat16", **changes)
+    [rank] = estimate(policy, facts_of(KNOWN_MODELS["Qwen/Qwen2.5-1.5B"]), Layout(1, 1, 1, 1, 1), plan_of(8192), reference=True)
+    assert rank.parameters == probe["figures"]["parameters"]
+    assert 1.0 <= rank.peak / measured <= 1.1
+    [rank] = memory_of_run(config_of(SMALL))[1]
+    assert 1.0 <= rank.peak / measured <= 1.1
+
+
+def plan_of(tokens: int) -> BatchPlan:
+    return BatchPlan(64, 1, 64, 1, 1, 2048, tokens, tokens)
+
+
+def test_state_that_has_no_room_is_refused_with_what_has() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(SMALL, "cluster.device_memory_gib=24")
+    [violation] = caught.value.violations
+    assert (violation.key, violation.value) == ("cluster.device_memory_gib", 24)
+    # 18 bytes of each of 1,543,714,304 parameters
+    assert "weights, gradients and optimizer state of a rank alone take 25.9 GiB" in violation.bound
+    assert violation.fix.startswith("write policy.sequence_packing.train_mb_tokens=2048 and cluster.gpus_per_node=4")
+    written = violation.fix.removeprefix("write ").split(" and ")
+    fitting = config_of(SMALL, "cluster.device_memory_gib=24", *written)
+    assert doubt_of_memory(fitting) is None and state_bytes(fitting) < 24 * GIB
+
+
+@pytest.mark.parametrize("overrides", [("cluster.device_memory_gib=24", "cluster.memory_check=warn"), ("cluster.device_memory_gib=26",)])
+def test_what_is_not_refused_is_doubted(overrides: tuple[str, ...]) -> None:
+    config = config_of(SMALL, *overrides)
+    text = doubt_of_memory(config)
+    assert text is not None and "probably has no room: training takes 49.1 GiB" in text
+    offered = text.partition("it would with ")[2].split(", or ")
+    assert len(offered) == 3
+    for changes in offered:
+        assert doubt_of_memory(config_of(SMALL, *overrides, *shlex.split(changes))) is None, changes
+
+
+def test_without_the_size_of_a_device_nothing_is_refused() -> None:
+    recipe, huge = "sft-qwen2.5-1.5b-megatron", "policy.model_name=Qwen/Qwen2.5-72B-Instruct"
+    config = config_of(recipe, huge)
+    assert state_bytes(config) > 80 * GIB
+    text = doubt_of_memory(config)
+    assert text is not None and "a device of 80 GiB (assumed: cluster.device_memory_gib says how much it has)" in text
+    with pytest.raises(ConfigError, match=r"optimizer state of a rank alone take .*Fix: write "):
+        config_of(recipe, huge, "cluster.device_memory_gib=80")
+    assert doubt_of_memory(config_of(recipe, huge, "cluster.device_memory_gib=80", "cluster.device=cpu")) is None
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_every_recipe_fits_the_devices_it_is_for(recipe: str) -> None:
+    assert doubt_of_memory(config_of(recipe, "cluster.device_memory_gib=80")) is None
+
+
+def test_an_engine_of_latent_attention_keeps_vectors_whole() -> None:
+    """Room for the longest sequence beside 156 GiB of weights."""
+    config = config_of("grpo-qwen3-30b-a3b-2x8gpu-megatron", *LARGE)
+    facts = facts_of(KNOWN_MODELS["deepseek-ai/DeepSeek-V3"])
+    engine = engine_memory(config["policy"]["generation"], config["cluster"], facts)
+    assert engine.token == 61 * (512 + 64) * 2
+    assert engine.cached_tokens > 16384
+    assert fullest_moment(config) is not None
+
+
+def test_the_refit_of_a_mixture_has_a_layer_of_whole_experts() -> None:
+    config = config_of("grpo-qwen3-30b-a3b-2x8gpu-megatron")
+    facts = facts_of(KNOWN_MODELS["Qwen/Qwen3-30B-A3B"])
+    ranks = memory_of_run(config)[1]
+    sleeps, refit = ledger(config, facts, ranks)[3:5]
+    engine = engine_memory(config["policy"]["generation"], config["cluster"], facts)
+    assert refit.engine - sleeps.engine == engine.weights + 128 * 3 * 2048 * 768 * 2
+
+
+def test_communicators_are_counted_by_hand() -> None:
+    config = config_of("grpo-qwen3-30b-a3b-2x8gpu-megatron")
+    # world, data, pipeline, pipeline and tensor together, expert
+    assert communicators(Layout(2, 8, 1, 1, 8), config["policy"]) == 5
+    assert communicators(Layout(1, 1, 1, 1, 1), {"megatron_cfg": {}}) == 0
+    # 24 channels: 4 MiB, LL128's 640 threads x 120 x 8 steps x 8 bytes, LL's 512 threads x 8 lines x 8 steps x 16 bytes
+    assert process_rest(2) - CONTEXT_REST == 2 * 24 * (4_194_304 + 4_915_200 + 524_288)
