@@ -1,5 +1,5 @@
-"""Published sizes of much-used models: content of ``config.json`` by Hugging Face id, without what neither the rules, the memory estimate nor
-the converters read. A dry run sizes them before anything is downloaded."""
+"""Published sizes of much-used models: content of ``config.json`` by Hugging Face id, without what neither the rules, the memory plan nor the
+converters read. A dry run sizes them before anything is downloaded."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _qwen3(sizes: Config, *, tied: bool = False, **others: Any) -> Config:
 
 
 def _qwen3_moe(sizes: Config, expert_width: int, **others: Any) -> Config:
-    experts = {
+    experts: Config = {
         "model_type": "qwen3_moe",
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],

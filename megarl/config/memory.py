@@ -369,9 +369,7 @@ GATHERED_LAYERS = 2
 """Layers whose whole parameters are there at once: the one that computes and the next one, which is being gathered."""
 
 
-def estimate_sharded(
-    policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, *, reference: bool
-) -> RankMemory:
+def estimate_sharded(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, *, reference: bool) -> RankMemory:
     """Memory of a rank.
 
     Weights, gradients and optimizer state are float32 shards; beside them stand, in the type they compute in, the whole parameters of the

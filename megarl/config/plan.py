@@ -198,7 +198,8 @@ def changes_that_fit(config: Mapping[str, Any], *, whole: bool = False) -> Itera
     """
     steps = [[{key: value} for value in values] for key, values in _remedies(config).items()]
     pairs = ([{**one, **other} for one, other in itertools.product(*both)] for both in itertools.combinations(steps, 2))
-    fitting, state_only = [], []
+    fitting: list[Mapping[str, object]] = []
+    state_only: list[Mapping[str, object]] = []
     for kind in itertools.chain(steps, pairs):
         first = next((change for change in kind if _fits(_changed(config, change), whole=True)), None)
         if first is not None and not any(known.items() <= first.items() for known in fitting):
@@ -225,7 +226,7 @@ def _fits(config: Mapping[str, Any], *, whole: bool) -> bool:
 
 
 def _remedies(config: Mapping[str, Any]) -> dict[str, Sequence[object]]:
-    """Return by key the values that take less memory, the nearest first; those that cost least speed come before those that cost devices."""
+    """Return by key the values that take less memory, the nearest first, and keys that cost speed before those that cost devices."""
     policy, cluster, backend = config["policy"], config["cluster"], enabled_backend(config["policy"])
     by_tokens = next((key for key in ("sequence_packing", "dynamic_batching") if policy[key]["enabled"]), None)
     longest = policy["max_total_sequence_length"]

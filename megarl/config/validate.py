@@ -14,8 +14,8 @@ from megarl.config.model_facts import ModelFacts, read_model_facts
 from megarl.config.models import POLICY, model_sections, renamed
 from megarl.config.nested import at
 from megarl.config.other_trainers import without_foreign_keys
-from megarl.config.plan import doubt, state_fits
 from megarl.config.places import places_of, require_answers
+from megarl.config.plan import doubt, state_fits
 from megarl.config.proposals import Followers, valid
 from megarl.config.rules import check
 from megarl.config.schema import ABSENT, check_policy, check_run

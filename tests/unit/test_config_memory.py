@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from megarl.config.activations import head_activation_bytes, in_flight, layer_activation_bytes, operations
 from megarl.config.arithmetic import BatchPlan
+from megarl.config.known_models import KNOWN_MODELS
 from megarl.config.layout import Layout, layers_per_stage
 from megarl.config.load import load_config
 from megarl.config.memory import estimate, layer_parameters, optimizer_bytes, stage_parameters
 from megarl.config.memory_run import GRAPHS, checkpoint_bytes, checkpoints_kept, disk_bytes, host_memory, model_parameters
-from megarl.config.known_models import KNOWN_MODELS
 from megarl.config.model_facts import ModelFacts, facts_of, read_model_facts
 from megarl.config.plan import memory_of_run
 from megarl.config.rules.view import View
