@@ -207,6 +207,18 @@ BREAKS: Mapping[str, Break] = {
         "    if True:",
         ("unit/test_config_memory.py",),
     ),
+    "config: state that no device has room for passes": Break(
+        "megarl/config/plan.py", "    if needed > gib * GIB:", "    if False:", ("unit/test_memory_fit.py",)
+    ),
+    "config: a plan forgets what a CPU keeps of a gated MLP": Break(
+        "megarl/config/activations.py", "norm=8, gated=5", "norm=8, gated=4", ("dist/test_memory_plan.py",)
+    ),
+    "config: logits are counted once more beside themselves": Break(
+        "megarl/config/memory.py",
+        "return _Logits(training * columns * (element",
+        "return _Logits(training * columns * (4 + element",
+        ("dist/test_memory_plan.py",),
+    ),
     "run: a profile ends with the run": Break(
         "megarl/algorithms/profiling.py", "        if step + 1 not in self._steps:", "        if False:", ("unit/test_drivers.py",)
     ),

@@ -1,5 +1,5 @@
-"""Published sizes of much-used models: content of ``config.json`` by Hugging Face id, without what neither the rules, the memory plan nor the
-converters read. A dry run sizes them before anything is downloaded."""
+"""Published sizes of much-used models: content of ``config.json`` by Hugging Face id, without what neither the rules, the memory plan nor
+the converters read. A dry run sizes them before anything is downloaded."""
 
 from __future__ import annotations
 
