@@ -249,6 +249,10 @@ def _remedies(config: Mapping[str, Any]) -> dict[str, Sequence[object]]:
     if tensor:
         found[tensor] = _doubles(at(config, tensor), cluster["gpus_per_node"])
     if backend == "megatron":
+        experts, stages = f"{section}.expert_model_parallel_size", f"{section}.pipeline_model_parallel_size"
+        ranks = cluster["gpus_per_node"] * cluster["num_nodes"]
+        found[experts] = _doubles(at(config, experts), ranks)
+        found[stages] = _doubles(at(config, stages), ranks)
         distributed = f"{section}.optimizer.use_distributed_optimizer"
         found[distributed] = [] if at(config, distributed) else [True]
     else:
