@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from converters.errors import ConversionError
 from megarl import __version__, env
@@ -32,9 +32,16 @@ USER_FAULT = 2
 _WORKER_TRACE = "\n--- traceback of the worker ---"
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that repeats no secret of a command line that it refuses. Sub-commands have the class of their parser."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(redacted_text(message))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning of language models on Megatron-Core.")
+    parser = _Parser(prog="megarl", description="Reinforcement learning of language models on Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"megarl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser(
@@ -405,7 +412,8 @@ def list_keys(words: Sequence[str]) -> int:
         print(paragraph)
         found = True
     if not found:
-        print(f"megarl: no key has {' and '.join(words)} in its name or meaning; megarl keys lists all", file=sys.stderr)
+        message = f"megarl: no key has {' and '.join(words)} in its name or meaning; megarl keys lists all"
+        print(redacted_text(message), file=sys.stderr)
     return 0 if found else 1
 
 
@@ -428,7 +436,7 @@ def train(arguments: argparse.Namespace) -> int:
             console = stack.enter_context(progress_shown(ProgressConsole()))
             if arguments.config is not None and not arguments.strangers:
                 # the first line comes before what takes a second to import
-                console.say(f"megarl {__version__}: {arguments.config}")
+                console.say(redacted_text(f"megarl {__version__}: {arguments.config}"))
         return _train(arguments)
 
 
@@ -439,7 +447,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     config = load_arguments(arguments)
     for warning in unusual_values(config):
-        print(f"megarl: warning: {warning}", file=sys.stderr)
+        print(redacted_text(f"megarl: warning: {warning}"), file=sys.stderr)
     misnamed = misnamed_directory(arguments.config, config["run_dir"])
     if misnamed is not None:
         print(
@@ -494,7 +502,7 @@ def show(config: Config, data: bool) -> None:
     if published_config(model_name) is not None:
         console.print(f"{model_name} is not on this disk; its sizes are those that it was published with.", markup=False)
     for line in found:
-        console.print(line, markup=False, highlight=False)
+        console.print(redacted_text(line), markup=False, highlight=False)
     print_findings(lacking, console)
     doubt = doubt_of_memory(config)
     if doubt is not None:

@@ -3,7 +3,9 @@ were taken from the environment."""
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 import sys
 import warnings
@@ -32,15 +34,47 @@ FIELDS = frozenset({"prompt_key", "answer_key", "messages_key", "tools_key", "sy
 
 _WORDS = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 # each takes a word, of whatever length, in one go: a word that is tried from each of its letters on would take the square of its length
-_CREDENTIALS = re.compile(r"(?<![A-Za-z0-9+.\-])([A-Za-z0-9+.\-]++://)[^\s/?#@'\"]+@")
+# a path made of an address has one slash where there were two; a password may hold the @ that ends it
+_CREDENTIALS = re.compile(r"(?<![A-Za-z0-9+.\-])([A-Za-z0-9+.\-]++:/(?:/|(?=[^\s/?#@'\":]+:)))[^\s/?#'\"]+@")
 _ARGUMENT = re.compile(
     r"([?&](?=[\w.\-]*+=)[\w.\-]*(?:token|key|secret|password|signature|sig|credential)[\w.\-]*=)[^&#\s'\"]+", re.IGNORECASE
 )
 _NAMED = re.compile(
-    r"(?<![\w.\-])(?:[^\WA-Za-z_]|[.\-])*+(?P<name>[A-Za-z_][\w.\-]*+)['\"]?\s*[=:]\s*",
+    r"(?<![\w.\-])(?:[^\WA-Za-z_]|[.\-])*+(?P<name>[A-Za-z_][\w.\-]*+)(?P<quote>['\"]?)\s*(?P<sign>[=:])\s*",
 )
 _VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|[^\s,;'\"})\]]+")
 _NOTHING = frozenset({"", "None", "null", "true", "false", "True", "False"})
+_BEGINNINGS = frozenset(
+    {
+        *[
+            "a",
+            "an",
+            "the",
+            "no",
+            "not",
+            "is",
+            "are",
+            "was",
+            "were",
+            "it",
+            "this",
+            "that",
+            "there",
+            "must",
+            "may",
+            "cannot",
+            "could",
+            "only",
+            "expected",
+            "invalid",
+            "missing",
+            "unknown",
+            "try",
+        ],
+        *(os.strerror(number).split()[0].lower() for number in errno.errorcode),
+    }
+)
+"""Words that a sentence begins with behind a colon; of errors of the system too. A closed list: a password may be any other word."""
 _ENDED = re.compile(rb"[^\r\n]*[\r\n]|[^\r\n]+")
 _SHORTEST = 8
 """Characters of a value that is hidden wherever it stands: shorter ones are words of their own."""
@@ -83,22 +117,23 @@ def _names_secret(part: str) -> bool:
 def redacted(value: Any) -> Any:
     """A deep copy of plain containers in which nothing is left that is a secret by its name or the form of an address.
 
-    What stands below such a name is hidden, whatever its type, except null, true and false; of addresses, the user and password and what
-    looks like a key among the arguments.
+    What stands below such a name is hidden, whatever its type, except null, true and false; in other texts what ``redacted_text`` hides.
     """
     if isinstance(value, Mapping):
         return {key: _hidden(entry) if is_secret(str(key)) else redacted(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [redacted(entry) for entry in value]
     if isinstance(value, FromEnvironment):
-        return _addresses(value.written)
-    return _addresses(value) if isinstance(value, str) else value
+        return redacted_text(value.written)
+    return redacted_text(value) if isinstance(value, str) else value
 
 
 def shown(key: str, value: Any) -> str:
     """How a message shows the value of a key: as ``repr`` does, without secrets."""
     if is_secret(key):
         return repr(_hidden(value))
+    if isinstance(value, FromEnvironment):
+        return _addresses(repr(value.written))
     if isinstance(value, tuple):
         return repr(tuple(redacted(value)))
     return repr(redacted(value)) if isinstance(value, Mapping | list) else _addresses(repr(value))
@@ -131,11 +166,22 @@ def _without_assigned(text: str) -> str:
     while named := _NAMED.search(text, place):
         place = named.end()
         value = _VALUE.match(text, place) if _is_secret_in_text(named["name"]) else None
-        if value is not None and value[0].strip("'\"") not in _NOTHING:
+        if value is not None and value[0].strip("'\"") not in _NOTHING and not _is_sentence(text, named, value[0]):
             quote = value[0][0] if value[0][0] in "'\"" else ""
             parts += [text[begin:place], quote, HIDDEN, quote]
             begin = place = value.end()
     return "".join([*parts, text[begin:]])
+
+
+def _is_sentence(text: str, named: re.Match[str], value: str) -> bool:
+    """Whether a word behind a colon goes on with a message: ``'/etc/passwd': an error``, ``bad password: try again``."""
+    word = value.rstrip(".:!?")
+    if named["sign"] == "=" or not word.isalpha() or not (word.islower() or word.istitle()):
+        return False
+    before = text[named.start("name") - 1 : named.start("name")]
+    # what ends a path, or a text in quotes that began earlier, is no key
+    ends_text = before == "/" or bool(named["quote"] and before != named["quote"])
+    return ends_text or word.lower() in _BEGINNINGS
 
 
 def _is_secret_in_text(name: str) -> bool:

@@ -36,6 +36,7 @@ from megarl.distributed.deadlines import validating
 from megarl.errors import CheckpointError, ConfigError, StorageError, UnusableCheckpointError, Violation
 from megarl.observe.progress import phase
 from megarl.observe.timing import PhaseTimer
+from megarl.redaction import redacted, redacted_text
 
 if TYPE_CHECKING:
     from megarl.rollout.collector import Collector
@@ -252,7 +253,7 @@ def run(config: Config, checkpoint: Path | None, out: Path | None, *, dry_run: b
     if dry_run:
         _describe(config, weights, path, console)
         return 0
-    result = result_of(evaluate(config, weights), config, weights)
+    result = redacted(result_of(evaluate(config, weights), config, weights))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes_durably(path, json.dumps(result, indent=1).encode())
     console.print(result_table(result))
@@ -267,13 +268,14 @@ def _describe(config: Config, weights: ResumePoint, path: Path, console: Console
     check_model_on_disk(config["policy"])
     kind = engine_of(config)
     console.print(layout_table(layout_of(View(config))))
-    console.print(validation_table(config))
+    seen = redacted(config)
+    console.print(validation_table(seen))
     facts = {
-        "model": config["policy"]["model_name"],
+        "model": seen["policy"]["model_name"],
         "weights": "of the model" if weights.checkpoint is None else f"of {weights.checkpoint}",
         "generates": "the policy itself" if kind is None else kind.title,
         "result": path,
     }
     for name, fact in facts.items():
-        console.print(f"{name}: {fact}", markup=False, soft_wrap=True)
+        console.print(redacted_text(f"{name}: {fact}"), markup=False, soft_wrap=True)
     print_findings(findings(config, trains=False), console)

@@ -40,6 +40,7 @@ from megarl.distributed.node_choice import local_slots
 from megarl.errors import ConfigError, MachineError, Violation, numbered
 from megarl.import_path import is_import_path
 from megarl.models.generation.engines import KEY as GENERATION_BACKEND
+from megarl.redaction import redacted_text
 from megarl.rollout.rewards import RewardSpec, get_reward
 
 Config = Mapping[str, Any]
@@ -95,7 +96,7 @@ def print_findings(found: Sequence[Violation], console: Console) -> None:
     """Say at the end of a dry run what a real one would be refused for on this machine."""
     if found:
         console.print(f"not on this machine ({len(found)}); a run here would be refused:", markup=False, style="bold yellow")
-        console.print(numbered(found), markup=False, highlight=False)
+        console.print(redacted_text(numbered(found)), markup=False, highlight=False)
 
 
 def missing_engine(config: Config) -> Iterator[Violation]:

@@ -131,7 +131,7 @@ def report_changes(start: ResumePoint, config: Mapping[str, Any]) -> None:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UnusableCheckpointError(f"{path} cannot be read: {error}. Fix: resume from another one") from error
     name = f"{start.checkpoint.parent.name}/{start.checkpoint.name}"
-    for key, (old, new) in check_changes(before, redacted(config), name, config["checkpointing"]["accept_changes"]).items():
+    for key, (old, new) in check_changes(redacted(before), redacted(config), name, config["checkpointing"]["accept_changes"]).items():
         logger.warning("another value than in checkpoint %s: %s = %r, there %r", name, key, new, old)
 
 

@@ -29,6 +29,7 @@ _PURE = ("mul",)
 """Resolvers that look at nothing but their arguments."""
 _SOURCES = ("data.train", "data.validation")
 _SOURCE = re.compile(r"(?P<source>data\.(?:train|validation)(?:\.\d+|\[\d+\])?)(?:\.(?P<key>\w+))?")
+_PART_HIDDEN = re.compile(rf"(?<=[=:/\s'\"]){re.escape(HIDDEN)}(?=[@&/\s,;'\"]|$)")
 _ANOTHER = "another value than any variable has"
 
 _EVENTS = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -126,7 +127,7 @@ def _refuse_hidden(resolved: Any) -> None:
     found = [
         Violation(key, value, "it was hidden when this file was written", f"give the value itself, for example with {key}=...")
         for key, value in _texts(resolved)
-        if value == HIDDEN or f"://{HIDDEN}@" in value
+        if value == HIDDEN or _PART_HIDDEN.search(value)
     ]
     if found:
         raise ConfigError(found)

@@ -27,6 +27,7 @@ from megarl.config.plan import batch_plan, engine_memory_of, ledger, memory_of_m
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View
 from megarl.config.validation_sets import set_plans, validation_sources
+from megarl.redaction import redacted
 
 WIDTH = 100
 RANKS_SHOWN = 32
@@ -53,14 +54,16 @@ def print_report(config: Mapping[str, Any], facts: ModelFacts | None, console: C
     """
     layout = layout_of(View(config))
     console.rule("configuration")
-    console.print(yaml.safe_dump(dict(config), sort_keys=False, width=WIDTH - 4), markup=False, highlight=False)
+    # before the console breaks lines: half a secret would not be found
+    shown = redacted(config)
+    console.print(yaml.safe_dump(shown, sort_keys=False, width=WIDTH - 4), markup=False, highlight=False)
     console.print(layout_table(layout))
     answers_to = "prompts" if generates(config) else "pairs" if rows_of_record(config) > 1 else None
     console.print(batch_table(batch_plan(config, layout), answers_to))
     if generates(config) and validation_sources(config):
-        console.print(validation_table(config))
+        console.print(validation_table(shown))
     if facts is None:
-        console.print(f"No memory estimate: the config.json of {config['policy']['model_name']} is not on this disk.", markup=False)
+        console.print(f"No memory estimate: the config.json of {shown['policy']['model_name']} is not on this disk.", markup=False)
         return
     ranks, beside = memory_of_run(config)[1], memory_of_models(config)
     console.print(memory_table(ranks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megarl.doctor.network import check_network
 from megarl.doctor.nodes import check_nodes
 from megarl.doctor.storage import check_storage
 from megarl.doctor.versions import check_system, check_versions
+from megarl.redaction import redacted_text
 
 _INDENT = 11
 _STYLES = {Verdict.OK: "green", Verdict.ABSENT: "bright_black", Verdict.WARNING: "bold yellow", Verdict.FAILED: "bold red"}
@@ -38,6 +40,7 @@ def run_on_nodes(config: Mapping[str, Any] | None, as_json: bool = False) -> int
 
 def show(checks: Iterable[Check], as_json: bool, where: str = "") -> int:
     """Show checks as they come, and return the exit code; ``where`` is what they are about, this machine by default."""
+    checks = (replace(check, found=redacted_text(check.found), fix=redacted_text(check.fix)) for check in checks)
     if as_json:
         answers = list(checks)
         plain = [{"room": c.room, "name": c.name, "verdict": c.verdict.value, "found": c.found, "fix": c.fix} for c in answers]

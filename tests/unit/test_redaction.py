@@ -133,6 +133,9 @@ def test_whatever_stands_below_such_a_name_is_hidden() -> None:
         ("https://host:8080/path?tokens_a_s=5@x", "https://host:8080/path?tokens_a_s=***"),
         ("hf://datasets/owner/name@main/file", "hf://datasets/owner/name@main/file"),
         ("https://host/a@b", "https://host/a@b"),
+        ("https://me:p@ss@host/path", "https://***@host/path"),
+        ("https:/me:pass@host/path", "https:/***@host/path"),
+        ("image:/path@tag", "image:/path@tag"),
         ("somebody@example.org", "somebody@example.org"),
         ("s3://bucket/key", "s3://bucket/key"),
     ],
@@ -159,10 +162,21 @@ def test_assignments_in_messages(name: str, form: str) -> None:
         "policy.max_total_sequence_length = 8: at least 16",
         "logger.wandb.api_key = None",
         "12:30:05 step 4: loss 0.5",
+        "cannot read '/etc/passwd': an error of the disk",
+        "/etc/passwd: Permission denied",
+        "open(/run/secrets/db_password): failed",
+        "bad password: try again",
+        "the api_key: no such key",
+        "'of the user's api_key': unknown",
     ],
 )
 def test_messages_without_secrets_stay_as_they_are(text: str) -> None:
     assert redacted_text(text) == text
+
+
+@pytest.mark.parametrize("text", ["password: swordfish", "{'passwd': swordfish}", "vault/passwd: hunter2", "passwd=an", "'x passwd': 'an'"])
+def test_words_that_may_be_secrets_are_hidden(text: str) -> None:
+    assert HIDDEN in redacted_text(text) and not re.search("swordfish|hunter2|an\\b", redacted_text(text))
 
 
 @given(st.text(max_size=60))
