@@ -146,6 +146,13 @@ class RewardError(MegarlError, RuntimeError):
     """A reward function raised, returned no finite number, or killed its process. The message names the record."""
 
 
+class RewardOutageError(RewardError):
+    """A response could not be scored for a reason that no response can cause: a scorer that does not answer, a machine that is full.
+
+    A user's reward function may raise it too: the response is then left out of training, whatever ``env.on_error`` says but ``raise``.
+    """
+
+
 class MismatchError(MegarlError, RuntimeError):
     """Generation and training disagree about the probabilities of the same tokens more than the run allows."""
 

@@ -163,10 +163,11 @@ class EnvConfig(RewardOptions):
         Annotated[
             Literal["raise", "zero", "mask"],
             Key(
-                "a response that cannot be scored, since the reward function raises, returns no finite number or dies, or a scorer is "
-                "down: `mask` leaves the sample out of training, `raise` ends the run, `zero` counts as 0. A run of which three batches "
-                "in a row cannot be scored at all ends.",
-                default="mask",
+                "a response on which the reward function raises, returns no finite number or dies: `zero` counts as 0, `mask` leaves the "
+                "sample out of training, by which a policy may learn to break the function, `raise` ends the run. What no response can "
+                "cause (a scorer that does not answer, a process that others kill, a failed import, a full machine) is masked unless "
+                "`raise`. A function that fails on every response of a batch ends the run, as do three batches in a row without a score.",
+                default="zero",
             ),
         ]
     ]

@@ -134,7 +134,9 @@ class SingleTurn:
     """
 
     def __init__(self, section: Mapping[str, Any]) -> None:
-        self._on_fault = {"error": section["on_error"], "timeout": section["on_timeout"]}
+        on_error = section["on_error"]
+        # what no response can cause is held against none
+        self._on_fault = {"error": on_error, "timeout": section["on_timeout"], "outage": "raise" if on_error == "raise" else "mask"}
         self._has_several = section.get("rewards") is not None
         self._keeps_special_tokens = section.get("keep_special_tokens", False)
         self._batches_without_scores = self._told = 0
@@ -157,16 +159,16 @@ class SingleTurn:
     def step(self, turn: Turn) -> EnvironmentReturn:
         """Rewards of the responses, the sums of their parts times their weights.
 
-        ``reward_errors`` and ``reward_timeouts`` count parts that could not be computed; where there are several rewards, also those of
-        each, ``reward_errors/NAME``.
+        ``reward_errors`` (outages among them) and ``reward_timeouts`` count parts that could not be computed; where there are several
+        rewards, also those of each, ``reward_errors/NAME``.
 
         Raises:
-            RewardError: a response has no reward, and ``env.on_error`` or ``env.on_timeout`` says ``raise``; or ``_BATCHES`` batches in a
-                row had none that could be scored.
+            RewardError: a response has no reward, and ``env.on_error`` or ``env.on_timeout`` says ``raise``; a reward function raised on
+                every response; or ``_BATCHES`` batches in a row had none that could be scored.
         """
         if self._keeps_special_tokens:
             turn = replace(turn, responses=turn.full_responses, prompts=turn.full_prompts)
-        columns = self._scores(turn)
+        columns = self._without_broken(self._scores(turn), turn)
         masked = self._masked(columns, turn)
         values = [[0.0 if score.value is None else score.value for score in column] for column in columns]
         rewards = [_weighted(self._parts, row) for row in zip(*values, strict=True)]
@@ -232,17 +234,19 @@ class SingleTurn:
     def _masked(self, columns: Sequence[Sequence[Score]], turn: Turn) -> list[bool]:
         """Whether each sample is left out of training; reports those without a reward, and refuses to go on where all are."""
         masked, untold, told_before = [False] * len(turn.responses), list[str](), self._told
+        unscored = [False] * len(masked)
         for part, column in zip(self._parts, columns, strict=True):
             for row, score in enumerate(column):
                 if score.fault is not None:
                     tell = self._told < _TOLD
                     masked[row] |= self._is_masked(score, part, turn, row, tell=tell)
+                    unscored[row] |= masked[row] or score.fault == "error"
                     self._told += 1
                     untold += [] if tell else [f"record {turn.records[row].index}: {score.message}"]
         if untold:
             further = "further " if told_before < _TOLD else ""
             logger.warning("%d %srewards of this batch could not be computed, the first of %s", len(untold), further, untold[0])
-        self._batches_without_scores = self._batches_without_scores + 1 if masked and all(masked) else 0
+        self._batches_without_scores = self._batches_without_scores + 1 if unscored and all(unscored) else 0
         if self._batches_without_scores >= _BATCHES:
             first = next(score.message for column in columns for score in column if score.fault is not None)
             raise RewardError(
@@ -251,6 +255,24 @@ class SingleTurn:
             )
         return masked
 
+    def _without_broken(self, columns: list[list[Score]], turn: Turn) -> list[list[Score]]:
+        """Return the scores, with an outage where a scorer elsewhere fails on every response of a batch. One response does not tell.
+
+        Raises:
+            RewardError: a reward function does so, which is its own fault and no response's.
+        """
+        for place, (part, column) in enumerate(zip(self._parts, columns, strict=True)):
+            if len(column) > 1 and all(score.fault == "error" or score.trace for score in column):
+                if not part.spec.blames_answer:
+                    columns[place] = [replace(score, fault="outage") for score in column]
+                    continue
+                what = f"the reward {part.name} ({part.spec.name}) failed on each of the {len(column)} responses of a batch"
+                first = f"record {turn.records[0].index}: {column[0].message}"
+                raise RewardError(
+                    f"{what}, which is no fault of theirs. The first, of {first}. Fix: mend the reward function\n{column[0].trace}".rstrip()
+                )
+        return columns
+
     def _is_masked(self, score: Score, part: _Part, turn: Turn, row: int, *, tell: bool) -> bool:
         """Whether a sample is not trained on because of one reward that is missing."""
         assert score.fault is not None
@@ -258,7 +280,8 @@ class SingleTurn:
         what = f"record {turn.records[row].index}: no {reward}, {score.message}. The response ends in {turn.responses[row][-80:]!r}"
         decision = self._on_fault[score.fault]
         if decision == "raise":
-            raise RewardError(f"{what}. Fix: mend the reward function, or set env.on_{score.fault} to zero or mask")
+            key = "timeout" if score.fault == "timeout" else "error"
+            raise RewardError(f"{what}. Fix: mend the reward function, or set env.on_{key} to zero or mask")
         if tell:
             logger.warning("%s; %s", what, "it is left out of training" if decision == "mask" else "it counts as 0")
         if decision == "mask" and score.fault == "error" and is_import_path(part.spec.name) and not self._advised:
@@ -274,7 +297,7 @@ class SingleTurn:
         """How many rewards are missing and why."""
         counts: dict[str, float] = {"reward_errors": 0, "reward_timeouts": 0}
         for part, column in zip(self._parts, columns, strict=True):
-            faults = [score.fault for score in column]
+            faults = ["error" if score.fault == "outage" else score.fault for score in column]
             for name, fault in (("reward_errors", "error"), ("reward_timeouts", "timeout")):
                 counts[name] += faults.count(fault)  # type: ignore[arg-type]
                 if self._has_several:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
+import errno
 import fcntl
 import functools
 import gc
@@ -23,11 +24,14 @@ import logging
 import math
 import os
 import select
+import signal
+import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +40,7 @@ from typing import IO, Any, Literal
 
 from megarl import env
 from megarl.config.environments import REWARD
-from megarl.errors import ConfigError, RewardError, StateError, Violation
+from megarl.errors import ConfigError, RewardError, RewardOutageError, StateError, Violation
 from megarl.import_path import is_import_path
 from megarl.redaction import LineRedactor, learn, redact_log, redacted_text
 from megarl.rollout.mathematics import JudgementTimeoutError, math_verify
@@ -69,9 +73,24 @@ _STANDARD_ERROR = 2
 _LARGEST = struct.unpack(">f", b"\x7f\x7f\xff\xff")[0]
 """Largest number of float32, which rewards are."""
 
-_READY, _VALUE, _ERROR, _TIMEOUT, _UNUSABLE = "ready", "value", "error", "timeout", "unusable"
+_READY, _VALUE, _UNUSABLE = "ready", "value", "unusable"
 _IMPORTS = "imports"
 """Kind of a line that says whether the function of the present task is importing a module, which does not count against its time."""
+
+
+_OF_THE_MACHINE = frozenset(
+    {
+        *(errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.ETIMEDOUT),
+        *(errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EIO, errno.ESTALE),
+    }
+)
+"""Errors of the system that no response causes: nobody answers there, or the machine is full."""
+
+_SENT_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals by which others end a process, such as the kernel for want of memory."""
+
+_LONGEST_TRACE = 4000
+"""Characters of a traceback that are kept, from its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +99,18 @@ class Score:
 
     Attributes:
         value: the reward; None where there is none.
-        fault: why there is none: ``error`` (it raised, returned no finite number, or its process died) or ``timeout``.
+        fault: why there is none: ``error`` (it raised, returned no finite number, or its process died), ``timeout``, or ``outage``, which
+            no response can cause (a scorer or the machine is at fault, or an import).
         message: the fault in words.
+        trace: traceback of what the function raised; empty where the message says all.
         accuracy: whether the response is right, 0 to 1, where the function says so beside the reward.
     """
 
     value: float | None
-    fault: Literal["error", "timeout"] | None = None
+    fault: Literal["error", "timeout", "outage"] | None = None
     message: str = ""
     accuracy: float | None = None
+    trace: str = field(default="", compare=False)
 
 
 class RewardPool:
@@ -165,7 +187,9 @@ class RewardPool:
         if process.given and process.has_ended:
             row = process.given[0].row
             if row in given_twice:
-                scores[process.given.popleft().row] = Score(None, "error", f"its process died ({process.exit_code()})")
+                how = process.exit_code()
+                kind: Literal["error", "outage"] = "outage" if process.was_killed else "error"
+                scores[process.given.popleft().row] = Score(None, kind, f"its process died ({how})")
             # it may have been dying of what an earlier response left behind
             given_twice.add(row)
         elif process.given and time.monotonic() > process.deadline:
@@ -418,7 +442,8 @@ class _Process:
         elif kind == _IMPORTS:
             self._pause(bool(what))
         else:
-            score = Score(what[0], accuracy=what[1]) if kind == _VALUE else Score(None, kind, redacted_text(what))
+            said = (what[0], what[1]) if kind == _VALUE else (redacted_text(what[0]), redacted_text(what[1]))
+            score = Score(said[0], accuracy=said[1]) if kind == _VALUE else Score(None, kind, said[0], trace=said[1])
             self.finished.append((self.given.popleft(), score, seconds))
             self._begin()
 
@@ -433,6 +458,12 @@ class _Process:
             # it is still there
             return "its output was closed, or said what is no answer"
         return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether somebody else has ended it."""
+        code = self.child.poll()
+        return code is not None and -code in _SENT_FROM_OUTSIDE
 
     def kill(self) -> None:
         """End it, whatever it does."""
@@ -466,7 +497,7 @@ def _show(text: str) -> None:
 
 
 def _late(spec: RewardSpec) -> Score:
-    return Score(None, "timeout" if spec.blames_answer else "error", f"no answer within {spec.timeout_s:g} s")
+    return Score(None, "timeout" if spec.blames_answer else "outage", f"no answer within {spec.timeout_s:g} s")
 
 
 def _place_of(error: BaseException) -> str:
@@ -475,6 +506,28 @@ def _place_of(error: BaseException) -> str:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return "" if trace is None else f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})"
+
+
+def _is_outage(error: BaseException | None) -> bool:
+    """Whether no response can have caused what a reward function raised: nobody answers where it asks, or the machine is full."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, RewardOutageError | socket.gaierror) or (isinstance(error, OSError) and error.errno in _OF_THE_MACHINE):
+            return True
+        if isinstance(error, ImportError):
+            return _is_of_a_file(error)
+        reason = getattr(error, "reason", None)
+        error = error.__cause__ or error.__context__ or (reason if isinstance(reason, BaseException) else None)
+    return False
+
+
+def _is_of_a_file(error: ImportError) -> bool:
+    """Whether the import that failed stands in a file; a program of a response that a function runs has none."""
+    names = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # what imports for others: Python, and ``_imports_told``
+    importing = [name for name in names if not name.startswith("<frozen importlib") and name != __file__]
+    return bool(importing) and os.path.exists(importing[-1])
 
 
 def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:
@@ -496,7 +549,11 @@ def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:
         return Score(None, "error", str(error))
     # a user's function may raise anything, SystemExit too
     except BaseException as error:
-        return Score(None, "error", f"{type(error).__name__}: {error}{_place_of(error)}")
+        fault: Literal["error", "outage"] = "outage" if _is_outage(error) else "error"
+        # a scorer that is down comes back; a module that is missing does not
+        is_of_code = isinstance(error, ImportError) or (fault == "error" and not isinstance(error, RewardError))
+        trace = "".join(traceback.format_exception(error))[-_LONGEST_TRACE:] if is_of_code else ""
+        return Score(None, fault, f"{type(error).__name__}: {error}{_place_of(error)}", trace=trace)
     if not abs(value) <= _LARGEST:
         return Score(None, "error", f"it returned {value}, and a finite number is wanted")
     if accuracy is None:
@@ -553,7 +610,7 @@ def main() -> None:
         if score.fault is None:
             tell(number, _VALUE, [score.value, score.accuracy], seconds)
         else:
-            tell(number, score.fault, score.message, seconds)
+            tell(number, score.fault, [score.message, score.trace], seconds)
 
 
 @contextlib.contextmanager

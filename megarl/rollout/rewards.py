@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.environments import OPTIONS, REWARD, check_reward
 from megarl.config.reward_arguments import arguments_of, values_for
-from megarl.errors import ConfigError, RewardError, Violation
+from megarl.errors import ConfigError, RewardError, RewardOutageError, Violation
 from megarl.import_path import is_import_path, load_object
 from megarl.rollout import answers, mathematics, programs
 
@@ -51,6 +51,9 @@ _LARGEST_REPLY = 1 << 20
 
 _LONGEST_PAUSE = 0.5
 """Seconds before the second request at most."""
+
+_OF_THE_QUESTION = frozenset({400, 413, 422, 500})
+"""Statuses that what is asked may cause, as a response that breaks the scorer does; the others tell of the scorer and the way there."""
 
 _SHARE_OF_TESTS = 0.9
 """Of the time for a response that its tests may take where each counts; the rest is for what is around them."""
@@ -355,8 +358,8 @@ def ask_scorer(url: str, attempts: int, timeout_s: float, task: Task) -> Any:
     """The reply of a scorer elsewhere: it gets ``{"prompt", "response", "answer", "record"}`` as JSON by POST.
 
     A connection that fails, a reply of which nothing comes, and the statuses 408, 429 and 5xx are tried again, each time after a pause
-    twice as long. A reply that comes byte by byte is left to the time limit of the pool. A redirection is refused: to follow it would ask
-    without the question.
+    twice as long. A reply that comes byte by byte is left to the time limit of the pool, one that ends early is none. A redirection is
+    refused: to follow it would ask without the question.
 
     Args:
         url: of the scorer.
@@ -368,7 +371,8 @@ def ask_scorer(url: str, attempts: int, timeout_s: float, task: Task) -> Any:
         A number, or a mapping with ``score``.
 
     Raises:
-        RewardError: the scorer cannot be reached, refuses, or says what is no JSON.
+        RewardOutageError: the scorer cannot be reached, is busy or silent, or refuses whatever it is asked.
+        RewardError: it breaks off its replies to this question, refuses it, or says what is no JSON.
     """
     question = {"prompt": task.prompt, "response": task.response, "answer": task.answer, "record": dict(task.record)}
     # text of a model may hold halves of surrogate pairs, which JSON writes as escapes
@@ -376,22 +380,27 @@ def ask_scorer(url: str, attempts: int, timeout_s: float, task: Task) -> Any:
     # all pauses together are less than half of the time
     pause = min(_LONGEST_PAUSE, timeout_s / 2.0**attempts)
     each_s = (0.95 * timeout_s - pause * (2.0 ** (attempts - 1) - 1)) / attempts
-    fault = ""
+    fault, kind = "", RewardError
     for attempt in range(attempts):
         if attempt:
             time.sleep(pause * 2.0 ** (attempt - 1))
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="POST")
         try:
             with _opener().open(request, timeout=each_s) as reply:
-                return json.loads(reply.read(_LARGEST_REPLY))
+                said = reply.read(_LARGEST_REPLY)
+                # of a read of so many bytes, http.client does not say that the reply ended before its Content-Length
+                if reply.length and len(said) < _LARGEST_REPLY:
+                    raise http.client.IncompleteRead(said, reply.length)
+                return json.loads(said)
         except urllib.error.HTTPError as error:
-            fault = f"status {error.code}"
+            fault, kind = f"status {error.code}", RewardError if error.code in _OF_THE_QUESTION else RewardOutageError
             if error.code not in (408, 429) and error.code < 500:
                 break
+        except (urllib.error.URLError, TimeoutError) as error:
+            fault, kind = f"{type(error).__name__}: {error}", RewardOutageError
         except (OSError, http.client.HTTPException) as error:
-            fault = f"{type(error).__name__}: {error}"
+            # it was reached: that it breaks off each time may be what this response does to it
+            fault, kind = f"{type(error).__name__}: {error}", RewardError
         except (ValueError, RecursionError) as error:
             raise RewardError(f"the scorer at {url} did not reply with JSON: {error}. Fix: have it return a number or an object") from error
-    raise RewardError(
-        f"the scorer at {url} gave no score in {attempt + 1} attempts ({fault}). Fix: see whether it is up and takes the request"
-    )
+    raise kind(f"the scorer at {url} gave no score in {attempt + 1} attempts ({fault}). Fix: see whether it is up and takes the request")

@@ -772,7 +772,7 @@ def test_programs_that_can_be_isolated_no_more_are_not_run(tmp_path: Path, monke
     spec = RewardSpec("code", {"isolation": "preferred", "isolated": True})
     mark = tmp_path / "was-run"
     score = score_of(get_reward(spec), Task(fenced(f"open({str(mark)!r}, 'w')"), TEXT), spec)
-    assert (score.value, score.fault) == (None, "error") and "mount: No space left on device" in score.message
+    assert (score.value, score.fault) == (None, "outage") and "mount: No space left on device" in score.message
     assert not mark.exists()
 
 

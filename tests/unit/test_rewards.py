@@ -26,6 +26,7 @@ from megarl.rollout.environment import EnvironmentReturn, SingleTurn, Turn, find
 from megarl.rollout.reward_pool import RewardPool, Score
 from megarl.rollout.rewards import REWARDS, RewardSpec, Task, get_reward
 from tests.tiers import sampled, slow
+from tests.unit.config_samples import complete, raw_grpo
 
 USERS = """
 import os, subprocess, sys, time
@@ -190,7 +191,7 @@ def test_unknown_rewards_are_refused(users: str, tmp_path: Path) -> None:
 FAULTS: Mapping[str, tuple[str | None, str]] = {
     "raises": ("error", "KeyError: 'no such thing' (my rewards.py, line 9)"),
     "leaves": ("error", "SystemExit: 0 (my rewards.py, line 11)"),
-    "dies": ("error", "its process died (signal 9)"),
+    "dies": ("outage", "its process died (signal 9)"),
     "nan": ("error", "it returned nan, and a finite number is wanted"),
     "huge": ("error", "it returned 1e+300, and a finite number is wanted"),
     "text": ("error", "it returned 'many', and a number is wanted"),
@@ -267,7 +268,7 @@ def test_nobody_reads_on_a_command_line_where_a_scorer_is(pools: list[RewardPool
     url = "http://127.0.0.1:9/judge?api_key=planted-secret"
     pools.append(RewardPool([RewardSpec("http", {"url": url, "timeout_s": 5.0, "attempts": 1})], 2))
     [score] = pools[0].score([(0, Task("a", "b"))])
-    assert score.fault == "error" and "refused" in score.message
+    assert score.fault == "outage" and "refused" in score.message
     for process in pools[0]._processes:
         words = Path(f"/proc/{process.child.pid}/cmdline").read_bytes()
         assert b"reward_pool" in words and b"secret" not in words
@@ -524,7 +525,7 @@ def test_responses_that_lie_before_a_process_that_is_ended_lose_nothing(
     later = [*draw.choices(["a", "bb", "ccc"], k=100), "dies", "hangs"]
     responses = ["a"] * 20 + draw.sample(later, len(later))
     scores = scored(pools[0], [(each, "") for each in responses])
-    expected = {"dies": (None, "error"), "hangs": (None, "timeout")}
+    expected = {"dies": (None, "outage"), "hangs": (None, "timeout")}
     assert [(score.value, score.fault) for score in scores] == [expected.get(each, (len(each) / 8, None)) for each in responses], seed
     assert most > 2, seed
 
@@ -556,3 +557,91 @@ def test_slow_responses_do_not_lie_before_a_process(users: str, pools: list[Rewa
     monkeypatch.setattr(pools[0], "_give", count)
     assert scored(pools[0], [("naps", "")] * 8) == [Score(4 / 8)] * 8
     assert max(given) == 1
+
+
+FAILING = """
+import os, signal, socket, urllib.request
+
+def reward(response, answer):
+    if response == "refused":
+        urllib.request.urlopen("http://127.0.0.1:9/judge", timeout=5)
+    if response == "wrapped":
+        try:
+            socket.create_connection(("127.0.0.1", 9))
+        except OSError:
+            raise ValueError("the judge is away") from None
+    if response == "unknown host":
+        raise socket.gaierror(-2, "Name or service not known")
+    if response == "no module":
+        import megarl_no_such_module
+    if response == "full disk":
+        raise OSError(28, "No space left on device")
+    if response == "said":
+        from megarl.errors import RewardOutageError
+        raise RewardOutageError("the judge is being updated")
+    if response == "killed":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if response == "runs an import":
+        exec("import megarl_no_such_module")
+    if response == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if response == "leaves":
+        os._exit(3)
+    if response == "long name":
+        open("a" * 5000)
+    if response == "number":
+        return int(response)
+    return None if response == "none" else 0.5
+"""
+OF_NO_RESPONSE = ["refused", "wrapped", "unknown host", "no module", "full disk", "said", "killed"]
+OF_A_RESPONSE = ["runs an import", "crashes", "leaves", "long name", "number", "none"]
+
+
+@pytest.fixture
+def failing(tmp_path: Path) -> str:
+    (tmp_path / "failing.py").write_text(FAILING)
+    return f"{tmp_path / 'failing.py'}:reward"
+
+
+def test_by_default_a_response_that_breaks_the_function_scores_0_and_what_it_cannot_cause_is_masked(
+    failing: str, environments: list[SingleTurn], caplog: pytest.LogCaptureFixture
+) -> None:
+    filled = complete({**raw_grpo(), "env": {"reward": failing, "processes": 2}})["env"]
+    assert filled["on_error"] == "zero"
+    environments.append(SingleTurn(filled))
+    responses = ["good", *OF_NO_RESPONSE, *OF_A_RESPONSE]
+    result = environments[0].step(turn(*responses))
+    masked = [response for response, is_masked in zip(responses, result.masked, strict=True) if is_masked]
+    assert masked == OF_NO_RESPONSE
+    assert result.rewards == [0.5, *[0.0] * (len(responses) - 1)]
+    assert result.metrics == {"reward_errors": len(responses) - 1, "reward_timeouts": 0}
+
+
+def test_what_no_response_can_cause_counts_as_0_for_none(failing: str, environments: list[SingleTurn]) -> None:
+    environments += [SingleTurn(section(failing, on_error=decision)) for decision in ("zero", "mask", "raise")]
+    for environment in environments[:2]:
+        assert environment.step(turn("good", "refused")).masked == [False, True]
+    with pytest.raises(RewardError, match=r"record 8: no reward, URLError: .*set env\.on_error to zero or mask"):
+        environments[2].step(turn("good", "refused"))
+
+
+@pytest.mark.parametrize("responses", [["number"] * 3, ["no module"] * 2, ["none", "number"], ["leaves", "crashes"]])
+@pytest.mark.parametrize("decision", ["zero", "mask"])
+def test_a_function_that_fails_on_every_response_ends_the_run(
+    responses: list[str], decision: str, failing: str, environments: list[SingleTurn]
+) -> None:
+    environments.append(SingleTurn(section(failing, on_error=decision)))
+    with pytest.raises(
+        RewardError, match=rf"failed on each of the {len(responses)} responses of a batch.*The first, of record 7: "
+    ) as caught:
+        environments[0].step(turn(*responses))
+    traced = {"number": "return int(response)", "no module": "import megarl_no_such_module"}.get(responses[0])
+    assert traced is None or (traced in str(caught.value) and "Traceback (most recent call last)" in str(caught.value))
+
+
+def test_an_outage_on_every_response_is_waited_out_for_a_while(failing: str, environments: list[SingleTurn]) -> None:
+    environments.append(SingleTurn(section(failing, on_error="zero")))
+    for batch in (("refused", "said"), ("refused",)):
+        assert all(environments[0].step(turn(*batch)).masked)
+    with pytest.raises(RewardError, match="no response of 3 batches in a row could be scored"):
+        environments[0].step(turn("refused", "refused"))

@@ -75,6 +75,13 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"[" * (1 << 16))
         if response == "hangs up":
             return
+        if response.startswith("short"):
+            # what is there is a number
+            self.send_response(200)
+            self.send_header("Content-Length", "4" if response == "short" else "3")
+            self.end_headers()
+            self.wfile.write(b"0.2" if response == "short" else b"0.2 and more")
+            return
         statuses = {"busy twice": 503 if times < 3 else 200, "busy": 429, "refused": 400, "elsewhere": 302, "round": 307}
         self.send_response(statuses.get(response, 200))
         self.send_header("Location", "/score")
@@ -132,6 +139,22 @@ def test_a_scorer_that_is_busy_is_asked_again(scorer: Scorer) -> None:
     assert len(scorer.asked) == 9
 
 
+def test_a_reply_that_is_shorter_than_was_announced_is_none(scorer: Scorer) -> None:
+    with pytest.raises(RewardError, match=r"in 3 attempts \(IncompleteRead: IncompleteRead\(3 bytes read, 1 more expected\)"):
+        reward_of(scorer.url)("short")
+    assert len(scorer.asked) == 3
+    assert reward_of(scorer.url)("short no more") == 0.2
+
+
+def test_a_scorer_that_fails_on_every_response_is_down(scorer: Scorer) -> None:
+    environment = SingleTurn(complete({**raw_grpo(), "env": {"reward": "http", "url": scorer.url, "timeout_s": 2.0}})["env"])
+    records: list[Any] = [SimpleNamespace(index=row, answer="a", env_name=None, fields={}) for row in range(2)]
+    try:
+        assert environment.step(Turn(records, ["refused", "words"], [[1]] * 2, [None] * 2, ["p"] * 2)).masked == [True, True]
+    finally:
+        environment.close()
+
+
 def test_replies_that_are_no_score(scorer: Scorer) -> None:
     with pytest.raises(RewardError, match="did not reply with JSON"):
         reward_of(scorer.url)("words")
@@ -141,14 +164,18 @@ def test_replies_that_are_no_score(scorer: Scorer) -> None:
         reward_of(f"http://127.0.0.1:{port}", timeout_s=0.2, attempts=2)("a")
 
 
-def test_what_a_scorer_does_not_judge_is_masked_and_no_hang(scorer: Scorer, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever the reason, a silence too, which is no answer of the model's that takes too long; the others have their scores."""
+CAUSED = {"endless", "hangs up", "short", "refused", *REPLIES} - {"judged"}
+"""Responses that may be why the scorer gives no score."""
+
+
+def test_what_a_scorer_does_not_judge_scores_0_or_is_masked_and_no_hang(scorer: Scorer, caplog: pytest.LogCaptureFixture) -> None:
+    """What the scorer or the way there causes is masked, a silence too, which is no answer of the model's that takes too long; the others have their scores."""
     config = raw_grpo()
     config["env"] = {"reward": "http", "url": scorer.url, "timeout_s": 2.0, "processes": 4}
     filled = complete(config)
     assert check(filled) == []
     environment = SingleTurn(filled["env"])
-    bad = ["silent", "trickles", "endless", "hangs up", "refused", "elsewhere", "round", *REPLIES]
+    bad = ["silent", "trickles", "endless", "hangs up", "short", "refused", "elsewhere", "round", *REPLIES]
     bad.remove("judged")
     responses = ["four", *bad, "judged"]
     records: list[Any] = [SimpleNamespace(index=row, answer="a", env_name=None, fields={}) for row in range(len(responses))]
@@ -157,7 +184,7 @@ def test_what_a_scorer_does_not_judge_is_masked_and_no_hang(scorer: Scorer, capl
     finally:
         environment.close()
     assert list(result.rewards) == [0.5, *[0.0] * len(bad), 2.5]
-    assert list(result.masked) == [False, *[True] * len(bad), False]
+    assert list(result.masked) == [False, *(response not in CAUSED for response in bad), False]
     assert (result.metrics["reward_errors"], result.metrics["reward_timeouts"]) == (len(bad), 0)
     # no redirection is followed
     assert {each["prompt"] for each in scorer.asked} == {"p"}

@@ -150,7 +150,7 @@ def test_each_reward_may_take_its_own_time(users: str, made: list[Any], tmp_path
 
 def test_a_run_in_which_nothing_can_be_scored_ends(users: str, made: list[Any]) -> None:
     made.append(SingleTurn(section(reward=f"{users}vowels")))
-    for batch in (["raises"], ["raises", "raises"], ["a", "raises"], ["raises"], ["raises"]):
+    for batch in (["raises"], ["raises"], ["a", "raises"], ["raises"], ["raises"]):
         assert made[0].step(turn(batch)).masked == [response == "raises" for response in batch]
     with pytest.raises(
         RewardError,
@@ -304,7 +304,7 @@ def test_an_environment_with_a_name_has_what_stands_around_it() -> None:
     filled = complete(config)["env"]
     assert check(complete(config)) == []
     assert (filled["math"]["reward"], filled["math"]["processes"], filled["math"]["timeout_s"]) == ("math", 2, 7.0)
-    assert (filled["short"]["reward"], filled["short"]["processes"], filled["short"]["on_error"]) == (None, 3, "mask")
+    assert (filled["short"]["reward"], filled["short"]["processes"], filled["short"]["on_error"]) == (None, 3, "zero")
 
 
 def test_a_spec_has_the_options_of_its_reward_alone() -> None:

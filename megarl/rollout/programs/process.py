@@ -26,7 +26,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
-from megarl.errors import RewardError
+from megarl.errors import RewardError, RewardOutageError
 from megarl.rollout.programs import sandbox, system_calls
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ def running(
 
 
 def _no_program(why: str) -> RewardError:
-    return RewardError(f"no program can be started: {why}. Fix: see whether the machine is full")
+    return RewardOutageError(f"no program can be started: {why}. Fix: see whether the machine is full")
 
 
 @contextlib.contextmanager
