@@ -102,6 +102,22 @@ def check_depth(content: Any, what: str) -> None:
         level, depth = [child for several in children for child in several], depth + 1
 
 
+def rename_surely(source: Path, target: Path) -> None:
+    """Rename a file or directory, as ``os.rename``; one whose reply was lost has been done, whatever the system says of it.
+
+    A file system over a network asks again where no reply came, and is told then that there is no ``source`` any more.
+
+    Raises:
+        OSError: it was not renamed.
+    """
+    before = os.lstat(source)
+    try:
+        os.rename(source, target)
+    except OSError:
+        if os.path.lexists(source) or not os.path.lexists(target) or not os.path.samestat(os.lstat(target), before):
+            raise
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for writing; it gets its name at the end of the ``with`` block, and nothing is left of it if the block fails."""
@@ -109,7 +125,7 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
     try:
         with partial.open("wb") as file:
             yield file
-        os.replace(partial, path)
+        rename_surely(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

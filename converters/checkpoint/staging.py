@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from converters.checkpoint.files import rename_surely
 from converters.checkpoint.manifest import changed
 from converters.errors import ChangedSourceError, ConversionError
 
@@ -367,12 +368,12 @@ def put_in_place(partial: Path, target: Path) -> None:
     aside = target.parent / f".{target.name}.replaced-{uuid.uuid4().hex[:12]}"
     existed = os.path.lexists(target)
     if existed:
-        os.rename(target, aside)
+        rename_surely(target, aside)
     try:
-        os.rename(partial, target)
+        rename_surely(partial, target)
     except BaseException:
         if existed:
-            os.rename(aside, target)
+            rename_surely(aside, target)
         raise
     _sync(target.parent)
     if existed:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from converters.checkpoint.files import rename_surely
 from converters.checkpoint.staging import check_target, flush_to_disk, follow_umask, put_in_place
 from converters.errors import ConversionError
 from converters.families import FAMILIES
@@ -127,11 +128,11 @@ class _ShardWriter:
             raise ConversionError("the stream of tensors is empty", "pass the parameters of the model")
         self._write_shard()
         if self._shard_count == 1:
-            os.rename(self._part_path(0), self._directory / "model.safetensors")
+            rename_surely(self._part_path(0), self._directory / "model.safetensors")
             return
         names = [f"model-{number:05d}-of-{self._shard_count:05d}.safetensors" for number in range(1, self._shard_count + 1)]
         for number, name in enumerate(names):
-            os.rename(self._part_path(number), self._directory / name)
+            rename_surely(self._part_path(number), self._directory / name)
         index = {
             "metadata": {"total_size": self._total_bytes},
             "weight_map": {name: names[number] for name, number in sorted(self._shard_of.items())},

@@ -25,8 +25,8 @@ from megarl.algorithms.resume import ResumePoint
 from megarl.algorithms.run import Config, PolicyFactory
 from megarl.algorithms.start import engine_of, start_engines, start_policy, start_ray
 from megarl.checkpoint.atomic import write_bytes_durably
-from megarl.checkpoint.manager import CONFIG_NAME, read_info
-from megarl.checkpoint.manifest import read_signing_key, verify
+from megarl.checkpoint.manager import CONFIG_NAME, faults_of_checkpoint, read_info
+from megarl.checkpoint.manifest import read_signing_key
 from megarl.config.algorithms import generates, own_section
 from megarl.config.report import WIDTH, layout_table, validation_table
 from megarl.config.rules.parallel import layout_of
@@ -99,7 +99,7 @@ def weights_to_evaluate(checkpoint: Path | None, signing_key_file: str | None = 
         bound = "it is no checkpoint: it has no training_info.json with a step"
         raise ConfigError([Violation("--checkpoint", str(checkpoint), bound, fix)]) from None
     key = read_signing_key(signing_key_file)
-    problems = verify(checkpoint, hashes=key is not None, key=key)
+    problems = faults_of_checkpoint(checkpoint, hashes=key is not None, key=key)
     if problems:
         raise UnusableCheckpointError(f"checkpoint {checkpoint} is damaged: {'; '.join(problems[:5])}. Fix: evaluate another one")
     return ResumePoint(step, None, checkpoint.absolute())

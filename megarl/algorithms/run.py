@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from converters.checkpoint.files import first_special
+from converters.checkpoint.files import first_special, rename_surely
 from megarl.algorithms.algorithm import ACTOR, Parts, Role
 from megarl.algorithms.earlier_launch import CONFIG_FILE, keep_template_date, kept_configs, require_same_recipe
 from megarl.algorithms.inputs import Inputs, read_inputs, require_a_step_of_records
@@ -458,7 +458,7 @@ def _set_aside(path: Path) -> None:
     """Give a directory, or a file that is not empty, another name, with a number, so that nothing of it is lost."""
     if path.is_dir() or (path.is_file() and path.stat().st_size):
         names = (path.with_name(f"{path.stem}.before-{number}{path.suffix}") for number in itertools.count(1))
-        path.rename(next(name for name in names if not name.exists()))
+        rename_surely(path, next(name for name in names if not name.exists()))
 
 
 def _write_config(run_dir: Path, config: Config) -> None:
@@ -469,4 +469,4 @@ def _write_config(run_dir: Path, config: Config) -> None:
     path = run_dir / CONFIG_FILE
     temporary = path.with_name(f".{path.name}.tmp")
     write_bytes_durably(temporary, yaml.safe_dump(written, sort_keys=False, allow_unicode=True).encode(), private=True)
-    os.replace(temporary, path)
+    rename_surely(temporary, path)

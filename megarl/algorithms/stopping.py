@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from converters.checkpoint.files import rename_surely
 from megarl import env
 from megarl.algorithms.time_left import TimeLeft
 from megarl.checkpoint.atomic import write_bytes_durably
@@ -60,7 +61,7 @@ class Attempt:
         temporary = self.directory / f".{LAST_CHECKPOINT_FILE}.tmp"
         try:
             write_bytes_durably(temporary, f"{step}\n".encode())
-            os.replace(temporary, self.directory / LAST_CHECKPOINT_FILE)
+            rename_surely(temporary, self.directory / LAST_CHECKPOINT_FILE)
         except OSError as error:
             logger.warning("the launcher is not told of the checkpoint of step %d, and may not requeue the job: %s", step, error)
 

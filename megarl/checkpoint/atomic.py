@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from converters.checkpoint.files import rename_surely
 from megarl.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def commit_directory(temporary: Path, final: Path) -> None:
     Raises:
         OSError: the rename failed, or ``final`` holds files already.
     """
-    os.rename(temporary, final)
+    rename_surely(temporary, final)
     fsync_directory(final.parent)
 
 
@@ -94,7 +95,7 @@ def write_json_atomic(path: str | Path, content: Any) -> None:
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         write_bytes_durably(temporary, encoded)
-        os.replace(temporary, target)
+        rename_surely(temporary, target)
         fsync_directory(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
@@ -167,7 +168,7 @@ def remove_directory(directory: Path) -> bool:
     """
     doomed = directory.with_name(f"{TEMPORARY_PREFIX}deleted_{directory.name}_{secrets.token_hex(4)}")
     try:
-        os.rename(directory, doomed)
+        rename_surely(directory, doomed)
     except OSError as error:
         logger.warning("%s cannot be removed: %s", directory, error)
         return False

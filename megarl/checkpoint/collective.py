@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from converters.checkpoint.files import rename_surely
 from megarl.checkpoint.atomic import fsync_tree
 from megarl.errors import CheckpointError, MegarlError, StorageError, UnusableCheckpointError
 
@@ -137,7 +138,7 @@ def _publish(directory: Path, staging: Path) -> str | None:
         fsync_tree(staging)
         if directory.exists():
             directory.rmdir()
-        staging.rename(directory)
+        rename_surely(staging, directory)
     except OSError as error:
         return f"{directory} could not be written: {error}; see to free space and permissions there"
     return None

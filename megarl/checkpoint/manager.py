@@ -78,6 +78,31 @@ def read_info(checkpoint: Path) -> dict[str, Any]:
     return info
 
 
+def faults_of_checkpoint(path: Path, hashes: bool = True, key: bytes | None = None) -> list[str]:
+    """What is wrong with a checkpoint: as ``verify``, and its step is a whole number of at least 0, which its name has to agree with.
+
+    A directory that was renamed or copied would be resumed from again and again; its signature covers the step, not the name.
+
+    Raises:
+        StorageError: the storage fails, so that nobody knows.
+    """
+    problems = verify(path, hashes, key)
+    if problems:
+        return problems
+    try:
+        step = read_info(path).get("step")
+    except StorageError:
+        raise
+    except CheckpointError as error:
+        return [str(error)]
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        return [f"{INFO_NAME} says step = {step!r}, and a whole number of at least 0 is wanted"]
+    named = _FINAL.fullmatch(path.name)
+    if named is not None and int(named[1]) != step:
+        return [f"{INFO_NAME} says step = {step}: it was renamed, or is a copy of another one"]
+    return []
+
+
 def metric_of(info: Mapping[str, Any], metric_name: str) -> float | None:
     """The metric that ranks a checkpoint, from the info itself or from its ``metrics``; None when there is no finite number."""
     nested = info.get("metrics")
@@ -191,7 +216,7 @@ class CheckpointManager:
             raise CheckpointError(
                 f"checkpoint step = {step!r}: must be a whole number of at least 0. Fix: pass the number of finished steps"
             )
-        info = json_bytes(plain_json(training_info))
+        info = json_bytes(plain_json({**training_info, "step": step}))
         temporary = self.checkpoint_dir / f"{TEMPORARY_PREFIX}step_{step}"
         try:
             self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
@@ -349,7 +374,7 @@ class CheckpointManager:
 
     def _verify(self, path: Path, hashes: bool = True) -> list[str]:
         """What is wrong with a checkpoint; its bytes are read where both want it."""
-        return verify(path, hashes and self._verify_hashes, self._key)
+        return faults_of_checkpoint(path, hashes and self._verify_hashes, self._key)
 
     def has_metric(self) -> bool:
         """Whether some checkpoint has a figure under ``metric_name``.

@@ -151,6 +151,8 @@ def _read(root: Path) -> Mapping[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("version") != _VERSION or manifest.get("algorithm") != ALGORITHM:
         raise CheckpointError(f"{path} is damaged or of another version; this megarl reads version {_VERSION} with {ALGORITHM}")
     files = manifest.get("files")
+    if files == {}:
+        raise CheckpointError(f"{path} names no file: nothing of the checkpoint is there")
     if not isinstance(files, dict) or manifest.get("digest") != _digest(files) or not all(map(_is_entry, files.values())):
         raise CheckpointError(f"{path} is damaged: its file table does not match its digest")
     return manifest

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from converters.checkpoint.files import rename_surely
 from megarl.errors import DataError
 
 _META = "meta.json"
@@ -177,12 +178,12 @@ class TableWriter:
         with (self._partial / _META).open() as meta_file:
             _use(meta_file.fileno())
             try:
-                self._partial.rename(self._directory)
+                rename_surely(self._partial, self._directory)
             except OSError:
                 # another run was faster; a damaged one is in the way
                 if read_table(self._directory) is None:
                     shutil.rmtree(self._directory)
-                    self._partial.rename(self._directory)
+                    rename_surely(self._partial, self._directory)
             self.discard()
             table = read_table(self._directory)
         assert table is not None
@@ -313,7 +314,7 @@ def _remove_unused(table: Path) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # out of sight in one step: nobody finds a part of it
-        table.rename(hidden)
+        rename_surely(table, hidden)
     except OSError:
         return False
     finally:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from converters.checkpoint.files import rename_surely
 from megarl.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class MetricsFile:
                 stream.writelines(kept)
                 stream.flush()
                 os.fsync(stream.fileno())
-            os.replace(temporary, self.path)
+            rename_surely(temporary, self.path)
         except OSError:
             temporary.unlink(missing_ok=True)
             raise

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from converters.checkpoint.files import rename_surely
+
 logger = logging.getLogger(__name__)
 
 DIRECTORY = "samples"
@@ -213,6 +215,6 @@ def _replace(path: Path, content: bytes) -> None:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        rename_surely(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

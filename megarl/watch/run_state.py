@@ -12,8 +12,8 @@ from statistics import fmean
 
 from converters.checkpoint.files import first_special
 from megarl.checkpoint.lock import LOCK_NAME, Owner, has_ended, read_owner
-from megarl.checkpoint.manager import CheckpointManager
-from megarl.checkpoint.manifest import read_signing_key, verify
+from megarl.checkpoint.manager import CheckpointManager, faults_of_checkpoint
+from megarl.checkpoint.manifest import read_signing_key
 from megarl.config.places import read_in_time
 from megarl.errors import ConfigError, DataError, StorageError
 from megarl.observe.launches import FILE_NAME as LAUNCHES_NAME
@@ -279,7 +279,7 @@ def _checkpoint_state(step: int, path: Path, hashes: bool, now: float, key: byte
     except FileNotFoundError:
         return None
     try:
-        problems = tuple(verify(path, hashes, key))
+        problems = tuple(faults_of_checkpoint(path, hashes, key))
     except StorageError as error:
         problems = (str(error),)
     return CheckpointState(step, str(path), size, age_s, problems, hashes) if path.is_dir() else None

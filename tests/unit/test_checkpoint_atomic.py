@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -12,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from converters.checkpoint.files import rename_surely
 from megarl.checkpoint import atomic
-from megarl.checkpoint.atomic import atomic_directory, fsync_tree, remove_directory, write_json_atomic
+from megarl.checkpoint.atomic import atomic_directory, commit_directory, fsync_tree, remove_directory, write_json_atomic
 from megarl.checkpoint.manager import metric_of, plain_json
 from megarl.checkpoint.manifest import MANIFEST_NAME, verify, write_manifest
 from megarl.errors import CheckpointError
@@ -86,7 +88,7 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytes
     def fail(*_: object) -> None:
         raise OSError("no space left")
 
-    for operation in ("write", "fsync", "replace"):
+    for operation in ("write", "fsync", "rename"):
         with monkeypatch.context() as patch:
             patch.setattr(atomic.os, operation, fail)
             with pytest.raises(OSError, match="no space"):
@@ -238,3 +240,42 @@ def test_metric_is_found_beside_or_among_the_metrics() -> None:
     assert metric_of({"metrics": {"accuracy": 0.25}}, "accuracy") == 0.25
     for info in ({}, {"accuracy": None}, {"accuracy": True}, {"accuracy": "high"}, {"metrics": 3}):
         assert metric_of(info, "accuracy") is None
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("what", ["directory", "file", "file over another"])
+def test_a_rename_whose_reply_was_lost_is_done(number: int, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target, real = tmp_path / "source", tmp_path / "target", os.rename
+    source.mkdir() if what == "directory" else source.write_text("new")
+    if what == "file over another":
+        target.write_text("old")
+
+    def lose_reply(old: Path, new: Path) -> None:
+        real(old, new)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "rename", lose_reply)
+    (commit_directory if what == "directory" else rename_surely)(source, target)
+    assert not source.exists() and (target.is_dir() or target.read_text() == "new")
+
+
+def test_a_rename_that_was_not_done_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError):
+        rename_surely(tmp_path / "source", tmp_path / "target")
+    (tmp_path / "source").mkdir()
+
+    def fail(old: Path, new: Path) -> None:
+        raise OSError(errno.ENOENT, "no such file")
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(FileNotFoundError):
+        rename_surely(tmp_path / "source", tmp_path / "target")
+
+    def another_takes_it(old: Path, new: Path) -> None:
+        Path(new).mkdir()
+        Path(old).rmdir()
+        fail(old, new)
+
+    monkeypatch.setattr(os, "rename", another_takes_it)
+    with pytest.raises(FileNotFoundError):
+        rename_surely(tmp_path / "source", tmp_path / "target")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.checkpoint.lock import RunLock
-from megarl.checkpoint.manager import CheckpointManager, ranked_steps, steps_to_keep
-from megarl.checkpoint.manifest import verify
+from megarl.checkpoint.manager import INFO_NAME, CheckpointManager, ranked_steps, read_info, steps_to_keep
+from megarl.checkpoint.manifest import verify, write_manifest
 from megarl.errors import CheckpointError
 
 
@@ -304,3 +306,42 @@ def test_retention_on_disk_follows_the_rule(tmp_path: Path, caplog: pytest.LogCa
         present[step] = metric
         present = {kept: present[kept] for kept in steps_to_keep(present, 3, True)}
         assert names(tmp_path) == sorted(f"step_{kept}" for kept in present)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_checkpoint_under_another_name_is_not_resumed_from(copies: bool, tmp_path: Path) -> None:
+    """It would be gone on from again and again: the run saves the step after its own, which is not the newest."""
+    writer = manager(tmp_path, keep_top_k=1)
+    for step in (1, 3):
+        save(writer, step)
+    (shutil.copytree if copies else Path.rename)(tmp_path / "step_3", tmp_path / "step_9")
+    latest, damaged = manager(tmp_path).latest_and_damaged()
+    assert latest == (tmp_path / "step_3" if copies else None)
+    assert damaged == {tmp_path / "step_9": [f"{INFO_NAME} says step = 3: it was renamed, or is a copy of another one"]}
+    with pytest.raises(CheckpointError, match="says step = 3"):
+        writer.verify_checkpoint(tmp_path / "step_9")
+    save(writer, 4)
+    assert names(tmp_path) == ["step_4", "step_9"], "one that is not trusted is no reason to remove others, and is left"
+
+
+@pytest.mark.parametrize("step", [-1, "3", 3.0, True, None])
+def test_a_step_that_is_none_is_damage(step: Any, tmp_path: Path) -> None:
+    path = save(manager(tmp_path), 3)
+    (path / INFO_NAME).write_text(json.dumps({"step": step}))
+    write_manifest(path)
+    assert manager(tmp_path).latest_and_damaged() == (
+        None,
+        {path: [f"{INFO_NAME} says step = {step!r}, and a whole number of at least 0 is wanted"]},
+    )
+
+
+def test_a_manifest_that_names_nothing_is_damage(tmp_path: Path) -> None:
+    path = save(manager(tmp_path), 3)
+    for file in [each for each in path.rglob("*") if each.is_file()]:
+        file.unlink()
+    write_manifest(path)
+    assert "names no file" in verify(path)[0] and manager(tmp_path).get_latest_checkpoint_path() is None
+
+
+def test_the_step_that_is_saved_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    assert read_info(manager(tmp_path).init_tmp_checkpoint(3, {"metrics": {}})) == {"metrics": {}, "step": 3}

@@ -98,7 +98,7 @@ def test_failed_truncation_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(metrics_file.os, "replace", fail)
+        patch.setattr(metrics_file.os, "rename", fail)
         with pytest.raises(OSError, match="disk full"):
             file.truncate_after(1)
     assert (tmp_path / FILE_NAME).read_bytes() == before
@@ -210,7 +210,7 @@ def write_out_of_order(run_dir: Path) -> None:
 
 
 def refuse_new_files(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(metrics_file.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    patch.setattr(metrics_file.os, "rename", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
 
 
 def test_rows_wait_for_a_file_that_could_not_be_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,7 +263,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
         raise OSError("unplugged")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sample_files.os, "replace", fail)
+        patch.setattr(sample_files.os, "rename", fail)
         with SampleFiles(tmp_path / "samples") as files:
             files.write("train", 1, [{"prompt": "p", "answer": "another"}])
     assert content(tmp_path) == before

@@ -169,7 +169,7 @@ CAUSED = {"endless", "hangs up", "short", "refused", *REPLIES} - {"judged"}
 
 
 def test_what_a_scorer_does_not_judge_scores_0_or_is_masked_and_no_hang(scorer: Scorer, caplog: pytest.LogCaptureFixture) -> None:
-    """What the scorer or the way there causes is masked, a silence too, which is no answer of the model's that takes too long; the others have their scores."""
+    """What the scorer or the way there causes is masked, a silence too; the others have their scores."""
     config = raw_grpo()
     config["env"] = {"reward": "http", "url": scorer.url, "timeout_s": 2.0, "processes": 4}
     filled = complete(config)

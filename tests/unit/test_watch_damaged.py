@@ -137,15 +137,15 @@ def test_a_run_that_ends_while_it_is_looked_at_is_never_called_killed(tmp_path: 
 def test_a_checkpoint_that_is_pruned_while_it_is_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(tmp_path)
     add_checkpoint(tmp_path, 10)
-    real = run_state.verify
+    real = run_state.faults_of_checkpoint
 
     def save_the_next(path: Path, *arguments: Any) -> list[str]:
-        monkeypatch.setattr(run_state, "verify", real)
+        monkeypatch.setattr(run_state, "faults_of_checkpoint", real)
         manager = CheckpointManager({"checkpoint_dir": tmp_path / "checkpoints", "keep_top_k": 1})
         manager.finalize_checkpoint(manager.init_tmp_checkpoint(20, {"step": 20}))
         return real(path, *arguments)
 
-    monkeypatch.setattr(run_state, "verify", save_the_next)
+    monkeypatch.setattr(run_state, "faults_of_checkpoint", save_the_next)
     state = read_run_state(tmp_path, hashes=True)
     assert state.checkpoints == (20,) and state.checkpoint is not None
     assert (state.checkpoint.step, state.checkpoint.problems) == (20, ())
