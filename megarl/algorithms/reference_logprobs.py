@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -101,7 +102,7 @@ class ReferenceLogprobs:
         return found
 
     def _table(self, identity: Any, examples: Examples, first: int, last: int) -> Table:
-        directory = cache_directory(self._config["data"]) / _digest([identity, examples.digest(first, last)])
+        directory = cache_directory(self._config["data"]) / _digest([os.geteuid(), identity, examples.digest(first, last)])
         table = read_table(directory)
         if table is not None:
             return table
@@ -112,8 +113,8 @@ class ReferenceLogprobs:
             return writer.finish({})
         except OSError as error:
             raise DataError(
-                f"data.cache_dir: the reference log-probabilities cannot be written: {error}. Fix: give data.cache_dir a directory with "
-                "more space, or write dpo.cache_reference_logprobs=false"
+                f"data.cache_dir: the reference log-probabilities cannot be written: {error}. Fix: give data.cache_dir a directory of "
+                "your own with more space, or write dpo.cache_reference_logprobs=false"
             ) from error
         finally:
             writer.discard()

@@ -370,7 +370,8 @@ def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder, dig
     if reading.skips_bad_records:
         # What is left out depends on what the answers are judged by.
         limits += ["skip", reading.judge]
-    return _digest([_FORM, fields, limits, _tokenizer_identity(reading.tokenizer), encoder.identity, digest])
+    # what another user has made is not trusted, and is in nobody's way
+    return _digest([os.geteuid(), _FORM, fields, limits, _tokenizer_identity(reading.tokenizer), encoder.identity, digest])
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
@@ -438,7 +439,8 @@ class _Tokenization:
             return self._writer.finish({"fingerprint": self._fingerprint.hexdigest(), "largest": self._largest, "notes": self._notes()})
         except OSError as error:
             raise DataError(
-                f"data.cache_dir: the tokenized records cannot be written: {error}. Fix: give data.cache_dir a directory with more space"
+                f"data.cache_dir: the tokenized records cannot be written: {error}. Fix: give data.cache_dir a directory of your own with "
+                "more space"
             ) from error
         finally:
             self._writer.discard()

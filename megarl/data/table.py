@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
+import logging
 import os
 import re
 import shutil
+import stat
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +22,8 @@ import numpy as np
 
 from converters.checkpoint.files import rename_surely
 from megarl.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 _META = "meta.json"
 _BLOCK = 2**20
@@ -50,6 +55,14 @@ class StoredValues:
     def __len__(self) -> int:
         return self._count
 
+    def require(self, owner: int, digest: str) -> None:
+        """Raise ValueError where another user has written the file, or may, or where it has other bytes than were written."""
+        _require_owner(self._path, os.fstat(self._descriptor), owner)
+        with os.fdopen(os.dup(self._descriptor), "rb") as stream:
+            stream.seek(0)
+            if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
+                raise ValueError(f"{self._path.name} has other bytes than were written")
+
     def __getitem__(self, places: slice) -> np.ndarray:
         """The numbers at places that follow one another.
 
@@ -66,6 +79,13 @@ class StoredValues:
         if len(content) < wanted:
             raise DataError(f"{self._path} was cut off while the run used it: {len(content)} of {wanted} bytes are there. {_FIX}")
         return np.frombuffer(content, self._dtype)
+
+
+def _require_owner(path: Path, status: os.stat_result, owner: int) -> None:
+    if status.st_uid != owner:
+        raise ValueError(f"{path.name} belongs to another user")
+    if status.st_mode & stat.S_IWOTH:
+        raise ValueError(f"everybody may write to {path.name}")
 
 
 _FIX = "Fix: start the run again, which makes these tokens anew; see who writes into data.cache_dir"
@@ -171,9 +191,15 @@ class TableWriter:
             file.close()
         for name in self._dtypes:
             _add_up(self._partial / f"{name}.lengths", self._partial / f"{name}.starts")
-        sizes = {file.name: file.stat().st_size for file in sorted(self._partial.iterdir())}
-        content = {"dtypes": self._dtypes, "sizes": sizes, "meta": dict(meta)}
-        (self._partial / _META).write_text(json.dumps(content), encoding="utf-8")
+        digests = {file.name: _file_digest(file) for file in sorted(self._partial.iterdir())}
+        content = {"dtypes": self._dtypes, "digests": digests, "meta": dict(meta)}
+        text = json.dumps({**content, "digest": _digest_of(content)})
+        (self._partial / _META).write_text(text, encoding="utf-8")
+        for path in (self._partial, *self._partial.iterdir()):
+            # whatever the umask says, since nobody would trust it
+            path.chmod(path.stat().st_mode & ~stat.S_IWOTH)
+        # a file system over a network may give all that root writes to nobody
+        owner = self._partial.stat().st_uid
         # in use from its first moment on, so that nobody who makes room takes it away before it has been read
         with (self._partial / _META).open() as meta_file:
             _use(meta_file.fileno())
@@ -181,12 +207,13 @@ class TableWriter:
                 rename_surely(self._partial, self._directory)
             except OSError:
                 # another run was faster; a damaged one is in the way
-                if read_table(self._directory) is None:
+                if read_table(self._directory, owner) is None:
                     shutil.rmtree(self._directory)
                     rename_surely(self._partial, self._directory)
             self.discard()
-            table = read_table(self._directory)
-        assert table is not None
+            table = read_table(self._directory, owner)
+        if table is None:
+            raise OSError(f"{self._directory} was changed while it was written")
         return table
 
     def discard(self) -> None:
@@ -213,24 +240,38 @@ class TableWriter:
         self._bytes = 0
 
 
-def read_table(directory: Path) -> Table | None:
-    """A table that was written there, its values left on the disk; None where there is none, or one whose files are not whole."""
+def read_table(directory: Path, owner: int | None = None) -> Table | None:
+    """A table that was written there, its values left on the disk; None where there is none, or one that cannot be trusted: its files have
+    other bytes than were written, or another user wrote them, or may.
+
+    Args:
+        directory: of the table.
+        owner: of its files; None for this user.
+    """
+    user = os.geteuid() if owner is None else owner
     try:
         descriptor = os.open(directory / _META, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
         _use(descriptor)
+        _require_owner(directory, directory.lstat(), user)
+        _require_owner(directory / _META, os.fstat(descriptor), user)
         content = json.loads((directory / _META).read_text(encoding="utf-8"))
-        if any((directory / name).stat().st_size != size for name, size in content["sizes"].items()):
-            raise ValueError
+        if content.pop("digest") != _digest_of(content):
+            raise ValueError(f"{_META} has other bytes than were written")
         columns = {
             name: Column(StoredValues(directory / f"{name}.values", dtype), StoredValues(directory / f"{name}.starts", "int64"))
             for name, dtype in content["dtypes"].items()
         }
+        for name, column in columns.items():
+            for part, stored in (("values", column.values), ("starts", column.starts)):
+                assert isinstance(stored, StoredValues)
+                stored.require(user, content["digests"][f"{name}.{part}"])
         table = Table(columns, content["meta"], directory)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         os.close(descriptor)
+        logger.warning("%s is not used and made anew: %s", directory, error)
         return None
     weakref.finalize(table, os.close, descriptor)
     return table
@@ -322,6 +363,15 @@ def _remove_unused(table: Path) -> bool:
         os.close(descriptor)
     shutil.rmtree(hidden, ignore_errors=True)
     return True
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _values(row: Sequence[int] | bytes, dtype: str) -> np.ndarray:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import random
 import re
 from decimal import Decimal
 from pathlib import Path
@@ -489,6 +490,57 @@ def test_a_damaged_table_is_made_again(tmp_path: Path, tokenizer: Any, spilling:
         (directory / damage).write_bytes(b"x")
         assert list(load(source, tokenizer, cache_dir=str(spilling)).examples) == expected
         assert [each.name for each in spilling.iterdir()] == [directory.name]
+
+
+@pytest.mark.parametrize("name", ["prompt.values", "prompt.starts", "answer.values", "meta.json"])
+def test_a_table_with_a_flipped_bit_is_made_again(name: str, tmp_path: Path, tokenizer: Any, spilling: Path, caplog: Any) -> None:
+    """Any bit: of the file that says what the others have to be, too."""
+    seed = random.randrange(2**32)
+    draw = random.Random(seed)
+    source = write(tmp_path / "a.jsonl", [{"p": "two", "a": "five"}] * 7, prompt_key="p", answer_key="a")
+    expected = list(load(source, tokenizer, cache_dir=str(spilling)).examples)
+    (directory,) = spilling.iterdir()
+    content = (directory / name).read_bytes()
+    for _ in range(8):
+        damaged = bytearray(content)
+        damaged[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        (directory / name).write_bytes(damaged)
+        assert read_table(directory) is None, seed
+    caplog.clear()
+    assert list(load(source, tokenizer, cache_dir=str(spilling)).examples) == expected, seed
+    assert f"{directory} is not used and made anew: " in caplog.text
+    assert read_table(directory) is not None and (directory / name).read_bytes() == content
+
+
+@pytest.mark.parametrize("name", [".", "meta.json", "prompt.values", "answer.starts"])
+def test_a_table_that_others_may_write_is_not_trusted(name: str, tmp_path: Path, tokenizer: Any, spilling: Path, caplog: Any) -> None:
+    source = write(tmp_path / "a.jsonl", [{"p": "two", "a": "five"}] * 7, prompt_key="p", answer_key="a")
+    before = os.umask(0)
+    try:
+        expected = list(load(source, tokenizer, cache_dir=str(spilling)).examples)
+    finally:
+        os.umask(before)
+    (directory,) = spilling.iterdir()
+    assert read_table(directory) is not None, "whatever the umask was"
+    path = directory / name
+    path.chmod(path.stat().st_mode | 0o002)
+    assert read_table(directory) is None and f"everybody may write to {path.name}" in caplog.text
+    assert list(load(source, tokenizer, cache_dir=str(spilling)).examples) == expected
+    assert read_table(directory) is not None
+
+
+def test_a_table_of_another_user_is_neither_trusted_nor_in_the_way(
+    tmp_path: Path, tokenizer: Any, spilling: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "a.jsonl", [{"p": "two", "a": "five"}] * 7, prompt_key="p", answer_key="a")
+    expected = list(load(source, tokenizer, cache_dir=str(spilling)).examples)
+    (of_this_one,) = spilling.iterdir()
+    user = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert read_table(of_this_one) is None
+    # what it writes belongs to this user all the same, as on a file system that gives everything to nobody
+    assert list(load(source, tokenizer, cache_dir=str(spilling)).examples) == expected
+    assert len(list(spilling.iterdir())) == 2 and read_table(of_this_one, os.getuid()) is not None
 
 
 def test_a_refusal_leaves_nothing(tmp_path: Path, tokenizer: Any, spilling: Path) -> None:
