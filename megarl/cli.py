@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import errno
 import io
 import json
 import logging
+import os
 import re
+import resource
 import sys
 import traceback
 from collections.abc import Collection, Sequence
@@ -19,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from converters.errors import ConversionError
 from megarl import __version__, env
-from megarl.errors import ConfigError, MegarlError, Violation
+from megarl.errors import WORKER_TRACE, ConfigError, MachineError, MegarlError, Violation
 from megarl.redaction import redact_log, redacted_text
 
 if TYPE_CHECKING:
@@ -29,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 USER_FAULT = 2
-_WORKER_TRACE = "\n--- traceback of the worker ---"
+_NO_THREAD = "can't start new thread"
+_FORKING = ("_execute_child", "popen_fork", "spawnv_passfds")
+"""What a traceback has where a process was to be started; a lock that is held is refused with the same error of the system."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -567,13 +572,30 @@ def _megatron_logprobs(family_files: Sequence[Path]) -> AbstractContextManager[A
 
 def report(error: MegarlError | ConversionError) -> int:
     """Say what went wrong, and return the exit code. A fault of the user's, also one found by a worker, is shown without tracebacks."""
+    limit = process_limit(error)
     found_by_worker = isinstance(error.__cause__, ConversionError)
-    code = USER_FAULT if found_by_worker else error.exit_code
-    text = str(error)
+    code = USER_FAULT if found_by_worker or limit is not None else error.exit_code
+    text = str(error) if limit is None else f"{str(error).partition(WORKER_TRACE)[0]}\n{limit}"
     # The exit code counts also when nobody reads any more.
     with contextlib.suppress(OSError):
-        sys.stderr.write(redacted_text(f"megarl: {text.partition(_WORKER_TRACE)[0] if code == USER_FAULT else text}\n"))
+        sys.stderr.write(redacted_text(f"megarl: {text.partition(WORKER_TRACE)[0] if code == USER_FAULT else text}\n"))
     return code
+
+
+def process_limit(error: BaseException) -> MachineError | None:
+    """Return the fault of a machine on which no further process or thread may be started, where an error is due to that, also in a worker.
+
+    Another start would meet the same limit, so that it is the user's to raise.
+    """
+    text = "".join(traceback.format_exception(error))
+    no_process = os.strerror(errno.EAGAIN) in text and any(name in text for name in _FORKING)
+    if not no_process and _NO_THREAD not in text:
+        return None
+    soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    value = "unlimited" if soft == resource.RLIM_INFINITY else soft
+    bound = "no further process or thread could be started"
+    fix = "raise it, or pids.max of the control group (a job's or container's limit), or end other processes of this user"
+    return MachineError([Violation("ulimit -u", value, bound, fix)])
 
 
 def hide_secrets() -> None:
@@ -638,6 +660,11 @@ def _run(arguments: argparse.Namespace) -> int:
         # a conversion notes what it left behind
         sys.stderr.write(f"megarl: {'; '.join(['interrupted', *getattr(error, '__notes__', ())])}\n")
         return INTERRUPTED
+    except (OSError, RuntimeError) as error:
+        limit = process_limit(error)
+        if limit is None:
+            raise
+        return report(limit)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,9 @@ from typing import Any
 
 from megarl.redaction import HIDDEN, is_secret, shown
 
+WORKER_TRACE = "\n--- traceback of the worker ---"
+"""Line of a message behind which the traceback of a worker stands."""
+
 
 class MegarlError(Exception):
     """Base of all deliberate errors. ``exit_code`` is what the command line returns for it."""

@@ -26,6 +26,7 @@ from megarl.config.resume_changes import check_changes
 from megarl.errors import (
     LOGPROB,
     TRAINING,
+    WORKER_TRACE,
     CheckpointError,
     ConfigError,
     DeadlineError,
@@ -412,8 +413,8 @@ class CheckpointWriter:
             return
         try:
             self.settle(wait=True)
-        except CheckpointError:
-            logger.exception("the checkpoint that was being written is lost")
+        except CheckpointError as lost:
+            logger.error("the checkpoint that was being written is lost: %s", lost)
         if self.memory is not None:
             # of a save that was broken off before it was in flight
             self.memory.free()
@@ -475,7 +476,9 @@ class CheckpointWriter:
             kept = "there is no earlier one" if latest is None else f"{latest} is the newest one"
         except StorageError as error:
             kept = f"which one is the newest is not known ({error})"
-        what = f"the checkpoint of step {step} could not be written: {f'{space}. ' if space else ''}{failure}"
+        # where in a worker the disk was full tells nobody anything
+        told = f"{space}. {str(failure).partition(WORKER_TRACE)[0]}" if space else str(failure)
+        what = f"the checkpoint of step {step} could not be written: {told}"
         if not is_last and len(self.failed) < self.most_failed:
             logger.warning("%s; %s. Training goes on; %d such saves in a row would end it", what, kept, self.most_failed)
             return

@@ -134,7 +134,8 @@ def run(config: Config, make_policy: PolicyFactory | None = None, stop_at: float
         with phase("checkpoints looked for", is_told=False):
             start = find_resume_point(manager, config["checkpointing"]["resume"]) if manager is not None else ResumePoint()
         report_changes(start, config)
-        _write_config(run_dir, config)
+        with _written("run_dir", run_dir):
+            _write_config(run_dir, config)
         schedule = _schedule(config, len(inputs.train))
         sampler = _sampler(config, inputs.train, start)
         outcome = stack.enter_context(recorded_launch(run_dir, start.step, schedule.total_steps))
@@ -142,7 +143,8 @@ def run(config: Config, make_policy: PolicyFactory | None = None, stop_at: float
         restarts = Restarts(most_restarts(config["cluster"]), stop, outcome)
         placed = _with_decided_device(config) if make_policy is None and restarts.most else config
         memory = watched_memory() if make_policy is None else SharedMemoryWatch(0)
-        sinks = _open_sinks(config, run_dir, stack)
+        with _written("run_dir", run_dir):
+            sinks = _open_sinks(config, run_dir, stack)
         launch = _Launch(config, placed, run_dir, lock, memory, inputs, schedule, attempt, restarts, sinks, make_policy or start_policy)
         while True:
             try:
@@ -229,8 +231,9 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
             restarts=restarts.figures,
             look_around=look_around,
         )
-        skipped = SkippedBatches(run_dir / DIRECTORY)
-        samples = _open_samples(config, run_dir, start, reporting.sinks, inputs.tokenizer, stack)
+        with _written("run_dir", run_dir):
+            skipped = SkippedBatches(run_dir / DIRECTORY)
+            samples = _open_samples(config, run_dir, start, reporting.sinks, inputs.tokenizer, stack)
         read = inputs.tokenizer, inputs.environment, inputs.train, inputs.validation
         parts = Parts(roomy, models, refit, *read, sampler, reporting.timer, skipped, samples, turns)
         algorithm = algorithm_class(config["algorithm"])(parts)
@@ -302,15 +305,28 @@ def _lock(directory: Path, key: str, stack: ExitStack) -> RunLock:
     Raises:
         ConfigError: it cannot be made or written, or has a named pipe or the like in place of a file, which would be waited for.
     """
-    try:
+    with _written(key, directory):
         lock = stack.enter_context(RunLock(directory))
         found = first_special(directory)
-        if found is not None:
-            raise ConfigError([Violation(key, str(directory), f"{found[0].name} in it is {found[1]}, not a file", "remove it")])
-        return lock
+    if found is not None:
+        raise ConfigError([Violation(key, str(directory), f"{found[0].name} in it is {found[1]}, not a file", "remove it")])
+    return lock
+
+
+@contextlib.contextmanager
+def _written(key: str, directory: Path) -> Iterator[None]:
+    """Raise ConfigError where the block cannot write the first files of a run below a directory."""
+    try:
+        yield
     except OSError as error:
-        bound = f"it cannot be made or written: {os.strerror(error.errno) if error.errno else error}"
-        raise ConfigError([Violation(key, str(directory), bound, "give a directory that you may write to")]) from error
+        if isinstance(error, MegarlError):
+            raise
+        why = os.strerror(error.errno) if error.errno else str(error)
+        file = "" if error.filename in (None, str(directory)) else f" ({error.filename})"
+        bound = f"it cannot be made or written: {why}{file}"
+        raise ConfigError(
+            [Violation(key, str(directory), bound, "give a directory that you may write to, with space on its disk")]
+        ) from error
 
 
 def _memory_figures(models: Mapping[Role, Policy]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from megarl import env
 from megarl.distributed import ray_keeper
+from megarl.distributed.leftovers import PREFIX, keep, owned_directory
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +24,6 @@ logger = logging.getLogger(__name__)
 LONGEST_DIRECTORY = 40
 _OF_RAY = "ray"
 """Name of Ray's directory within the private one: Ray opens its own to everybody."""
-_PREFIX = "megarl-"
 _FAREWELL_SECONDS = ray_keeper.GRACE_SECONDS + 5.0
 
 
@@ -39,7 +39,9 @@ class LocalRay:
         self.private = _private_directory(log_dir)
         self.directory = self.private / _OF_RAY
         self._keeper = _start_keeper()
-        if not env.flag("MEGARL_KEEP_RAY_FILES"):
+        if env.flag("MEGARL_KEEP_RAY_FILES"):
+            keep(self.private)
+        else:
             self._tell(f"{ray_keeper.DIRECTORY} {self.private}")
 
     @contextlib.contextmanager
@@ -70,6 +72,7 @@ class LocalRay:
 
     def keep_files(self) -> None:
         """Leave the directory where it is, for somebody who has to find out what went wrong."""
+        keep(self.private)
         self._tell(ray_keeper.DIRECTORY)
 
     def end(self) -> None:
@@ -100,15 +103,15 @@ def _private_directory(log_dir: str | None) -> Path:
     wanted = [log_dir] if log_dir is not None else [env.text("MEGARL_RAY_TEMP"), env.text("RAY_TMPDIR"), tempfile.gettempdir()]
     for parent in [str(Path(path).expanduser().absolute()) for path in wanted if path]:
         # mkdtemp appends eight letters
-        if len(os.fsencode(os.path.join(parent, f"{_PREFIX}12345678", _OF_RAY))) > LONGEST_DIRECTORY:
+        if len(os.fsencode(os.path.join(parent, f"{PREFIX}12345678", _OF_RAY))) > LONGEST_DIRECTORY:
             logger.warning("Ray's own files do not go below %s: that is longer than the %d bytes Ray can use", parent, LONGEST_DIRECTORY)
             continue
         try:
             Path(parent).mkdir(parents=True, exist_ok=True)
-            return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            return owned_directory(parent)
         except OSError as error:
             logger.warning("Ray's own files do not go below %s: %s", parent, error)
-    return Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
+    return owned_directory("/tmp")
 
 
 def _start_keeper() -> subprocess.Popen[bytes] | None:

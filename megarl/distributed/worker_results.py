@@ -21,7 +21,7 @@ from megarl.distributed.worker_group_utils import format_coordinates
 from megarl.distributed.worker_shell import WorkerProcess
 from megarl.distributed.worker_stacks import STOPPED, ProcessLook
 from megarl.distributed.worker_watch import WorkerWatch, looks_at
-from megarl.errors import DeadlineError, MegarlError, StateError, WorkerError, WorkerLostError
+from megarl.errors import WORKER_TRACE, DeadlineError, MegarlError, StateError, WorkerError, WorkerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ def _translate(label: str, error: RayError, what: str, also: str) -> MegarlError
     if not isinstance(error, RayTaskError):
         return WorkerError(f"{label} {what}: Ray lost the result: {error}{also}")
     cause = error.cause
-    trace = f"\n--- traceback of the worker ---\n{_COLOURS.sub('', str(error))}"
+    trace = f"{WORKER_TRACE}\n{_COLOURS.sub('', str(error))}"
     if isinstance(cause, MegarlError):
         try:
             translated = type(cause)(f"{label} {cause}{also}{trace}")

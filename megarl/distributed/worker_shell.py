@@ -26,6 +26,7 @@ from ray.actor import ActorClass, ActorHandle
 
 from megarl import env
 from megarl.distributed import rendezvous
+from megarl.distributed.leftovers import owned_directory
 from megarl.distributed.worker_stacks import register_stacks
 from megarl.errors import ClusterError, ConfigError
 from megarl.redaction import redact_log
@@ -93,7 +94,7 @@ def own_compile_cache() -> None:
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         env.set_variables({_COMPILE_CACHE: str(usual)})
         return
-    other = tempfile.mkdtemp(prefix="megarl-compiled-")
+    other = str(owned_directory(tempfile.gettempdir(), "megarl-compiled-"))
     atexit.register(shutil.rmtree, other, ignore_errors=True)
     logger.warning("%s is not this user's alone: what torch.compile makes is kept in %s, and not beyond this run", usual, other)
     env.set_variables({_COMPILE_CACHE: other})

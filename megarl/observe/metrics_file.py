@@ -50,6 +50,7 @@ class MetricsFile:
         Raises:
             OSError: it could not be written whole; what was written of it is taken back.
         """
+        self._find_again()
         size_before = os.fstat(self._descriptor).st_size
         try:
             _write_all(self._descriptor, line)
@@ -64,6 +65,7 @@ class MetricsFile:
         Raises:
             OSError: the file could not be cut, or a new one not be written; the old one stays.
         """
+        self._find_again()
         kept: list[bytes] = []
         dropped = bytes_kept = bytes_before_dropped = 0
         with self.path.open("rb") as stream:
@@ -81,19 +83,7 @@ class MetricsFile:
             os.ftruncate(self._descriptor, bytes_kept)
             os.fsync(self._descriptor)
             return dropped
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as stream:
-                stream.writelines(kept)
-                stream.flush()
-                os.fsync(stream.fileno())
-            rename_surely(temporary, self.path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-        os.close(self._descriptor)
-        self._descriptor = descriptor
+        self._replace(kept)
         return dropped
 
     def close(self) -> None:
@@ -101,6 +91,43 @@ class MetricsFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def _find_again(self) -> None:
+        """Look whether the file is still there, and say so where somebody has removed or replaced it: rows would go where nobody reads.
+
+        Raises:
+            OSError: it cannot be opened or written again.
+        """
+        try:
+            there = os.stat(self.path)
+        except FileNotFoundError:
+            size = os.fstat(self._descriptor).st_size
+            self._replace([os.pread(self._descriptor, size, 0)])
+            logger.warning("%s was removed while the run goes on; it was written again, with all its rows", self.path)
+            return
+        if not os.path.samestat(there, os.fstat(self._descriptor)):
+            self._open_again()
+            self._drop_partial_line()
+            logger.warning("%s was replaced by another file while the run goes on; further rows go there", self.path)
+
+    def _open_again(self) -> None:
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+
+    def _replace(self, lines: Iterable[bytes]) -> None:
+        """Give the file other content, in one rename."""
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("wb") as stream:
+                stream.writelines(lines)
+                stream.flush()
+                os.fsync(stream.fileno())
+            rename_surely(temporary, self.path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        self._open_again()
 
     def _drop_partial_line(self) -> None:
         size = os.fstat(self._descriptor).st_size

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megarl.distributed.leftovers import claim
 from megarl.parity.case import BACKENDS, Case
 from megarl.parity.coverage import Coverage
 from megarl.parity.draw import Drawer
@@ -104,6 +105,7 @@ def run(options: Options, console: Console | None = None) -> int:
     if options.mutate is not None and not options.prove:
         mutation(options.mutate)
     with tempfile.TemporaryDirectory(prefix="megarl-parity-") as directory, WorkerPool(options.job_seconds) as pool:
+        claim(Path(directory))
         shelf = ModelShelf(Path(directory))
         runner = CaseRunner(shelf, pool)
         if given is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -225,3 +226,39 @@ def test_what_looks_on_gets_its_arguments_and_gives_its_exit_code(
     stand_in(monkeypatch, module, run=lambda *values: seen.append(values) or 3)
     assert main(arguments) == 3
     assert seen == [handed_over]
+
+
+LIMITED = """
+import os, resource, subprocess, sys, threading
+from megarl import cli
+from megarl.errors import ClusterError
+
+def begin(arguments):
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+    if os.getuid() == 0:
+        # root is not held to it
+        os.setuid(65534)
+    if sys.argv[1] == "process":
+        subprocess.Popen(["/bin/true"])
+    if sys.argv[1] == "thread":
+        threading.Thread(target=print).start()
+    if sys.argv[1] == "wrapped":
+        try:
+            subprocess.Popen(["/bin/true"])
+        except OSError as error:
+            raise ClusterError("Ray does not start") from error
+    raise BlockingIOError(11, os.strerror(11))
+
+cli.train = begin
+sys.exit(cli.main(["train", "any"]))
+"""
+
+
+@pytest.mark.parametrize(("what", "code"), [("process", 2), ("thread", 2), ("wrapped", 2), ("lock", 1)])
+def test_a_limit_of_processes_is_the_user_s_to_raise(what: str, code: int) -> None:
+    """Another start would meet it again. A lock that is held says the same as the system, and is something else."""
+    done = subprocess.run([sys.executable, "-c", LIMITED, what], capture_output=True, text=True, cwd=Path.cwd())
+    assert done.returncode == code, done.stderr
+    assert ("ulimit -u = 1: no further process or thread could be started. Fix: raise it" in done.stderr) == (code == 2), done.stderr
+    assert ("Traceback" in done.stderr) == (code == 1)
+    assert ("Ray does not start" in done.stderr) == (what == "wrapped")

@@ -13,11 +13,12 @@ from unittest import mock
 import pytest
 import torch
 
+from megarl.algorithms import run as run_module
 from megarl.algorithms.run import run
 from megarl.algorithms.stopping import STOP_FILE
 from megarl.checkpoint import background
 from megarl.checkpoint.manager import CheckpointManager
-from megarl.errors import CheckpointError, DeadlineError
+from megarl.errors import WORKER_TRACE, CheckpointError, ConfigError, DeadlineError
 from tests.unit.driver_runs import STEPS, PolicyMaker, comparable, final_weights, make_config
 from tests.unit.reference_policy import ReferencePolicy
 
@@ -128,3 +129,26 @@ def test_a_stop_whose_checkpoint_cannot_be_written_is_no_stop(tmp_path: Path, mo
 
     with pytest.raises(CheckpointError, match=r"step 2 .*step_1 is the newest one, and no other one follows"):
         run(config_of(tmp_path, model, data), DiskFull({2}, ask))
+
+
+def test_of_a_full_disk_no_traceback_is_told(tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture) -> None:
+    def fill(number: int) -> None:
+        raise CheckpointError(f"[tp0] {os.strerror(errno.ENOSPC)}{WORKER_TRACE}\nTraceback (most recent call last):\n  File 1")
+
+    with pytest.raises(CheckpointError, match="no space: a checkpoint takes about") as caught:
+        run(config_of(tmp_path, model, data, max_failed_saves=2), DiskFull((), fill))
+    warned = next(record.message for record in caplog.records if "no space" in record.message)
+    for text in (str(caught.value), warned):
+        assert f"[tp0] {os.strerror(errno.ENOSPC)}" in text and "Traceback" not in text and len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize("what", ["_write_config", "open_sinks", "SampleFiles", "SkippedBatches"])
+def test_first_files_that_cannot_be_written_are_named(
+    what: str, tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "file"))
+
+    monkeypatch.setattr(run_module, what, refuse)
+    with pytest.raises(ConfigError, match=rf"run_dir = .*No space left on device \({tmp_path / 'file'}\)\. Fix: give a directory"):
+        run(make_config("grpo", tmp_path / "run", model, data), PolicyMaker())

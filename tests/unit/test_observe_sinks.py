@@ -399,3 +399,26 @@ def test_a_service_that_cannot_start_does_not_stop_training(
         sinks.log({"loss": 1.0}, 1)
     assert "no network" in caplog.text
     assert len(rows(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("after", ["a row", "a cut"])
+@pytest.mark.parametrize("what", ["removed", "replaced", "replaced and torn"])
+def test_a_file_that_somebody_takes_away_is_missed(after: str, what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with open_sinks({}, tmp_path) as sinks:
+        for step in (1, 2, 3):
+            sinks.log({"loss": 0.5}, step)
+        if what == "removed":
+            path.unlink()
+        else:
+            other = tmp_path / "other"
+            other.write_text('{"step": 1}\n{"step": 3}\n' + ('{"step"' if "torn" in what else ""))
+            other.replace(path)
+        if after == "a cut":
+            sinks.truncate_after(2)
+        sinks.log({"loss": 0.5}, 4)
+    kept = [1, 2, 3] if what == "removed" else [1, 3]
+    assert [row["step"] for row in read_metrics(path)] == [*(step for step in kept if after == "a row" or step <= 2), 4]
+    word = "was removed" if what == "removed" else "was replaced by another file"
+    assert caplog.text.count(f"{path} {word} while the run goes on") == 1
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["metrics.jsonl"]

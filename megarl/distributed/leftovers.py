@@ -1,0 +1,106 @@
+"""Temporary directories that bear the name of the process they belong to, so that the next start can remove those of dead runs.
+
+A run removes its own in the end, or its keeper does; where both were killed, as with a whole control group, nobody is left to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import socket
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "megarl-"
+OWNER_FILE = ".owner.json"
+
+
+def owned_directory(parent: str | Path, prefix: str = PREFIX) -> Path:
+    """Make a temporary directory that this user alone can enter, and that belongs to this process; sweep those of dead ones beside it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    sweep(Path(parent))
+    directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    claim(directory)
+    return directory
+
+
+def claim(directory: Path) -> None:
+    """Say that a directory belongs to this process."""
+    # where the system does not tell processes apart so well, nothing is swept
+    with contextlib.suppress(OSError):
+        (directory / OWNER_FILE).write_text(json.dumps(_identity(os.getpid())))
+
+
+def keep(directory: Path) -> None:
+    """Leave a directory where it is, whatever becomes of this process."""
+    (directory / OWNER_FILE).unlink(missing_ok=True)
+
+
+def sweep(parent: Path) -> list[Path]:
+    """Remove this user's directories there whose processes have certainly ended, and return them.
+
+    Those of another machine or container, whose processes cannot be seen here, stay, and so do those that name no owner.
+    """
+    removed = []
+    for directory in sorted(parent.glob(f"{PREFIX}*")):
+        if _is_abandoned(directory):
+            shutil.rmtree(directory, ignore_errors=True)
+            removed.append(directory)
+    if removed:
+        logger.info("removed what dead runs have left: %s", ", ".join(map(str, removed)))
+    return removed
+
+
+def _is_abandoned(directory: Path) -> bool:
+    try:
+        status = directory.lstat()
+        owner = json.loads((directory / OWNER_FILE).read_text())
+        process = owner["process"]
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or not isinstance(process, int):
+            return False
+        here = _identity(os.getpid())
+        if any(owner[key] != here[key] for key in ("host", "boot", "processes")):
+            return False
+        return owner != _identity(process) and not _is_used(directory)
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return False
+
+
+def _identity(process: int) -> dict[str, Any]:
+    """What tells a process from all others: number, time of its start, and where numbers of processes mean the same. Start 0 for none.
+
+    Raises:
+        OSError: this system does not say.
+    """
+    started = 0
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        # the name of the program, in parentheses, may hold anything
+        state, *rest = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
+        started = 0 if state in (b"Z", b"X") else int(rest[18])
+    return {
+        "process": process,
+        "started": started,
+        "host": socket.gethostname(),
+        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "processes": os.readlink("/proc/self/ns/pid"),
+    }
+
+
+def _is_used(directory: Path) -> bool:
+    """Whether a process names the directory on its command line, as those of Ray do that outlive a killed driver for a while."""
+    name = os.fsencode(directory)
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if name in line.read_bytes():
+                return True
+    return False
