@@ -46,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = _Parser(prog="megarl", description="Reinforcement learning of language models on Megatron-Core.")
+    parser: argparse.ArgumentParser = _Parser(prog="megarl", description="Reinforcement learning of language models on Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"megarl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser(

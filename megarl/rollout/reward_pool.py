@@ -442,8 +442,10 @@ class _Process:
         elif kind == _IMPORTS:
             self._pause(bool(what))
         else:
-            said = (what[0], what[1]) if kind == _VALUE else (redacted_text(what[0]), redacted_text(what[1]))
-            score = Score(said[0], accuracy=said[1]) if kind == _VALUE else Score(None, kind, said[0], trace=said[1])
+            if kind == _VALUE:
+                score = Score(what[0], accuracy=what[1])
+            else:
+                score = Score(None, kind, redacted_text(what[0]), trace=redacted_text(what[1]))
             self.finished.append((self.given.popleft(), score, seconds))
             self._begin()
 

@@ -260,3 +260,13 @@ def test_converters_take_the_key(tmp_path: Path, key_file: Path, capsys: pytest.
     assert not (tmp_path / "again").exists()
     # without the key it is as it was
     assert converted(["inspect", str(root)]) == 0
+
+
+def test_an_older_one_under_the_name_of_a_newer_one_is_no_rollback(tmp_path: Path, key_file: Path) -> None:
+    """Its signature is right: it covers the step, and the name has to agree with that."""
+    writer = manager(tmp_path, key_file)
+    newest = save(writer, 3)
+    shutil.copytree(save(writer, 2), tmp_path / "step_9")
+    assert verify(tmp_path / "step_9", key=read_signing_key(str(key_file))) == []
+    latest, damaged = manager(tmp_path, key_file).latest_and_damaged()
+    assert latest == newest and list(damaged) == [tmp_path / "step_9"]
