@@ -57,6 +57,9 @@ def test_every_recipe_is_refused_in_one_list_and_leaves_nothing(
     """None of them runs on a machine without a GPU or a network; the dry run has the same list as a warning."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
+    # what is free changes from one look to the next
+    usage = preflight.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage)
     assert main(["train", recipe]) == 2
     refused = capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
