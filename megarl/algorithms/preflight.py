@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import itertools
 import math
 import os
@@ -45,8 +46,8 @@ from megarl.rollout.rewards import RewardSpec, get_reward
 
 Config = Mapping[str, Any]
 
-_LOOK_S = 4.0
-"""Seconds for one look at a host of the network."""
+_LOOK_S = 10.0
+"""Seconds for one look at a host of the network, which may be behind slow proxies."""
 
 _LEAST_FREE = 64 << 20
 """Bytes that the smallest run writes, with room to spare."""
@@ -117,9 +118,15 @@ def missing_engine(config: Config) -> Iterator[Violation]:
 def missing_sinks(config: Config) -> Iterator[Violation]:
     """Yield packages of metric sinks that are switched on and not installed."""
     for key, package in _PACKAGES.items():
-        if at(config, key) and env.installed_version(package) is None:
+        if at(config, key) and not _can_be_imported(package):
             fix = f"pip install '{env.DISTRIBUTION}[{package}]', or write {key}=false"
             yield Violation(key, True, f"the package {package} is not installed", fix)
+
+
+def _can_be_imported(package: str) -> bool:
+    """Whether a package is there, from whatever distribution; a directory of its name (W&B makes one) is none."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def absent_devices(config: Config) -> Iterator[Violation]:
@@ -176,37 +183,47 @@ def missing_data(config: Config) -> Iterator[Violation]:
 
 def unusable_directories(config: Config) -> Iterator[Violation]:
     """Yield directories of the run that cannot be written, or whose file system has no room for what the run leaves there."""
-    places = {"run_dir": config["run_dir"]}
-    if config["checkpointing"]["enabled"]:
-        places["checkpointing.checkpoint_dir"] = config["checkpointing"]["checkpoint_dir"]
-    seen, unmakable = set[Path](), set[str]()
-    for key, place in places.items():
+    # what cannot be made, and what is on one file system, is said once
+    unmakable, on_device = set[str](), dict[int, list[tuple[str, Path, int]]]()
+    for key, (place, size) in _places_of_run(config).items():
         try:
-            nearest = _nearest_directory(Path(place).absolute())
-            free = shutil.disk_usage(nearest).free
+            nearest = _nearest_directory(place)
+            device = nearest.stat().st_dev
         except OSError as error:
-            if str(error) in unmakable:
-                continue
-            unmakable.add(str(error))
-            bound = f"it cannot be made: {os.strerror(error.errno or 0)}: {error.filename}"
-            yield Violation(key, place, bound, "give a directory that can be made")
+            if str(error) not in unmakable:
+                unmakable.add(str(error))
+                bound = f"it cannot be made: {os.strerror(error.errno or 0)}: {error.filename}"
+                yield Violation(key, at(config, key), bound, "give a directory that can be made")
             continue
-        if nearest in seen:
-            continue
-        seen.add(nearest)
-        if not os.access(nearest, os.W_OK | os.X_OK):
-            yield Violation(key, place, f"{nearest} cannot be written by user {os.geteuid()}", "give a directory that you may write to")
-        yield from _too_full(config, key, place, free)
+        if device not in on_device and not os.access(nearest, os.W_OK | os.X_OK):
+            bound = f"{nearest} cannot be written by user {os.geteuid()}"
+            yield Violation(key, at(config, key), bound, "give a directory that you may write to")
+        on_device.setdefault(device, []).append((key, place, size))
+    for together in on_device.values():
+        yield from _too_full(config, together)
 
 
-def _too_full(config: Config, key: str, place: str, free: int) -> Iterator[Violation]:
-    facts = facts_of_policy(config[POLICY])
-    planned = _LEAST_FREE if facts is None else disk_bytes(config, facts)
+def _places_of_run(config: Config) -> dict[str, tuple[Path, int]]:
+    """Return the directories of a run by their keys, each with the bytes that it leaves there in the end."""
+    facts, section = facts_of_policy(config[POLICY]), config["checkpointing"]
+    exported = 0 if facts is None else disk_bytes({**config, "checkpointing": {**section, "enabled": False}}, facts)
+    places = {"run_dir": (Path(config["run_dir"]).absolute(), exported)}
+    if section["enabled"]:
+        kept = 0 if facts is None else disk_bytes(config, facts) - exported
+        places["checkpointing.checkpoint_dir"] = (Path(section["checkpoint_dir"]).absolute(), kept)
+    return places
+
+
+def _too_full(config: Config, together: Sequence[tuple[str, Path, int]]) -> Iterator[Violation]:
+    key, place, _ = max(together, key=lambda each: each[2])
+    usage = shutil.disk_usage(_nearest_directory(place))
     # a run that is resumed has written part of it
-    needed = max(planned - _size_below(Path(place)), _LEAST_FREE)
-    if free < needed:
-        bound = f"{size_text(free)} are free there, and the run writes {size_text(needed)} of checkpoints and exports"
-        yield Violation(key, place, bound, f"give {key} another place, or keep fewer checkpoints (checkpointing.keep_top_k)")
+    roots = [path for _, path, _ in together if not any(path.is_relative_to(other) for _, other, _ in together if other != path)]
+    needed = max(sum(size for _, _, size in together) - sum(map(_size_below, roots)), _LEAST_FREE)
+    # some file systems of objects say that they have no bytes at all
+    if usage.total and usage.free < needed:
+        bound = f"{size_text(usage.free)} are free there, and the run writes {size_text(needed)} of checkpoints and exports"
+        yield Violation(key, at(config, key), bound, f"give {key} another place, or keep fewer checkpoints (checkpointing.keep_top_k)")
 
 
 def _size_below(directory: Path) -> int:

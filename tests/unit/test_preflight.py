@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+import os
 import resource
 import socket
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ def test_packages_devices_directories_and_models_are_named_together(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight.env, "installed_version", lambda _: None)
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port()}")
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
     (tmp_path / "file").write_text("")
@@ -153,12 +155,15 @@ def test_devices(
 
 
 def test_a_disk_without_room_for_the_checkpoints(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = copy.copy(preflight.shutil.disk_usage(tmp_path))
+    usage = preflight.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=1 << 20))
-    assert keys(config) == ["run_dir"]
     # both are on one disk, of which one finding is enough
+    assert keys(config) == ["checkpointing.checkpoint_dir"]
     assert "1.0 MiB are free there, and the run writes 64.0 MiB" in findings(config)[0].bound
-    monkeypatch.setattr(preflight, "disk_bytes", lambda *_: 5 << 30)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(total=0, free=0))
+    assert findings(config) == []
+    # exports of 1 GiB, and checkpoints of 4
+    monkeypatch.setattr(preflight, "disk_bytes", lambda config, _: (5 if config["checkpointing"]["enabled"] else 1) << 30)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=4 << 30))
     assert "writes 5.0 GiB" in findings(config)[0].bound
     written = Path(config["run_dir"]) / "checkpoints"
@@ -166,6 +171,31 @@ def test_a_disk_without_room_for_the_checkpoints(config: dict[str, Any], tmp_pat
     with (written / "large").open("wb") as sparse:
         sparse.truncate(2 << 30)
     assert findings(config) == []
+
+
+def test_checkpoints_on_another_file_system_need_no_room_in_the_runs_directory(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        if os.stat(elsewhere).st_dev == tmp_path.stat().st_dev:
+            pytest.skip("one file system holds both")
+        config["checkpointing"]["checkpoint_dir"] = f"{elsewhere}/checkpoints"
+        usage = preflight.shutil.disk_usage(tmp_path)
+        monkeypatch.setattr(preflight, "disk_bytes", lambda config, _: (5 if config["checkpointing"]["enabled"] else 1) << 30)
+        room = {tmp_path: 2 << 30, Path(elsewhere): 5 << 30}
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda place: usage._replace(free=room[place]))
+        assert findings(config) == []
+        room[Path(elsewhere)] = 3 << 30
+        assert "writes 4.0 GiB" in findings(config)[0].bound and keys(config) == ["checkpointing.checkpoint_dir"]
+
+
+def test_a_directory_that_has_the_name_of_a_package_is_none(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B makes one in the working directory, which may be on the path."""
+    (tmp_path / "no_such_package").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not preflight._can_be_imported("no_such_package") and preflight._can_be_imported("numpy")
 
 
 def test_limits_of_this_process(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
