@@ -84,7 +84,10 @@ def test_what_a_process_of_ray_still_uses_stays(tmp_path: Path) -> None:
     directory = owned_directory(tmp_path)
     owner = {**json.loads((directory / OWNER_FILE).read_text()), "started": 1}
     (directory / OWNER_FILE).write_text(json.dumps(owner))
-    with subprocess.Popen(["/bin/sh", "-c", "read line", f"--session-dir={directory}/ray"], stdin=subprocess.PIPE) as process:
+    command = ["/bin/sh", "-c", "echo ready; read line", f"--session-dir={directory}/ray"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        # a program that was just started has an empty command line for a moment
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         assert sweep(tmp_path) == []
         process.kill()
     assert sweep(tmp_path) == [directory]
