@@ -7,7 +7,6 @@ check yields what it finds, so that one list names everything at once.
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib.util
 import itertools
 import math
@@ -33,6 +32,7 @@ from megarl.config.memory_run import disk_bytes
 from megarl.config.model_facts import facts_of_policy
 from megarl.config.models import POLICY, model_roles, model_sections
 from megarl.config.nested import at
+from megarl.config.places import nearest_directory
 from megarl.config.plan import size_text
 from megarl.config.rules.parallel import generation_shape, training_shape
 from megarl.config.rules.view import View
@@ -187,7 +187,7 @@ def unusable_directories(config: Config) -> Iterator[Violation]:
     unmakable, on_device = set[str](), dict[int, list[tuple[str, Path, int]]]()
     for key, (place, size) in _places_of_run(config).items():
         try:
-            nearest = _nearest_directory(place)
+            nearest = nearest_directory(place)
             device = nearest.stat().st_dev
         except OSError as error:
             if str(error) not in unmakable:
@@ -216,7 +216,7 @@ def _places_of_run(config: Config) -> dict[str, tuple[Path, int]]:
 
 def _too_full(config: Config, together: Sequence[tuple[str, Path, int]]) -> Iterator[Violation]:
     key, place, _ = max(together, key=lambda each: each[2])
-    usage = shutil.disk_usage(_nearest_directory(place))
+    usage = shutil.disk_usage(nearest_directory(place))
     # a run that is resumed has written part of it
     roots = [path for _, path, _ in together if not any(path.is_relative_to(other) for _, other, _ in together if other != path)]
     needed = max(sum(size for _, _, size in together) - sum(map(_size_below, roots)), _LEAST_FREE)
@@ -233,19 +233,6 @@ def _size_below(directory: Path) -> int:
             with contextlib.suppress(OSError):
                 total += os.stat(os.path.join(place, name)).st_size
     return total
-
-
-def _nearest_directory(path: Path) -> Path:
-    """Return the directory itself or the one above it that exists.
-
-    Raises:
-        OSError: it is a file, or below one.
-    """
-    while not path.exists():
-        path = path.parent
-    if not path.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-    return path
 
 
 def unreadable_key(config: Config) -> Iterator[Violation]:

@@ -4,6 +4,7 @@ comes after; so each is looked at once, with a deadline, before anything else to
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -135,3 +136,16 @@ def places_of(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for place, source in enumerate(sources if isinstance(sources, list) else [sources]):
             if isinstance(source, Mapping) and isinstance(source.get("path"), str):
                 yield f"data.{name}{f'.{place}' if isinstance(sources, list) else ''}.path", source["path"]
+
+
+def nearest_directory(path: Path) -> Path:
+    """Return the directory itself or the one above it that exists.
+
+    Raises:
+        OSError: it is a file, or below one.
+    """
+    while not path.exists():
+        path = path.parent
+    if not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    return path

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import os
 import secrets
 import shutil
-import stat
 import subprocess
 import sys
 import time
@@ -18,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from megarl.checkpoint.atomic import fsync_directory, write_bytes_durably
+from megarl.config.places import nearest_directory
 from megarl.doctor.check import Check, Verdict
 
 ROOM = "storage"
@@ -34,7 +33,7 @@ def check_storage(run_dir: Path) -> Iterator[Check]:
     """Try ``run_dir``, or the directory that it would be made in; nothing stays behind."""
     place = run_dir
     try:
-        place = _nearest(_without_links(run_dir))
+        place = nearest_directory(_without_links(run_dir))
         yield check_file_system(place)
         yield judge_space(shutil.disk_usage(place).free)
         trial = place / f".megarl-doctor-{secrets.token_hex(6)}"
@@ -55,21 +54,6 @@ def _without_links(path: Path) -> Path:
         return path.expanduser().resolve()
     except RuntimeError as error:
         raise OSError(str(error)) from error
-
-
-def _nearest(run_dir: Path) -> Path:
-    """The directory itself or, where there is none yet, the one above it that is there.
-
-    Raises:
-        OSError: it is a file or below one, or cannot be looked for.
-    """
-    try:
-        mode = run_dir.stat().st_mode
-    except FileNotFoundError:
-        return _nearest(run_dir.parent)
-    if not stat.S_ISDIR(mode):
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-    return run_dir
 
 
 def check_durable_write(directory: Path) -> Check:
