@@ -123,7 +123,7 @@ def evaluate(config: Config, weights: ResumePoint, make_policy: PolicyFactory | 
         require_this_machine(config, trains=False)
     with ExitStack() as stack:
         if make_policy is None:
-            start_ray(stack, config["deadlines"]["init_s"])
+            start_ray(stack, config["deadlines"]["init_s"], config["deadlines"]["least_s"])
         if weights.checkpoint is not None:
             keep_template_date(config, [weights.checkpoint / CONFIG_NAME])
         tokenizer, environment, dataset = read_validation(config, stack)

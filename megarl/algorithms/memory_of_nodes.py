@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.checkpoint.atomic import fsync_directory
 from megarl.checkpoint.manifest import Entry, verify, write_manifest
 from megarl.checkpoint.node_memory import NodeMemory
+from megarl.distributed import ray_calls
 from megarl.distributed.ray_nodes import alive_nodes, lost_node_name
 from megarl.errors import CheckpointError
 
@@ -54,7 +55,7 @@ class MemoryOfNodes:
         """As of ``CheckpointMemory``. Each node needs room for what it wrote last, or for the share of its ranks."""
         refused = self._answers(self._tidied)[1] if self._tidied else {}
         self._tidied, self._may_hold = {}, True
-        calls = {node: actor.take.remote(self._needed_on(node, needed)) for node, actor in self._actors.items()}
+        calls = {node: ray_calls.submit(actor.take, self._needed_on(node, needed)) for node, actor in self._actors.items()}
         paths, failed = self._answers(calls)
         for node, reason in {**refused, **failed}.items():
             logger.warning("a checkpoint cannot wait in the memory of node %s: %s", self._names[node], reason)
@@ -77,7 +78,7 @@ class MemoryOfNodes:
 
     def write(self, target: Path) -> WriteOfNodes:
         """As of ``CheckpointMemory``."""
-        return WriteOfNodes(self, target, {node: actor.write.remote(str(target)) for node, actor in self._actors.items()})
+        return WriteOfNodes(self, target, {node: ray_calls.submit(actor.write, str(target)) for node, actor in self._actors.items()})
 
     def free(self) -> None:
         """As of ``CheckpointMemory``. Where an actor does not answer, its process ends with it; where it is gone, its process is too."""
@@ -112,16 +113,16 @@ class MemoryOfNodes:
         return self._written.get(node, -(-needed * self._ranks[node] // self._ranks.total()))
 
     def _begin(self, method: str) -> dict[str, ray.ObjectRef[Any]]:
-        return {node: getattr(actor, method).remote() for node, actor in self._actors.items()}
+        return {node: ray_calls.submit(getattr(actor, method)) for node, actor in self._actors.items()}
 
     def _answers(self, calls: Mapping[str, ray.ObjectRef[Any]]) -> tuple[dict[str, Any], dict[str, str]]:
         """By node, what calls return within a time, and why others do not."""
-        ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_ANSWER_S)
+        ready, _ = ray_calls.wait(list(calls.values()), num_returns=len(calls), timeout=_ANSWER_S)
         values, failed = {}, {}
         for node, call in calls.items():
             try:
                 if call in ready:
-                    values[node] = ray.get(call)
+                    values[node] = ray_calls.get(call)
                 else:
                     failed[node] = f"no answer within {_ANSWER_S:g} s"
             except RayError as error:
@@ -145,7 +146,7 @@ class WriteOfNodes:
 
     def has_ended(self) -> bool:
         """Whether all nodes are through, or one of them has failed."""
-        ready, left = ray.wait(list(self._calls.values()), num_returns=len(self._calls), timeout=0)
+        ready, left = ray_calls.wait(list(self._calls.values()), num_returns=len(self._calls), timeout=0)
         return not left or any(_has_failed(call) for call in ready)
 
     def wait(self, longest_s: float) -> float:
@@ -153,7 +154,7 @@ class WriteOfNodes:
         end = time.monotonic() + longest_s
         pending = dict(self._calls)
         while pending:
-            ready, _ = ray.wait(list(pending.values()), num_returns=1, timeout=max(end - time.monotonic(), 0.0))
+            ready, _ = ray_calls.wait(list(pending.values()), num_returns=1, timeout=max(end - time.monotonic(), 0.0))
             if not ready:
                 self.abort()
                 late = f"{self._target} was not written within {longest_s:g} s by {self._named(pending)}"
@@ -170,7 +171,7 @@ class WriteOfNodes:
 
     def _entries(self, node: str, call: ray.ObjectRef[Any]) -> dict[str, Entry]:
         try:
-            entries: dict[str, Entry] = ray.get(call)
+            entries: dict[str, Entry] = ray_calls.get(call)
         except RayError as error:
             self.abort()
             raise CheckpointError(f"{self._target} could not be written by {self._named([node])}: {reason_of(error, node)}") from error
@@ -209,16 +210,16 @@ def _actor_on(node: str, checkpoint_dir: Path) -> Any:
     place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     # one that dies comes again, for the next checkpoint; ``free`` has to get through while ``write`` is under way, also one that hangs
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 4, "scheduling_strategy": place}
-    return ray.remote(NodeMemory).options(**options).remote(str(checkpoint_dir), node)
+    return ray_calls.submit(ray.remote(NodeMemory).options(**options), str(checkpoint_dir), node)
 
 
 def _has_answered(call: ray.ObjectRef[Any]) -> bool:
-    return bool(ray.wait([call], timeout=0)[0])
+    return bool(ray_calls.wait([call], num_returns=1, timeout=0)[0])
 
 
 def _has_failed(call: ray.ObjectRef[Any]) -> bool:
     try:
-        ray.get(call)
+        ray_calls.get(call)
     except RayError:
         return True
     return False
@@ -226,6 +227,6 @@ def _has_failed(call: ray.ObjectRef[Any]) -> bool:
 
 def _kill(actor: Any, no_restart: bool) -> None:
     try:
-        ray.kill(actor, no_restart=no_restart)
+        ray_calls.kill(actor, no_restart=no_restart)
     except (RayError, ValueError, RuntimeError) as error:
         logger.warning("a process that holds memory of checkpoints cannot be ended: %s", error)

@@ -63,7 +63,7 @@ from megarl.distributed.deadlines import keeping_durations
 from megarl.distributed.shared_memory import SharedMemoryWatch
 from megarl.errors import ConfigError, MegarlError, MicroBatchMemoryError, Violation
 from megarl.observe.console import TrainingConsole
-from megarl.observe.launches import FINISHED, recorded_launch
+from megarl.observe.launches import FINISHED, recorded_launch, recorded_start
 from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
 from megarl.observe.progress import phase
 from megarl.observe.sample_files import DIRECTORY as SAMPLES
@@ -127,8 +127,9 @@ def run(config: Config, make_policy: PolicyFactory | None = None, stop_at: float
         stop = stack.enter_context(listening_for_stop(run_dir, attempt, time_left(stop_at)))
         require_same_recipe(config, run_dir)
         keep_template_date(config, kept_configs(config, run_dir))
+        stack.enter_context(recorded_start(run_dir))
         if make_policy is None:
-            start_ray(stack, config["deadlines"]["init_s"])
+            start_ray(stack, config["deadlines"]["init_s"], config["deadlines"]["least_s"])
         inputs = read_inputs(config, stack)
         manager = _open_checkpoints(config["checkpointing"], lock, run_dir, stack)
         with phase("checkpoints looked for", is_told=False):

@@ -58,16 +58,17 @@ _ray_start = {"seconds": 0.0}
 """What the start of Ray took of ``deadlines.init_s``; the workers that are built next have that less."""
 
 
-def start_ray(stack: ExitStack, timeout_s: float = math.inf) -> None:
+def start_ray(stack: ExitStack, timeout_s: float = math.inf, least_s: float = math.inf) -> None:
     """Start Ray, unless it runs already; the stack ends it. Meanwhile, what the driver needs next is imported.
 
     Ray's start is waiting for processes, and importing is computing, so that both together take as long as the longer one.
-    From then on, this process ends with an exit code, and its launch with a reason, when Ray's control process or the raylet of its node is
-    lost.
+    From then on, this process ends with exit code 4, and its launch with a reason, when Ray's control process or the raylet of its node is
+    gone, stopped or silent, or a call of Ray does not come back.
 
     Args:
         stack: ends it.
         timeout_s: ``deadlines.init_s``, of which the workers have what is left.
+        least_s: ``deadlines.least_s``, within which a lost Ray is seen.
 
     Raises:
         ClusterError: Ray does not start.
@@ -76,7 +77,7 @@ def start_ray(stack: ExitStack, timeout_s: float = math.inf) -> None:
     import ray
 
     from megarl.distributed.ray_runtime import init_ray, shutdown_ray
-    from megarl.distributed.ray_watch import RayletWatch, RayWatch, own_raylet
+    from megarl.distributed.ray_watch import silent_seconds, watch_ray
 
     if ray.is_initialized():
         _import_for_driver()
@@ -88,13 +89,10 @@ def start_ray(stack: ExitStack, timeout_s: float = math.inf) -> None:
         importing.start()
         try:
             stack.callback(shutdown_ray)
-            init_ray(timeout_s=timeout_s)
+            init_ray(timeout_s=timeout_s, silent_s=silent_seconds(least_s))
             _ray_start["seconds"] = time.monotonic() - begun
             if ray.is_initialized():
-                stack.callback(RayWatch(ray.get_runtime_context().gcs_address).close)
-                raylet = own_raylet()
-                if raylet is not None:
-                    stack.callback(RayletWatch(raylet).close)
+                stack.enter_context(watch_ray(least_s))
         finally:
             importing.join()
 
@@ -165,7 +163,7 @@ def start_policy(
         beside: a model that was started before, whose bundles this one shares; None reserves bundles for all models of the run.
         trains: False for a policy alone, which nobody trains.
     """
-    start_ray(stack, config["deadlines"]["init_s"])
+    start_ray(stack, config["deadlines"]["init_s"], config["deadlines"]["least_s"])
     import ray
 
     from megarl.distributed.deadlines import PhaseDeadlines
@@ -265,8 +263,7 @@ def checkpoint_memory(checkpoint_dir: Path, models: Mapping[Role, Policy], stack
 
 def _training_cluster(config: Mapping[str, Any], models: int) -> RayVirtualCluster:
     """The bundles that a number of models of a run share, which nothing has reserved yet."""
-    import ray
-
+    from megarl.distributed import ray_calls
     from megarl.distributed.virtual_cluster import RayVirtualCluster
 
     section = config["cluster"]
@@ -274,7 +271,7 @@ def _training_cluster(config: Mapping[str, Any], models: int) -> RayVirtualClust
     shares_devices = engine_of(config) is not None and generation_shape(View(config)) is None
     return RayVirtualCluster(
         [ranks] * nodes,
-        use_gpus=uses_gpus(section["device"], ray.cluster_resources().get("GPU", 0)),
+        use_gpus=uses_gpus(section["device"], ray_calls.cluster_resources().get("GPU", 0)),
         max_colocated_worker_groups=models + shares_devices,
         num_gpus_per_node=section["gpus_per_node"],
         name=algorithm_class(config["algorithm"]).section(),
@@ -300,12 +297,13 @@ def watched_memory() -> SharedMemoryWatch:
     """A watch over the object store of the Ray that runs, if it does. One that is larger than the room went elsewhere, as Ray says."""
     import ray
 
+    from megarl.distributed import ray_calls
     from megarl.distributed.shared_memory import SharedMemoryWatch, free_bytes
 
     if not ray.is_initialized():
         return SharedMemoryWatch(0)
-    nodes = max(sum(node["Alive"] for node in ray.nodes()), 1)
-    store = int(ray.cluster_resources().get("object_store_memory", 0)) // nodes
+    nodes = max(sum(node["Alive"] for node in ray_calls.nodes()), 1)
+    store = int(ray_calls.cluster_resources().get("object_store_memory", 0)) // nodes
     return SharedMemoryWatch(store if store <= (free_bytes() or 0) else 0)
 
 
@@ -319,10 +317,12 @@ def decided_device(config: Mapping[str, Any]) -> str:
     """
     import ray
 
+    from megarl.distributed import ray_calls
+
     device = str(config["cluster"]["device"])
     if not ray.is_initialized():
         return device
-    return "cuda" if uses_gpus(device, ray.cluster_resources().get("GPU", 0)) else "cpu"
+    return "cuda" if uses_gpus(device, ray_calls.cluster_resources().get("GPU", 0)) else "cpu"
 
 
 def check_places(config: Mapping[str, Any]) -> None:

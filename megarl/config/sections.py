@@ -416,7 +416,8 @@ class DeadlinesConfig(TypedDict):
                 "what a phase has at least once it was measured, unless its own key is less; and after so long without an answer a phase "
                 "is given up, whatever it has left, where the process of a worker is stopped, or where all that do not answer have stood "
                 "still for three quarters of it: at one place, without use of the processor, of files and of disks, their children too. "
-                "Only a refit, in which they wait for engines, is not given up for standing still.",
+                "Only a refit, in which they wait for engines, is not given up for standing still. Within it a run ends, with exit code 4, "
+                "whose Ray (control process, or raylet of the driver's node) is stopped or silent.",
                 ABOVE_0,
                 default=300.0,
             ),

@@ -12,10 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-import ray
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 
+from megarl.distributed import ray_calls
 from megarl.distributed.node_choice import RayNode
 from megarl.distributed.ray_runtime import init_ray
 from megarl.errors import MegarlError, MissingNodesError
@@ -27,17 +27,17 @@ _POLL_S = 1.0
 
 def alive_nodes() -> list[RayNode]:
     """The nodes that are up, sorted by name with numbers in their order, which is how Slurm lists neighbours."""
-    free = available_resources_per_node()
-    nodes = [
-        RayNode(node["NodeName"], node["NodeID"], node["Resources"], free.get(node["NodeID"], {})) for node in ray.nodes() if node["Alive"]
-    ]
+    with ray_calls.calling("ray.available_resources_per_node"):
+        free = available_resources_per_node()
+    living = [node for node in ray_calls.nodes() if node["Alive"]]
+    nodes = [RayNode(node["NodeName"], node["NodeID"], node["Resources"], free.get(node["NodeID"], {})) for node in living]
     return sorted(nodes, key=lambda node: _natural(node.name))
 
 
 def lost_node_name(node_id: str) -> str | None:
     """Name of a node that was there and is gone; None for one that lives, and where Ray cannot say."""
     try:
-        return next((node["NodeName"] for node in ray.nodes() if node["NodeID"] == node_id and not node["Alive"]), None)
+        return next((node["NodeName"] for node in ray_calls.nodes() if node["NodeID"] == node_id and not node["Alive"]), None)
     except (RayError, RuntimeError, OSError):
         return None
 

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,8 @@ class LocalRay:
             self._tell(f"{ray_keeper.DIRECTORY} {self.private}")
 
     @contextlib.contextmanager
-    def own_sessions(self) -> Iterator[None]:
-        """Processes that Ray starts within get sessions of their own, and are known to the keeper.
+    def own_sessions(self, on_start: Callable[[subprocess.Popen[Any]], None]) -> Iterator[None]:
+        """Processes that Ray starts within get sessions of their own, are known to the keeper, and ``on_start`` is told of them.
 
         A terminal sends its signals to a whole group of processes, and so do many launchers. Ray's processes would end at once, and a run
         that wants to save first has no workers then. Ray cannot be told; what it starts processes by is replaced meanwhile.
@@ -62,6 +62,7 @@ class LocalRay:
         def started(*arguments: Any, **options: Any) -> Any:
             process = start(*arguments, **{**options, "start_new_session": True})
             self._tell(f"{ray_keeper.SESSION} {process.pid}")
+            on_start(process)
             return process
 
         services.ConsolePopen = started

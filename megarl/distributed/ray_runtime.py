@@ -20,7 +20,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ import psutil
 import ray
 
 from megarl import env
+from megarl.distributed import ray_calls
 from megarl.distributed.node_choice import local_slots
 from megarl.distributed.ray_processes import LocalRay
+from megarl.distributed.ray_watch import SILENT_SECONDS, StartWatch, leave_late, watched_join
 from megarl.errors import ClusterError, DeadlineError, MegarlError
 from megarl.redaction import is_secret, learn, redacted_text
 from megarl.time_limit import OutOfTimeError, time_limit
@@ -39,6 +42,12 @@ logger = logging.getLogger(__name__)
 INIT_SECONDS = 120.0
 """How long each of the two tries of ``ray.init`` may take at most; Ray itself gives up on most of what can go wrong after 30 to 60 s."""
 _SHORTEST_TRY_S = 0.05
+SHUTDOWN_SECONDS = 10.0
+"""How long ``ray.shutdown`` may take before the processes that it waits for are killed."""
+_STUCK_SECONDS = 15.0
+"""How long it may take from then on: it has come back after 5 s where its processes were gone."""
+_OVERTIME_SECONDS = 40.0
+"""How long a try may go beyond its limit before this process ends: single waits of Ray's in C++, of up to 30 s, hear no alarm."""
 TOLD_AFTER_SECONDS = 20.0
 """After which a start that is not done is told of, again and again."""
 
@@ -76,6 +85,7 @@ def init_ray(
     log_to_driver: bool = True,
     object_store_bytes: int | None = None,
     timeout_s: float = math.inf,
+    silent_s: float = SILENT_SECONDS,
 ) -> None:
     """Make Ray ready in this process; does nothing when it is ready already.
 
@@ -88,6 +98,8 @@ def init_ray(
         log_to_driver: show what workers print in the driver's output.
         object_store_bytes: size of a local Ray's object store in bytes; None lets Ray choose.
         timeout_s: for all tries together, of which each has at most ``INIT_SECONDS``.
+        silent_s: after so many seconds, a control process that is stopped meanwhile ends this process, as one that is killed does at once
+            (``StartWatch``): Ray has no error for either.
 
     Raises:
         ClusterError: nothing answers at ``RAY_ADDRESS``, or the local Ray does not start.
@@ -102,9 +114,9 @@ def init_ray(
     address = env.text("RAY_ADDRESS")
     with _termination_handler_kept():
         if address is not None and address != "local":
-            _attach(address, runtime_env, log_to_driver, end)
+            _attach(address, runtime_env, log_to_driver, end, silent_s)
         else:
-            _start_local(log_dir, num_cpus, log_to_driver, object_store_bytes, runtime_env, end)
+            _start_local(log_dir, num_cpus, log_to_driver, object_store_bytes, runtime_env, end, silent_s)
 
 
 class _Local:
@@ -115,8 +127,34 @@ class _Local:
 
 def shutdown_ray() -> None:
     """End Ray in this process; of a local one nothing is left."""
-    ray.shutdown()
+    _shut_down(_end_local)
     _end_local()
+
+
+def _shut_down(end_processes: Callable[[], None]) -> None:
+    """``ray.shutdown``, which waits for ever where one of Ray's processes is stopped.
+
+    Args:
+        end_processes: kills those processes; called in another thread where it has not come back in time. Where that does not help either,
+            because the Ray is somebody else's, this process ends with exit code 4.
+    """
+    done = threading.Event()
+
+    def end() -> None:
+        if done.wait(SHUTDOWN_SECONDS):
+            return
+        logger.warning("Ray has not shut down after %g s; its processes are killed", SHUTDOWN_SECONDS)
+        end_processes()
+        if not done.wait(_STUCK_SECONDS):
+            leave_late("ray.shutdown does not come back. Fix: see whether Ray's processes run; what the run has written is whole")
+
+    bound = threading.Thread(target=end, name="bound of ray.shutdown", daemon=True)
+    bound.start()
+    try:
+        ray.shutdown()
+    finally:
+        done.set()
+        bound.join()
 
 
 def _end_local() -> None:
@@ -143,27 +181,40 @@ def _termination_handler_kept() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _init_with_one_retry(options: Mapping[str, Any], end: float) -> None:
+def _init_with_one_retry(options: Mapping[str, Any], end: float, watched: Callable[[], AbstractContextManager[object]]) -> None:
     """``ray.init``, and once more where it failed: on a busy machine one of Ray's processes may come too late for the others."""
     try:
-        _init_in_time(options, end)
+        _init_in_time(options, end, watched)
     except Exception as error:
         if time.monotonic() >= end:
             raise
         logger.warning("Ray did not start (%s); trying once more, with new processes", error)
-        _init_in_time(options, end)
+        _init_in_time(options, end, watched)
 
 
-def _init_in_time(options: Mapping[str, Any], end: float) -> None:
-    """``ray.init`` under a deadline, which is before ``end`` in monotonic seconds. Of a try that failed no process of Ray is left."""
+def _init_in_time(options: Mapping[str, Any], end: float, watched: Callable[[], AbstractContextManager[object]]) -> None:
+    """``ray.init`` under a deadline, which is before ``end`` in monotonic seconds. Of a try that failed no process of Ray is left.
+
+    Args:
+        options: of ``ray.init``.
+        end: see above.
+        watched: makes what sees that the control process is lost meanwhile.
+    """
     seconds = max(min(INIT_SECONDS, end - time.monotonic()), _SHORTEST_TRY_S)
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     logs = options.get("_temp_dir", "its temporary directory on the head node")
     try:
-        with _told_of_waiting(logs, seconds), time_limit(seconds):
+        # the alarm of the limit is not heard while Ray waits in C++
+        with (
+            _told_of_waiting(logs, seconds),
+            ray_calls.bounded(_OVERTIME_SECONDS, leave_late),
+            ray_calls.calling("ray.init", seconds),
+            watched(),
+            time_limit(seconds),
+        ):
             ray.init(**options)
     except BaseException as error:
-        ray.shutdown()
+        _shut_down(lambda: _end_processes_of_ray(others))
         _end_processes_of_ray(others)
         if isinstance(error, OutOfTimeError):
             raise DeadlineError(f"ray.init did not come back within {seconds:g} s") from None
@@ -220,10 +271,10 @@ def _failure(error: Exception) -> type[MegarlError]:
     return DeadlineError if isinstance(error, TimeoutError) or "timed out" in str(error) else ClusterError
 
 
-def _attach(address: str, runtime_env: dict[str, Any], log_to_driver: bool, end: float) -> None:
+def _attach(address: str, runtime_env: dict[str, Any], log_to_driver: bool, end: float, silent_s: float) -> None:
     options = {"address": address, "runtime_env": runtime_env, "log_to_driver": log_to_driver, "logging_level": logging.WARNING}
     try:
-        _init_in_time(options, end)
+        _init_in_time(options, end, functools.partial(watched_join, address, silent_s))
     except Exception as error:
         raise _failure(error)(
             f"RAY_ADDRESS = {address!r}: no Ray cluster can be joined there ({error}). "
@@ -238,6 +289,7 @@ def _start_local(
     object_store_bytes: int | None,
     runtime_env: dict[str, Any],
     end: float,
+    silent_s: float,
 ) -> None:
     if num_cpus is not None and num_cpus < 1:
         raise ClusterError(f"num_cpus = {num_cpus}: a local Ray needs at least 1. Fix: pass the number of ranks")
@@ -260,8 +312,8 @@ def _start_local(
         "_system_config": {"prestart_worker_first_driver": False},
     }
     try:
-        with _loopback_only(), local.own_sessions():
-            _init_with_one_retry(options, end)
+        with _loopback_only():
+            _init_with_one_retry(options, end, functools.partial(_watched_start, local, silent_s))
     except Exception as error:
         local.keep_files()
         # Ray raises plain Exceptions where a process of its own does not come up
@@ -271,6 +323,12 @@ def _start_local(
     address = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(address).is_loopback:
         logger.warning("the local Ray listens on %s, not on the loopback interface: this Ray version cannot be told otherwise", address)
+
+
+@contextlib.contextmanager
+def _watched_start(local: LocalRay, silent_s: float) -> Iterator[None]:
+    with StartWatch(silent_s) as watch, local.own_sessions(watch.see):
+        yield
 
 
 def _ask_for_a_token() -> None:

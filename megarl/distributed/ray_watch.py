@@ -1,8 +1,9 @@
-"""Notices that the control process of a Ray cluster, the GCS, is gone, before Ray itself gives up after a minute and aborts the driver; and
-that the raylet of the driver's own node is, before Ray ends the driver with exit code 1 and no word in its launches.
+"""Notices that Ray's control process (GCS), or the raylet of the driver's own node, is gone, stopped or silent.
 
-Without it nothing can be started, asked or ended in the cluster, and every call may wait for it without end. So there is no error to raise:
-whoever watches is told in a thread of its own, and leaves.
+Ray itself gives up a lost GCS after a minute, and then aborts the driver; when the raylet is gone it ends the driver at the next word to
+it, with exit code 1 and nothing in its launches. Where one of them is stopped, or its node swaps, calls of Ray wait for ever. In each case
+nothing can be started, asked or ended in the cluster, so that there is no error to raise: whoever watches is told in a thread of its own,
+and leaves.
 """
 
 from __future__ import annotations
@@ -17,120 +18,242 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from subprocess import Popen
+from typing import Any
 
-from megarl.errors import WorkerLostError
+import psutil
+import ray
+
+from megarl.distributed import ray_calls
+from megarl.errors import DeadlineError, MegarlError, WorkerLostError
 from megarl.observe.launches import end_open_launches
 
 logger = logging.getLogger(__name__)
 
 REFUSED_SECONDS = 10.0
-"""After which a port that nobody listens on any more counts as a lost Ray; a control process that is started anew has come back by then."""
+"""After which a port that nobody listens on any more counts as a lost process; one that is started anew has come back by then."""
 
 SILENT_SECONDS = 40.0
-"""The same for a host that does not answer, which may be the network; Ray gives up after 60 s."""
+"""Longest silence of a process whose port is open, which may be due to the network; of the GCS, Ray itself gives up after 60 s."""
 
+_SHARE_OF_LEAST = 0.7
+"""Of ``deadlines.least_s``, after which a silent process counts as lost: the rest is for the last look and for leaving."""
+
+CONTROL, RAYLET = "Ray's control process (GCS)", "Ray's process of this node (raylet)"
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""What an HTTP/2 client says first: the preface and an empty frame of settings (RFC 9113, section 3.4). A gRPC server answers with its own
+settings before it asks who is there, so that neither a token nor a message of Ray's is needed. The kernel alone would accept a connection
+for a process that is stopped."""
 _LOOK_SECONDS = 2.0
-_CONNECT_SECONDS = 5.0
+_ANSWER_SECONDS = 5.0
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET, errno.ECONNABORTED)
 
 
-def leave(message: str) -> None:
+def leave(message: str, kind: type[MegarlError] = WorkerLostError) -> None:
     """End this process at once, with an exit code that says "start me again", and its launches with a reason: to end in order it would have
     to ask Ray. The workers, and a local Ray, end with their driver."""
-    end_open_launches(f"{WorkerLostError.__name__}: {message}")
+    end_open_launches(f"{kind.__name__}: {message}")
     with contextlib.suppress(OSError):
         os.write(2, f"megarl: {message}\n".encode())
-    os._exit(WorkerLostError.exit_code)
+    os._exit(kind.exit_code)
 
 
-class RayWatch:
-    """Connects to the control process of a Ray cluster every other second, and says nothing to it.
+def leave_late(message: str) -> None:
+    """``leave`` for a call of Ray that has not come back in time."""
+    leave(message, DeadlineError)
+
+
+def silent_seconds(least_s: float) -> float:
+    """Return after how many seconds of silence a process is given up, so that the run has ended after ``least_s`` seconds."""
+    return min(SILENT_SECONDS, _SHARE_OF_LEAST * least_s)
+
+
+class PortWatch:
+    """Greets a process of Ray every other second, and sees whether it answers.
 
     Args:
-        address: ``host:port`` of it.
+        name: of the process, for messages.
+        address: ``host:port`` of its gRPC server.
+        silent_s: seconds without an answer after which it counts as lost; one whose port is closed has at most ``REFUSED_SECONDS``.
         on_lost: told once, in another thread, what to say about it; None ends this process (``leave``).
     """
 
-    def __init__(self, address: str, on_lost: Callable[[str], None] | None = None) -> None:
-        self._address, self._on_lost = address, on_lost or leave
+    def __init__(self, name: str, address: str, silent_s: float = SILENT_SECONDS, on_lost: Callable[[str], None] | None = None) -> None:
+        self._name, self._address, self._silent_s, self._on_lost = name, address, silent_s, on_lost or leave
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watch over Ray", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name=f"watch over {name}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no longer: Ray will be ended. Where it is lost already, that is told now: to end it would take as long as to ask it."""
+        """Watch no longer: Ray will be ended."""
         self._closed.set()
         self._thread.join()
-        if self._look() == errno.ECONNREFUSED:
-            self._on_lost(self._message(0.0))
 
     def _watch(self) -> None:
         seen = time.monotonic()
-        while not self._closed.wait(_LOOK_SECONDS):
+        while not self._closed.wait(min(_LOOK_SECONDS, self._silent_s / 10)):
             fault = self._look()
+            gone = time.monotonic() - seen
             if fault == 0:
                 seen = time.monotonic()
-            gone = time.monotonic() - seen
-            if gone > (REFUSED_SECONDS if fault == errno.ECONNREFUSED else SILENT_SECONDS):
-                self._on_lost(self._message(gone))
+            elif gone > (min(REFUSED_SECONDS, self._silent_s) if fault == errno.ECONNREFUSED else self._silent_s):
+                self._on_lost(self._message(gone, fault))
                 return
 
     def _look(self) -> int:
-        """0 where somebody listens, or this process cannot look; otherwise the error's number."""
-        host, _, port = self._address.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
-        except TimeoutError:
-            return errno.ETIMEDOUT
-        except OSError as error:
-            if error.errno == errno.ECONNREFUSED or error.errno in _SILENT:
-                return int(error.errno)
-            logger.warning("it cannot be seen whether Ray is still there: %s", error)
-        return 0
+        return greet(self._address, min(_ANSWER_SECONDS, self._silent_s / 4))
 
-    def _message(self, seconds: float) -> str:
-        since = f" for {seconds:.0f} s" if seconds else ""
-        return (
-            f"Ray's control process (GCS) at {self._address} is gone: nobody has answered there{since}. Its workers are of no more use. "
-            "Fix: see what ended it, for example the kernel when memory ran out (MEGARL_KEEP_RAY_FILES=1 keeps the logs of a local Ray); "
-            "then start the run again: it goes on from its last checkpoint"
-        )
+    def _message(self, seconds: float, fault: int) -> str:
+        if fault == errno.ECONNREFUSED:
+            what = f"is gone: nobody has listened there for {seconds:.0f} s"
+        else:
+            what = f"has not answered for {seconds:.0f} s: it is stopped, its node swaps or cannot be reached"
+        return _lost(f"{self._name} at {self._address} {what}")
 
 
-class RayletWatch:
-    """Waits for the end of the raylet that this process speaks to.
+def greet(address: str, timeout_s: float = _ANSWER_SECONDS) -> int:
+    """Greet the gRPC server at ``host:port``; 0 where it answers, or this process cannot look, otherwise the error's number."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as connected:
+            connected.sendall(GREETING)
+            # whoever closes the connection, because it wants TLS, lives too
+            connected.recv(1)
+    except TimeoutError:
+        return errno.ETIMEDOUT
+    except OSError as error:
+        if error.errno == errno.ECONNREFUSED or error.errno in _SILENT:
+            return int(error.errno)
+        logger.warning("it cannot be seen whether Ray is still there at %s: %s", address, error)
+    return 0
+
+
+class ProcessWatch:
+    """Waits for the end of a process of Ray on this host, and sees that it is stopped.
 
     Args:
-        process_id: of the raylet, on this host.
-        on_lost: told once, in another thread, what to say about it; None ends this process (``leave``).
+        name: of the process, for messages.
+        process_id: of it.
+        silent_s: seconds after which it counts as lost when it is stopped; None never looks.
+        on_lost: as of ``PortWatch``.
+        is_lost: asked when it has ended, whether that is a loss; None for always.
     """
 
-    def __init__(self, process_id: int, on_lost: Callable[[str], None] | None = None) -> None:
-        self._process_id, self._on_lost = process_id, on_lost or leave
-        self._raylet = os.pidfd_open(process_id)
+    def __init__(
+        self,
+        name: str,
+        process_id: int,
+        silent_s: float | None = SILENT_SECONDS,
+        on_lost: Callable[[str], None] | None = None,
+        is_lost: Callable[[], bool] | None = None,
+    ) -> None:
+        self._name, self._process_id, self._silent_s, self._on_lost = name, process_id, silent_s, on_lost or leave
+        self._is_lost = is_lost or (lambda: True)
+        self._process = os.pidfd_open(process_id)
         self._closed, self._close = os.pipe()
-        self._thread = threading.Thread(target=self._watch, name="watch over the raylet", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name=f"watch over process {process_id}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Watch no longer: Ray will be ended."""
         os.write(self._close, b".")
         self._thread.join()
-        for descriptor in (self._raylet, self._closed, self._close):
+        for descriptor in (self._process, self._closed, self._close):
             os.close(descriptor)
 
     def _watch(self) -> None:
-        # Ray ends this process at its next word to the raylet: no time to look now and then
+        # Ray ends this process at its next word to a raylet that has ended: that cannot wait for a look now and then
         waiting = select.poll()
-        waiting.register(self._raylet, select.POLLIN)
+        waiting.register(self._process, select.POLLIN)
         waiting.register(self._closed, select.POLLIN)
-        if all(descriptor != self._closed for descriptor, _ in waiting.poll()):
-            self._on_lost(
-                f"Ray's process of this node (raylet, process {self._process_id}) is gone, and with it every worker here. Fix: see what "
-                "ended it, for example the kernel when memory ran out (MEGARL_KEEP_RAY_FILES=1 keeps the logs of a local Ray); then start "
-                "the run again: it goes on from its last checkpoint"
-            )
+        look_s = None if self._silent_s is None else min(_LOOK_SECONDS, self._silent_s / 10)
+        ran = time.monotonic()
+        while not (ready := waiting.poll(None if look_s is None else look_s * 1000)):
+            if not self._is_stopped():
+                ran = time.monotonic()
+            elif self._silent_s is not None and (stopped_s := time.monotonic() - ran) > self._silent_s:
+                self._on_lost(_lost(f"{self._name}, process {self._process_id}, has been stopped by a signal for {stopped_s:.0f} s"))
+                return
+        if all(descriptor != self._closed for descriptor, _ in ready) and self._is_lost():
+            self._on_lost(_lost(f"{self._name}, process {self._process_id}, is gone"))
+
+    def _is_stopped(self) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self._process_id).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        return False
+
+
+def _lost(what: str) -> str:
+    return (
+        f"{what}. Without it no worker can be reached. Fix: see what stopped or ended it, for example the kernel when memory ran out "
+        "(MEGARL_KEEP_RAY_FILES=1 keeps the logs of a local Ray); then start the run again: it goes on from its last checkpoint"
+    )
+
+
+class StartWatch:
+    """Watches the control process of a local Ray while the driver joins it: Ray would wait a minute for one that was killed, and then end
+    the driver with exit code 1 and no word. One that ends by itself is left to Ray, which says why.
+
+    Args:
+        silent_s, on_lost: as of ``ProcessWatch``.
+    """
+
+    def __init__(self, silent_s: float = SILENT_SECONDS, on_lost: Callable[[str], None] | None = None) -> None:
+        self._silent_s, self._on_lost = silent_s, on_lost
+        self._watches: list[ProcessWatch] = []
+
+    def __enter__(self) -> StartWatch:
+        return self
+
+    def see(self, process: Popen[Any]) -> None:
+        """A process that Ray has started."""
+        command = process.args if isinstance(process.args, list) else [process.args]
+        if os.path.basename(str(command[0])) == "gcs_server" and hasattr(os, "pidfd_open"):
+            name = f"while Ray started: {CONTROL}"
+            self._watches.append(ProcessWatch(name, process.pid, self._silent_s, self._on_lost, lambda: (process.poll() or 0) < 0))
+
+    def __exit__(self, *_: object) -> None:
+        for watch in self._watches:
+            watch.close()
+        self._watches.clear()
+
+
+@contextlib.contextmanager
+def watched_join(address: str, silent_s: float) -> Iterator[None]:
+    """Watch the control process of somebody else's Ray while this process joins it; one that does not answer at first is left to Ray,
+    which says so.
+
+    Args:
+        address: ``host:port``; anything else that Ray takes is not watched.
+        silent_s: as of ``PortWatch``.
+    """
+    is_seen = address.rpartition(":")[2].isdecimal() and "/" not in address and not greet(address)
+    watch = PortWatch(f"while Ray was joined: {CONTROL}", address, silent_s) if is_seen else None
+    try:
+        yield
+    finally:
+        if watch is not None:
+            watch.close()
+
+
+def watch_ray(least_s: float) -> contextlib.ExitStack:
+    """Watch the Ray that this process has joined, and bound its calls of it, until the stack that is returned is closed.
+
+    Args:
+        least_s: seconds within which this process ends, with exit code 4, when Ray's control process or the own raylet is lost.
+    """
+    stack = contextlib.ExitStack()
+    silent_s = silent_seconds(least_s)
+    stack.enter_context(ray_calls.bounded(least_s, leave_late))
+    stack.callback(PortWatch(CONTROL, ray.get_runtime_context().gcs_address, silent_s).close)
+    own = next((node for node in ray_calls.nodes() if node["NodeID"] == ray.get_runtime_context().get_node_id()), None)
+    if own is not None:
+        stack.callback(PortWatch(RAYLET, f"{own['NodeManagerAddress']}:{own['NodeManagerPort']}", silent_s).close)
+    raylet = own_raylet()
+    if raylet is not None:
+        stack.callback(ProcessWatch(RAYLET, raylet, None).close)
+    return stack
 
 
 def own_raylet() -> int | None:
@@ -141,7 +264,7 @@ def own_raylet() -> int | None:
         return None
     try:
         with socket.socket(socket.AF_UNIX) as connected:
-            connected.settimeout(_CONNECT_SECONDS)
+            connected.settimeout(_ANSWER_SECONDS)
             connected.connect(path)
             credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     except OSError as error:

@@ -18,6 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from typing_extensions import TypedDict
 
+from megarl.distributed import ray_calls
 from megarl.distributed.node_choice import RayNode, ResourceInsufficientError, choose_nodes
 from megarl.distributed.ray_nodes import alive_nodes, lost_node_name
 from megarl.distributed.ray_runtime import init_ray, is_single_host
@@ -178,7 +179,7 @@ class RayVirtualCluster:
             if not ray.is_initialized():
                 init_ray()
             attempts = 1 if is_single_host() else self._max_retries
-            _retry(lambda: self._check_resources(ray.cluster_resources()), attempts, time.sleep)
+            _retry(lambda: self._check_resources(ray_calls.cluster_resources()), attempts, time.sleep)
             self._placement_groups = self._reserve(strategy or self.placement_group_strategy, use_unified_pg)
         return self._placement_groups
 
@@ -220,24 +221,25 @@ class RayVirtualCluster:
         # Ray wants distinct names, and two clusters may well have the same.
         name = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}"
         if unified:
-            groups = [placement_group([dict(bundle) for _ in range(sum(counts))], strategy=strategy, name=f"{name}-unified")]
+            with ray_calls.calling("placement_group"):
+                groups = [placement_group([dict(bundle) for _ in range(sum(counts))], strategy=strategy, name=f"{name}-unified")]
         else:
             places = self._places(alive_nodes())
             self._nodes = {node_id for _, node_id in places if node_id}
-            groups = [
-                placement_group(
-                    [dict(bundle) for _ in range(count)],
-                    strategy="STRICT_PACK",
-                    name=f"{name}-node{index}",
-                    bundle_label_selector=[{_NODE_ID_LABEL: node_id}] * count if node_id else None,
-                )
-                for index, (count, node_id) in enumerate(places)
-            ]
+            with ray_calls.calling("placement_group"):
+                groups = [
+                    placement_group(
+                        [dict(bundle) for _ in range(count)],
+                        strategy="STRICT_PACK",
+                        name=f"{name}-node{index}",
+                        bundle_label_selector=[{_NODE_ID_LABEL: node_id}] * count if node_id else None,
+                    )
+                    for index, (count, node_id) in enumerate(places)
+                ]
         try:
             self._await_reserved(groups)
         except MegarlError:
-            for group in groups:
-                remove_placement_group(group)
+            _remove(groups)
             raise
         return groups
 
@@ -250,7 +252,7 @@ class RayVirtualCluster:
         """
         deadline = time.monotonic() + self._ready_timeout_s
         for group in groups:
-            while not group.wait(timeout_seconds=max(min(deadline - time.monotonic(), _LOOK_S), 0.0)):
+            while not _is_reserved(group, max(min(deadline - time.monotonic(), _LOOK_S), 0.0)):
                 lost = self.lost_nodes()
                 if lost:
                     raise WorkerLostError(
@@ -258,7 +260,7 @@ class RayVirtualCluster:
                         "Fix: see why it ended, and start the run again"
                     )
                 if time.monotonic() >= deadline:
-                    available = {kind: f"{ray.available_resources().get(kind, 0.0):g}" for kind in self._bundle}
+                    available = {kind: f"{ray_calls.available_resources().get(kind, 0.0):g}" for kind in self._bundle}
                     raise DeadlineError(
                         f"virtual cluster {self.name!r}: Ray did not reserve {self.world_size()} bundles of {self._bundle} within "
                         f"{self._ready_timeout_s:g} s; free now: {available}. "
@@ -285,7 +287,7 @@ class RayVirtualCluster:
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=first, placement_group_bundle_index=0),
         )
         try:
-            return ray.get(task.remote(), timeout=self._ready_timeout_s)
+            return ray_calls.get(ray_calls.submit(task), timeout=self._ready_timeout_s)
         except ray.exceptions.GetTimeoutError as error:
             raise DeadlineError(
                 f"virtual cluster {self.name!r}: bundle 0 did not answer within {self._ready_timeout_s:g} s. Fix: check its node"
@@ -295,16 +297,26 @@ class RayVirtualCluster:
         """Give the places back. May be called more than once; always True."""
         groups, self._placement_groups = self._placement_groups, None
         self._is_shut_down = True
-        for group in groups or ():
-            # Without Ray there is nothing left to give back.
-            if ray.is_initialized():
-                remove_placement_group(group)
+        # Without Ray there is nothing left to give back.
+        if ray.is_initialized():
+            _remove(groups or ())
         return True
 
     def __del__(self) -> None:
         # The interpreter may be half gone by now, and then Ray has freed everything.
         if sys is not None and not sys.is_finalizing():
             self.shutdown()
+
+
+def _is_reserved(group: PlacementGroup, timeout_s: float) -> bool:
+    with ray_calls.calling("PlacementGroup.wait", timeout_s):
+        return group.wait(timeout_seconds=timeout_s)
+
+
+def _remove(groups: Sequence[PlacementGroup]) -> None:
+    with ray_calls.calling("remove_placement_group"):
+        for group in groups:
+            remove_placement_group(group)
 
 
 def check_places_together(clusters: Sequence[RayVirtualCluster]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray import ObjectRefGenerator
 
-from megarl.distributed import run_secret
+from megarl.distributed import ray_calls, run_secret
 from megarl.distributed.deadlines import REFIT, Call, PhaseDeadlines
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.ray_runtime import forwarded_environment
@@ -332,6 +332,7 @@ class RayWorkerGroup:
             return bundle.selected(bundle.futures)
         ends = [future.completed() if isinstance(future, ObjectRefGenerator) else future for future in bundle.futures]
         await_results(ends, self._registry, what, deadline)
+        # all of them are there
         items = [list(future) if isinstance(future, ObjectRefGenerator) else [future] for future in bundle.selected(bundle.futures)]
         return await_results([item for worker_items in items for item in worker_items], self._registry, what, deadline)
 
@@ -363,8 +364,8 @@ class RayWorkerGroup:
         for worker in workers:
             kill_actor(worker.actor)
         # Ray answers a call to a dead actor with an error: that is how its end is seen.
-        obituaries: list[Any] = [worker.actor.__ray_ready__.remote() for worker in workers]
-        _, alive = ray.wait(obituaries, num_returns=len(obituaries), timeout=_DEATH_WAIT_S)
+        obituaries: list[Any] = [ray_calls.submit(worker.actor.__ray_ready__) for worker in workers]
+        _, alive = ray_calls.wait(obituaries, num_returns=len(obituaries), timeout=_DEATH_WAIT_S)
         if alive:
             logger.warning("%d of %d workers of %r have not ended after %g s", len(alive), len(workers), self.name_prefix, _DEATH_WAIT_S)
             # one that is stopped hears nothing of Ray
@@ -402,14 +403,15 @@ class RayWorkerGroup:
         return self._start(method, calls, before)
 
     def _start(self, method: str, calls: Sequence[WorkerCall], before: Sequence[str]) -> list[Any]:
-        shared, under_way = _share(calls), Call.of(method)
-        started: list[Any] = []
-        for call in calls:
-            kwargs = {key: shared.get(id(value), value) for key, value in call.kwargs.items()}
-            remote = getattr(self._workers[call.worker], method)
-            started.append(remote.remote_after(before, **kwargs) if before else remote.remote(**kwargs))
-            if isinstance(started[-1], ray.ObjectRef):
-                self._registry.begin(under_way, started[-1])
+        under_way, started = Call.of(method), list[Any]()
+        with ray_calls.calling(f"{under_way}, of {self.name_prefix or 'workers'}", self._deadline(under_way, None).left()):
+            shared = _share(calls)
+            for call in calls:
+                kwargs = {key: shared.get(id(value), value) for key, value in call.kwargs.items()}
+                remote = getattr(self._workers[call.worker], method)
+                started.append(remote.remote_after(before, **kwargs) if before else remote.remote(**kwargs))
+                if isinstance(started[-1], ray.ObjectRef):
+                    self._registry.begin(under_way, started[-1])
         return started
 
 
@@ -422,7 +424,7 @@ def _share(calls: Sequence[WorkerCall]) -> dict[int, ray.ObjectRef[Any]]:
             if value is None or isinstance(value, (bool, int, float, str, ray.ObjectRef)) or id(value) in shared:
                 continue
             if id(value) in seen:
-                shared[id(value)] = ray.put(value)
+                shared[id(value)] = ray_calls.put(value)
             seen[id(value)] = value
     return shared
 

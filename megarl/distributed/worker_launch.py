@@ -21,6 +21,7 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megarl.distributed import ray_calls
 from megarl.distributed.rendezvous import Endpoint
 from megarl.distributed.worker_group_utils import recursive_merge_options
 from megarl.distributed.worker_results import Deadline, WorkerRegistry, await_results
@@ -135,12 +136,13 @@ class PendingWorkers:
         try:
             processes, requirements = self._inspect(deadline)
             self.endpoint = endpoint = self._meet(deadline)
-            arguments = ray.put((self._builder.args, self._builder.kwargs))
             name = self._builder.ray_actor_class_fqn
-            references = [
-                shell.construct.remote(name, endpoint, arguments, requirement.init_kwargs)
-                for shell, requirement in zip(self._shells, requirements, strict=True)
-            ]
+            with ray_calls.calling(f"constructor of {name}", deadline.left()):
+                arguments = ray_calls.put((self._builder.args, self._builder.kwargs))
+                references = [
+                    ray_calls.submit(shell.construct, name, endpoint, arguments, requirement.init_kwargs)
+                    for shell, requirement in zip(self._shells, requirements, strict=True)
+                ]
             methods = await_results(references, self._registry, f"constructor of {name}", deadline)
         except BaseException:
             self.kill()
@@ -170,7 +172,7 @@ class PendingWorkers:
     def _ask(self, indices: Sequence[int], deadline: Deadline) -> list[tuple[WorkerProcess, ClassRequirements]]:
         name = self._builder.ray_actor_class_fqn
         references = [
-            self._shells[index].inspect_class.remote(name, self._specs[index].num_gpus, self._specs[index].bundle_indices)
+            ray_calls.submit(self._shells[index].inspect_class, name, self._specs[index].num_gpus, self._specs[index].bundle_indices)
             for index in indices
         ]
         answers = await_results(references, self._registry, f"start of {name}", deadline)
@@ -179,7 +181,8 @@ class PendingWorkers:
         return answers
 
     def _meet(self, deadline: Deadline) -> Endpoint:
-        [(address, port)] = await_results([self._shells[0].open_rendezvous.remote()], self._registry, "rendezvous of rank 0", deadline)
+        reference = ray_calls.submit(self._shells[0].open_rendezvous)
+        [(address, port)] = await_results([reference], self._registry, "rendezvous of rank 0", deadline)
         return Endpoint(address, port, uuid.uuid4().hex)
 
 
@@ -192,7 +195,7 @@ def start_workers(builder: RayWorkerBuilder, specs: Sequence[WorkerSpec], regist
 def kill_actor(actor: ActorHandle[Any]) -> None:
     """End an actor's process now, whatever it is doing; nothing happens if it is gone, or Ray is."""
     with contextlib.suppress(ray.exceptions.RayError, ValueError, RuntimeError):
-        ray.kill(actor, no_restart=True)
+        ray_calls.kill(actor)
 
 
 def _ray_options(spec: WorkerSpec, requirement: ClassRequirements) -> dict[str, Any]:
@@ -209,8 +212,7 @@ def _start_shell(spec: WorkerSpec, options: dict[str, Any], registry: WorkerRegi
         placement_group_bundle_index=spec.bundle_index,
         placement_group_capture_child_tasks=True,
     )
-    shell: ActorHandle[Any] | Any = (
-        ray.remote(WorkerShell).options(**options, scheduling_strategy=place).remote(spec.name, spec.environment)
-    )
+    remote = ray.remote(WorkerShell).options(**options, scheduling_strategy=place)
+    shell: ActorHandle[Any] | Any = ray_calls.submit(remote, spec.name, spec.environment)
     registry.add(shell, spec.rank, spec.coordinates)
     return shell

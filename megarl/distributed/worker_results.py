@@ -14,6 +14,7 @@ from ray._private.state import actors
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
+from megarl.distributed import ray_calls
 from megarl.distributed.deadlines import Call
 from megarl.distributed.ray_nodes import lost_node_name
 from megarl.distributed.shared_memory import note_of_full_memory
@@ -127,7 +128,7 @@ class WorkerRegistry:
     def has_unfinished(self) -> bool:
         """True while a call that was given up still occupies its worker."""
         if self._unfinished:
-            _, self._unfinished = ray.wait(self._unfinished, num_returns=len(self._unfinished), timeout=0)
+            _, self._unfinished = ray_calls.wait(self._unfinished, num_returns=len(self._unfinished), timeout=0)
         return bool(self._unfinished)
 
     def check_free(self, what: str) -> None:
@@ -162,7 +163,7 @@ def await_results(references: Sequence[ray.ObjectRef[Any]], registry: WorkerRegi
     watch = WorkerWatch(deadline.look_s, deadline.wait_for_others)
     while pending:
         times = [seconds for seconds in (deadline.left(), watch.until_look()) if seconds is not None]
-        ready, pending = ray.wait(pending, num_returns=1, timeout=min(times, default=None))
+        ready, pending = ray_calls.wait(pending, num_returns=1, timeout=min(times, default=None))
         if not ready:
             reason = "" if deadline.left() == 0 else watch.give_up([registry.process(reference) for reference in pending])
             if deadline.left() != 0 and not reason:
@@ -187,20 +188,20 @@ def _await_cause(
     """While all failures look like echoes, wait for what they echo: of a node that is gone, Ray learns later than its peers do."""
     deadline = Deadline(_CAUSE_WAIT_S)
     while pending and deadline.left() and all(_echo_rank(error) == 2 for _, error in failures):
-        ready, pending = ray.wait(pending, num_returns=1, timeout=deadline.left())
+        ready, pending = ray_calls.wait(pending, num_returns=1, timeout=deadline.left())
         failures += _take(ready, values)
     return pending
 
 
 def _drain(pending: list[ray.ObjectRef[Any]], timeout_s: float) -> tuple[list[ray.ObjectRef[Any]], list[ray.ObjectRef[Any]]]:
-    return ray.wait(pending, num_returns=len(pending), timeout=timeout_s) if pending else ([], [])
+    return ray_calls.wait(pending, num_returns=len(pending), timeout=timeout_s) if pending else ([], [])
 
 
 def _take(ready: Sequence[ray.ObjectRef[Any]], values: dict[ray.ObjectRef[Any], Any]) -> list[tuple[ray.ObjectRef[Any], RayError]]:
     failures: list[tuple[ray.ObjectRef[Any], RayError]] = []
     for reference in ready:
         try:
-            values[reference] = ray.get(reference)
+            values[reference] = ray_calls.get(reference)
         except RayError as error:
             failures.append((reference, error))
     return failures
@@ -227,7 +228,11 @@ def _await_death(actor: str) -> None:
     """All that Ray has said is that a connection was lost; a little later it knows whether a process or its node has ended."""
     deadline = Deadline(_CAUSE_WAIT_S)
     with contextlib.suppress(RayError, RuntimeError, OSError):
-        while deadline.left() and actors(actor).get("State") != "DEAD":
+        while deadline.left():
+            with ray_calls.calling("the state of an actor"):
+                state = actors(actor).get("State")
+            if state == "DEAD":
+                return
             time.sleep(_DEATH_POLL_S)
 
 

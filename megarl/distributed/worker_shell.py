@@ -25,7 +25,7 @@ import ray
 from ray.actor import ActorClass, ActorHandle
 
 from megarl import env
-from megarl.distributed import rendezvous
+from megarl.distributed import ray_calls, rendezvous
 from megarl.distributed.leftovers import owned_directory
 from megarl.distributed.worker_stacks import register_stacks
 from megarl.errors import ClusterError, ConfigError
@@ -185,12 +185,12 @@ class RemoteMethod:
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """Start the method. Returns an ``ObjectRef``, or an ``ObjectRefGenerator`` for a generator method."""
         target: Any = self._actor.stream if self.is_generator else self._actor.call
-        return target.remote(self._name, *args, **kwargs)
+        return ray_calls.submit(target, self._name, *args, **kwargs)
 
     def remote_after(self, before: Sequence[str], **kwargs: Any) -> Any:
         """Start the method, which must be no generator, behind others that take no arguments, in one call."""
         target: Any = self._actor.call_after
-        return target.remote(tuple(before), self._name, **kwargs)
+        return ray_calls.submit(target, tuple(before), self._name, **kwargs)
 
 
 class WorkerHandle:

@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megarl.distributed import ray_calls
 from megarl.distributed.worker_shell import WorkerProcess
 from megarl.distributed.worker_stacks import RUNS, STOPPED, ProcessLook, kill_worker, look_at
 
@@ -107,14 +108,14 @@ def _beside(processes: Sequence[WorkerProcess | None], function: Callable[..., A
         if process is not None:
             where = NodeAffinitySchedulingStrategy(node_id=process.node_id, soft=False)
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": where}
-            references[task.options(**options).remote(process.process_id, *arguments)] = index
+            references[ray_calls.submit(task.options(**options), process.process_id, *arguments)] = index
     found: list[Any] = [None] * len(processes)
     if not references:
         return found
-    done, _ = ray.wait(list(references), num_returns=len(references), timeout=_WAIT_S)
+    done, _ = ray_calls.wait(list(references), num_returns=len(references), timeout=_WAIT_S)
     for reference in done:
         try:
-            found[references[reference]] = ray.get(reference)
+            found[references[reference]] = ray_calls.get(reference)
         except RayError as error:
             logger.warning("nothing is known of worker %d: %s", references[reference], error)
     return found

@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from megarl import env
+from megarl.errors import MegarlError, WorkerLostError
 from megarl.redaction import redacted_text
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,8 @@ class Launch:
 
     Attributes:
         start: unix seconds.
-        first_step: steps that earlier launches had finished.
-        total_steps: number of the last step of the run.
+        first_step: steps that earlier launches had finished; None where it ended before it had looked.
+        total_steps: number of the last step of the run; None likewise.
         host: host name of the driver.
         process: process id of the driver there.
         job_id: Slurm job, or empty.
@@ -65,10 +66,10 @@ class Launch:
     """
 
     start: UnixSeconds
-    first_step: int
-    total_steps: int
     host: str
     process: int
+    first_step: int | None = None
+    total_steps: int | None = None
     job_id: str = ""
     end: UnixSeconds | None = None
     outcome: str | None = None
@@ -104,8 +105,37 @@ class LaunchOutcome:
             _append(self.path, entry)
 
 
+_starting: dict[Path, float] = {}
+"""Launches of this process that are not written down yet, by their file: unix seconds at which they began."""
 _open_launches: dict[Path, LaunchOutcome] = {}
 """Launches of this process that have not ended, by their file."""
+
+
+@contextmanager
+def recorded_start(run_dir: Path) -> Iterator[None]:
+    """Write down a launch that is lost, or late, in what it does before ``recorded_launch``. One that is refused leaves nothing."""
+    path = run_dir / FILE_NAME
+    _starting[path] = time.time()
+    try:
+        yield
+    except MegarlError as error:
+        if error.exit_code == WorkerLostError.exit_code:
+            _end_starting(_reason(error))
+        raise
+    finally:
+        _starting.pop(path, None)
+
+
+def _end_starting(outcome: str) -> None:
+    while _starting:
+        path, begun = _starting.popitem()
+        if _append(path, _start(begun)):
+            _append(path, _end(outcome))
+
+
+def _start(begun: float) -> dict[str, Any]:
+    job_id = env.text("SLURM_JOB_ID") or ""
+    return {"start": begun, "host": socket.gethostname(), "process": os.getpid(), "job_id": job_id}
 
 
 @contextmanager
@@ -116,8 +146,8 @@ def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterato
         What will be written: whoever reaches the last step sets it to ``FINISHED``.
     """
     path = run_dir / FILE_NAME
-    start = {"start": time.time(), "first_step": first_step, "total_steps": total_steps, "host": socket.gethostname()}
-    recorded = _append(path, {**start, "process": os.getpid(), "job_id": env.text("SLURM_JOB_ID") or ""})
+    start = _start(_starting.pop(path, time.time()))
+    recorded = _append(path, {**start, "first_step": first_step, "total_steps": total_steps})
     outcome = LaunchOutcome(path=path if recorded else None)
     if recorded:
         _open_launches[path] = outcome
@@ -134,6 +164,7 @@ def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterato
 
 def end_open_launches(outcome: str) -> None:
     """Write down how the launches of this process end, where it is going to leave without an error that would say so."""
+    _end_starting(outcome)
     while _open_launches:
         _open_launches.popitem()[1].write(_end(outcome))
 

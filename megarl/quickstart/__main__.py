@@ -72,16 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_all(chosen: argparse.Namespace, console: Console, stack: ExitStack) -> int:
     """Run every seed on one Ray, which both parts of each share; the exit code."""
-    import ray
-
-    from megarl.distributed.ray_runtime import init_ray, shutdown_ray
-    from megarl.distributed.ray_watch import RayWatch
+    from megarl.algorithms.start import start_ray
 
     try:
-        if not ray.is_initialized():
-            init_ray()
-            stack.callback(shutdown_ray)
-            stack.callback(RayWatch(ray.get_runtime_context().gcs_address).close)
+        start_ray(stack)
         summaries = [run_once(seed, _directory(chosen, seed), _changes(chosen), console) for seed in chosen.seeds]
     except MegarlError as error:
         console.print(f"[bold red]quickstart failed[/]: {error}", markup=True, highlight=False)

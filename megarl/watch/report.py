@@ -119,7 +119,8 @@ def write_report(run_dirs: Sequence[Path], page: Path) -> Path:
 
 def _steps_of_restarts(launches: Sequence[Launch]) -> list[int]:
     """After which steps a run went on with new workers, in a later launch or within one."""
-    steps = [[launch.first_step, *(each.step for each in launch.restarts if each.step is not None)] for launch in launches]
+    known = [launch for launch in launches if launch.first_step is not None]
+    steps = [[launch.first_step or 0, *(each.step for each in launch.restarts if each.step is not None)] for launch in known]
     return [step for of_launch in steps for step in of_launch][1:]
 
 

@@ -132,8 +132,8 @@ def _look(run_dir: Path, hashes: bool, now: float) -> RunState:
     launches = tuple(read_launches(run_dir))
     log = read_log(run_dir)
     trained = log.series.get(_STEP_SECONDS, Series((), ())).steps
-    step = max([step for step in trained if step > 0], default=launches[-1].first_step if launches else 0)
-    total = launches[-1].total_steps if launches else configured.total_steps
+    step = max([step for step in trained if step > 0], default=_newest([each.first_step for each in launches]) or 0)
+    total = _newest([configured.total_steps, *(each.total_steps for each in launches)])
     state, reason = _state(owner, launches, step, total)
     recent = _recent(log.series)
     step_s = statistics.median(recent[_STEP_SECONDS]) if recent.get(_STEP_SECONDS) else None
@@ -209,6 +209,11 @@ def _state(owner: Owner | None, launches: Sequence[Launch], step: int, total: in
     if step:
         return "ended", f"no process holds it; {again}"
     return "not started", "no launch has reached its first step"
+
+
+def _newest(values: Sequence[int | None]) -> int | None:
+    """The last one that is known."""
+    return next((value for value in reversed(values) if value is not None), None)
 
 
 def _recent(series: Mapping[str, Series]) -> dict[str, list[float]]:

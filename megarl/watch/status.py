@@ -118,7 +118,7 @@ def _facts(state: RunState) -> Iterator[tuple[str, RenderableType]]:
     if state.launches:
         restarts, last = len(state.launches) - 1, state.launches[-1]
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.start))
-        start = f"the last from step {last.first_step}" if restarts else "started"
+        start = "started" if not restarts else "the last" if last.first_step is None else f"the last from step {last.first_step}"
         yield "restarts", Text(f"{restarts}; {start} at {since}{restarts_text(state.launches)}")
     yield "checkpoint", _checkpoint(state)
     if state.tokens_per_s is not None and state.step_s is not None:

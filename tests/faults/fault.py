@@ -14,6 +14,7 @@ ANY, INIT = "any", "init"
 PHASES = (ANY, INIT, "train", "logprobs", "generate", "save", "refit")
 """``any`` is a random moment of the step, ``init`` the construction of the workers, before the first step of a launch."""
 READ, WRITE = "read", "write"
+RAYLET, GCS = "raylet", "gcs"
 LASTING = 99
 """Reads that fail so often fail for good."""
 BACK = None
@@ -65,6 +66,7 @@ KINDS: Mapping[str, Kind] = {
     "term": Kind("SIGTERM to the whole group of the driver", dict(_WHERE)),
     "gcs": Kind("SIGKILL to the control process of Ray", dict(_WHERE)),
     "node": Kind("SIGKILL to the raylet: the node is lost", dict(_WHERE)),
+    "stop": Kind("SIGSTOP to a process of Ray: of=raylet or of=gcs", {"of": "raylet", **_WHERE}),
     "stuck": Kind("a layer waits for ever on one rank, in a loop of Python", {"rank": "0", "step": "1"}, (ANY,), ("ranks",)),
 }
 STANDS_STILL = ("hang", "stuck")
@@ -83,6 +85,7 @@ class Fault:
         share: of the step after which it happens, for ``any``.
         seconds: that it lasts, for ``slow``.
         on, count: of ``eio``.
+        of: of ``stop``.
     """
 
     kind: str
@@ -93,6 +96,7 @@ class Fault:
     seconds: float = 5.0
     on: str = WRITE
     count: int = 2
+    of: str = RAYLET
 
     def __str__(self) -> str:
         """As it is written on the command line, with all that it takes."""
@@ -104,6 +108,7 @@ class Fault:
             "seconds": f"{self.seconds:g}",
             "on": self.on,
             "count": str(self.count),
+            "of": self.of,
         }
         return f"{self.kind}:" + ",".join(f"{key}={said[key]}" for key in KINDS[self.kind].keys if key != "share" or self.phase == ANY)
 
@@ -152,12 +157,14 @@ _ROWS = {
     "term": "27",
     "gcs": "2, Ray",
     "node": "1, node",
+    "stop": "2, stopped",
 }
 _PROMISES = {
     "1": "a killed worker costs a restart, within the launch or by exit code 4",
     "1, node": "a lost node ends the launch with exit code 4, and the next one goes on",
     "2": "a killed driver leaves nothing behind, and the next launch goes on",
     "2, Ray": "a lost Ray ends the launch with exit code 4 and the reason",
+    "2, stopped": "a stopped process of Ray ends the launch within deadlines.least_s with exit code 4 and the reason, or the run is over",
     "3": "a kill during a save leaves whole checkpoints only",
     "5": "a save that fails is warned of, what there is of it removed, and the run goes on",
     "6": "a read that fails for a moment is tried again; storage that stays away ends the start, and no older checkpoint is taken",
@@ -170,6 +177,7 @@ _PROMISES = {
 _CODES = {
     "gcs": WorkerLostError.exit_code,
     "node": WorkerLostError.exit_code,
+    "stop": WorkerLostError.exit_code,
     "term": STOPPED,
     "nan": NonFiniteError.exit_code,
     "oom": MicroBatchMemoryError.exit_code,
@@ -203,6 +211,7 @@ def parse(text: str) -> Fault:
             seconds=float(said.get("seconds", "5")),
             on=said.get("on", WRITE),
             count=int(said.get("count", "2")),
+            of=said.get("of", RAYLET),
         )
     except ValueError as error:
         raise FaultError(f"{text!r}: {error}. Fix: numbers for rank, step, share, seconds and count") from error
@@ -213,6 +222,7 @@ def parse(text: str) -> Fault:
         f"seconds={fault.seconds:g}: more than 0": fault.seconds > 0,
         f"count={fault.count}: 1 to {LASTING}": 1 <= fault.count <= LASTING,
         f"on={fault.on}: {READ} or {WRITE}": fault.on in (READ, WRITE),
+        f"of={fault.of}: {RAYLET} or {GCS}": fault.of in (RAYLET, GCS),
         f"phase={fault.phase}: one of {', '.join(kind.phases)}": fault.phase in kind.phases,
     }
     broken = [bound for bound, holds in bounds.items() if not holds]
@@ -252,7 +262,7 @@ class Draw:
     async_save: bool
 
 
-_OFTEN = {"kill": 10, "hang": 3, "slow": 1, "nan": 1, "oom": 1, "disk_full": 1, "eio": 3, "term": 2, "gcs": 1, "node": 1, "stuck": 1}
+_OFTEN = {kind: 1 for kind in KINDS} | {"kill": 10, "hang": 3, "eio": 3, "term": 2, "stop": 2}
 
 
 def draw(seed: int, number: int, subjects: Sequence[tuple[int, int]], kinds: Sequence[str] = tuple(KINDS)) -> Draw:
@@ -315,4 +325,5 @@ def _drawn(rng: random.Random, kind: str, step: int, ranks: int, steps: int) -> 
         # there has to be a checkpoint to read
         step = max(step, min(3, steps))
         rank = 0
-    return Fault(kind, step, phase, rank, share, round(rng.uniform(2, 8), 1), on, count)
+    seconds = round(rng.uniform(2, 8), 1)
+    return Fault(kind, step, phase, rank, share, seconds, on, count, rng.choice((RAYLET, GCS)))

@@ -15,9 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.checkpoint.manifest import verify
+from megarl.distributed.ray_watch import CONTROL
+from megarl.distributed.ray_watch import RAYLET as OWN_RAYLET
 from megarl.observe.launches import FINISHED, WORKERS, read_launches
+from megarl.observe.launches import Launch as RecordedLaunch
 from tests.faults import told as promised
-from tests.faults.fault import ANY, BACK, DRIVER, INIT, LASTING, READ, STANDS_STILL, Fault, MissedError
+from tests.faults.fault import ANY, BACK, DRIVER, GCS, INIT, LASTING, RAYLET, READ, STANDS_STILL, Fault, MissedError
 from tests.faults.leftovers import Footprint
 from tests.faults.workers import ranks_of, slow_down, step_of, strike
 from tests.system.whole_runs import LONGEST_WAIT_S, ROOT, Launch, Launches, comparable, read_rows
@@ -25,6 +28,8 @@ from tests.system.whole_runs import LONGEST_WAIT_S, ROOT, Launch, Launches, comp
 SEAM = Path(__file__).parent / "seam"
 _DEADLINE_S = 15.0
 """Least deadline of a phase while ranks are stopped; three times the slowest step, where that is longer."""
+_STOP_DEADLINE_S = 20.0
+"""The same where a process of Ray is stopped: within it the launch has to have ended."""
 _FOUND_WITHIN = 6.0
 """Of such deadlines: by then a rank that is lost or stands still was found, and the others were ended. Some of it is the load beside."""
 _FAILED_SAVE = re.compile(r"the checkpoint of step (?P<step>\d+) could not be written: .*?Training goes on", re.DOTALL)
@@ -231,7 +236,9 @@ class Trial:
                 self._await_recovery(launch, happened)
                 continue
             if self._await_end(launch, happened, code) == 0:
-                # told to stop in its last step
+                # told to stop in its last step, or over before a stopped process of Ray was needed
+                if faults and happened.kind == "stop":
+                    raise MissedError(f"{faults[0]} did not happen: the run was over")
                 assert not faults, f"the run is over, and {faults[0]} was to come"
                 break
             if happened.kind == "eio":
@@ -266,8 +273,9 @@ class Trial:
         settings = ["++checkpointing.save_period=1", "++checkpointing.keep_top_k=null", *self.overrides]
         settings.append(f"++cluster.max_restarts={len(faults) if self.within else 0}")
         settings.append(f"++checkpointing.max_failed_saves={len(faults) + 1}")
-        if any(fault.kind in STANDS_STILL for fault in faults):
-            self.deadline_s = max(_DEADLINE_S, 3 * self.whole.step_s)
+        if any(fault.kind in (*STANDS_STILL, "stop") for fault in faults):
+            least_s = _STOP_DEADLINE_S if any(fault.kind == "stop" for fault in faults) else _DEADLINE_S
+            self.deadline_s = max(least_s, 3 * self.whole.step_s)
             settings.append(f"++deadlines.least_s={self.deadline_s:g}")
         return settings
 
@@ -362,10 +370,10 @@ class Trial:
                 self._fill_disk(launch)
             case "term":
                 os.killpg(launch.process.pid, signal.SIGTERM)
-            case "gcs":
-                os.kill(_one(launch, lambda words: words.split(" ")[0].endswith("gcs_server")), signal.SIGKILL)
-            case "node":
-                os.kill(_one(launch, lambda words: words.split(" ")[0].endswith("raylet/raylet")), signal.SIGKILL)
+            case "gcs" | "node":
+                os.kill(_of_ray(launch, GCS if fault.kind == "gcs" else RAYLET), signal.SIGKILL)
+            case "stop":
+                os.kill(_of_ray(launch, fault.of), signal.SIGSTOP)
 
     def _await_recovery(self, launch: Launch, fault: Fault) -> None:
         """Wait until a launch has got over a fault that does not end it."""
@@ -419,7 +427,7 @@ class Trial:
     def _await_end(self, launch: Launch, fault: Fault, code: int) -> int:
         begun = time.monotonic()
         found = launch.finish()
-        expected = {code, 0} if fault.kind == "term" else {code}
+        expected = {code, 0} if fault.kind in ("term", "stop") else {code}
         assert found in expected, f"after {fault} the launch ended with {found}, not with {code}:\n{launch.output()[-5000:]}"
         self.told.words.append(f"exit code {found} after {time.monotonic() - begun:.1f} s")
         if self.run_dir.is_dir():
@@ -439,6 +447,9 @@ class Trial:
                 promised.check_not_finite_is_told(said, self.whole.names)
             case "oom":
                 promised.check_memory_is_told(said, self.whole.names[fault.rank or 0])
+            case "stop" if code:
+                recorded = read_launches(self.run_dir)[-1]
+                self._check_stop_is_told(fault, recorded, said)
             case "gcs" | "node":
                 recorded = read_launches(self.run_dir)[-1]
                 assert (recorded.outcome or "").startswith("WorkerLostError: "), f"the launch is recorded to have ended so: {recorded}"
@@ -448,6 +459,16 @@ class Trial:
                 assert "SIGTERM" in said, f"it does not say 'SIGTERM':\n{said[-3000:]}"
                 if code:
                     self._check_saved(said)
+
+    def _check_stop_is_told(self, fault: Fault, recorded: RecordedLaunch, said: str) -> None:
+        """Whether a launch has ended in time, and said which process of Ray is stopped."""
+        assert (recorded.outcome or "").startswith("WorkerLostError: "), f"the launch is recorded to have ended so: {recorded}"
+        assert self.deadline_s is not None and recorded.end is not None
+        took = recorded.end - self.begun
+        assert took <= self.deadline_s, f"{fault} ended the launch after {took:.1f} s, at a deadline of {self.deadline_s:g} s"
+        name = CONTROL if fault.of == GCS else OWN_RAYLET
+        assert re.search(rf"{re.escape(name)} at \S+ has not answered for \d+ s", said), f"it does not name {name}:\n{said[-3000:]}"
+        self.told.words.append(f"ended {took:.1f} s after the stop")
 
     def _check_saved(self, said: str) -> None:
         """Whether a launch that was told to stop has saved the step that it stopped after."""
@@ -549,8 +570,10 @@ def _seen_by(launch: Launch, path: Path) -> Path:
     return Path(f"/proc/{launch.process.pid}/root{path}")
 
 
-def _one(launch: Launch, is_it: Callable[[str], bool]) -> int:
-    [pid] = [pid for pid, words in launch.processes().items() if is_it(words)]
+def _of_ray(launch: Launch, name: str) -> int:
+    """Process id of a process of the launch's Ray: ``RAYLET`` or ``GCS``."""
+    program = {RAYLET: "raylet/raylet", GCS: "gcs_server"}[name]
+    [pid] = [pid for pid, words in launch.processes().items() if words.split(" ")[0].endswith(program)]
     return pid
 
 

@@ -175,9 +175,9 @@ FAULTS = [
         [r"pipeline_model_parallel_size = 3", "2 layers", "Fix"],
     ),
     Case("global batch", fixed("policy.train_global_batch_size=7"), [r"train_global_batch_size = 7", "24 samples", "Fix"]),
-    Case("micro-batch", fixed("policy.train_micro_batch_size=3"), [r"train_micro_batch_size = 3", "8 samples", "divisor of 8"]),
+    Case("micro-batch", fixed("policy.train_micro_batch_size=3"), [r"train_micro_batch_size = 3", "8 samples", "Fix: write 4"]),
     Case("no model", fixed("policy.model_name=/no/such/model"), [r"policy\.model_name = '/no/such/model'", "does not exist", "Fix"]),
-    Case("no data", fixed("data.train.path=/no/such.jsonl"), [r"/no/such\.jsonl does not exist", "Fix"]),
+    Case("no data", fixed("data.train.path=/no/such.jsonl"), [r"data\.train\.path = '/no/such\.jsonl': there is no such file", "Fix"]),
     Case("empty data", lambda model, directory: empty_file(directory), [r"empty\.jsonl holds 0 records", "at least 1", "Fix"]),
     Case("broken line", lambda model, directory: broken_lines(directory), [r"broken\.jsonl line 4 is not JSON", "no end", "Fix"]),
     Case(

@@ -39,6 +39,8 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
         "term:step=2",
         "gcs:step=2",
         "node:step=2",
+        "stop:of=raylet,step=2",
+        "stop:of=gcs,step=1",
         pytest.param("disk_full:step=2", marks=NEEDS_MOUNT),
     ],
 )

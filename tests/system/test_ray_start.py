@@ -1,10 +1,15 @@
-"""A real Ray whose raylet never answers, and one that runs when the data are refused: an error in time, and no process left."""
+"""A real Ray whose processes hang, are killed or are stopped while it starts or ends, and one that runs when the data are refused: an error
+in time, and no process left."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +19,9 @@ import pytest
 import ray
 
 from megarl.distributed import ray_runtime
+from megarl.distributed.ray_watch import CONTROL
 from megarl.errors import DeadlineError
+from megarl.observe.launches import read_launches
 from tests.system.whole_runs import Launches, make_material, write_config
 from tests.tiers import slow
 
@@ -65,6 +72,57 @@ def test_a_raylet_that_hangs_is_told_of_and_ended(
     ray_runtime.init_ray(num_cpus=2)
     assert ray.cluster_resources()["CPU"] == 2
     shutil.rmtree(local.private)
+
+
+@slow
+def test_a_control_process_that_is_killed_while_ray_starts_ends_the_launch_with_a_word(tmp_path: Path) -> None:
+    """Ray itself would wait for it for a minute, in C++, and then end the driver with exit code 1."""
+    material = make_material(tmp_path / "material", teach=False)
+    launches = Launches()
+    try:
+        launch = launches.start(write_config(tmp_path / "run.yaml", "grpo", material), tmp_path / "run")
+        found: dict[str, int] = {}
+
+        def starts() -> bool:
+            found.update({os.path.basename(words.split(" ")[0]): pid for pid, words in launch.processes().items()})
+            return {"gcs_server", "raylet"} <= found.keys()
+
+        launch.await_moment(starts)
+        os.kill(found["gcs_server"], signal.SIGKILL)
+        assert launch.finish() == 4, launch.output()
+        assert f"while Ray started: {CONTROL}, process {found['gcs_server']}, is gone" in launch.output()
+        [recorded] = read_launches(launch.run_dir)
+        assert (recorded.outcome or "").startswith("WorkerLostError: while Ray started") and recorded.first_step is None
+        assert recorded.end is not None and recorded.end - recorded.start < ray_runtime.INIT_SECONDS
+        launch.await_moment(lambda: not any("raylet" in words or "gcs_server" in words for words in launch.processes().values()))
+    finally:
+        launches.close()
+
+
+ENDS = """
+import os, signal, sys
+import psutil
+from megarl.distributed import ray_runtime
+from megarl.distributed.ray_watch import CONTROL
+ray_runtime.SHUTDOWN_SECONDS = 2.0
+ray_runtime.init_ray(num_cpus=1)
+[process] = [child for child in psutil.Process().children(recursive=True) if child.name() == sys.argv[1]]
+process.send_signal(signal.SIGSTOP)
+ray_runtime.shutdown_ray()
+print("ended")
+"""
+
+
+@slow
+@pytest.mark.parametrize("stopped", ["gcs_server", "raylet"])
+def test_a_ray_with_a_stopped_process_can_be_shut_down(stopped: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ray.shutdown`` waits for it without an end; a run that is over would never exit."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    done = subprocess.run([sys.executable, "-c", ENDS, stopped], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.endswith("ended\n"), done.stderr
+    assert "Ray has not shut down after 2 s; its processes are killed" in done.stderr
+    assert marked(mark) == []
 
 
 @slow

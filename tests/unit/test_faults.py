@@ -48,6 +48,7 @@ ROOT = Path(__file__).parents[2]
         ("eio:on=read,count=99,step=4", Fault("eio", 4, ANY, 0, on=READ, count=99)),
         ("disk_full", Fault("disk_full", 1)),
         ("gcs:step=2,phase=any", Fault("gcs", 2, share=0.5)),
+        ("stop:of=gcs,step=3", Fault("stop", 3, share=0.5, of="gcs")),
     ],
 )
 def test_a_fault_is_read(text: str, fault: Fault) -> None:
@@ -72,6 +73,7 @@ def test_a_fault_is_read(text: str, fault: Fault) -> None:
         ("slow:seconds=0", "more than 0"),
         ("eio:on=delete", "read or write"),
         ("eio:count=100", "1 to 99"),
+        ("stop:of=driver", "raylet or gcs"),
     ],
 )
 def test_what_makes_no_sense_is_refused(text: str, said: str) -> None:

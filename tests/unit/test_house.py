@@ -127,6 +127,19 @@ def reads_of_model_configs(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
+RAY_WAITS = {"put", "get", "wait", "kill", "nodes", "cluster_resources", "available_resources"}
+
+
+def calls_of_ray(tree: ast.AST) -> Iterator[int]:
+    """Lines that call what waits for a process of Ray, or start a task or an actor."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        of_ray = isinstance(node.func.value, ast.Name) and node.func.value.id == "ray"
+        if (of_ray and node.func.attr in RAY_WAITS) or (node.func.attr == "remote" and not of_ray):
+            yield node.lineno
+
+
 def long_functions(tree: ast.AST) -> Iterator[int]:
     """First lines of functions that do not fit two screens."""
     for node in ast.walk(tree):
@@ -156,6 +169,10 @@ RULES = {
     "configs of models are read in one module, which knows the families that transformers calls otherwise": (
         reads_of_model_configs,
         {"converters/families/hf_config.py", "megarl/parity/reference.py"},
+    ),
+    "calls of Ray go through one module, which gives them a bound in time": (
+        calls_of_ray,
+        {"megarl/distributed/ray_calls.py", "megarl/distributed/worker_groups.py"},
     ),
     f"no function is longer than {LONGEST_FUNCTION} lines": (long_functions, set()),
 }
@@ -190,6 +207,7 @@ def test_exempt_files_exist_and_need_the_exemption(rule: str) -> None:
         (trusts, "def f(trust_remote_code, other=True): ...\nself.trust_remote_code = True\ntrust_remote_code = False\n", [2]),
         (wall_clocks, "time.monotonic()\nf(clock=time.time)\ndatetime.datetime.now()\nfrom time import time\n", [2, 3, 4]),
         (reads_of_model_configs, "AutoConfig.for_model(a)\ntransformers.AutoConfig.from_pretrained(a)\n", [2]),
+        (calls_of_ray, "ray.put(a)\nray.remote(f)\nf.remote(a)\nray_calls.put(a)\nray.wait([a])\n", [1, 3, 5]),
         (long_functions, "def f():\n" + "    a = 1\n" * 79 + "def g():\n" + "    a = 1\n" * 80, [81]),
     ],
 )

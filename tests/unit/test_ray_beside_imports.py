@@ -39,7 +39,7 @@ def test_imports_go_on_while_ray_starts(ended: list[str], tmp_path: Path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(start, "_DRIVER_IMPORTS", ("no_such_module", "slow_to_import"))
 
-    def init_ray(timeout_s: float) -> None:
+    def init_ray(timeout_s: float, silent_s: float) -> None:
         begun.set()
         assert imported.wait(LONGEST), "nothing is imported while Ray starts"
 
@@ -51,7 +51,7 @@ def test_imports_go_on_while_ray_starts(ended: list[str], tmp_path: Path, monkey
 
 
 def test_a_ray_that_does_not_start_is_ended_too(ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(timeout_s: float) -> None:
+    def fail(timeout_s: float, silent_s: float) -> None:
         raise ClusterError("no raylet")
 
     monkeypatch.setattr(start, "_DRIVER_IMPORTS", ())
@@ -64,7 +64,7 @@ def test_a_ray_that_does_not_start_is_ended_too(ended: list[str], monkeypatch: p
 def test_data_are_refused_after_ray_began_and_before_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
 
-    def start_ray(stack: ExitStack, timeout_s: float) -> None:
+    def start_ray(stack: ExitStack, timeout_s: float, least_s: float) -> None:
         happened.append("ray")
         stack.callback(happened.append, "ray ended")
 

@@ -106,7 +106,7 @@ def test_the_keeper_hears_of_the_end_of_its_driver(way: str, start: Start, short
         "from megarl.distributed.ray_processes import LocalRay\n"
         "import ray._private.services as services\n"
         "ray = LocalRay(None)\n"
-        "with ray.own_sessions():\n"
+        "with ray.own_sessions(lambda process: None):\n"
         f"    stubborn = services.ConsolePopen([sys.executable, '-c', {STUBBORN!r}], stdout=subprocess.PIPE)\n"
         "stubborn.stdout.readline()\n"
         "ray.directory.mkdir()\n"
@@ -177,14 +177,15 @@ def test_ray_starts_its_processes_as_before_afterwards(
     import ray._private.services as services
 
     before = services.ConsolePopen
+    seen: list[Any] = []
     local = LocalRay(None)
     try:
-        with pytest.raises(KeyError), local.own_sessions():
+        with pytest.raises(KeyError), local.own_sessions(seen.append):
             assert services.ConsolePopen is not before
             raise KeyError
         assert services.ConsolePopen is before
         monkeypatch.setitem(sys.modules, "ray._private.services", types.ModuleType("of another version"))
-        with local.own_sessions():
+        with local.own_sessions(seen.append):
             pass
         assert "this version of Ray starts its processes otherwise" in caplog.text
     finally:

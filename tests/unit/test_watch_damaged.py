@@ -60,7 +60,7 @@ def test_a_configuration_that_nobody_can_use_costs_only_what_it_would_have_said(
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"start": "soon"}, {"start": 1e30}, {"start": math.nan}, {"total_steps": "<script>"}, {"total_steps": None}, {"process": True}],
+    [{"start": "soon"}, {"start": 1e30}, {"start": math.nan}, {"total_steps": "<script>"}, {"total_steps": 2.5}, {"process": True}],
     ids=str,
 )
 def test_a_launch_of_wrong_types_is_left_out(tmp_path: Path, wrong: dict[str, Any]) -> None:

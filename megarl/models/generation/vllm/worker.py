@@ -20,6 +20,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl import env
+from megarl.distributed import ray_calls
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import runtime
 from megarl.distributed.shared_memory import note_of_full_memory
@@ -50,9 +51,9 @@ def devices_of_places(first: int, count: int, share: float, timeout_s: float = 3
     places = range(first + 1, first + count)
     strategies = [PlacementGroupSchedulingStrategy(group, place) for place in places]
     task: Any = ray.remote(_devices)
-    asked = [task.options(num_cpus=0, num_gpus=share, scheduling_strategy=strategy).remote() for strategy in strategies]
+    asked = [ray_calls.submit(task.options(num_cpus=0, num_gpus=share, scheduling_strategy=strategy)) for strategy in strategies]
     try:
-        return [device for devices in (_devices(), *ray.get(asked, timeout=timeout_s)) for device in devices]
+        return [device for devices in (_devices(), *ray_calls.get(asked, timeout=timeout_s)) for device in devices]
     except ray.exceptions.GetTimeoutError as error:
         raise ClusterError(
             f"an engine of {count} ranks from place {first} on: Ray did not give it the GPUs of places {list(places)} in {timeout_s:g} s. "
