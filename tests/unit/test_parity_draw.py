@@ -129,6 +129,19 @@ def test_refusals_say_why(shelf: ModelShelf) -> None:
         assert refused is not None and word in str(refused), case
 
 
+@pytest.mark.parametrize("loss", ["nll", "rm", "value"])
+@pytest.mark.parametrize(
+    ("family", "rope", "runs"), [("kimi_k2", "llama3", False), ("deepseek_v2", "linear", False), ("kimi_k2", "yarn", True)]
+)
+def test_what_latent_attention_cannot_be_is_not_drawn_for_a_model_of_scores_either(
+    family: str, rope: str, runs: bool, loss: str, shelf: ModelShelf
+) -> None:
+    case = Case(family=family, rope=rope, loss=loss, kv=2, group=3, width=9, experts=4, topk=2, expert=8, mbs=2)
+    refused = refusal(case, shelf)
+    said = "" if refused is None else str(refused)
+    assert ("latent attention has the plain rotary embedding" in said) is not runs
+
+
 def test_shelf_makes_a_model_once_and_whole(tmp_path: Path) -> None:
     shelf = ModelShelf(tmp_path)
     case = Case(layers=2, tied=True)
