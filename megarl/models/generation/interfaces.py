@@ -71,8 +71,9 @@ class VllmConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "one seed an engine and call in place of one an answer, with which vLLM's fast sampler runs. Given up: that an answer is "
-                "the same whatever else is in the batch and however many engines there are.",
+                "one seed an engine and call instead of one a response, with which the fast sampler of vLLM's first model runner runs; "
+                "GPUs take the second one, where it would gain nothing and is refused. Given up: that a response is the same whatever "
+                "else is in the batch and however many engines there are.",
                 default=False,
             ),
         ]
