@@ -103,7 +103,7 @@ def engine_memory_of(config: Mapping[str, Any], facts: ModelFacts) -> EngineMemo
     if not generates(config) or not is_engine(generation["backend"]) or config["cluster"]["device"] == "cpu":
         return None
     memory = engine_kind(generation["backend"]).memory
-    return None if memory is None else memory(generation, config["cluster"], facts)
+    return None if memory is None else memory(config, facts)
 
 
 def communicators(layout: Layout, policy: Mapping[str, Any]) -> int:

@@ -25,7 +25,7 @@ from megarl.config.plan import memory_of_run
 from megarl.config.rules.view import View
 from megarl.config.validate import validate_config
 from megarl.errors import ConfigError
-from megarl.models.generation.vllm.configuration import engine_memory, engine_weights_fit
+from megarl.models.generation.vllm.configuration import engine_memory, engine_weights_fit, memory_of_engine, sized
 from tests.tiers import sampled
 from tests.unit.config_samples import FACTS, complete, raw_grpo
 
@@ -253,13 +253,39 @@ def test_what_makes_an_engine_fit(changes: tuple[str, ...], fits: bool) -> None:
 
 def test_room_for_keys_and_values_is_counted_by_hand() -> None:
     config = validate_config(with_engine("policy.generation.vllm_cfg.tensor_parallel_size=4"))
-    engine = engine_memory(config["policy"]["generation"], config["cluster"], LARGE_FACTS)
+    engine = memory_of_engine(config, LARGE_FACTS)
     # 80 layers, 8 key-value heads of 128 over 4 ranks, keys and values, 2 bytes
     assert engine.token == 80 * 2 * 128 * 2 * 2
-    # counters of 1,024 sequences over the vocabulary, in 4 bytes, and graphs
-    assert engine.rest == 1024 * 128_256 * 4 + GRAPHS
+    # counters of 512 rows of a step over 16 engines, over the vocabulary, in 4 bytes, and graphs
+    assert engine.rest == 32 * 128_256 * 4 + GRAPHS
     room = engine.budget - engine.weights - engine.rest
     assert engine.budget == int(0.6 * 80 * 2**30) and engine.cached_tokens == room // engine.token
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        # 60 rows, 12 ranks
+        ({}, 5),
+        ({"policy.generation.vllm_cfg.tensor_parallel_size": 3, "policy.generation.vllm_cfg.pipeline_parallel_size": 2}, 30),
+        ({"policy.generation.colocated": {"enabled": False, "resources": {"num_nodes": 1}}}, 10),
+        ({"grpo.use_dynamic_sampling": True, "grpo.batch_multiplier": 1.5}, 8),
+        ({"grpo.num_prompts_per_step": 6000}, 1024),
+        ({"policy.generation.vllm_kwargs": {"max_num_seqs": 7}}, 7),
+        # more ranks than there are, which another rule refuses
+        ({"policy.generation.vllm_cfg.tensor_parallel_size": 16}, 60),
+    ],
+)
+def test_the_rows_of_an_engine_are_counted_by_hand(changes: dict[str, Any], rows: int) -> None:
+    config = complete(raw_grpo(), {"policy.generation.backend": "vllm", **changes})
+    assert sized(View(config))["vllm_kwargs"] == {"max_num_seqs": rows}
+    counters = engine_memory(sized(View(config)), {"device_memory_gib": 80.0}, FACTS).rest - GRAPHS
+    assert counters == rows * 1003 * 4
+
+
+def test_an_engine_whose_rows_are_not_known_takes_vllm_s_own_number() -> None:
+    config = complete(raw_grpo(), {"policy.generation.backend": "vllm"})
+    assert sized(View(config, faulty={"grpo.num_prompts_per_step"}))["vllm_kwargs"] == {}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -279,7 +305,8 @@ def test_an_engine_without_room_for_one_longest_sequence_is_refused() -> None:
     facts = dataclasses.replace(FACTS, tied=True)
     weights, token = 2 * model_parameters(facts), 10 * 4 * 8 * 2 * 2
     for tokens, refused in ((609, True), (611, False)):
-        gib = (weights + 1024 * facts.vocab_size * 4 + GRAPHS + (tokens + 0.5) * token) / 0.5 / 2**30
+        # 60 rows over 12 engines
+        gib = (weights + 5 * facts.vocab_size * 4 + GRAPHS + (tokens + 0.5) * token) / 0.5 / 2**30
         changes = {"policy.generation.backend": "vllm", "policy.generation.vllm_cfg.gpu_memory_utilization": 0.5}
         config = complete(raw_grpo(), {**changes, "cluster.device": "cuda", "cluster.device_memory_gib": gib})
         found = list(engine_weights_fit(View(config, facts=facts)))

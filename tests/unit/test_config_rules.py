@@ -416,6 +416,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {},
         {"g.vllm_kwargs.logprobs_mode", "g.vllm_kwargs.seed", "g.vllm_kwargs.dtype"},
     ),
+    ("engine_arguments_are_free", {"g.vllm_kwargs": {"enable_lora": True}, **ON_VLLM}, {}, {"g.vllm_kwargs.enable_lora"}),
+    (
+        "fast_sampling_is_of_the_first_runner",
+        {"cluster.device": "auto", "g.vllm_cfg.fast_sampling": True, **ON_VLLM},
+        {},
+        {"g.vllm_cfg.fast_sampling"},
+    ),
     ("engine_reaches_length", {"g.vllm_cfg.max_model_len": 609, **ON_VLLM}, {}, {"g.vllm_cfg.max_model_len"}),
     (
         "shared_devices_need_no_resources",
@@ -748,6 +755,10 @@ SAID_ANYWAY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ratios of sequences that have weights": ({**SEQUENCES, **ONCE}, {}),
     "gradients of tokens with advantages of tokens": (
         {**SEQUENCES, **TOKENS, **IN_REWARD, "grpo.adv_estimator.name": "reinforce_plus_plus"},
+        {},
+    ),
+    "fast sampling by the first runner": (
+        {"cluster.device": "cuda", "g.vllm_cfg": {"fast_sampling": True, "env_vars": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}, **ON_VLLM},
         {},
     ),
     "the class of the model": ({"m.converter_type": "Qwen2ForCausalLM"}, {}),

@@ -20,7 +20,7 @@ from megarl.config.model_facts import facts_of
 from megarl.config.plan import communicators, fullest_moment, ledger, memory_of_run, state_bytes
 from megarl.config.validate import doubt_of_memory, validate_config
 from megarl.errors import ConfigError
-from megarl.models.generation.vllm.configuration import engine_memory
+from megarl.models.generation.vllm.configuration import memory_of_engine
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = "grpo-qwen2.5-1.5b-1gpu-megatron"
@@ -110,7 +110,7 @@ def test_an_engine_of_latent_attention_keeps_vectors_whole() -> None:
     """Room for the longest sequence beside 156 GiB of weights."""
     config = config_of("grpo-qwen3-30b-a3b-2x8gpu-megatron", *LARGE)
     facts = facts_of(KNOWN_MODELS["deepseek-ai/DeepSeek-V3"])
-    engine = engine_memory(config["policy"]["generation"], config["cluster"], facts)
+    engine = memory_of_engine(config, facts)
     assert engine.token == 61 * (512 + 64) * 2
     assert engine.cached_tokens > 16384
     assert fullest_moment(config) is not None
@@ -121,7 +121,7 @@ def test_the_refit_of_a_mixture_has_a_layer_of_whole_experts() -> None:
     facts = facts_of(KNOWN_MODELS["Qwen/Qwen3-30B-A3B"])
     ranks = memory_of_run(config)[1]
     sleeps, refit = ledger(config, facts, ranks)[3:5]
-    engine = engine_memory(config["policy"]["generation"], config["cluster"], facts)
+    engine = memory_of_engine(config, facts)
     assert refit.engine - sleeps.engine == engine.weights + 128 * 3 * 2048 * 768 * 2
 
 

@@ -18,7 +18,7 @@ from megarl.config.model_facts import read_model_facts
 from megarl.config.plan import ledger, memory_of_run
 from megarl.config.validate import validate_config
 from megarl.models.generation.engines import EngineKind
-from megarl.models.generation.vllm.configuration import engine_memory
+from megarl.models.generation.vllm.configuration import memory_of_engine
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GIB = 2**30
@@ -103,7 +103,7 @@ def play(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], resumed: bool)
     facts = read_model_facts(config["policy"]["model_name"])
     assert facts is not None
     moments = ledger(config, facts, memory_of_run(config)[1])
-    engine = engine_memory(config["policy"]["generation"], config["cluster"], facts)
+    engine = memory_of_engine(config, facts)
     device = Device(int(device_gib(config["cluster"]) * GIB))
     policy = PlayedPolicy(device, moments[resumed].policy, moments[3].policy, moments[2].policy)
     kind = EngineKind("played", start=lambda cluster, config: PlayedEngine(device, engine.budget))  # type: ignore[arg-type, return-value]

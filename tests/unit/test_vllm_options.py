@@ -19,7 +19,8 @@ VALUES: dict[str, tuple[Any, dict[str, Any]]] = {
     "expert_parallel_size": (2, {"enable_expert_parallel": True}),
     "gpu_memory_utilization": (0.31, {"gpu_memory_utilization": 0.31}),
     "kv_cache_gb": (0.5, {"kv_cache_memory_bytes": 2**29}),
-    "enforce_eager": (True, {"enforce_eager": True}),
+    # what runs no CUDA graphs has none to leave
+    "enforce_eager": (True, {"enforce_eager": True, "sleep_mode_offload_cudagraph": False}),
     "load_format": ("auto", {"load_format": "auto"}),
 }
 
@@ -50,7 +51,8 @@ def test_stop_strings_are_looked_for_in_the_texts_of_the_policy_s_tokenizer() ->
 
 def test_devices_of_its_own_need_no_sleep_and_another_way_for_the_weights() -> None:
     apart = options({"policy.generation.colocated": {"enabled": False}})
-    assert options()["enable_sleep_mode"] and not apart["enable_sleep_mode"]
+    for key in ("enable_sleep_mode", "sleep_mode_offload_cudagraph"):
+        assert options()[key] and not apart[key]
     assert options()["weight_transfer_config"] != apart["weight_transfer_config"]
 
 
@@ -66,7 +68,39 @@ def test_the_answers_to_one_prompt_share_its_keys_and_values_unless_an_argument_
 
 
 def test_further_arguments_come_last() -> None:
-    assert options({"policy.generation.vllm_kwargs": {"max_num_seqs": 7, "seed": 9}}) == {**options(), "max_num_seqs": 7, "seed": 9}
+    further = {"moe_backend": "auto", "seed": 9}
+    assert options({"policy.generation.vllm_kwargs": further}) == {**options(), **further}
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        (1, [1]),
+        (5, [1, 2, 4, 5]),
+        (20, [1, 2, 4, 8, 16, 20]),
+        (24, [1, 2, 4, 8, 16, 24]),
+        (257, [1, 2, 4, *range(8, 256, 8), 256, 257]),
+        (1024, [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]),
+    ],
+)
+def test_graphs_are_captured_up_to_the_rows_of_an_engine(rows: int, sizes: list[int]) -> None:
+    given = {"policy.generation.vllm_kwargs": {"max_num_seqs": rows}}
+    assert options(given) == {**options(), "max_num_seqs": rows, "cudagraph_capture_sizes": sizes}
+    assert options(given, on_cpu=True) == {**options(on_cpu=True), "max_num_seqs": rows}
+    assert "cudagraph_capture_sizes" not in options({**given, "policy.generation.vllm_cfg.enforce_eager": True})
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{"max_cudagraph_capture_size": 8}, {"compilation_config": {"cudagraph_capture_sizes": [8]}}, {"cudagraph_capture_sizes": [8]}],
+)
+def test_sizes_of_graphs_that_arguments_choose_are_left_to_them(own: dict[str, Any]) -> None:
+    further = {"max_num_seqs": 20, **own}
+    assert options({"policy.generation.vllm_kwargs": further}) == {**options(), **further}
+
+
+def test_a_gpu_has_experts_in_the_layout_that_a_refit_loads() -> None:
+    assert options()["moe_backend"] == "triton" and "moe_backend" not in options(on_cpu=True)
 
 
 LEAST = {

@@ -36,7 +36,7 @@ class EngineKind:
         start: starts the engines of a run on a cluster, called with the cluster and the whole configuration.
         complete: fills the ``generation`` section in, called with it and the ``policy`` section.
         rules: on the engine's part of the configuration.
-        memory: of a device, called with the ``generation`` and ``cluster`` sections and the model's sizes; None where it is not known.
+        memory: of a device, called with a checked run's configuration and the model's sizes; None where it is not known.
         distributions: names of Python distributions, one of which has to be installed; empty for none.
         extra: megarl's extra that installs one, in words.
     """
@@ -45,7 +45,7 @@ class EngineKind:
     start: Callable[[RayVirtualCluster, Mapping[str, Any]], RolloutEngine]
     complete: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda generation, policy: dict(generation)
     rules: tuple[Rule, ...] = ()
-    memory: Callable[[Mapping[str, Any], Mapping[str, Any], ModelFacts], EngineMemory] | None = None
+    memory: Callable[[Mapping[str, Any], ModelFacts], EngineMemory] | None = None
     distributions: tuple[str, ...] = ()
     extra: str = ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from megarl.config.memory_run import GIB, GRAPHS, EngineMemory, device_gib, mode
 from megarl.config.model_facts import ModelFacts
 from megarl.config.rules.generation import LONGEST
 from megarl.config.rules.parallel import GENERATION, generation_shape, training_shape
-from megarl.config.rules.view import Rule, View
+from megarl.config.rules.view import NotApplicableError, Rule, View
 from megarl.config.sections import Config
 from megarl.errors import Violation
 from megarl.key import defaults_of
@@ -29,6 +30,7 @@ FIXED_ARGUMENTS = {
     "seed": "it is drawn from the run's",
     "trust_remote_code": "code of a model's author would run in the engine",
     "distributed_executor_backend": "the places of an engine's ranks are the run's",
+    "enable_lora": "vLLM would wrap the layers for adapters of its own, and no weight of the policy would fill them",
 }
 ONLY_ON_GPUS = {
     "pipeline_parallel_size": "vLLM 0.32 for CPUs breaks off at the first answer of an engine of several stages",
@@ -50,8 +52,8 @@ KEYS_OF_ARGUMENTS = {
 }
 """Arguments of vLLM that other keys of the section give."""
 MAX_NUM_SEQS = 1024
-"""Sequences that vLLM 0.32 has at a time on a GPU of 70 GiB and more unless it is told otherwise; for each its sampler counts the tokens of
-the vocabulary in 4 bytes."""
+"""Most responses that an engine samples at a time: vLLM 0.32's own default on a GPU of 70 GiB and more. For each its sampler counts the
+tokens of the vocabulary in 4 bytes."""
 
 
 def complete_vllm(generation: Mapping[str, Any], engines: Mapping[str, Any] | None = None) -> Config:
@@ -71,6 +73,32 @@ def complete(generation: Mapping[str, Any], policy: Mapping[str, Any]) -> Config
     """``complete_vllm`` for the engines of a policy."""
     of_policy = {"precision": policy.get("precision"), "max_model_len": policy.get("max_total_sequence_length")}
     return complete_vllm(generation, of_policy)
+
+
+def sized(view: View) -> Config:
+    """The ``policy.generation`` section of a run, with ``max_num_seqs`` in its ``vllm_kwargs``: the rows that an engine gets in a step of
+    training, unless the section says otherwise. Further rows, as of a large validation, wait in the engine's queue."""
+    generation: Config = dict(view[GENERATION])
+    given, settings = generation.get("vllm_kwargs") or {}, generation["vllm_cfg"]
+    if "max_num_seqs" in given:
+        return generation
+    try:
+        nodes, ranks = generation_shape(view) or training_shape(view)
+        algorithm = view.algorithm
+        rows = view[algorithm.PROMPTS or "policy.train_global_batch_size"]
+        rows *= 1 if algorithm.GENERATIONS is None else view[algorithm.GENERATIONS]
+        # dynamic sampling asks for more prompts at a time than a step trains on
+        rows = math.ceil(rows * view.get(f"{algorithm.section()}.batch_multiplier", 1.0))
+    except NotApplicableError:
+        # a size of the batch is missing or of the wrong type, which is reported by itself
+        return generation
+    engines = max(1, nodes * ranks // (settings["tensor_parallel_size"] * settings["pipeline_parallel_size"]))
+    return {**generation, "vllm_kwargs": {**given, "max_num_seqs": max(1, min(-(-rows // engines), MAX_NUM_SEQS))}}
+
+
+def memory_of_engine(config: Mapping[str, Any], facts: ModelFacts) -> EngineMemory:
+    """``engine_memory`` of a checked run."""
+    return engine_memory(sized(View(config)), config["cluster"], facts)
 
 
 def engine_memory(generation: Mapping[str, Any], cluster: Mapping[str, Any], facts: ModelFacts) -> EngineMemory:
@@ -107,7 +135,7 @@ def _cached_width(facts: ModelFacts, tensor: int) -> int:
 def engine_weights_fit(view: View) -> Iterator[Violation]:
     """The engine's weights have room in its share of a device; without that, engines would fail after minutes of starting."""
     view.require(view["cluster.device"] != "cpu")
-    facts, generation = view.facts, view[GENERATION]
+    facts, generation = view.facts, sized(view)
     cluster = {"device_memory_gib": view["cluster.device_memory_gib"]}
     tensor, share = view[f"{VLLM}.tensor_parallel_size"], view[f"{VLLM}.gpu_memory_utilization"]
     needed = engine_memory(generation, cluster, facts)
@@ -211,6 +239,16 @@ def changes_go_to_engines_apart(view: View) -> Iterator[Violation]:
         )
 
 
+def fast_sampling_is_of_the_first_runner(view: View) -> Iterator[Violation]:
+    """On GPUs vLLM takes its second model runner, which has a seed for each response at no cost and no faster sampler without."""
+    key, variable = f"{VLLM}.fast_sampling", "VLLM_USE_V2_MODEL_RUNNER"
+    view.require(view["cluster.device"] != "cpu" and view[key])
+    if str((view[f"{VLLM}.env_vars"] or {}).get(variable)) != "0":
+        bound = "vLLM takes its second model runner on a GPU, where one seed for all responses makes nothing faster"
+        fix = f'write false, or take the first one by {VLLM}.env_vars: {{{variable}: "0"}}'
+        yield Violation(key, True, bound, fix, each_of(key, [False]))
+
+
 def engine_arguments_are_free(view: View) -> Iterator[Violation]:
     """What ``vllm_kwargs`` adds is not what megarl gives an engine itself."""
     key, given = f"{GENERATION}.vllm_kwargs", view[f"{GENERATION}.vllm_kwargs"] or {}
@@ -229,5 +267,6 @@ RULES: tuple[Rule, ...] = (
     heads_divide_over_an_engine,
     engine_reaches_length,
     changes_go_to_engines_apart,
+    fast_sampling_is_of_the_first_runner,
     engine_arguments_are_free,
 )

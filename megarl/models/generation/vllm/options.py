@@ -14,6 +14,8 @@ from megarl.models.generation.vllm.configuration import complete_vllm
 OF_THE_TOKENIZER = ("pad_token_id", "stop_token_ids")
 GIB = 2**30
 CACHE_ON_A_CPU = GIB
+# vLLM's own ceiling below Blackwell: of larger batches the kernels take longer than their launches
+LARGEST_GRAPH = 512
 
 
 def completed(config: Mapping[str, Any], model: str | None = None, longest: int | None = None, dtype: str | None = None) -> Config:
@@ -82,9 +84,32 @@ def engine_options(config: Mapping[str, Any], seed: int, tokenizer: str | None =
         options["kv_cache_memory_bytes"] = int(settings["kv_cache_gb"] * GIB)
     elif on_cpu:
         options["kv_cache_memory_bytes"] = CACHE_ON_A_CPU
+    further = config.get("vllm_kwargs") or {}
     if on_cpu:
         options["block_size"] = 32
+    else:
+        # kernels that vLLM prefers on Blackwell keep experts in shuffled blocks, into which a refit was never seen to load
+        options["moe_backend"] = "triton"
+        # the policy gets the memory of CUDA graphs too while the engine sleeps
+        options["sleep_mode_offload_cudagraph"] = shared and not settings["enforce_eager"]
+        if "max_num_seqs" in further and not settings["enforce_eager"] and not _chooses_graphs(further):
+            options["cudagraph_capture_sizes"] = capture_sizes(further["max_num_seqs"])
     if ranks_of(settings) > 1:
         # inside a Ray actor vLLM would choose Ray, which it refuses on a CPU; and the places beside the actor's are the engine's already
         options["distributed_executor_backend"] = plugin.EXECUTOR
-    return {**options, **(config.get("vllm_kwargs") or {})}
+    return {**options, **further}
+
+
+def capture_sizes(rows: int) -> list[int]:
+    """Batch sizes that vLLM captures CUDA graphs of, for at most so many rows: vLLM's own steps, and the whole batch. Without it a batch
+    between two steps would run without a graph, since none of them may be larger than the batch."""
+    largest = min(rows, LARGEST_GRAPH)
+    steps = (1, 2, 4, *range(8, 256, 8), *range(256, largest, 16))
+    return sorted({size for size in steps if size < largest} | {largest})
+
+
+def _chooses_graphs(further: Mapping[str, Any]) -> bool:
+    """Whether arguments of the user's say which sizes are captured; vLLM refuses to be told twice."""
+    own = further.get("compilation_config")
+    keys = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
+    return bool(keys & (further.keys() | (own.keys() if isinstance(own, Mapping) else set())))
