@@ -196,15 +196,6 @@ def test_code_that_comes_with_a_tokenizer_runs_only_where_it_is_trusted(keys: Ke
     assert kind(True) == "RemoteTokenizer"
 
 
-def test_gradients_are_added_in_products_where_both_kernels_are(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron-Core refuses to build its output layer without Apex's."""
-    architecture = read_architecture(AutoConfig.from_pretrained(keys.models["qwen2"]))
-    policy = validate_policy_config(keys.policy("megatron", "qwen2", {"megatron_cfg.apply_rope_fusion": False}))
-    for engine, apex in ((False, False), (False, True), (True, False), (True, True)):
-        monkeypatch.setattr(settings, "_adds_in_products", lambda apex=apex: apex)
-        assert settings.transformer_config(policy, architecture, fused=engine).gradient_accumulation_fusion == (engine and apex)
-
-
 def test_rope_fusion_reaches_megatron_where_its_kernel_is(keys: Keys) -> None:
     """Its kernel is Transformer Engine's, which needs a GPU: without one it is off, whatever the key says."""
     architecture = read_architecture(AutoConfig.from_pretrained(keys.models["qwen2"]))

@@ -8,14 +8,18 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import layers
 
+from megarl.algorithms.loss_functions import NLLLoss
+from megarl.config.arithmetic import padded_vocabulary
 from megarl.errors import ConfigError
-from megarl.models.megatron import optimizer, transformer_engine
+from megarl.models.megatron import build, optimizer, specs, transformer_engine
 from megarl.patched import patched
 from tests.dist import jobs
 from tests.dist.batches import make_batch
@@ -106,3 +110,42 @@ def test_ranks_with_other_optimizers_are_refused(pool: WorkerPool, tiny_models: 
     host = socket.gethostname()
     assert first == second
     assert f"Transformer Engine's: rank 0 on {host}; none: rank 1 on {host}" in first and "bash launch/gpu_environment.sh" in first
+
+
+def trained_with_sums_in_products(config: Mapping[str, Any], batches: list[Mapping[str, Any]]) -> tuple[dict[str, Any], list[int]]:
+    """Train with layers that add the gradients of their weights inside the products, as Transformer Engine's do, and no Apex; returns the
+    rows of those weights too. Megatron-Core's own layers stand for Transformer Engine's, with a kernel that is written here."""
+    rows = set()
+
+    def add(tokens: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
+        rows.add(len(total))
+        total.add_(gradient.t() @ tokens)
+
+    def portable(config: Any, chunk: int | None, *, fused: bool) -> Any:
+        assert fused and config.gradient_accumulation_fusion
+        return specs.decoder_spec(config, chunk, fused=False)
+
+    kernel = SimpleNamespace(wgrad_gemm_accum_fp32=add)
+    with patched(
+        (build, "uses_transformer_engine", lambda policy: True),
+        (build, "decoder_spec", portable),
+        (layers, "fused_weight_gradient_mlp_cuda", kernel),
+    ):
+        return jobs.train(config, batches, NLLLoss()), sorted(rows)
+
+
+@newest_megatron
+@pytest.mark.parametrize("family", ["qwen2-tied", "llama"])
+def test_gradients_are_added_in_products_but_for_the_output_layer(pool: WorkerPool, tiny_models: dict[str, Path], family: str) -> None:
+    """For the output layer Megatron-Core has Apex's kernel alone, and refuses to build it without."""
+    config = policy_config(tiny_models[family], tp=2)
+    config["megatron_cfg"]["apply_rope_fusion"] = False
+    batches = [make_batch(8, 9, seed=seed) for seed in (0, 1)]
+    plain = pool.run(2, jobs.train, config, batches, NLLLoss())[0]
+    of_vocabulary = padded_vocabulary(len(plain["weights"]["model.embed_tokens.weight"]), 2) // 2
+    for result, rows in pool.run(2, trained_with_sums_in_products, config, batches):
+        assert rows and of_vocabulary not in rows
+        torch.testing.assert_close(torch.tensor(result["losses"]), torch.tensor(plain["losses"]), atol=0, rtol=1e-5)
+        torch.testing.assert_close(torch.tensor(result["norms"]), torch.tensor(plain["norms"]), atol=0, rtol=1e-5)
+        for name, weight in plain["weights"].items():
+            torch.testing.assert_close(result["weights"][name], weight, atol=1e-6, rtol=1e-5)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -46,7 +47,7 @@ def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: 
     options = settings.model
     options["vocab_size"] = padded_vocabulary(architecture.vocab_size, groups.tensor_size)
     count = config.virtual_pipeline_model_parallel_size or 1
-    with _tables_in_equal_parts(groups.context_size):
+    with _tables_in_equal_parts(groups.context_size), _output_layers_that_add_apart():
         chunks = [
             GPTModel(
                 config=config,
@@ -60,6 +61,8 @@ def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: 
             for chunk in range(count)
         ]
     for chunk in chunks:
+        if chunk.post_process and not layers._grad_accum_fusion_available:
+            chunk.output_layer.gradient_accumulation_fusion = False
         scale_rotary_like_llama3(chunk, settings.llama3)
         set_latent_norm_epsilon(chunk, settings.latent_norm_epsilon)
         share_rotary_tables(chunk)
@@ -91,6 +94,12 @@ def _tables_in_equal_parts(context_size: int) -> Iterator[None]:
 
     with patched((YarnRotaryEmbedding, "_set_cos_sin_cache", make_even)):
         yield
+
+
+def _output_layers_that_add_apart() -> contextlib.AbstractContextManager[None]:
+    """Inside, Megatron-Core builds an output layer whatever its configuration says of adding gradients inside the products: it does so by
+    an extension of Apex alone, and refuses the layer where that is absent, also where all others are Transformer Engine's."""
+    return patched((layers, "_grad_accum_fusion_available", True))
 
 
 class ScoreLayer(torch.nn.Module):

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from converters.model_config.architecture import Architecture
@@ -29,12 +28,6 @@ INITIAL_LOSS_SCALE = 2.0**16
 def compiles() -> bool:
     """Whether torch.compile fuses what Transformer Engine fuses otherwise: on a CPU that would be slower, and not the same to the bit."""
     return runtime().is_cuda
-
-
-def _adds_in_products() -> bool:
-    """Whether gradients of weights can be added to their float32 sums inside the matrix products, which rounds once less: with Apex's
-    extension, because Megatron-Core's output layer has no other way. Not run on a GPU."""
-    return bool(layers._grad_accum_fusion_available)
 
 
 def _groups_experts(megatron: Mapping[str, Any]) -> bool:
@@ -97,7 +90,9 @@ def transformer_config(policy: Mapping[str, Any], architecture: Architecture, *,
         bias_dropout_fusion=(fused or compiles()) and not (architecture.mixture is not None and architecture.mlp_bias),
         masked_softmax_fusion=fused,
         persist_layer_norm=fused,
-        gradient_accumulation_fusion=fused and _adds_in_products(),
+        # Transformer Engine's layers add gradients of weights to their float32 sums inside the matrix products, which rounds once less;
+        # of the output layer, which is Megatron-Core's own, ``build_chunks`` decides.
+        gradient_accumulation_fusion=fused,
         **_recomputation(megatron),
         **interleaved,
         **(_experts(megatron, architecture.mixture.routing, fused) if architecture.mixture is not None else {}),
