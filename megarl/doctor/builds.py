@@ -33,7 +33,7 @@ GPU_PYTHON = (3, 12)
 """Oldest Python of the newest megatron-core, and the one that constraints-gpu.txt was resolved for."""
 NO_DRIVER = "libcuda.so.1"
 """The driver's library: who lacks it is on a machine without a GPU, whatever else is wrong there."""
-WITHOUT = "runs take the portable layers, which are slower, and with policy.megatron_cfg.transformer_engine = true do not start"
+WITHOUT = "runs take the portable layers, and with policy.megatron_cfg.transformer_engine = true do not start"
 _LOAD_S = 300.0
 _MARK = "cannot load: "
 _LOADER = f"""

@@ -127,7 +127,7 @@ def trained_with_sums_in_products(config: Mapping[str, Any], batches: list[Mappi
 
     kernel = SimpleNamespace(wgrad_gemm_accum_fp32=add)
     with patched(
-        (build, "uses_transformer_engine", lambda policy: True),
+        (build, "uses_transformer_engine", lambda policy, *, has_experts: True),
         (build, "decoder_spec", portable),
         (layers, "fused_weight_gradient_mlp_cuda", kernel),
     ):

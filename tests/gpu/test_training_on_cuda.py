@@ -88,10 +88,13 @@ def test_experts_answer_as_transformers_does(cuda: DeviceProcess, wide_models: d
     assert [ids[:length].tolist() for ids, length in zip(output["output_ids"], lengths, strict=True)] == expected
 
 
-def test_transformer_engine_makes_the_layers_where_it_is(cuda: DeviceProcess, wide_models: dict[str, Path]) -> None:
-    names = cuda.run(jobs.layers_of, packed(wide_models["qwen3"]))
-    assert ("TEDotProductAttention" in names) is WITH_TE
-    assert ("PortableAttention" in names) is not WITH_TE
+@pytest.mark.parametrize(("family", "is_taken"), [("qwen3", False), ("qwen3_moe", WITH_TE)])
+def test_transformer_engine_makes_the_layers_of_mixtures_where_it_is(
+    cuda: DeviceProcess, wide_models: dict[str, Path], family: str, is_taken: bool
+) -> None:
+    names = cuda.run(jobs.layers_of, packed(wide_models[family]))
+    assert ("TEDotProductAttention" in names) is is_taken
+    assert ("PortableAttention" in names) is not is_taken
 
 
 def test_packed_rows_are_separate(cuda: DeviceProcess, wide_models: dict[str, Path]) -> None:

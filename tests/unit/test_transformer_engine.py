@@ -7,7 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write
     subject.try_it.cache_clear()
 
 
-def policy(wanted: Any) -> Mapping[str, Any]:
-    return {"megatron_cfg": {"transformer_engine": wanted}}
+def uses_it(wanted: Any, precision: str = "float32", *, has_experts: bool = False) -> bool:
+    policy = {"precision": precision, "megatron_cfg": {"transformer_engine": wanted}}
+    return subject.uses_transformer_engine(policy, has_experts=has_experts)
 
 
 @pytest.mark.parametrize(
@@ -95,17 +96,17 @@ def test_one_that_does_not_work_is_left_out_or_refused(
 ) -> None:
     installed(package, pytorch)
     assert subject.try_it() == subject.Finding(reason, is_fault=True)
-    assert not subject.uses_transformer_engine(policy("auto"))
+    assert not uses_it("auto")
     assert reason in caplog.text and "megarl doctor" in caplog.text
     with pytest.raises(ConfigError) as refused:
-        subject.uses_transformer_engine(policy(True))
+        uses_it(True)
     assert f"{subject.KEY} = True" in str(refused.value) and reason in str(refused.value) and "megarl doctor" in str(refused.value)
 
 
 def test_one_that_is_not_wanted_is_not_tried(installed: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its layers may end the process, which is why somebody does not want it."""
     installed("", FAILS)
-    assert not subject.uses_transformer_engine(policy(False))
+    assert not uses_it(False)
     monkeypatch.setattr(specs, "_layers_of_chunk", lambda config, chunk: [0])
     specs.decoder_spec(TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, normalization="RMSNorm"), None, fused=False)
     assert subject.try_it.cache_info().misses == 0
@@ -126,7 +127,14 @@ def test_one_that_works_is_taken_unless_it_is_not_wanted(installed: Write) -> No
     state = torch.get_rng_state()
     assert subject.try_it() == subject.Finding()
     assert torch.equal(torch.get_rng_state(), state)
-    assert [subject.uses_transformer_engine(policy(wanted)) for wanted in ("auto", True, False)] == [True, True, False]
+    assert [uses_it(wanted) for wanted in ("auto", True, False)] == [True, True, False]
+
+
+def test_a_dense_model_in_bfloat16_takes_it_where_it_is_asked_for(installed: Write) -> None:
+    """Measured on an H200, such models train faster by the portable layers."""
+    installed("", WORKS)
+    assert [uses_it(wanted, "bfloat16") for wanted in ("auto", True)] == [False, True]
+    assert uses_it("auto", "bfloat16", has_experts=True) and uses_it("auto", "float16")
 
 
 def test_on_a_cpu_it_is_neither_imported_nor_a_fault(
@@ -134,18 +142,18 @@ def test_on_a_cpu_it_is_neither_imported_nor_a_fault(
 ) -> None:
     installed("raise SystemExit('imported')", "")
     monkeypatch.setattr(subject, "will_use_cuda", lambda: False)
-    assert not subject.uses_transformer_engine(policy("auto")) and caplog.text == ""
+    assert not uses_it("auto") and caplog.text == ""
     with pytest.raises(ConfigError, match="computes on a CPU"):
-        subject.uses_transformer_engine(policy(True))
+        uses_it(True)
 
 
 @pytest.mark.usefixtures("installed")
 def test_without_it_nothing_is_said_unless_it_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
     if importlib.util.find_spec("transformer_engine") is not None:
         pytest.skip("Transformer Engine is installed")
-    assert not subject.uses_transformer_engine(policy("auto")) and caplog.text == ""
+    assert not uses_it("auto") and caplog.text == ""
     with pytest.raises(ConfigError, match="not installed"):
-        subject.uses_transformer_engine(policy(True))
+        uses_it(True)
 
 
 _WHOLE = """
@@ -160,7 +168,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 specs._layers_of_chunk = lambda config, chunk: [0, 1]
 config = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, normalization="RMSNorm")
-fused = transformer_engine.uses_transformer_engine({"megatron_cfg": {"transformer_engine": "auto"}})
+policy = {"precision": "float32", "megatron_cfg": {"transformer_engine": "auto"}}
+fused = transformer_engine.uses_transformer_engine(policy, has_experts=False)
 block = specs.decoder_spec(config, None, fused=fused)
 print(transformer_engine.find().reason)
 print(HAVE_TE, USING_PYTORCH_OPTIMIZER, fused, block.layer_norm.__name__, len(block.layer_specs))

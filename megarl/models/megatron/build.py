@@ -39,7 +39,8 @@ def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: 
     to be loaded before anything else. A collective over the world.
 
     A model that is to score has a ``ScoreLayer`` in the place, and under the name, of its output layer."""
-    fused, head = uses_transformer_engine(policy), architecture.head if scores(policy) else None
+    fused = uses_transformer_engine(policy, has_experts=architecture.mixture is not None)
+    head = architecture.head if scores(policy) else None
     if head is not None:
         architecture = replace(architecture, head=None)
     config = transformer_config(policy, architecture, fused=fused)

@@ -272,6 +272,6 @@ def decoder_spec(config: TransformerConfig, chunk: int | None, *, fused: bool) -
             if has_experts:
                 with_our_router(layer.submodules.mlp)
         return block
-    logger.info("layer spec: portable (Transformer Engine: %s)", find().reason or f"{KEY} = false, or it failed on a device of some rank")
+    logger.info("layer spec: portable (Transformer Engine: %s)", find().reason or f"not taken, see {KEY}")
     layers = [_portable_layer(config, sparse=has_experts) for has_experts in sparse]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=PortableRMSNorm)
