@@ -62,6 +62,15 @@ _PACKAGES = {f"logger.{name}_enabled": name for name in ("wandb", "tensorboard",
 """Packages that switches of the configuration need, which are also the names of megarl's extras."""
 
 
+_DOCTOR = "megarl doctor says how to install it"
+_PACKAGES_OF_MEGATRON = (
+    ("transformer_engine", True, "transformer-engine", _DOCTOR, "auto"),
+    ("moe_permute_fusion", True, "transformer-engine", _DOCTOR, "false"),
+    ("moe_token_dispatcher_type", "flex", "deep_ep", "install DeepEP (https://github.com/deepseek-ai/DeepEP)", "alltoall"),
+)
+"""Values of keys of ``megatron_cfg``, the package that each needs, how to install it, and what to write instead."""
+
+
 def require_this_machine(config: Config, *, trains: bool = True) -> None:
     """Refuse a run that this machine cannot do, before anything of it is created.
 
@@ -101,7 +110,7 @@ def print_findings(found: Sequence[Violation], console: Console) -> None:
 
 
 def missing_engine(config: Config) -> Iterator[Violation]:
-    """Yield the engine that generates, or Transformer Engine, where it is not installed."""
+    """Yield the engine that generates, and packages that Megatron-Core needs for what is asked of it, where they are not installed."""
     kind = engine_of(config)
     package = None if kind is None else kind.missing_package()
     if kind is not None and package is not None:
@@ -109,10 +118,11 @@ def missing_engine(config: Config) -> Iterator[Violation]:
         fix = f"pip install '{env.DISTRIBUTION}[{extra}]' {otherwise}, or remove the line: then the policy itself generates"
         yield Violation(GENERATION_BACKEND, at(config, GENERATION_BACKEND), f"the package {package} is not installed", fix)
     for path in (POLICY, *model_sections(config)):
-        key = f"{path}.megatron_cfg.transformer_engine"
-        if at(config, key) is True and env.installed_version("transformer-engine") is None:
-            fix = f"megarl doctor says how to install it; or write {key}=auto"
-            yield Violation(key, True, "the package transformer-engine is not installed", fix)
+        for name, value, package, installation, otherwise in _PACKAGES_OF_MEGATRON:
+            key = f"{path}.megatron_cfg.{name}"
+            if at(config, key) == value and env.installed_version(package) is None:
+                fix = f"{installation}; or write {key}={otherwise}"
+                yield Violation(key, value, f"the package {package} is not installed", fix)
 
 
 def missing_sinks(config: Config) -> Iterator[Violation]:

@@ -74,6 +74,8 @@ EXPERTS: dict[str, Demonstration] = {
         2, "built.parameters", beside={**TWO_TENSOR_RANKS, f"{M}.sequence_parallel": True}, world=2, model="mixtral"
     ),
     f"{M}.moe_token_dispatcher_type": Changes("allgather", "communicated.collectives", beside=TWO_EXPERT_RANKS, world=2, model="mixtral"),
+    # that it reaches Megatron-Core is shown by tests.dist.test_configuration_keys:test_the_fused_permutation_reaches_megatron
+    f"{M}.moe_permute_fusion": Refused((True,), (False,), "needs a GPU", model="mixtral"),
     f"{M}.moe_grouped_gemm": Changes(True, "trained.modules", model="mixtral"),
     f"{M}.freeze_moe_router": Changes(True, "trained.routers", model="mixtral"),
     f"{M}.moe_router_dtype": Changes("fp64", "scored.logprobs", beside={"precision": "bfloat16"}, model="mixtral"),

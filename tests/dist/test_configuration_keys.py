@@ -19,6 +19,7 @@ from megarl.config import load_config, validate_policy_config
 from megarl.data.tokenization import PromptEncoder, get_tokenizer
 from megarl.errors import ConfigError
 from megarl.models.megatron import settings
+from megarl.models.megatron.transformer_engine import Finding
 from tests.dist import key_observations, key_tables, key_tables_megatron
 from tests.dist.key_demonstrations import BACKENDS, AsItIs, Changes, Refused, ShownBy, differs, leaves
 from tests.dist.key_models import make_models
@@ -208,3 +209,14 @@ def test_rope_fusion_reaches_megatron_where_its_kernel_is(keys: Keys) -> None:
     assert not rotates_fused(False, engine=True)
     with pytest.raises(ValueError, match="apply_rope_fusion is not available"):
         rotates_fused(True, engine=True)
+
+
+def test_the_fused_permutation_reaches_megatron(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels are Transformer Engine's, which Megatron-Core looks for; without a GPU there are none."""
+    architecture = read_architecture(AutoConfig.from_pretrained(keys.models["mixtral"]))
+    policy = validate_policy_config(keys.policy("megatron", "mixtral", {"megatron_cfg.moe_permute_fusion": True}))
+    with pytest.raises(ConfigError, match=r"moe_permute_fusion = True: its kernels are Transformer Engine's, which cannot be used"):
+        settings.transformer_config(policy, architecture, fused=False)
+    monkeypatch.setattr(settings, "find", Finding)
+    with pytest.raises((ImportError, ValueError), match=r"fused.permut"):
+        settings.transformer_config(policy, architecture, fused=False)

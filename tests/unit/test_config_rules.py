@@ -38,8 +38,11 @@ SEQUENCES = {"loss_fn.sequence_level_importance_ratios": True, "loss_fn.token_le
 TOKENS = {"loss_fn.sequence_level_ratio_gradient": "token"}
 ONCE = {"loss_fn.force_on_policy_ratio": True, "policy.train_global_batch_size": 60}
 IN_REWARD = {"loss_fn.use_kl_in_reward": True, "loss_fn.reference_policy_kl_type": "k1"}
+FLEX = {"m.moe_token_dispatcher_type": "flex"}
+ON_GPUS = {"cluster.device": "cuda"}
 ROUTER_OPTIONS = {
     "m.moe_token_dispatcher_type": "allgather",
+    "m.moe_permute_fusion": True,
     "m.freeze_moe_router": True,
     "m.moe_router_dtype": "fp64",
     "m.moe_router_load_balancing_type": "aux_loss",
@@ -156,6 +159,21 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {},
         {"m.expert_model_parallel_size", "m.expert_tensor_parallel_size"},
     ),
+    (
+        "tokens_get_to_their_experts",
+        {**FLEX, "m.moe_permute_fusion": True, "m.expert_model_parallel_size": 2},
+        MIXTURE,
+        {"m.moe_token_dispatcher_type", "m.moe_permute_fusion"},
+    ),
+    ("tokens_get_to_their_experts", {**FLEX, **ON_GPUS}, MIXTURE, {"m.moe_token_dispatcher_type"}),
+    ("tokens_get_to_their_experts", {**FLEX, **ON_GPUS, "m.expert_tensor_parallel_size": 3}, MIXTURE, {"m.moe_token_dispatcher_type"}),
+    (
+        "tokens_get_to_their_experts",
+        {**FLEX, **ON_GPUS, "m.expert_model_parallel_size": 2, "policy.precision": "float16"},
+        MIXTURE,
+        {"m.moe_token_dispatcher_type"},
+    ),
+    ("experts_are_there", FLEX, {}, {"m.moe_token_dispatcher_type"}),
     ("experts_are_there", ROUTER_OPTIONS, {}, set(ROUTER_OPTIONS)),
     (
         "router_options_fit",
@@ -756,6 +774,10 @@ SAID_ANYWAY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gradients of tokens with advantages of tokens": (
         {**SEQUENCES, **TOKENS, **IN_REWARD, "grpo.adv_estimator.name": "reinforce_plus_plus"},
         {},
+    ),
+    "tokens that DeepEP sends": (
+        {**FLEX, **ON_GPUS, "m.moe_permute_fusion": True, "m.expert_model_parallel_size": 2, "m.sequence_parallel": True},
+        MIXTURE,
     ),
     "fast sampling by the first runner": (
         {"cluster.device": "cuda", "g.vllm_cfg": {"fast_sampling": True, "env_vars": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}, **ON_VLLM},

@@ -95,6 +95,8 @@ def test_packages_devices_directories_and_models_are_named_together(
         "logger.wandb_enabled": True,
         "logger.tensorboard_enabled": True,
         "policy.megatron_cfg.transformer_engine": True,
+        "policy.megatron_cfg.moe_permute_fusion": True,
+        "policy.megatron_cfg.moe_token_dispatcher_type": "flex",
         "run_dir": str(tmp_path / "file" / "run"),
         "checkpointing.checkpoint_dir": str(tmp_path / "a"),
         "checkpointing.signing_key_file": str(tmp_path / "none"),
@@ -107,6 +109,8 @@ def test_packages_devices_directories_and_models_are_named_together(
     assert sorted(keys(config)) == sorted(
         [
             "policy.megatron_cfg.transformer_engine",
+            "policy.megatron_cfg.moe_permute_fusion",
+            "policy.megatron_cfg.moe_token_dispatcher_type",
             "logger.wandb_enabled",
             "logger.tensorboard_enabled",
             "RAY_ADDRESS",

@@ -256,6 +256,8 @@ PARALLEL_RULES: tuple[Rule, ...] = (
 
 EXPERT = f"{MEGATRON}.expert_model_parallel_size"
 EXPERT_TENSOR = f"{MEGATRON}.expert_tensor_parallel_size"
+DISPATCHER = f"{MEGATRON}.moe_token_dispatcher_type"
+PERMUTATION = f"{MEGATRON}.moe_permute_fusion"
 BALANCING = f"{MEGATRON}.moe_router_load_balancing_type"
 COEFFICIENT = f"{MEGATRON}.moe_aux_loss_coeff"
 BIAS_RATE = f"{MEGATRON}.moe_router_bias_update_rate"
@@ -263,7 +265,8 @@ BIAS_RATE = f"{MEGATRON}.moe_router_bias_update_rate"
 WITHOUT_EXPERTS: dict[str, tuple[object, ...]] = {
     EXPERT: (1,),
     EXPERT_TENSOR: (1,),
-    f"{MEGATRON}.moe_token_dispatcher_type": ("alltoall",),
+    DISPATCHER: ("alltoall",),
+    PERMUTATION: (False,),
     f"{MEGATRON}.moe_grouped_gemm": (None, False),
     f"{MEGATRON}.freeze_moe_router": (False,),
     f"{MEGATRON}.moe_router_dtype": (None,),
@@ -321,6 +324,28 @@ def expert_ranks_divide(view: View) -> Iterator[Violation]:
         yield Violation(key, view[key], bound, "make the two smaller, or give more ranks", candidates)
 
 
+def tokens_get_to_their_experts(view: View) -> Iterator[Violation]:
+    """DeepEP, and the fused permutation of tokens, have kernels for GPUs alone, and DeepEP for some groups of ranks and one type alone."""
+    _of_a_mixture(view)
+    on_cpu, sends_by_kernels = view.get("cluster.device") == "cpu", view[DISPATCHER] == "flex"
+    if view[PERMUTATION] and on_cpu:
+        bound = "its kernels are Transformer Engine's, which needs a GPU, and cluster.device is cpu"
+        yield Violation(PERMUTATION, True, bound, "write false", each_of(PERMUTATION, [False]))
+    if not sends_by_kernels:
+        return
+    otherwise = each_of(DISPATCHER, ["alltoall"])
+    if on_cpu:
+        bound = "its kernels are DeepEP's, which needs GPUs, and cluster.device is cpu"
+        yield Violation(DISPATCHER, "flex", bound, "write alltoall", otherwise)
+    ranks, precision = view[EXPERT] * view[EXPERT_TENSOR], view["policy.precision"]
+    if ranks not in (2, 4) and (ranks < 1 or ranks % 8):
+        bound = f"DeepEP sends between 2, 4 or a multiple of 8 ranks, and {EXPERT} x {EXPERT_TENSOR} = {ranks}"
+        yield Violation(DISPATCHER, "flex", bound, "write alltoall, or divide the experts over so many ranks", otherwise)
+    if precision != "bfloat16":
+        bound = f"DeepEP sends bfloat16 alone, and policy.precision is {precision}"
+        yield Violation(DISPATCHER, "flex", bound, "write alltoall, or train in bfloat16", otherwise)
+
+
 def experts_are_there(view: View) -> Iterator[Violation]:
     """What is said about experts and their routers would do nothing in a dense model."""
     view.require(backend_of(view) == "megatron" and view.facts.num_experts == 0)
@@ -348,6 +373,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
     experts_divide,
     expert_widths_divide,
     expert_ranks_divide,
+    tokens_get_to_their_experts,
     experts_are_there,
     router_options_fit,
 )

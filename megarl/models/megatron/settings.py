@@ -17,8 +17,10 @@ from converters.model_config.megatron_settings import megatron_settings
 from converters.model_config.mixture import Routing
 from megarl.config.layout import pipeline_chunks
 from megarl.distributed.device import runtime
+from megarl.errors import ConfigError, Violation
 from megarl.models.engine.precision import dtype_of
 from megarl.models.megatron.moe_record import BalanceSettings
+from megarl.models.megatron.transformer_engine import find
 
 NO_CLIPPING = float("inf")
 # float16: Megatron starts at 2**32, which skips the first dozens of steps of any model; this is where torch's own scaler starts
@@ -121,12 +123,28 @@ def _experts(megatron: Mapping[str, Any], routing: Routing, fused: bool) -> dict
         "expert_model_parallel_size": megatron["expert_model_parallel_size"],
         "expert_tensor_parallel_size": megatron["expert_tensor_parallel_size"],
         "moe_token_dispatcher_type": megatron["moe_token_dispatcher_type"],
+        "moe_permute_fusion": _permutes_fused(megatron),
         "moe_router_dtype": megatron.get("moe_router_dtype") or ("fp32" if routing.in_float32 else None),
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         # Megatron-Core's own is Transformer Engine's; ours is chosen by ``grouped_experts``
         "moe_grouped_gemm": fused and _groups_experts(megatron),
     }
+
+
+def _permutes_fused(megatron: Mapping[str, Any]) -> bool:
+    """Whether tokens are sorted by their experts in kernels of Transformer Engine, whoever makes the layers.
+
+    Raises:
+        ConfigError: it is asked for, and this process cannot use Transformer Engine.
+    """
+    if not megatron.get("moe_permute_fusion"):
+        return False
+    reason = find().reason
+    if reason is not None:
+        bound = f"its kernels are Transformer Engine's, which cannot be used: {reason}"
+        raise ConfigError([Violation("policy.megatron_cfg.moe_permute_fusion", True, bound, "megarl doctor says more; or write false")])
+    return True
 
 
 def balance_settings(policy: Mapping[str, Any], architecture: Architecture) -> BalanceSettings | None:

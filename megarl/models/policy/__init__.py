@@ -262,12 +262,19 @@ class MegatronConfig(TypedDict):
     expert_model_parallel_size: NotRequired[Annotated[int, Key("ranks the experts are divided over.", AT_LEAST_1, default=1)]]
     moe_token_dispatcher_type: NotRequired[
         Annotated[
-            Literal["allgather", "alltoall"],
+            Literal["allgather", "alltoall", "flex"],
             Key(
                 "how tokens get to their experts: ``alltoall`` sends them to the ranks that have their experts, "
-                "``allgather`` gives every rank all of them.",
+                "``allgather`` gives every rank all of them, ``flex`` sends them once to each rank, by the kernels of DeepEP (GPUs, "
+                "bfloat16; not run on one).",
                 default="alltoall",
             ),
+        ]
+    ]
+    moe_permute_fusion: NotRequired[
+        Annotated[
+            bool,
+            Key("sort tokens by their experts in kernels of Transformer Engine, which needs GPUs (not run on one).", default=False),
         ]
     ]
     moe_grouped_gemm: NotRequired[
