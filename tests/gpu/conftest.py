@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import multiprocessing
 import socket
@@ -24,13 +25,40 @@ ON_GPU = DEVICE == "cuda"
 WITH_TE = ON_GPU and importlib.util.find_spec("transformer_engine_torch") is not None
 """Transformer Engine with its part for torch is installed: whether it then makes the layers is what a test asks."""
 needs_device = pytest.mark.skipif(ON_GPU and not torch.cuda.is_available(), reason="needs a CUDA device")
-needs_two_devices = pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+SHARED_SINCE = 23_000
+"""NCCL 2.30, as ``ncclGetVersion`` says it: from then on ranks may share a device."""
+
+
+def nccl_version() -> int:
+    """Number of the NCCL that torch uses, a preloaded one too; torch itself tells that which it was built with. 0 where there is none."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
+
+
+def lack_of_devices(devices: int) -> str | None:
+    """Return why two ranks cannot talk over NCCL; None where they can, on two devices or on one."""
+    if devices >= 2:
+        return None
+    if devices == 0 or env.text(SHARING) != "1":
+        return f"needs two CUDA devices, or {SHARING}=1 and NCCL 2.30 or newer on one"
+    found = nccl_version()
+    return None if found >= SHARED_SINCE else f"{SHARING}=1 needs NCCL 2.30 or newer, and this is {found}"
+
+
+SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
+_LACK = lack_of_devices(torch.cuda.device_count()) if ON_GPU else None
+needs_two_ranks = pytest.mark.skipif(_LACK is not None, reason=str(_LACK))
 KINDS = {
     "gpu_attention": "attention kernels",
     "gpu_worker": "a worker alone: numbers, offload, generation, resume",
     "gpu_training": "packed bfloat16, recompute, experts, Transformer Engine",
     "gpu_handover": "weights from process to process, and how fast they leave and come back to the device",
-    "gpu_pair": "two devices over NCCL",
+    "gpu_vllm": "vLLM beside the policy: sleep, refits by IPC, CUDA graphs, log-probabilities",
+    "gpu_pair": "two ranks over NCCL, on two devices or on one that NCCL lets them share",
 }
 """Marks by which each kind of test runs alone, for example ``-m gpu_handover``, with what it shows."""
 
@@ -49,17 +77,27 @@ class DeviceProcess:
         device: ``cuda`` or ``cpu``.
         local_rank: which of the devices.
         rank, world_size, port: of the group of ranks that it is in, and where that meets; a group of its own by default.
+        start: called in the process first, with these arguments.
     """
 
-    def __init__(self, device: str, local_rank: int = 0, rank: int = 0, world_size: int = 1, port: int = 0) -> None:
-        self._place = (device, local_rank, rank, world_size, port)
+    def __init__(
+        self,
+        device: str,
+        local_rank: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        port: int = 0,
+        *,
+        start: Callable[..., None] = jobs.start,
+    ) -> None:
+        self._place, self._start = (device, local_rank, rank, world_size, port), start
         self._executor: ProcessPoolExecutor | None = None
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Start ``function(*arguments)``; both have to be importable or picklable."""
         if self._executor is None:
             context = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(1, mp_context=context, initializer=jobs.start, initargs=self._place)
+            self._executor = ProcessPoolExecutor(1, mp_context=context, initializer=self._start, initargs=self._place)
         return self._executor.submit(function, *arguments)
 
     def result(self, future: Future[Any]) -> Any:
@@ -89,7 +127,7 @@ class DeviceProcess:
 
 
 class DevicePair:
-    """Two processes on two devices that are the two ranks of one group."""
+    """Two processes that are the two ranks of one group, on two devices where there are two."""
 
     def __init__(self, device: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -34,13 +34,13 @@ def start(device: str, local_rank: int = 0, rank: int = 0, world_size: int = 1, 
 
     Args:
         device: kind of device.
-        local_rank: which one.
+        local_rank: which one; of fewer devices than ranks, several ranks have the same.
         rank, world_size, port: of the group that it is in; one rank needs no port.
     """
     variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world_size)}
     os.environ.update({"MEGARL_DEVICE": device, "TOKENIZERS_PARALLELISM": "false", **FULL_FLOAT32, **fast_pinning(), **variables})
     if device == "cuda":
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
     store: dist.Store = dist.HashStore() if world_size == 1 else dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world_size)
 
@@ -303,6 +303,23 @@ def kept_step(batch: Batch) -> dict[str, torch.Tensor]:
 def kept_weights() -> dict[str, torch.Tensor]:
     """Its weights."""
     return full_weights(_kept["worker"])
+
+
+def kept_call(method: str, *arguments: Any) -> Any:
+    """What a method of the kept worker returns."""
+    return getattr(_kept["worker"], method)(*arguments)
+
+
+def kept_logprobs(batch: Batch) -> torch.Tensor:
+    """Log-probabilities of the kept worker."""
+    _kept["worker"].prepare_for_lp_inference()
+    return _kept["worker"].get_logprobs(data=BatchedDataDict(batch))["logprobs"]
+
+
+def free_bytes() -> int:
+    """Bytes that nobody has of the device; 0 on a CPU."""
+    runtime().empty_cache()
+    return torch.cuda.mem_get_info()[0] if runtime().is_cuda else 0
 
 
 def end_refits() -> None:

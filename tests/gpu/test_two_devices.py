@@ -1,7 +1,8 @@
-"""Two devices over NCCL: sums, tensor and data parallel training as on one device, weights to an engine on the other device.
+"""Two ranks over NCCL: sums, tensor and data parallel training as on one device, weights to an engine on the other device.
 
-Skipped where there are not two CUDA devices; when this was written none was at hand. The bodies were run on a CPU over gloo
-(``MEGARL_GPU_TESTS_ON=cpu``).
+They have two CUDA devices, or share one: NCCL 2.30 and newer lets them with ``NCCL_MULTI_RANK_GPU_ENABLE=1``. Two processes of a device
+take turns on it, so that this shows correct numbers and no speed. Skipped where there is neither; when this was written no second device
+was at hand. The bodies were run on a CPU over gloo (``MEGARL_GPU_TESTS_ON=cpu``).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from megarl.algorithms.loss_functions import NLLLoss
 from tests.dist import jobs as rank_jobs
 from tests.dist.batches import make_batch
 from tests.gpu import jobs
-from tests.gpu.conftest import DEVICE, DevicePair, DeviceProcess, needs_two_devices
+from tests.gpu.conftest import DEVICE, DevicePair, DeviceProcess, needs_two_ranks
 from tests.models import policy_config
 
-pytestmark = [needs_two_devices, pytest.mark.gpu_pair]
+pytestmark = [needs_two_ranks, pytest.mark.gpu_pair]
 BATCHES = [make_batch(rows=8, length=64, seed=seed) for seed in (1, 2, 3)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from megarl.distributed.device import DeviceRuntime, runtime, will_use_cuda
 from megarl.errors import ConfigError
 from megarl.models.megatron import cuda_redirect
 from tests.dist.batches import make_batch
+from tests.gpu import conftest as gpu_tests
 from tests.gpu import jobs
 from tests.models import make_tiny, policy_config
 from tests.tiers import slow
@@ -170,3 +172,34 @@ def test_room_is_what_is_free_and_what_the_allocator_keeps(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100))
     assert device.has_room(25, 0.25) and not device.has_room(26, 0.25)
     assert not DeviceRuntime(torch.device("cpu"), "gloo").has_room(0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("devices", "shares", "version", "lack"),
+    [
+        (2, False, 0, None),
+        (1, True, 23_102, None),
+        (1, True, 22_809, "needs NCCL 2.30 or newer, and this is 22809"),
+        (1, False, 23_102, "needs two CUDA devices"),
+        (0, True, 23_102, "needs two CUDA devices"),
+    ],
+)
+def test_two_ranks_have_two_devices_or_one_that_nccl_lets_them_share(
+    monkeypatch: pytest.MonkeyPatch, devices: int, shares: bool, version: int, lack: str | None
+) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", str(int(shares)))
+    monkeypatch.setattr(gpu_tests, "nccl_version", lambda: version)
+    found = gpu_tests.lack_of_devices(devices)
+    assert found == lack if lack is None else found is not None and lack in found
+
+
+def test_the_version_of_nccl_is_that_of_the_library_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch tells the one that it was built with, also where another is preloaded."""
+
+    def answer(place: Any) -> None:
+        place._obj.value = 23_102
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(ncclGetVersion=answer))
+    assert gpu_tests.nccl_version() == 23_102
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: ctypes.cdll.LoadLibrary(f"no-{name}"))
+    assert gpu_tests.nccl_version() == 0
