@@ -345,7 +345,8 @@ class DTensorBackend:
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
         even = EvenState(self._rows, self.runtime.device)
         checkpoint.save_weights(even.cut(self._divided()), weights, self._staging.of(weights))
-        if optimizer is not None and trained is not None and self.scheduler is not None:
+        if optimizer is not None and trained is not None:
+            assert self.scheduler is not None, "built with the optimizer"
             state = even.cut_optimizer(checkpoint.named_optimizer_state(trained, self._parameters.items()))
             if self.loss_scale.dynamic:
                 state["param_groups"][0].update(zip(SCALE_KEYS, (self.loss_scale.factor, self.loss_scale.clean_steps), strict=True))

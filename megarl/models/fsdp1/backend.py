@@ -242,7 +242,8 @@ class FSDP1Backend:
     def save(self, weights: Path, optimizer: Path | None) -> None:
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
         checkpoint.save_weights(self.model.state(), weights, self._staging.of(weights))
-        if optimizer is not None and trained is not None and self.scheduler is not None:
+        if optimizer is not None and trained is not None:
+            assert self.scheduler is not None, "built with the optimizer"
             state, schedule = self.model.optimizer_state(trained), saved_schedule(self.policy, self.scheduler)
             checkpoint.save_optimizer(state, schedule, self.runtime, optimizer, self._staging.of(optimizer))
 
