@@ -425,8 +425,13 @@ def train_and_refit(policy: Policy, refit: Refit, step: int) -> None:
 
 
 @slow
-@pytest.mark.parametrize(("shared", "places"), [(True, 2), (False, 4)], ids=["one-colocated", "two-apart"])
-def test_engines_of_two_ranks(local_ray: int, model: Path, tmp_path: Path, shared: bool, places: int) -> None:
+@pytest.mark.parametrize(
+    ("shared", "places"),
+    [(True, [2]), (False, [4]), (True, [1, 1]), (False, [1, 1, 1, 1])],
+    ids=["one-colocated", "two-apart", "one-over-nodes", "two-over-nodes"],
+)
+def test_engines_of_two_ranks(local_ray: int, model: Path, tmp_path: Path, shared: bool, places: list[int]) -> None:
+    """On one node, or one rank on each of two."""
     policy = policy_of("megatron-tp2", model)
     generation = engines(model, "tp2" if shared else "tp2-apart", colocated=shared, places=places, changes=TENSOR)
     refit = Refit(policy, generation, colocated=shared)

@@ -57,7 +57,7 @@ def engines(
     name: str,
     *,
     colocated: bool,
-    places: int = 1,
+    places: int | list[int] = 1,
     tensor_parallel: int = 1,
     changes: Mapping[str, Any] | None = None,
     **environment: str,
@@ -85,7 +85,9 @@ def engines(
         "colocated": {"enabled": colocated},
         "vllm_cfg": settings,
     }
-    return VllmGeneration(RayVirtualCluster([places], use_gpus=False, name=name), generation)
+    return VllmGeneration(
+        RayVirtualCluster([places] if isinstance(places, int) else places, use_gpus=False, name=name), generation
+    )
 
 
 def policy_of(name: str, model: Path, refit_buffer_size_gb: float = 0.0005, **environment: str) -> Policy:

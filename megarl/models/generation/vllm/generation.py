@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 WORKER = "megarl.models.generation.vllm.worker.VllmGenerationWorker"
 INPUTS = ("input_ids", "input_lengths", "stop_strings", "sampling_seeds")
 LONGEST = "policy.generation.vllm_cfg.max_model_len"
+NODE = "node"
+"""Axis of the workers of one engine, one on each of its nodes."""
 LIFE_SECONDS = 60.0
 """That an engine may take to say that it lives, behind a call that it was in."""
 
@@ -86,10 +88,10 @@ class VllmGeneration(RolloutEngine):
         self.cfg: Mapping[str, Any] = config
         self._longest = int(settings["max_model_len"])
         self._vocab_size = int((open_source(config["model_name"]).read_json("config.json") or {})["vocab_size"])
-        places = _first_places(cluster, ranks)
+        places = engine_places(cluster, ranks)
         self.expected_version: int | None = None
         self._connected = False
-        self._engines, self._ranks = len(places), ranks
+        self._engines, self._ranks, self._nodes = len(places), ranks, len(places[0])
         self._versions: list[int | None] = [None] * self._engines
         self._weights: list[list[Any]] = []
         self._met: tuple[Mapping[str, Any], int] | None = None
@@ -98,14 +100,15 @@ class VllmGeneration(RolloutEngine):
         self._seed, self._calls = seed, 0
         self._receiving: list[ray.ObjectRef[Any]] = []
         self._colocated = bool(config["colocated"]["enabled"])
-        builder = RayWorkerBuilder(WORKER, dict(config), seed, tokenizer)
-        self._start = functools.partial(
+        builder = RayWorkerBuilder(WORKER, dict(config), seed, tokenizer, self._nodes)
+        self._init_timeout_s = init_timeout_s
+        self._make_workers = functools.partial(
             RayWorkerGroup,
             cluster,
             builder,
             name_prefix=name_prefix,
-            bundle_indices_list=places,
-            sharding_annotations=NamedSharding(np.arange(self._engines), ["data_parallel"]),
+            bundle_indices_list=[place for of_engine in places for place in of_engine],
+            sharding_annotations=NamedSharding(np.arange(self._engines * self._nodes).reshape(self._engines, -1), ["data_parallel", NODE]),
             env_vars={
                 "MEGARL_DEVICE": "cpu" if on_cpu else "cuda",
                 # at each refit it would warn of every module that has no weights
@@ -121,6 +124,24 @@ class VllmGeneration(RolloutEngine):
             deadlines=deadlines,
         )
         self.worker_group = self._start()
+
+    def _start(self) -> RayWorkerGroup:
+        """Start all engines."""
+        group = self._make_workers()
+        if self._nodes > 1:
+            try:
+                found = group.run_all_workers_single_data("meeting_place", run_rank_0_only_axes=[NODE])
+                addresses = group.get_all_worker_results(found, timeout_s=self._init_timeout_s)
+                joined = group.run_all_workers_multiple_data(
+                    "join",
+                    node=[node for _ in addresses for node in range(self._nodes)],
+                    address=[address for address in addresses for _ in range(self._nodes)],
+                )
+                group.get_all_worker_results(joined, timeout_s=self._init_timeout_s)
+            except BaseException:
+                group.shutdown(force=True)
+                raise
+        return group
 
     @property
     def version(self) -> int | None:
@@ -246,7 +267,10 @@ class VllmGeneration(RolloutEngine):
         self._forget()
         self._connected = True
         addresses = [[ip, port, world_size, 1 + engine * self._ranks] for engine in range(self._engines)]
-        return self.worker_group.run_all_workers_multiple_data("connect", address=addresses, common_kwargs={"weights": self._weights})
+        known = {"weights": self._weights}
+        return self.worker_group.run_all_workers_multiple_data(
+            "connect", run_rank_0_only_axes=[NODE], address=addresses, common_kwargs=known
+        )
 
     def update_weights_from_ipc_handles(self, ipc_handles: dict[str, Any]) -> bool:
         """Load one group of weights into all engines.
@@ -268,7 +292,7 @@ class VllmGeneration(RolloutEngine):
         """Take all weights of a refit from the policy's ranks on the same devices; await the futures after the policy's."""
         self._forget()
         self.expected_version = None
-        self._receiving = self.worker_group.run_all_workers_single_data("update_from_policy", ticket=ticket)
+        self._receiving = self._call("update_from_policy", ticket=ticket)
         return self._receiving
 
     def update_weights_from_collective(self, version: int | None = None) -> list[ray.ObjectRef[Any]]:
@@ -279,7 +303,7 @@ class VllmGeneration(RolloutEngine):
         """
         self._forget()
         self.expected_version = version
-        self._receiving = self.worker_group.run_all_workers_single_data("update_from_broadcast", version=version)
+        self._receiving = self._call("update_from_broadcast", version=version)
         return self._receiving
 
     def loaded(self, versions: list[int | None]) -> None:
@@ -366,7 +390,11 @@ class VllmGeneration(RolloutEngine):
             return False
 
     def _all(self, method: str, **options: Any) -> list[Any]:
-        return self._results(self.worker_group.run_all_workers_single_data(method, **options))
+        return self._results(self._call(method, **options))
+
+    def _call(self, method: str, **options: Any) -> list[ray.ObjectRef[Any]]:
+        """Call each engine, on its first node."""
+        return self.worker_group.run_all_workers_single_data(method, run_rank_0_only_axes=[NODE], **options)
 
     def _results(self, futures: Any) -> list[Any]:
         try:
@@ -377,17 +405,24 @@ class VllmGeneration(RolloutEngine):
             raise type(error)(f"{error}\nFix: start new engines with VllmGeneration.restart(policy), and refit them") from error
 
 
-def _first_places(cluster: RayVirtualCluster, ranks: int) -> list[tuple[int, list[int]]]:
-    """Placement group and bundle of each engine's first rank; an engine's ranks, tensor parallel times pipeline parallel, are on one node.
+def engine_places(cluster: RayVirtualCluster, ranks: int) -> list[list[tuple[int, list[int]]]]:
+    """Placement group and first bundle of each engine on each of its nodes.
+
+    An engine's ranks, tensor parallel times pipeline parallel, are on one node where a node has places for whole engines, and otherwise
+    fill whole neighbouring nodes.
 
     Raises:
-        ConfigError: the places of a node do not make whole engines.
+        ConfigError: the places make no whole engines.
     """
     counts = [len(group.bundle_specs) for group in cluster.get_placement_groups()]
-    for node, count in enumerate(counts):
-        if count % ranks:
-            raise ConfigError(
-                f"policy.generation.vllm_cfg: tensor_parallel_size times pipeline_parallel_size = {ranks}: it does not divide the {count} "
-                f"places of the engines on node {node}. Fix: write sizes whose product does, or give another number of places"
-            )
-    return [(node, [first]) for node, count in enumerate(counts) for first in range(0, count, ranks)]
+    if not any(count % ranks for count in counts):
+        return [[(node, [first])] for node, count in enumerate(counts) for first in range(0, count, ranks)]
+    nodes, rest = divmod(ranks, counts[0])
+    if rest or len(set(counts)) > 1 or len(counts) % nodes:
+        node = next(node for node, count in enumerate(counts) if count % ranks)
+        raise ConfigError(
+            f"policy.generation.vllm_cfg: tensor_parallel_size times pipeline_parallel_size = {ranks}: it does not divide the "
+            f"{counts[node]} places of the engines on node {node}, and does not fill whole nodes of {counts} places. Fix: write sizes "
+            "whose product does, or give another number of places"
+        )
+    return [[(node, [0]) for node in range(first, first + nodes)] for first in range(0, len(counts), nodes)]

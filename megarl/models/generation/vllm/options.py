@@ -9,6 +9,7 @@ from megarl.config.sections import Config
 from megarl.errors import ConfigError
 from megarl.models.generation.vllm import plugin
 from megarl.models.generation.vllm.configuration import complete_vllm
+from megarl.models.generation.vllm.nodes import Part
 
 # without them an answer would not end where the model ends it
 OF_THE_TOKENIZER = ("pad_token_id", "stop_token_ids")
@@ -47,7 +48,9 @@ def ranks_of(settings: Mapping[str, Any]) -> int:
     return int(settings["tensor_parallel_size"] * settings["pipeline_parallel_size"])
 
 
-def engine_options(config: Mapping[str, Any], seed: int, tokenizer: str | None = None, *, on_cpu: bool) -> dict[str, Any]:
+def engine_options(
+    config: Mapping[str, Any], seed: int, tokenizer: str | None = None, *, on_cpu: bool, part: Part | None = None
+) -> dict[str, Any]:
     """Arguments of ``LLM`` for one engine.
 
     Args:
@@ -55,6 +58,7 @@ def engine_options(config: Mapping[str, Any], seed: int, tokenizer: str | None =
         seed: of vLLM itself; answers depend on the seeds of their rows.
         tokenizer: directory or hub id; stop strings are looked for in its texts. The model's by default.
         on_cpu: the engine runs without a GPU.
+        part: of an engine over several nodes.
     """
     settings = config["vllm_cfg"]
     shared = bool(config["colocated"]["enabled"])
@@ -94,7 +98,9 @@ def engine_options(config: Mapping[str, Any], seed: int, tokenizer: str | None =
         options["sleep_mode_offload_cudagraph"] = shared and not settings["enforce_eager"]
         if "max_num_seqs" in further and not settings["enforce_eager"] and not _chooses_graphs(further):
             options["cudagraph_capture_sizes"] = capture_sizes(further["max_num_seqs"])
-    if ranks_of(settings) > 1:
+    if part is not None:
+        options |= part.options()
+    elif ranks_of(settings) > 1:
         # inside a Ray actor vLLM would choose Ray, which it refuses on a CPU; and the places beside the actor's are the engine's already
         options["distributed_executor_backend"] = plugin.EXECUTOR
     return {**options, **further}

@@ -24,10 +24,12 @@ from megarl.distributed import ray_calls
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import runtime
 from megarl.distributed.shared_memory import note_of_full_memory
+from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import ClusterError, ConfigError, RefitError
 from megarl.models.generation.interfaces import Sampling
 from megarl.models.generation.vllm import plugin
 from megarl.models.generation.vllm.configuration import ONLY_ON_GPUS
+from megarl.models.generation.vllm.nodes import Follower, Part
 from megarl.models.generation.vllm.options import engine_options, ranks_of
 from megarl.models.generation.vllm.requests import answer_of, assembled, requests_of, seed_of_call
 from megarl.models.generation.vllm.worker_extension import Failure
@@ -139,29 +141,37 @@ class Engine:
 
 
 class VllmGenerationWorker:
-    """An engine, with as many ranks as its tensor and pipeline parallelism.
+    """An engine, with as many ranks as its tensor and pipeline parallelism; or a node's part of one, which runs after ``join``.
 
     Args:
         config: the generation configuration, completed.
         seed: of vLLM itself; answers depend on the seeds of their rows.
         tokenizer: directory or hub id; the model's by default.
+        nodes: that the engine's ranks are on, in equal numbers.
         place: number of the engine's first place, and the share of its GPU that the engine has, 0 without GPUs.
     """
 
     def __init__(
-        self, config: Mapping[str, Any], seed: int = 0, tokenizer: str | None = None, place: tuple[int, float] | None = None
+        self,
+        config: Mapping[str, Any],
+        seed: int = 0,
+        tokenizer: str | None = None,
+        nodes: int = 1,
+        place: tuple[int, float] | None = None,
     ) -> None:
-        self._config = config
+        self._config, self._seed, self._tokenizer, self._nodes = config, seed, tokenizer, nodes
+        self._engine: Engine
+        self._follower: Follower | None = None
         self._names: list[str] = []
         self._version: int | None = None
         self._updating = False
         self._ticket: int | None = None
-        ranks = ranks_of(config["vllm_cfg"])
+        ranks = ranks_of(config["vllm_cfg"]) // nodes
         if place is not None and place[1]:
             # before torch asks for devices, and of one rank too: a cluster may tell Ray to leave the variable alone, and then each engine
             # would take the first GPU
             env.set_variables({"CUDA_VISIBLE_DEVICES": ",".join(devices_of_places(place[0], ranks, place[1]))})
-        on_cpu = not runtime().is_cuda
+        self._on_cpu = on_cpu = not runtime().is_cuda
         if ranks > 1 and not on_cpu and place is None:
             raise ConfigError(f"an engine of {ranks} ranks on GPUs has no places: start its workers with bundle_indices_list")
         for key, reason in ONLY_ON_GPUS.items() if on_cpu else ():
@@ -172,12 +182,13 @@ class VllmGenerationWorker:
         if on_cpu:
             _check_heads_on_a_cpu(config["model_name"])
             _check_runner_on_a_cpu()
-        options = engine_options(config, seed, tokenizer, on_cpu=on_cpu)
-        module, _, name = plugin.EXECUTOR.rpartition(".")
-        if options.get("distributed_executor_backend") == plugin.EXECUTOR:
-            # the class itself says that its engines may have several pipeline stages; of a name vLLM believes that they may not
-            options["distributed_executor_backend"] = getattr(importlib.import_module(module), name)
-        self._engine = Engine(options)
+        if nodes == 1:
+            options = engine_options(config, seed, tokenizer, on_cpu=on_cpu)
+            module, _, name = plugin.EXECUTOR.rpartition(".")
+            if options.get("distributed_executor_backend") == plugin.EXECUTOR:
+                # the class itself says that its engines may have several pipeline stages; of a name vLLM believes that they may not
+                options["distributed_executor_backend"] = getattr(importlib.import_module(module), name)
+            self._engine = Engine(options)
 
     @staticmethod
     def configure_worker(
@@ -185,6 +196,29 @@ class VllmGenerationWorker:
     ) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
         """See ``RayWorkerBuilder``: an engine hears which place it is on."""
         return {}, {}, {"place": (bundle_indices[1][0], num_gpus) if bundle_indices else None}
+
+    def meeting_place(self) -> tuple[str, int]:
+        """Address of this node, and a port of it that nobody listens on, at which the ranks of an engine over nodes can meet."""
+        address = ray.util.get_node_ip_address()
+        return address, free_port(address)
+
+    def join(self, node: int, address: list[Any]) -> None:
+        """Start this node's part of an engine; all its parts are started together, and each returns when all ranks have met.
+
+        Args:
+            node: number of the part; the first one answers for the engine.
+            address: what ``meeting_place`` of the first part said.
+        """
+        # at which the others reach this node
+        env.set_variables({"VLLM_HOST_IP": ray.util.get_node_ip_address()})
+        part = Part(node, self._nodes, *address)
+        options = engine_options(self._config, self._seed, self._tokenizer, on_cpu=self._on_cpu, part=part)
+        if node:
+            self._follower = Follower(options)
+            return
+        self._engine = Engine(options)
+        # what ``Executor`` does on one node
+        self._engine.call("collective_rpc", "megarl_remove_names")
 
     # refit
 
@@ -350,10 +384,13 @@ class VllmGenerationWorker:
 
     def is_alive(self) -> bool:
         """Whether vLLM's processes live too; False only from a worker that still answers."""
-        return self._engine.is_alive
+        return (self._follower or self._engine).is_alive
 
     def shutdown(self) -> None:
         """End vLLM's processes."""
+        if self._follower is not None:
+            self._follower.shutdown()
+            return
         self._give_up()
         self._engine.shutdown()
 
