@@ -13,7 +13,7 @@ import ray
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from megarl.errors import MegarlError
-from megarl.models.generation.vllm.generation import _first_places
+from megarl.models.generation.vllm.generation import engine_places
 from megarl.models.generation.vllm.worker import VllmGenerationWorker, devices_of_places
 
 RANKS = 2
@@ -53,14 +53,19 @@ class Devices:
         return found
 
 
+def first_places(cluster: RayVirtualCluster) -> list[tuple[int, list[int]]]:
+    """The first place of each engine, all on one node."""
+    return [place for [place] in engine_places(cluster, RANKS)]
+
+
 def main() -> None:
     ray.init(address="local", num_cpus=16, num_gpus=8, include_dashboard=False, log_to_driver=False)
     devices, found = Devices(), {}
     together = RayVirtualCluster([4], use_gpus=True, max_colocated_worker_groups=2, name="together")
     found["policy"] = devices.of(POLICY, together, [(0, [place]) for place in range(4)])
-    found["colocated"] = devices.of(ENGINES, together, _first_places(together, RANKS))
+    found["colocated"] = devices.of(ENGINES, together, first_places(together))
     apart = RayVirtualCluster([2], use_gpus=True, max_colocated_worker_groups=1, name="apart")
-    found["apart"] = devices.of(ENGINES, apart, _first_places(apart, RANKS))
+    found["apart"] = devices.of(ENGINES, apart, first_places(apart))
     taken = RayVirtualCluster([2], use_gpus=True, max_colocated_worker_groups=1, name="taken")
     devices.of(POLICY, taken, [(0, [1])])
     try:

@@ -85,9 +85,7 @@ def engines(
         "colocated": {"enabled": colocated},
         "vllm_cfg": settings,
     }
-    return VllmGeneration(
-        RayVirtualCluster([places] if isinstance(places, int) else places, use_gpus=False, name=name), generation
-    )
+    return VllmGeneration(RayVirtualCluster([places] if isinstance(places, int) else places, use_gpus=False, name=name), generation)
 
 
 def policy_of(name: str, model: Path, refit_buffer_size_gb: float = 0.0005, **environment: str) -> Policy:

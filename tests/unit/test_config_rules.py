@@ -401,6 +401,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {},
         {"g.vllm_cfg.tensor_parallel_size"},
     ),
+    ("engines_are_whole", {"g.vllm_cfg.tensor_parallel_size": 24, **ON_VLLM}, {}, {"g.vllm_cfg.tensor_parallel_size"}),
     (
         "engines_on_a_cpu_are_divided_by_tensors",
         {"g.vllm_cfg.pipeline_parallel_size": 2, **ON_VLLM},

@@ -44,6 +44,16 @@ LARGE = (
 """671 billion parameters on 256 devices."""
 
 
+OVER_NODES = (
+    "cluster.device_memory_gib=80",
+    "policy.generation.vllm_cfg.tensor_parallel_size=32",
+    "policy.generation.vllm_cfg.expert_parallel_size=32",
+    "policy.sequence_packing.train_mb_tokens=8192",
+    "policy.max_total_sequence_length=8192",
+)
+"""The same on devices of 80 GB, of which an engine needs those of four nodes."""
+
+
 def config_of(name: str, *overrides: str) -> dict[str, Any]:
     return validate_config(load_config(CONFIGS / f"{name}.yaml", overrides))
 
@@ -114,6 +124,18 @@ def test_an_engine_of_latent_attention_keeps_vectors_whole() -> None:
     assert engine.token == 61 * (512 + 64) * 2
     assert engine.cached_tokens > 16384
     assert fullest_moment(config) is not None
+
+
+def test_an_engine_that_no_node_holds_is_divided_over_nodes() -> None:
+    """671 billion parameters on devices of 80 GB: 42 GiB on each of 32 devices, and training fits too."""
+    config = config_of("grpo-qwen3-30b-a3b-2x8gpu-megatron", *LARGE, *OVER_NODES)
+    facts = facts_of(KNOWN_MODELS["deepseek-ai/DeepSeek-V3"])
+    engine = memory_of_engine(config, facts)
+    assert 39 < engine.weights / GIB < 40 and engine.cached_tokens > 8192
+    assert doubt_of_memory(config) is None
+    with pytest.raises(ConfigError, match=r"no room in .* write \S+tensor_parallel_size=32 and \S+expert_parallel_size=32") as caught:
+        config_of("grpo-qwen3-30b-a3b-2x8gpu-megatron", *LARGE, "cluster.device_memory_gib=80")
+    assert len(caught.value.violations) == 1
 
 
 def test_the_refit_of_a_mixture_has_a_layer_of_whole_experts() -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megarl.config import complete_policy
 from megarl.errors import ConfigError
 from megarl.models.generation.vllm import plugin
+from megarl.models.generation.vllm.configuration import fills_places
+from megarl.models.generation.vllm.generation import engine_places
+from megarl.models.generation.vllm.nodes import Part
 from megarl.models.generation.vllm.options import CACHE_ON_A_CPU, completed, engine_options
 from tests.unit.config_samples import changed, raw_grpo
 
@@ -36,6 +42,49 @@ def test_a_key_changes_its_argument_alone(key: str) -> None:
     value, expected = VALUES[key]
     assert options({f"policy.generation.vllm_cfg.{key}": value}) == {**options(), **expected}
     assert options() != {**options(), **expected}
+
+
+def test_a_node_of_an_engine_over_several_knows_the_others() -> None:
+    """With vLLM's own executor, which alone starts over nodes, and that by name."""
+    changes = {"policy.generation.vllm_cfg.tensor_parallel_size": 4}
+    generation = complete_policy(changed(raw_grpo(), {"policy.generation.backend": "vllm", **changes})["policy"])["generation"]
+    given = engine_options(generation, 5, on_cpu=False, part=Part(1, 2, "10.0.0.3", 4711))
+    of_nodes = {"nnodes": 2, "node_rank": 1, "master_addr": "10.0.0.3", "master_port": 4711, "distributed_executor_backend": "mp"}
+    assert given == {**options(changes), **of_nodes}
+
+
+PLACES = {
+    "engines on nodes": ([4, 2], 2, [[(0, [0])], [(0, [2])], [(1, [0])]]),
+    "one over both nodes": ([2, 2], 4, [[(0, [0]), (1, [0])]]),
+    "two over two nodes each": ([3, 3, 3, 3], 6, [[(0, [0]), (1, [0])], [(2, [0]), (3, [0])]]),
+    "a node too few": ([2, 2, 2], 4, None),
+    "no whole nodes": ([2, 2], 3, None),
+    "unequal nodes": ([1, 3], 4, None),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_engines_lie_on_one_node_or_fill_neighbouring_ones(case: str) -> None:
+    counts, ranks, expected = PLACES[case]
+    groups = [SimpleNamespace(bundle_specs=[{"GPU": 1.0}] * count) for count in counts]
+    cluster: Any = SimpleNamespace(get_placement_groups=lambda: groups)
+    if expected is None:
+        with pytest.raises(ConfigError, match=f"= {ranks}: it does not divide"):
+            engine_places(cluster, ranks)
+        return
+    assert engine_places(cluster, ranks) == expected
+
+
+@given(nodes=st.integers(1, 6), ranks=st.integers(1, 8), size=st.integers(1, 48))
+def test_the_rule_and_the_places_agree(nodes: int, ranks: int, size: int) -> None:
+    groups = [SimpleNamespace(bundle_specs=[{}] * ranks)] * nodes
+    cluster: Any = SimpleNamespace(get_placement_groups=lambda: groups)
+    try:
+        found = engine_places(cluster, size)
+    except ConfigError:
+        assert not fills_places(size, nodes, ranks)
+        return
+    assert fills_places(size, nodes, ranks) and len(found) * size == nodes * ranks
 
 
 def test_what_is_not_said_is_the_policy_s() -> None:

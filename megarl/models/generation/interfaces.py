@@ -47,7 +47,7 @@ class VllmConfig(TypedDict):
             int,
             Key(
                 "ranks that share each layer; an engine has them times ``pipeline_parallel_size``, and as many engines are started as "
-                "the places allow.",
+                "the places allow. They are on one node, or fill whole nodes: 32 are an engine over four nodes of 8.",
                 AT_LEAST_1,
                 default=1,
             ),

@@ -166,23 +166,30 @@ def engine_weights_fit(view: View) -> Iterator[Violation]:
 
 
 def engines_are_whole(view: View) -> Iterator[Violation]:
-    """An engine's ranks are on one node, and the ranks of a node make whole engines."""
-    key, ranks = f"{VLLM}.tensor_parallel_size", (generation_shape(view) or training_shape(view))[1]
+    """The ranks of a node make whole engines, or an engine fills whole nodes, which divide those that generate."""
+    key, (nodes, ranks) = f"{VLLM}.tensor_parallel_size", generation_shape(view) or training_shape(view)
     stages = view[f"{VLLM}.pipeline_parallel_size"]
-    if view[key] >= 1 and stages >= 1 and ranks % (view[key] * stages):
+    if view[key] >= 1 and stages >= 1 and not fills_places(view[key] * stages, nodes, ranks):
         times = f" times pipeline_parallel_size = {stages}" if stages > 1 else ""
         fix = f"write sizes whose product divides {ranks}" if stages > 1 else f"write a divisor of {ranks}"
-        bound = f"it{times} must divide the {ranks} ranks that generate on a node"
-        candidates = tuple(_whole_engines(view, ranks))
+        over = f", or be {ranks} times a divisor of the {nodes} nodes" if nodes > 1 else ""
+        bound = f"it{times} must divide the {ranks} ranks that generate on a node{over}"
+        candidates = tuple(_whole_engines(view, nodes, ranks))
         yield Violation(key, view[key], bound, f"{fix}, or give generation another number of ranks", candidates)
 
 
-def _whole_engines(view: View, ranks: int) -> Iterator[Mapping[str, object]]:
-    """Yield sizes of engines that divide the ranks of a node, and numbers of ranks of a node that engines of these sizes divide."""
+def fills_places(size: int, nodes: int, ranks: int) -> bool:
+    """Whether engines of ``size`` ranks fill ``nodes`` nodes of ``ranks`` ranks each: several on a node, or each on several nodes."""
+    return ranks % size == 0 or (size % ranks == 0 and nodes % (size // ranks) == 0)
+
+
+def _whole_engines(view: View, nodes: int, ranks: int) -> Iterator[Mapping[str, object]]:
+    """Yield sizes of engines that fill the nodes, and numbers of ranks of a node that engines of these sizes divide."""
     key, stages_key = f"{VLLM}.tensor_parallel_size", f"{VLLM}.pipeline_parallel_size"
     tensor, stages = view[key], view[stages_key]
     if ranks % stages == 0:
         yield from each_of(key, divisors_near(ranks // stages, tensor))
+    yield from each_of(key, (ranks * over // stages for over in divisors_near(nodes, 1) if over > 1 and ranks * over % stages == 0))
     for fewer in divisors_near(ranks, stages):
         yield from ({stages_key: fewer, key: size} for size in divisors_near(ranks // fewer, tensor))
     if view["cluster.num_nodes"] == 1 and generation_shape(view) is not None:
