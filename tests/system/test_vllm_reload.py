@@ -180,7 +180,8 @@ def test_looking_on_leaves_the_model_as_it_was_and_slices_fill_it_like_whole_wei
     record_metadata_for_reloading(made.model)
     shapes = {name: WHOLE.get(name, tuple(parameter.shape)) for name, parameter in found.items()}
     manifest = Manifest.from_description({name: (shape, torch.float32) for name, shape in shapes.items()})
-    made._receiver, made._slices_read = WeightReceiver(manifest, made.device), None
+    made._receiver, made.parallel_config = WeightReceiver(manifest, made.device), SimpleNamespace(world_size=2)
+    made.learn(manifest)
     before, values = places(made.model), {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
     expected = {name: Slice(dim, WHOLE[name][dim] // 2, WHOLE[name][dim] // 2) for name, dim in HALVES.items()}
     for _ in range(2):

@@ -1,8 +1,8 @@
 """Weight transfer inside vLLM's workers: each rank of an engine takes weights from the policy and keeps its own part of them, out of full
-ones, or of slices where the policy's rank beside it has just what it reads.
+ones, or of slices where the policy's rank beside it gives just what it reads.
 
 Both engines run vLLM's layer-wise reload, which repacks a layer as soon as all of its weights came and keeps what came before until then;
-so every weight is copied once out of the transfer buffer.
+so what is read of a weight is copied once out of the transfer buffer. Experts of a layer are handed over together (``expert_stacks``).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megarl.distributed.device import is_out_of_memory, runtime_on
 from megarl.errors import RefitError
+from megarl.models.generation.vllm.expert_stacks import ExpertStacks
 from megarl.weight_sync.broadcast import WeightListener
 from megarl.weight_sync.colocated import WeightReceiver, payload_for
 from megarl.weight_sync.handover import MailboxReader, mailbox_for
 from megarl.weight_sync.layout import TensorInfo
 from megarl.weight_sync.manifest import Manifest
-from megarl.weight_sync.slices import PartialWeight, Reads, Slice
+from megarl.weight_sync.slices import PartialWeight, Reads, Slice, Slices
 from megarl.weight_sync.transfer_group import TransferGroup
 
 logger = logging.getLogger(__name__)
@@ -61,11 +62,20 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
     update_info_cls = Transfer
     supports_draft_weight_update = False
 
+    _tensors: Sequence[TensorInfo] = ()
+    _reads: Slices | None = None
+    _stacks: ExpertStacks | None = None
+
+    def learn(self, manifest: Manifest) -> None:
+        """Note what the policy sends; what is read of it is found out once, before the first reload."""
+        self._tensors, self._reads, self._stacks = manifest.tensors, None, None
+
     def start_weight_update(self) -> None:
         """Begin a reload; of one that was given up nothing is left."""
         with _taking_memory(self.model):
             self._abandon()
-        self._expected = {name for name, _ in self.model.named_parameters()}
+        if self._stacks is None:
+            self._stacks = ExpertStacks(self.model, self._tensors, self._reads_of_weights())
         self._loaded: set[str] = set()
         if self.device.type == "cpu":
             _set_experts_up_anew(self.model)
@@ -74,6 +84,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         except BaseException as error:
             self._abandon_after(error)
             raise
+        # as loaders see the model: what a layer makes of its weights, such as latent attention, is a parameter only afterwards
+        self._expected = {name for name, _ in self.model.named_parameters()}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As vLLM's own. Of a refit that was given up vLLM learns by an error: nothing else ends one before its finish."""
@@ -86,13 +98,70 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             raise
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Hand weights to vLLM's model, one after another: it keeps copies until their layer is whole, and no more than that."""
+        """Hand weights to vLLM's model, one after another, and experts in stacks: it keeps copies of what this rank reads until their layer
+        is whole, and no more than that."""
+        assert self._stacks is not None, "a reload was begun"
+        stacked = self._stacks.names
         with _taking_memory(self.model):
-            self._loaded |= set(self.model.load_weights((name, self._kept(name, tensor)) for name, tensor in weights) or ())
+            experts = {name: self._part_of(name, tensor)[0] for name, tensor in weights if name in stacked}
+            self._loaded |= set(self._stacks.take(experts))
+            others = ((name, self._kept(name, tensor)) for name, tensor in weights if name not in experts)
+            self._loaded |= set(self.model.load_weights(others) or ())
 
     def _kept(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A weight that stays when its group is gone."""
-        return tensor.clone()
+        """What is read of a weight, which stays when its group is gone, in the place of the whole weight."""
+        part, where, whole = self._part_of(name, tensor)
+        return part.clone() if where is None else PartialWeight.of(part.clone(), whole, where)
+
+    def _part_of(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Slice | None, Sequence[int]]:
+        """What is read of a weight that came, as which slice of the whole weight, and the shape of that; None where it is all of it."""
+        where = (self._reads or {}).get(name)
+        return (tensor if where is None else where.of(tensor)), where, tensor.shape
+
+    def _reads_of_weights(self) -> Slices:
+        """The slices that this rank reads of the weights, without those that it reads whole; found out once, by loading weights without
+        values. What the model has is as before. Never an error, of which vLLM would hear from one rank alone."""
+        if self._reads is None:
+            try:
+                # a rank that is alone reads all
+                self._reads = self._look_on(self._tensors) if self.parallel_config.world_size > 1 else {}
+            except Exception as error:
+                model = type(self.model).__name__
+                logger.warning("what vLLM's loaders of %s read was not found out, and weights come whole: %s", model, error)
+                self._reads = {}
+        return self._reads
+
+    def _look_on(self, tensors: Sequence[TensorInfo]) -> dict[str, Slice]:
+        """The slices that the model's loaders read."""
+        self._abandon()
+        notes = {info.name: Reads() for info in tensors}
+        left = list(tensors)
+        try:
+            initialize_layerwise_reload(self.model)
+            while left:
+                given: list[TensorInfo] = []
+                try:
+                    self.model.load_weights(self._noting(left, given, notes))
+                except Exception as error:
+                    if not given:
+                        raise
+                    # of a loader that wants to see values. The weight goes whole, and the one before, for it may have been looked ahead
+                    logger.info("%s is not read by slices: %s: %s", given[-1].name, type(error).__name__, error)
+                    for info in given[-2:]:
+                        notes.pop(info.name, None)
+                left = left[len(given) :] if given else []
+        finally:
+            self._abandon()
+        found = {info.name: notes[info.name].slice_of(info.shape) for info in tensors if info.name in notes}
+        return {name: where for name, where in found.items() if where is not None}
+
+    def _noting(
+        self, tensors: Sequence[TensorInfo], given: list[TensorInfo], notes: Mapping[str, Reads]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights without values; what was taken of them is in ``given``."""
+        for info in tensors:
+            given.append(info)
+            yield info.name, PartialWeight.noting(info.shape, info.dtype, self.device, notes[info.name])
 
     def finish_weight_update(self) -> None:
         """End a reload.
@@ -123,6 +192,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         there, which the next reload cannot fill, and which a CUDA graph does not look at. A layer into which nothing was loaded gets its
         tensors back.
         """
+        if self._stacks is not None:
+            self._stacks.forget()
         for layer in self.model.modules():
             reload = get_layerwise_info(layer)
             # they are noted first of all that a reload does to a layer; what makes it count as one that is reloaded comes last
@@ -224,59 +295,22 @@ class SharedMemoryEngine(_Reloading):
         """Learn the manifest."""
         self.shutdown()
         self._receiver = WeightReceiver(self.manifest(init_info), self.device)
-        self._slices_read: dict[str, Slice] | None = None
+        self.learn(self._receiver.manifest)
         self._wholes: dict[str, tuple[Slice, tuple[int, ...]]] = {}
 
     def slices_read(self) -> tuple[str, dict[str, list[int]]]:
-        """Identity of this rank's device, and the slice that it reads of each weight of which it does not read all; found out once, by
-        loading weights without values. What the model has is as before. Never an error, of which vLLM would hear from one rank alone."""
-        if self._slices_read is None:
-            try:
-                self._slices_read = self._look_on(self._receiver.manifest.tensors if self._receiver is not None else ())
-            except Exception as error:
-                model = type(self.model).__name__
-                logger.warning("what vLLM's loaders of %s read was not found out, and weights come whole: %s", model, error)
-                self._slices_read = {}
-        return runtime_on(self.device).identity(), {name: where.plain() for name, where in self._slices_read.items()}
-
-    def _look_on(self, tensors: Sequence[TensorInfo]) -> dict[str, Slice]:
-        """The slices that the model's loaders read."""
-        self._abandon()
-        notes = {info.name: Reads() for info in tensors}
-        left = list(tensors)
-        try:
-            initialize_layerwise_reload(self.model)
-            while left:
-                given: list[TensorInfo] = []
-                try:
-                    self.model.load_weights(self._noting(left, given, notes))
-                except Exception as error:
-                    if not given:
-                        raise
-                    # of a loader that wants to see values. The weight goes whole, and the one before, for it may have been looked ahead
-                    logger.info("%s is not read by slices: %s: %s", given[-1].name, type(error).__name__, error)
-                    for info in given[-2:]:
-                        notes.pop(info.name, None)
-                left = left[len(given) :] if given else []
-        finally:
-            self._abandon()
-        found = {info.name: notes[info.name].slice_of(info.shape) for info in tensors if info.name in notes}
-        return {name: where for name, where in found.items() if where is not None}
-
-    def _noting(
-        self, tensors: Sequence[TensorInfo], given: list[TensorInfo], notes: Mapping[str, Reads]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights without values; what was taken of them is in ``given``."""
-        for info in tensors:
-            given.append(info)
-            yield info.name, PartialWeight.noting(info.shape, info.dtype, self.device, notes[info.name])
+        """Identity of this rank's device, and the slice that it reads of each weight of which it does not read all."""
+        return runtime_on(self.device).identity(), {name: where.plain() for name, where in self._reads_of_weights().items()}
 
     def take_slices(self, names: list[str]) -> None:
         """From now on a refit that goes by itself brings these weights as the slices that this rank reads; by default none."""
-        assert self._receiver is not None and self._slices_read is not None, "it was asked for them before"
+        assert self._receiver is not None and self._reads is not None, "it was asked for them before"
         self._end_slices()
         if names:
-            self._slices = WeightReceiver(self._receiver.manifest.sliced({name: self._slices_read[name] for name in names}), self.device)
+            shapes = {info.name: info.shape for info in self._tensors}
+            # of some weights other ranks alone read a slice
+            slices = {name: self._reads.get(name) or Slice.all_of(shapes[name]) for name in names}
+            self._slices = WeightReceiver(self._receiver.manifest.sliced(slices), self.device)
             self._wholes = {name: (where, whole) for name, where, whole in self._slices.manifest.slices}
 
     def _end_slices(self) -> None:
@@ -286,11 +320,10 @@ class SharedMemoryEngine(_Reloading):
             self._slices.close()
             self._slices = None
 
-    def _kept(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _part_of(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Slice | None, Sequence[int]]:
         if self._latest is None or self._latest is self._receiver or name not in self._wholes:
-            return super()._kept(name, tensor)
-        where, whole = self._wholes[name]
-        return PartialWeight.of(tensor.clone(), whole, where)
+            return super()._part_of(name, tensor)
+        return tensor, *self._wholes[name]
 
     def meet(self, mailboxes: dict[str, Any], session: int) -> None:
         """Find the mailbox of the policy's rank on this device; see ``RolloutEngine.meet``."""
@@ -342,6 +375,7 @@ class BroadcastEngine(_Reloading):
         self.shutdown()
         ip, port, world_size, first_rank = init_info.address
         manifest, rank = self.manifest(init_info), first_rank + self.parallel_config.rank
+        self.learn(manifest)
         group = TransferGroup(ip, port, world_size, rank, digest=manifest.digest, device=self.device)
         self._listener = WeightListener(group, manifest)
 
