@@ -1,4 +1,5 @@
-"""Messages and bytes of a refit, counted at 8 to 1,024 ranks: what the driver says and hears, and what each rank does of itself.
+"""Messages and bytes of a refit, counted at 8 to 1,024 ranks: what the driver says and hears, and what each rank does of itself; of
+mixtures of experts also with experts divided over the ranks of policy and engine.
 
 The driver's own code runs, over groups of workers that answer as real ones and start no process; weights are those of real models, of which
 only the shapes exist. Against a refit whose handles the driver carries, group by group. Counts are the same on every machine, and the case
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import pickle
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +22,7 @@ from unittest import mock
 from benchmarks.point import Metric, Point
 
 if TYPE_CHECKING:
+    from converters.model_config.architecture import Architecture
     from megarl.models.generation.vllm.generation import VllmGeneration
     from megarl.models.policy.lm_policy import Policy
     from megarl.weight_sync.layout import TensorInfo
@@ -54,21 +58,50 @@ class Layout:
     """A model on its ranks.
 
     Attributes:
-        tensor, pipeline: parallel sizes of the policy.
+        tensor: ranks that the policy cuts its weights over.
         engine: ranks of an engine.
-        sizes: of the model, as ``LlamaConfig`` takes them.
+        sizes: of the model, as its config class takes them.
+        config: the class in transformers.
+        expert: ranks that the policy's experts are divided over, each of them whole.
+        divided: the engine's experts are divided over its ranks too, and not cut.
     """
 
     tensor: int
-    pipeline: int
     engine: int
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, Any]
+    config: str = "LlamaConfig"
+    expert: int = 1
+    divided: bool = False
 
 
+_30B_A3B = {
+    "vocab_size": 151_936,
+    "hidden_size": 2_048,
+    "intermediate_size": 6_144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
+_671B = {
+    "vocab_size": 129_280,
+    "hidden_size": 7_168,
+    "intermediate_size": 18_432,
+    "moe_intermediate_size": 2_048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "num_nextn_predict_layers": 0,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+}
 LAYOUTS = {
     "7B": Layout(
         2,
-        1,
         1,
         {
             "vocab_size": 152_064,
@@ -81,7 +114,6 @@ LAYOUTS = {
     ),
     "70B": Layout(
         8,
-        1,
         8,
         {
             "vocab_size": 128_256,
@@ -92,40 +124,66 @@ LAYOUTS = {
             "num_key_value_heads": 8,
         },
     ),
+    "30B-A3B, divided alike": Layout(4, 4, _30B_A3B, "Qwen3MoeConfig", expert=4, divided=True),
+    "30B-A3B, engine cut": Layout(1, 4, _30B_A3B, "Qwen3MoeConfig", expert=8),
+    "671B, divided alike": Layout(1, 8, _671B, "DeepseekV3Config", expert=8, divided=True),
+    "671B, divided more": Layout(1, 8, _671B, "DeepseekV3Config", expert=16, divided=True),
 }
 
 
-def manifest_of(sizes: Mapping[str, int]) -> Manifest:
+def architecture_of(layout: Layout) -> Architecture:
+    """The model of a layout."""
+    import transformers
+
+    from converters.families.read import read_architecture
+
+    return read_architecture(getattr(transformers, layout.config)(**layout.sizes, tie_word_embeddings=False))
+
+
+def manifest_of(layout: Layout) -> Manifest:
     """The weights of a model in bfloat16, of which no memory is taken."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
+    from converters.mapping.rules import hf_tensors
     from megarl.weight_sync.manifest import Manifest
 
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)).to(torch.bfloat16)
-    return Manifest.of(iter(model.state_dict().items()))
+    return Manifest.from_description({part.name: (part.shape, torch.bfloat16) for part in hf_tensors(architecture_of(layout))})
 
 
-def slices_read(manifest: Manifest, key_heads: int, ranks: int) -> tuple[dict[str, Slice], ...]:
-    """What each rank of an engine of vLLM reads of a dense model, as ``tests/system/test_vllm.py`` sees its loaders do.
+def wanted_of(layout: Layout, manifest: Manifest) -> tuple[dict[str, Slice], ...]:
+    """What each rank of an engine reads; ``slices_read``."""
+    experts = layout.sizes.get("num_experts", layout.sizes.get("n_routed_experts", 0)) if layout.divided else 0
+    return slices_read(manifest, layout.sizes["num_key_value_heads"], layout.engine, experts) if layout.engine > 1 else ({},)
+
+
+def slices_read(manifest: Manifest, key_heads: int, ranks: int, experts: int = 0) -> tuple[dict[str, Slice], ...]:
+    """What each rank of an engine of vLLM reads of a model, as ``tests/system/test_vllm.py`` sees its loaders do.
 
     Args:
         manifest: the weights.
         key_heads: of keys and values; where there are fewer than ranks, some ranks read the same ones.
         ranks: tensor-parallel ones of the engine.
+        experts: that are divided over these ranks; 0 where each of them is cut.
     """
     return tuple(
-        {tensor.name: where for tensor in manifest.tensors if (where := _slice_read(tensor, key_heads, rank, ranks)) is not None}
+        {tensor.name: where for tensor in manifest.tensors if (where := _slice_read(tensor, key_heads, rank, ranks, experts)) is not None}
         for rank in range(ranks)
     )
 
 
-def _slice_read(tensor: TensorInfo, key_heads: int, rank: int, ranks: int) -> Slice | None:
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def _slice_read(tensor: TensorInfo, key_heads: int, rank: int, ranks: int, experts: int) -> Slice | None:
     from megarl.weight_sync.slices import Slice
 
     module = tensor.name.split(".")[-2]
     rows = tensor.shape[0]
+    expert = _EXPERT.search(tensor.name)
+    if expert is not None and experts:
+        # the first ranks have one more where they are not as many
+        first, more = rank * (experts // ranks) + min(rank, experts % ranks), rank < experts % ranks
+        return None if first <= int(expert[1]) < first + experts // ranks + more else Slice(0, 0, 0)
     if module in ("k_proj", "v_proj"):
         alike = max(ranks // key_heads, 1)
         rank, ranks = rank // alike, ranks // alike
@@ -133,37 +191,75 @@ def _slice_read(tensor: TensorInfo, key_heads: int, rank: int, ranks: int) -> Sl
         share = -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // ranks
         start, stop = min(rank * share, rows), min((rank + 1) * share, rows)
         # a rank that has padding alone reads nothing
-        found = Slice(0, start, stop - start) if stop > start else None
-    elif module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+        found = Slice(0, start, stop - start) if stop > start else Slice(0, 0, 0)
+    elif module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj"):
         found = Slice(0, rank * rows // ranks, rows // ranks)
-    elif module in ("o_proj", "down_proj") and tensor.name.endswith("weight"):
+    elif module in ("o_proj", "down_proj", "w2") and tensor.name.endswith("weight"):
         found = Slice(1, rank * tensor.shape[1] // ranks, tensor.shape[1] // ranks)
     else:
         found = None
     return None if found is None or found.length == tensor.shape[found.dim] else found
 
 
-def moved(manifest: Manifest, layout: Layout, wanted: Sequence[Mapping[str, Slice]]) -> tuple[int, Manifest]:
-    """Bytes of weights that a rank of the policy gets from its tensor-parallel neighbours at a refit, and what its first rank hands over,
-    where each has a rank of an engine beside it that reads ``wanted``; by the code that decides which weights go as slices."""
-    from transformers import LlamaConfig
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Weights that a refit moves to one rank of the policy, and to the engine's rank beside it.
 
-    from converters.families.read import read_architecture
+    Attributes:
+        gathered: bytes that come from other ranks of the stage.
+        gathered_whole: such bytes where engines take whole weights.
+        handed: what the rank hands over.
+    """
+
+    gathered: int
+    gathered_whole: int
+    handed: Manifest
+
+
+def moved(manifest: Manifest, layout: Layout, wanted: Sequence[Mapping[str, Slice]]) -> Moved:
+    """What moves where each rank of the policy has a rank of an engine beside it that reads ``wanted``, for the first of them; by the code
+    that decides how far shards travel."""
     from converters.mapping.layouts import padded_vocab_size
+    from converters.mapping.rule import expert_index, is_expert
     from converters.mapping.rules import all_rules
-    from megarl.models.megatron.weight_stream import is_cut_alike, layouts_of
+    from megarl.models.megatron.weight_stream import Beside, Reach, layouts_of, reach_of
+    from megarl.weight_sync.slices import Slice
 
-    architecture = read_architecture(LlamaConfig(**layout.sizes, tie_word_embeddings=False))
+    architecture = architecture_of(layout)
     padded = padded_vocab_size(architecture.vocab_size, layout.tensor)
     shapes = {tensor.name: tensor for tensor in manifest.tensors}
-    gathered, slices = 0, {}
+    ranks = range(math.lcm(layout.tensor, layout.expert, layout.engine))
+    everybody = {Beside(rank % layout.tensor, 0, rank % layout.expert, rank % layout.engine) for rank in ranks}
+    gathered = whole = 0
     for rule in all_rules(architecture):
-        own = len(wanted) == layout.tensor and is_cut_alike(rule, layouts_of(rule, layout.tensor, padded, architecture), wanted)
-        for part in rule.parts if rule.emits else ():
-            gathered += 0 if own else shapes[part.name].nbytes * (layout.tensor - 1) // layout.tensor
-            if own and part.name in wanted[0]:
-                slices[part.name] = wanted[0][part.name]
-    return gathered, manifest.sliced(slices)
+        of_expert = is_expert(rule.megatron_name)
+        cut = 1 if of_expert else layout.tensor
+        share = architecture.mixture.num_experts // layout.expert if architecture.mixture is not None else 1
+        owner = expert_index(rule.megatron_name) // share if of_expert else 0
+        reach = reach_of(rule, owner, layouts_of(rule, cut, padded, architecture), wanted, everybody) if any(wanted) else Reach.ALL
+        holders = cut * (layout.expert if of_expert else 1)
+        sources = {Reach.OWN: 1, Reach.TENSOR: cut, Reach.ALL: holders}[reach]
+        nbytes = sum(shapes[part.name].nbytes for part in rule.parts)
+        gathered += nbytes * (sources - 1) // sources
+        whole += nbytes * (holders - 1) // holders
+    names = {name for slices in wanted for name in slices}
+    slices = {name: wanted[0].get(name, Slice.all_of(shapes[name].shape)) for name in names}
+    return Moved(gathered, whole, manifest.sliced(slices))
+
+
+def experts_kept(manifest: Manifest) -> int:
+    """Bytes of the experts of the layer that has most, which an engine's rank keeps until all of them came."""
+    layers: Counter[str] = Counter()
+    for tensor in manifest.tensors:
+        layer, found, _ = tensor.name.partition(".experts.")
+        layers[layer] += tensor.nbytes if found else 0
+    return max(layers.values())
+
+
+def weights_loaded(manifest: Manifest) -> int:
+    """Weights that an engine's rank hands to vLLM's loaders, the experts of a layer in three stacks."""
+    names = [tensor.name for tensor in manifest.tensors]
+    return len({_EXPERT.sub(".experts.", name) for name in names})
 
 
 def _nothing(worker: int, **options: Any) -> None:
@@ -328,20 +424,21 @@ def counted(policy: Policy, generation: VllmGeneration, way: str) -> Counted:
 def measure(quick: bool) -> Iterator[Point]:
     """Model x ranks."""
     for name, layout in LAYOUTS.items():
-        manifest = manifest_of(layout.sizes)
+        manifest = manifest_of(layout)
         for ranks in QUICK_RANKS if quick else RANKS:
             yield _point(name, layout, manifest, ranks)
 
 
 def _point(name: str, layout: Layout, manifest: Manifest, ranks: int) -> Point:
-    wanted = slices_read(manifest, layout.sizes["num_key_value_heads"], layout.engine)
+    wanted = wanted_of(layout, manifest)
     policy, generation = driver_of(manifest, ranks, ranks // layout.engine, layout.engine, wanted)
     first = counted(policy, generation, "hand over")
     found = {way: counted(policy, generation, way) for way in ("hand over", "broadcast", "handles")}
     ours, apart, carried = found["hand over"], found["broadcast"], found["handles"]
     if max(ours.calls, apart.calls) > CALLS:
         raise RuntimeError(f"{ours.calls} calls a refit beside the policy and {apart.calls} apart from it: at most {CALLS} are allowed")
-    gathered, handed = moved(manifest, layout, wanted)
+    found_moved = moved(manifest, layout, wanted)
+    handed = found_moved.handed
     groups = handed.names_within(room(handed))
     posted = sum(len(_text(handed, group)) for group in groups)
     metrics = {
@@ -357,12 +454,14 @@ def _point(name: str, layout: Layout, manifest: Manifest, ranks: int) -> Point:
         "groups": Metric.of("groups that a rank posts", [len(groups)]),
         "posted_bytes": Metric.of("bytes that a rank writes into its mailbox", [posted]),
         "sliced_weights": Metric.of("weights that a rank hands over as slices", [len(handed.slices)]),
-        "gathered_bytes": Metric.of("bytes of weights that a rank gets from other ranks", [gathered]),
-        "gathered_bytes_whole": Metric.of(
-            "such bytes where engines take whole weights", [manifest.total_bytes * (layout.tensor - 1) // layout.tensor]
-        ),
+        "gathered_bytes": Metric.of("bytes of weights that a rank gets from other ranks", [found_moved.gathered]),
+        "gathered_bytes_whole": Metric.of("such bytes where engines take whole weights", [found_moved.gathered_whole]),
         "handed_bytes": Metric.of("bytes of weights that a rank hands over on its device", [handed.total_bytes]),
         "handed_bytes_whole": Metric.of("such bytes where engines take whole weights", [manifest.total_bytes]),
+        "experts_kept": Metric.of("bytes of a layer's experts that an engine's rank keeps until it has them", [experts_kept(handed)]),
+        "experts_kept_whole": Metric.of("such bytes where engines take whole weights", [experts_kept(manifest)]),
+        "weights_loaded": Metric.of("weights that an engine's rank hands to vLLM's loaders", [weights_loaded(manifest)]),
+        "weights": Metric.of("weights of the model", [len(manifest.tensors)]),
     }
     return Point({"model": name, "ranks": ranks, "engines": ranks // layout.engine}, metrics)
 

@@ -35,6 +35,11 @@ class Slice:
     start: int
     length: int
 
+    @classmethod
+    def all_of(cls, whole: Sequence[int]) -> Slice:
+        """Return all of a weight of shape ``whole``."""
+        return cls(0, 0, whole[0])
+
     @property
     def stop(self) -> int:
         """Index after the last one."""
@@ -97,9 +102,9 @@ class Reads:
             self._boxes.append(box)
 
     def slice_of(self, whole: Sequence[int]) -> Slice | None:
-        """The least slice that has all that was read; None where that is the whole weight, or nothing was read."""
+        """The least slice that has all that was read, of length 0 where nothing was; None where that is the whole weight."""
         if not self._boxes:
-            return None
+            return Slice(0, 0, 0) if whole else None
         spans = [range(min(span.start for span in along), max(span.stop for span in along)) for along in zip(*self._boxes, strict=True)]
         narrower = [dim for dim, (span, size) in enumerate(zip(spans, whole, strict=True)) if len(span) < size]
         if len(narrower) != 1:

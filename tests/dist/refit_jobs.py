@@ -27,7 +27,7 @@ from megarl.weight_sync.colocated import WeightReceiver, payload_for
 from megarl.weight_sync.handover import MailboxReader, mailbox_for
 from megarl.weight_sync.layout import checksum
 from megarl.weight_sync.manifest import Manifest, groups_within
-from megarl.weight_sync.slices import Slices, WantedSlices
+from megarl.weight_sync.slices import Slice, Slices, WantedSlices
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.dist import jobs
 from tests.dist.batches import make_batch
@@ -59,18 +59,17 @@ def transfer(worker: Any, receiver: WeightReceiver, budget: int) -> dict[str, to
 
 class Beside:
     """A rank of an engine beside each rank of the policy, a thread; on a CPU all of them read what the policy's rank 0 publishes, and of
-    slices, which ``slices`` says, what the first rank with the same shards does."""
+    slices, which ``slices`` says of the one of an engine's ``ranks`` that is here, what the first rank beside such a one does."""
 
-    def __init__(self, worker: Any, slices: Slices | None = None) -> None:
+    def __init__(self, worker: Any, slices: Slices | None = None, ranks: int = 1) -> None:
         self.worker = worker
         manifest = Manifest.from_description(worker.prepare_refit_info()).sliced(slices or {})
         self.receiver = WeightReceiver(manifest, torch.device("cpu"))
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, worker.mailbox())
         mailboxes = {device: handle for own in everybody for device, handle in own.items()}
-        groups = worker.backend.groups
-        assert len(mailboxes) == (groups.tensor_size if slices else 1), "one rank a host publishes, of slices one a shard"
-        self.mailbox = MailboxReader(mailbox_for(mailboxes, "CPU-engine", groups.tensor_rank), SESSION)
+        assert len(mailboxes) == (ranks if slices else 1), "one rank a host publishes, of slices one for each of an engine's ranks"
+        self.mailbox = MailboxReader(mailbox_for(mailboxes, "CPU-engine", dist.get_rank() % ranks), SESSION)
         self.received: dict[str, torch.Tensor] = {}
         dist.barrier()
 
@@ -117,26 +116,29 @@ def sliced_refits(config: Mapping[str, Any], wanted: Sequence[Slices], budget: i
     """Refits before and after a training step of engines whose ranks read ``wanted``, and one of engines that take whole weights.
 
     Returns:
-        ``names`` that came as slices; of each refit its ``version``, whether each weight was the ``same`` as the export's or its slice, and
-        the bytes that this rank ``gathered`` from others, sliced and whole; ``vocabularies``, how many matrices of it this rank's stage
-        has; whether engines that took whole weights afterwards got the same, and the names of slices among these.
+        ``names`` that came as slices; of each refit its ``version``, whether each weight was the ``same`` as the export's or its slice, the
+        bytes that it ``gathered`` from others within its stage, sliced and whole, those among them that were ``experts_gathered``, and the
+        bytes of all ``experts``; ``vocabularies``, how many matrices of it this rank's stage has; whether engines that took whole weights
+        afterwards got the same, and the names of slices among these.
     """
     worker = build(config)
-    worker.prepare_refit_info()
+    info = worker.prepare_refit_info()
     names = worker.send_slices(WantedSlices(tuple(wanted), {}))
-    groups = worker.backend.groups
-    slices = {name: wanted[groups.tensor_rank][name] for name in names}
-    beside, seen = Beside(worker, slices), []
+    groups, engine = worker.backend.groups, dist.get_rank() % len(wanted)
+    slices = {name: wanted[engine].get(name, Slice.all_of(info[name][0])) for name in names}
+    beside, seen = Beside(worker, slices, len(wanted)), []
     for step in range(2):
-        with gathered_bytes() as gathered:
+        with gathered_bytes(worker) as (gathered, of_experts):
             assert beside.refit(100 + step, budget) == ["", ""]
-        with gathered_bytes() as whole:
+        with gathered_bytes(worker) as (whole, _):
             exported = dict(_copies(worker))
         same = list(beside.received) == list(exported) and all(
             torch.equal(tensor, slices[name].of(exported[name]) if name in slices else exported[name])
             for name, tensor in beside.received.items()
         )
-        seen.append({"same": same, "version": beside.receiver.version, "gathered": sum(gathered), "gathered_whole": sum(whole)})
+        counts = {"gathered": sum(gathered), "gathered_whole": sum(whole), "experts_gathered": sum(of_experts)}
+        counts["experts"] = sum(tensor.nbytes for name, tensor in exported.items() if ".experts." in name)
+        seen.append({"same": same, "version": beside.receiver.version, **counts})
         rows = config["train_global_batch_size"]
         worker.train(data=jobs.my_share(worker, make_batch(rows, 13, seed=step), rows), loss_fn=NLLLoss())
     beside.close()
@@ -151,17 +153,29 @@ def sliced_refits(config: Mapping[str, Any], wanted: Sequence[Slices], budget: i
 
 
 @contextlib.contextmanager
-def gathered_bytes() -> Iterator[list[int]]:
-    """Bytes that each gather inside brings from other ranks."""
+def gathered_bytes(worker: Any) -> Iterator[tuple[list[int], list[int]]]:
+    """Bytes that each gather or broadcast inside brings from other ranks of the stage, and those among them of experts."""
     found: list[int] = []
-    gather = dist.all_gather_into_tensor
+    of_experts: list[int] = []
+    pipeline, experts = worker.backend.groups.pipeline, getattr(worker.backend, "experts", None)
+    expert_groups = [] if experts is None else [experts.tensor, experts.model, experts.tensor_and_model]
+    gather, broadcast = dist.all_gather_into_tensor, dist.broadcast
 
-    def counting(into: torch.Tensor, own: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        found.append(into.nbytes - own.nbytes)
-        return gather(into, own, *arguments, **options)
+    def note(nbytes: int, group: Any) -> None:
+        found.append(nbytes)
+        of_experts.extend([nbytes] if any(group is one for one in expert_groups) else [])
 
-    with mock.patch.object(dist, "all_gather_into_tensor", counting):
-        yield found
+    def gathering(into: torch.Tensor, own: torch.Tensor, group: Any = None, **options: Any) -> Any:
+        note(into.nbytes - own.nbytes, group)
+        return gather(into, own, group=group, **options)
+
+    def broadcasting(tensor: torch.Tensor, src: int, group: Any = None, **options: Any) -> Any:
+        if group is not pipeline:
+            note(tensor.nbytes if src != dist.get_rank() else 0, group)
+        return broadcast(tensor, src=src, group=group, **options)
+
+    with mock.patch.object(dist, "all_gather_into_tensor", gathering), mock.patch.object(dist, "broadcast", broadcasting):
+        yield found, of_experts
 
 
 def faulty(config: Mapping[str, Any], budget: int) -> list[list[str]]:
@@ -193,8 +207,9 @@ def faulty(config: Mapping[str, Any], budget: int) -> list[list[str]]:
     return said
 
 
-def exports_in_buckets(config: Mapping[str, Any], sizes: Sequence[int]) -> list[tuple[int, dict[str, torch.Tensor]]]:
-    """For each size of a bucket, in bytes: how many buckets this rank went through, and what came out."""
+def exports_in_buckets(config: Mapping[str, Any], sizes: Sequence[int]) -> list[tuple[int, int, dict[str, torch.Tensor]]]:
+    """For each size of a bucket, in bytes: how many buckets this rank went through, how many came by a broadcast from the one rank that has
+    their experts, and what came out."""
     worker = build(config)
     exported, set_out = [], weight_stream._set_out
     for nbytes in sizes:
@@ -212,7 +227,7 @@ def exports_in_buckets(config: Mapping[str, Any], sizes: Sequence[int]) -> list[
             jobs.gathers_in_their_rows(),
         ):
             weights = dict(_copies(worker))
-        exported.append((len(arrivals), weights))
+        exported.append((len(arrivals), sum(bucket.source is not None for bucket, *_ in arrivals), weights))
     worker.backend.close()
     return exported
 

@@ -83,10 +83,14 @@ def test_how_many_parameters_are_gathered_at_once_changes_no_bit(pool: WorkerPoo
     world, changes = SPARSE[layout]
     model = make_tiny(tmp_path / "model", "qwen3_moe_mixed", tied=False, seed=5, layers=4)
     weights = stored(model)
-    for exported in pool.run(world, refit_jobs.exports_in_buckets, configured("megatron", model, changes), [2**26, 10_000, 1]):
-        counts = [count for count, _ in exported]
-        assert counts == sorted(counts) and counts[0] < counts[1] < counts[2]
-        for _, found in exported:
+    sizes = [2**26, 40_000, 10_000, 1]
+    for exported in pool.run(world, refit_jobs.exports_in_buckets, configured("megatron", model, changes), sizes):
+        counts = [count for count, _, _ in exported]
+        assert counts == sorted(counts) and len(set(counts)) == len(sizes)
+        # all ranks' experts in rounds of one gather, until a round of one expert of each is more than a bucket
+        broadcasts = [count for _, count, _ in exported]
+        assert broadcasts[:2] == [0, 0] and all((count > 0) is ("ep" in changes) for count in broadcasts[2:])
+        for _, _, found in exported:
             assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
 
 

@@ -7,9 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.cases import messages
-from benchmarks.cases.messages import CALLS, LAYOUTS, LIFE, VERSION, Workers, counted, device, driver_of, manifest_of, moved, slices_read
+from benchmarks.cases.messages import (
+    CALLS,
+    LAYOUTS,
+    LIFE,
+    VERSION,
+    Workers,
+    counted,
+    device,
+    driver_of,
+    experts_kept,
+    manifest_of,
+    moved,
+    wanted_of,
+    weights_loaded,
+)
 from megarl.algorithms.refit import refit_policy_generation
 from megarl.errors import RefitError
 from megarl.models.engine.worker import EngineWorker
@@ -172,11 +187,13 @@ def test_ranks_that_chose_different_slices_are_a_defect() -> None:
         policy.send_slices(generation.slices_wanted())
 
 
-@pytest.mark.parametrize(("cuda", "tensor_size", "expected"), [(True, 1, 3), (True, 2, 3), (False, 4, 1), (False, 2, -1)])
-def test_the_engine_s_rank_beside_is_that_of_the_device_or_of_the_same_shard(cuda: bool, tensor_size: int, expected: int) -> None:
-    runtime = SimpleNamespace(is_cuda=cuda, identity=lambda: device(7))
-    groups = SimpleNamespace(tensor_rank=1, tensor_size=tensor_size)
-    worker: Any = SimpleNamespace(runtime=runtime, backend=SimpleNamespace(groups=groups))
+@pytest.mark.parametrize(("cuda", "ranks", "expected"), [(True, 8, 3), (False, 8, 1), (False, 6, -1)])
+def test_the_engine_s_rank_beside_is_that_of_the_device_or_of_the_place(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, ranks: int, expected: int
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+    worker: Any = SimpleNamespace(runtime=SimpleNamespace(is_cuda=cuda, identity=lambda: device(7)))
     assert EngineWorker._engine_rank_beside(worker, WantedSlices(SLICES, {device(7): 3})) == expected
     if cuda:
         assert EngineWorker._engine_rank_beside(worker, WantedSlices(SLICES, {device(6): 3})) == -1
@@ -186,12 +203,26 @@ def test_the_engine_s_rank_beside_is_that_of_the_device_or_of_the_same_shard(cud
 def test_nothing_comes_from_neighbours_where_both_sides_are_cut_alike(name: str, expected: int) -> None:
     """Of the 70B model, all weights but the norms of 80 layers and the last one."""
     layout = LAYOUTS[name]
-    manifest = manifest_of(layout.sizes)
-    wanted = slices_read(manifest, layout.sizes["num_key_value_heads"], layout.engine)
-    gathered, handed = moved(manifest, layout, wanted)
-    assert len(handed.slices) == expected
+    manifest = manifest_of(layout)
+    found = moved(manifest, layout, wanted_of(layout, manifest))
+    assert len(found.handed.slices) == expected
+    whole = sum(tensor.nbytes for tensor in manifest.tensors)
+    assert found.gathered_whole == pytest.approx(whole * (layout.tensor - 1) / layout.tensor, rel=1e-4)
     if expected:
         norms = sum(tensor.nbytes for tensor in manifest.tensors if "norm" in tensor.name)
-        assert gathered == 0 and sum(tensor.nbytes for tensor in handed.tensors) == norms + (manifest.total_bytes - norms) // layout.engine
+        handed = norms + (manifest.total_bytes - norms) // layout.engine
+        assert found.gathered == 0 and sum(tensor.nbytes for tensor in found.handed.tensors) == handed
     else:
-        assert gathered == sum(tensor.nbytes for tensor in manifest.tensors) // layout.tensor
+        assert found.gathered == found.gathered_whole
+
+
+@pytest.mark.parametrize("name", ["30B-A3B, divided alike", "30B-A3B, engine cut", "671B, divided alike"])
+def test_a_rank_gets_its_experts_and_those_from_nowhere_where_both_sides_divide_them_alike(name: str) -> None:
+    layout = LAYOUTS[name]
+    manifest = manifest_of(layout)
+    found = moved(manifest, layout, wanted_of(layout, manifest))
+    assert experts_kept(found.handed) * layout.engine == experts_kept(manifest) > 10**9
+    assert found.gathered == (0 if layout.divided else found.gathered_whole) and found.gathered_whole > 40 * 10**9
+    layers = layout.sizes["num_hidden_layers"] - layout.sizes.get("first_k_dense_replace", 0)
+    experts = sum(".experts." in tensor.name for tensor in manifest.tensors)
+    assert weights_loaded(manifest) == len(manifest.tensors) - experts + 3 * layers

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.errors import RefitError
+from megarl.weight_sync.layout import padded_bytes
 from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.slices import PartialWeight, Reads, Slice
 
@@ -135,17 +136,18 @@ def test_blocks_of_any_weight_are_those_of_the_whole(data: st.DataObject) -> Non
 @pytest.mark.parametrize(
     ("boxes", "whole", "expected"),
     [
-        ([], (4, 3), None),
+        ([], (4, 3), Slice(0, 0, 0)),
         ([(range(0, 4), range(0, 3))], (4, 3), None),
         ([(range(1, 3), range(0, 3))], (4, 3), Slice(0, 1, 2)),
         # read twice, as an embedding that is also the output layer
         ([(range(1, 2), range(0, 3)), (range(2, 4), range(0, 3))], (4, 3), Slice(0, 1, 3)),
         ([(range(0, 4), range(1, 2)), (range(1, 2), range(0, 3))], (4, 3), None),
         ([(range(1, 2), range(1, 2))], (4, 3), None),
-        ([(range(2, 2), range(0, 3))], (4, 3), None),
+        ([(range(2, 2), range(0, 3))], (4, 3), Slice(0, 0, 0)),
+        ([], (), None),
         ([()], (), None),
     ],
-    ids=["nothing", "all", "rows", "twice", "both-ways", "a-corner", "no-row", "scalar"],
+    ids=["nothing", "all", "rows", "twice", "both-ways", "a-corner", "no-row", "unread-scalar", "scalar"],
 )
 def test_what_is_read_is_the_least_slice_that_has_it(boxes: Any, whole: Any, expected: Slice | None) -> None:
     reads = Reads()
@@ -165,6 +167,22 @@ def test_a_loader_that_wants_a_value_gets_it_or_an_error() -> None:
         PartialWeight.of(whole[1:2].clone(), (4,), Slice(0, 1, 1))[0] = 1
     with pytest.raises(RefitError, match=r"a slice of shape \[2\] came where \[1\] was announced"):
         PartialWeight.of(whole[1:3].clone(), (4,), Slice(0, 1, 1))
+
+
+def not_mine(into: torch.Tensor, weight: torch.Tensor) -> None:
+    """The loader of an expert that another rank has."""
+    assert weight.dim() == 2 and weight.numel() and into.dim() == 2
+
+
+def test_of_a_weight_that_is_not_read_nothing_is_sent_and_what_stands_for_it_gives_no_value() -> None:
+    assert read_by(not_mine, (4, 3), (4, 3)) == Slice(0, 0, 0)
+    manifest = Manifest.from_description({"mine": ((4, 3), torch.float32), "another's": ((4, 3), torch.float32)})
+    sent = manifest.sliced({"another's": Slice(0, 0, 0)})
+    assert sent.total_bytes == padded_bytes(4 * 3 * 4)
+    part = PartialWeight.of(torch.empty(0, 3), (4, 3), Slice(0, 0, 0))
+    not_mine(torch.zeros(4, 3), part)
+    with pytest.raises(RefitError, match=r"the engine reads 0 to 4 of dimension 0 .* of which it had read 0 to 0"):
+        torch.zeros(4, 3).copy_(part)
 
 
 def test_a_manifest_says_what_travels_as_slices() -> None:

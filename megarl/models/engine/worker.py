@@ -481,7 +481,7 @@ class EngineWorker(ABC):
         return self._handing.mailbox()
 
     def send_slices(self, wanted: WantedSlices | None, first_rank_only: bool = False) -> list[str] | str:
-        """From now on hand to each rank of an engine its slice of the weights of which no rank needs another's shard. Collective.
+        """From now on hand to each rank of an engine what it reads of the weights. Collective.
 
         Args:
             wanted: what the ranks of the engines read; None where they take whole weights.
@@ -514,12 +514,11 @@ class EngineWorker(ABC):
         return [name for name, _, _ in manifest.slices]
 
     def _engine_rank_beside(self, wanted: WantedSlices) -> int:
-        """Return the rank of an engine that reads this rank's weights; -1 for none. On a CPU, where all of a host can, the one that reads
-        what the same tensor-parallel rank has."""
+        """Return the rank of an engine that reads this rank's weights; -1 for none. On a CPU, where all of a host can, the one that would
+        be on the same GPU: engines lie one after another over the policy's ranks."""
         if self.runtime.is_cuda:
             return wanted.devices.get(self.runtime.identity(), -1)
-        groups = self.backend.groups
-        return groups.tensor_rank if groups.tensor_size == len(wanted.ranks) else -1
+        return dist.get_rank() % len(wanted.ranks) if dist.get_world_size() % len(wanted.ranks) == 0 else -1
 
     def hand_over_weights(self, session: int, ticket: int, most: int | None = None) -> None:
         """Give the present weights to the ranks of engines beside this worker, each group when the one before the last was read.

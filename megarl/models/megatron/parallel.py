@@ -41,6 +41,7 @@ class ExpertGroups:
     Attributes:
         model: ranks that the experts are divided over.
         tensor: ranks that one expert is cut over.
+        tensor_and_model: ranks that have shards of any experts, those of one expert next to one another.
         same_sequences: ranks that hold parts of the same sequences, tensor and context parallel.
         replicas: data-parallel replicas whose tokens meet in the same experts, so that they have to go through the model in step; this
             process stands for its own among them. None when its replica stands alone.
@@ -48,6 +49,7 @@ class ExpertGroups:
 
     model: dist.ProcessGroup
     tensor: dist.ProcessGroup
+    tensor_and_model: dist.ProcessGroup
     same_sequences: dist.ProcessGroup
     replicas: dist.ProcessGroup | None
 
@@ -86,7 +88,8 @@ def expert_groups(groups: ParallelGroups) -> ExpertGroups:
         firsts = range(0, dist.get_world_size(), coupled * replica)
         members = [list(range(first + place, first + coupled * replica, replica)) for first in firsts for place in range(replica)]
         replicas, _ = dist.new_subgroups_by_enumeration(members)
-    return ExpertGroups(model, tensor, parallel_state.get_tensor_and_context_parallel_group(), replicas)
+    both = parallel_state.get_expert_tensor_and_model_parallel_group()
+    return ExpertGroups(model, tensor, both, parallel_state.get_tensor_and_context_parallel_group(), replicas)
 
 
 def initialize(sizes: ParallelSizes, timeout: datetime.timedelta = datetime.timedelta(minutes=10)) -> ParallelGroups:

@@ -7,11 +7,15 @@ thousands of tensors; Python for each of them would take longer than the copies,
 
 from __future__ import annotations
 
+import collections
+import enum
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,63 +36,52 @@ from megarl.weight_sync.layout import Copy
 from megarl.weight_sync.slices import Slice, Slices
 
 
-def assembly_of(rules: Sequence[Rule], shapes: Sequence[Sequence[int]], ranks: int, architecture: Architecture) -> UnshardPlan:
-    """The Hugging Face tensors of parameters whose shards lie one after the other, the same way on all ranks.
+def assembly_of(
+    rules: Sequence[Rule],
+    shapes: Sequence[Sequence[int]],
+    ranks: int,
+    architecture: Architecture,
+    *,
+    slices: Slices = MappingProxyType({}),
+    begins: Sequence[Mapping[int, int]] | None = None,
+) -> UnshardPlan:
+    """The Hugging Face tensors of parameters, or slices of them, out of shards that lie in one flat tensor.
 
     Args:
         rules: of the parameters.
         shapes: of a shard of each, the same on all ranks.
         ranks: that have shards.
         architecture: the model.
+        slices: that are wanted, by name; of the other tensors everything.
+        begins: of each parameter the element at which the shard of a rank begins, by rank; only of shards that are there. By default all
+            are, those of one rank one after the other, rank after rank.
 
     Raises:
         ConversionError: the shards do not have the shapes that the architecture asks for.
     """
-    return UnshardPlan(_wholes(rules, shapes, ranks, architecture))
+    if begins is None:
+        ends = list(itertools.accumulate(map(math.prod, shapes), initial=0))
+        begins = [{rank: rank * ends[-1] + begin for rank in range(ranks)} for begin in ends[:-1]]
+    return UnshardPlan(_tensors(rules, shapes, ranks, architecture, slices, begins))
 
 
-def _wholes(rules: Sequence[Rule], shapes: Sequence[Sequence[int]], ranks: int, architecture: Architecture) -> Iterator[FullTensor]:
-    lengths = [math.prod(shape) for shape in shapes]
-    of_rank = sum(lengths)
-    position = 0
-    for rule, shape, length in zip(rules, shapes, lengths, strict=True):
-        if rule.emits:
-            layouts = _layouts(rule, tuple(shape), ranks, architecture)
-            layouts = layouts[:1] if rule.kind is Kind.REPLICATED else layouts
-            for number, part in enumerate(rule.parts):
-                begins = range(position, position + len(layouts) * of_rank, of_rank)
-                places = zip(layouts, begins, strict=True)
-                yield FullTensor(
-                    part.name, part.shape, tuple(copy for layout, begin in places for copy in _copies(layout, number, part.shape, begin))
-                )
-        position += length
-
-
-def slices_of(
-    rules: Sequence[Rule], shapes: Sequence[Sequence[int]], rank: int, ranks: int, architecture: Architecture, slices: Slices
-) -> UnshardPlan:
-    """What an engine's rank reads of parameters, out of the shards of one rank, which has all of it (``is_cut_alike``).
-
-    Args:
-        rules, shapes, ranks, architecture: as ``assembly_of`` takes them.
-        rank: whose shards are there.
-        slices: that are read.
-    """
-    return UnshardPlan(_sliced(rules, shapes, rank, ranks, architecture, slices))
-
-
-def _sliced(
-    rules: Sequence[Rule], shapes: Sequence[Sequence[int]], rank: int, ranks: int, architecture: Architecture, slices: Slices
+def _tensors(
+    rules: Sequence[Rule],
+    shapes: Sequence[Sequence[int]],
+    ranks: int,
+    architecture: Architecture,
+    slices: Slices,
+    begins: Sequence[Mapping[int, int]],
 ) -> Iterator[FullTensor]:
-    position = 0
-    for rule, shape in zip(rules, shapes, strict=True):
-        if rule.emits:
-            layout = _layouts(rule, tuple(shape), ranks, architecture)[rank]
-            for number, part in enumerate(rule.parts):
-                where = slices.get(part.name)
-                read = part.shape if where is None else where.shape_of(part.shape)
-                yield FullTensor(part.name, read, tuple(_copies(layout, number, part.shape, position, where)))
-        position += math.prod(shape)
+    for rule, shape, there in zip(rules, shapes, begins, strict=True):
+        if not rule.emits:
+            continue
+        layouts = _layouts(rule, tuple(shape), ranks, architecture)
+        shards = sorted(there.items())[: 1 if rule.kind is Kind.REPLICATED else None]
+        for number, part in enumerate(rule.parts):
+            where = slices.get(part.name)
+            copies = (copy for rank, begin in shards for copy in _copies(layouts[rank], number, part.shape, begin, where))
+            yield FullTensor(part.name, part.shape if where is None else where.shape_of(part.shape), tuple(copies))
 
 
 def is_cut_alike(rule: Rule, layouts: Sequence[ShardLayout], wanted: Sequence[Slices]) -> bool:
@@ -107,8 +100,54 @@ def is_cut_alike(rule: Rule, layouts: Sequence[ShardLayout], wanted: Sequence[Sl
     )
 
 
+def _is_read(rule: Rule, slices: Slices) -> bool:
+    """Whether a rank of an engine reads anything of a parameter."""
+    return any(part.name not in slices or slices[part.name].length > 0 for part in rule.parts)
+
+
+class Reach(enum.IntEnum):
+    """How far the shards of a parameter travel within a pipeline stage."""
+
+    OWN = 0
+    """Nowhere: each rank has what is read beside it."""
+    TENSOR = 1
+    """To the ranks that it is cut over."""
+    ALL = 2
+    """There and, of an expert, to the ranks that experts are divided over."""
+
+
+class Beside(NamedTuple):
+    """Which shards a rank has, and which rank of an engine reads beside it; -1 for none."""
+
+    tensor: int
+    expert_tensor: int
+    owner: int
+    engine: int
+
+
+def reach_of(rule: Rule, owner: int, layouts: Sequence[ShardLayout], wanted: Sequence[Slices], everybody: Collection[Beside]) -> Reach:
+    """How far the shards of a parameter travel where each rank is to have what is read beside it.
+
+    Args:
+        rule: of the parameter.
+        owner: the expert-parallel rank that has an expert; not looked at for other parameters.
+        layouts: of the shards, by the rank of those that the parameter is cut over.
+        wanted: what each rank of an engine reads.
+        everybody: all ranks.
+    """
+    of_expert = is_expert(rule.megatron_name)
+    if of_expert and any(_is_read(rule, wanted[one.engine]) for one in everybody if one.owner != owner):
+        return Reach.ALL
+    having = [one for one in everybody if not of_expert or one.owner == owner]
+    beside = [layouts[one.expert_tensor if of_expert else one.tensor] for one in having]
+    alike = is_cut_alike(rule, beside, [wanted[one.engine] for one in having])
+    return Reach.OWN if alike else Reach.TENSOR
+
+
 def _has(layout: ShardLayout, number: int, whole: Sequence[int], where: Slice | None) -> bool:
     """Whether a shard has a slice of part ``number``, or all of it; where it does, its spans do not overlap."""
+    if where is not None and not where.length:
+        return True
     start, stop = (where.start, where.stop) if where is not None and where.dim == layout.axis else (0, whole[layout.axis])
     found = (min(span.stop, stop) - max(span.start, start) for span in layout.spans if span.part == number)
     return sum(count for count in found if count > 0) == stop - start
@@ -162,7 +201,7 @@ def _copies(layout: ShardLayout, number: int, whole: Sequence[int], begin: int, 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Entry: where one parameter stands: its pipeline stage, its expert-parallel rank (0 where all have it), and a rank's shard of it."""
+    """Where one parameter stands: its pipeline stage, its expert-parallel rank (0 where all have it), and a rank's shard of it."""
 
     rule: Rule
     stage: int
@@ -170,29 +209,77 @@ class _Entry:
     shape: torch.Size
     dtype: torch.dtype
 
+    @property
+    def name(self) -> str:
+        return self.rule.megatron_name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a shard."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+# A parameter and those that are gathered together with it, whatever is read of them: none, or as many experts of each rank that experts are
+# divided over
+_Unit = tuple[_Entry, ...]
+
 
 class _Bucket:
-    """Neighbouring parameters with the same ranks and dtype.
+    """Neighbouring parameters of one pipeline stage and dtype whose shards travel equally far.
+
+    Shards lie in rows of one length, a rank's shards in a row: those of all ranks that have some, of the one rank that has them, or of this
+    rank alone.
 
     Args:
         entries: the parameters.
-        ranks: that each is cut over.
+        reach: how far.
+        experts: the groups of experts, where the parameters are theirs; else None.
+        cut: the groups of the ranks that they are cut over.
         architecture: the model.
-        own: rank whose shards suffice, and what is read of them; None where all ranks' shards are gathered.
+        slices: that are read here, by name.
+
+    Attributes:
+        first: the first parameter.
+        rows, length: how many rows there are, and elements of each.
+        row, names: this rank's row, and its parameters in it.
+        source: expert-parallel rank that broadcasts; None where none does.
+        group: ranks whose rows are gathered then; None where there is one row.
+        unshard_plan: makes the tensors.
     """
 
-    def __init__(self, entries: Sequence[_Entry], ranks: int, architecture: Architecture, own: tuple[int, Slices] | None = None) -> None:
+    def __init__(
+        self,
+        entries: Sequence[_Entry],
+        reach: Reach,
+        experts: ExpertGroups | None,
+        cut: ParallelGroups | ExpertGroups,
+        architecture: Architecture,
+        slices: Slices,
+    ) -> None:
         self.first = entries[0]
-        self.ranks = ranks if own is None else 1
-        self.of_expert = is_expert(self.first.rule.megatron_name)
-        self.names = [entry.rule.megatron_name for entry in entries]
-        self.length = sum(entry.shape.numel() for entry in entries)
+        own = experts.model_rank if experts is not None else 0
+        shard_ranks = [cut.tensor_rank] if reach is Reach.OWN else list(range(cut.tensor_size))
+        owners, self.source, self.group = [own], None, cut.tensor if len(shard_ranks) > 1 else None
+        if reach is Reach.ALL and experts is not None and experts.model_size > 1:
+            owners = sorted({entry.owner for entry in entries})
+            if len(owners) == 1:
+                self.source = owners[0]
+            else:
+                self.group = experts.tensor_and_model
+        self.rows = len(owners) * len(shard_ranks)
+        # the row of a rank whose experts are not among these is that of the same shard of the one rank that has them
+        self.row = (owners.index(own) if own in owners else 0) * len(shard_ranks) + shard_ranks.index(cut.tensor_rank)
+        self.names = [entry.name for entry in entries if entry.owner == own]
+        [self.length] = {sum(entry.shape.numel() for entry in entries if entry.owner == owner) for owner in owners}
+        # element at which the next shard of an owner begins in the first of its rows
+        coming = {owner: index * len(shard_ranks) * self.length for index, owner in enumerate(owners)}
+        begins: list[dict[int, int]] = []
+        for entry in entries:
+            begins.append({rank: coming[entry.owner] + row * self.length for row, rank in enumerate(shard_ranks) if entry.owner in coming})
+            if entry.owner in coming:
+                coming[entry.owner] += entry.shape.numel()
         rules, shapes = [entry.rule for entry in entries], [entry.shape for entry in entries]
-        if own is None:
-            self.unshard_plan = assembly_of(rules, shapes, ranks, architecture)
-        else:
-            rank, slices = own
-            self.unshard_plan = slices_of(rules, shapes, rank, ranks, architecture, slices)
+        self.unshard_plan = assembly_of(rules, shapes, cut.tensor_size, architecture, slices=slices, begins=begins)
 
 
 @torch.no_grad()
@@ -205,7 +292,7 @@ def _set_out(
     *,
     everywhere: bool,
 ) -> InFlightBucket:
-    """Send a bucket to all ranks of its pipeline stage, or of all stages.
+    """Send a bucket to all ranks of its pipeline stage, or of all stages, that read of it.
 
     Args:
         bucket: which.
@@ -214,39 +301,30 @@ def _set_out(
         spare: memory for it.
         everywhere: to all stages.
     """
-    tensor_group = experts.tensor if bucket.of_expert else groups.tensor
     device = next(iter(held.values())).device
-    shards = spare.empty(bucket.ranks * bucket.length, bucket.first.dtype, device).view(bucket.ranks, bucket.length)
+    shards = spare.empty(bucket.rows * bucket.length, bucket.first.dtype, device).view(bucket.rows, bucket.length)
     pending: dist.Work | None = None
-    if groups.pipeline_rank == bucket.first.stage:
-        own = shards[dist.get_rank(tensor_group) if bucket.ranks > 1 else 0]
-        if not bucket.of_expert or experts.model_rank == bucket.first.owner:
+    # a rank may have none of the experts of a bucket that go nowhere
+    if bucket.length and groups.pipeline_rank == bucket.first.stage:
+        own = shards[bucket.row]
+        if bucket.names:
             torch.cat([held[name].flatten() for name in bucket.names], out=own)
             if len(own) != bucket.length:  # torch.cat resizes what it writes to
                 raise StateError(
                     f"{bucket.names[0]} or one of the {len(bucket.names) - 1} parameters behind it has changed its shape: make a new policy"
                 )
-        if bucket.of_expert and experts.model_size > 1:
-            dist.broadcast(own, src=dist.get_global_rank(experts.model, bucket.first.owner), group=experts.model)
-        if bucket.ranks > 1:
-            pending = dist.all_gather_into_tensor(shards.view(-1), own, group=tensor_group, async_op=True)
-    if everywhere and groups.pipeline_size > 1:
+        if bucket.source is not None:
+            pending = dist.broadcast(own, src=dist.get_global_rank(experts.model, bucket.source), group=experts.model, async_op=True)
+        if bucket.group is not None:
+            if pending is not None:
+                pending.wait()
+            pending = dist.all_gather_into_tensor(shards.view(-1), own, group=bucket.group, async_op=True)
+    if everywhere and groups.pipeline_size > 1 and bucket.length:
         if pending is not None:
             pending.wait()
         source = dist.get_global_rank(groups.pipeline, bucket.first.stage)
         pending = dist.broadcast(shards, src=source, group=groups.pipeline, async_op=True)
     return InFlightBucket(bucket.unshard_plan, shards, pending, spare)
-
-
-def engine_ranks(pairs: Sequence[tuple[int, int]], size: int) -> list[int]:
-    """The rank of an engine that reads beside the ranks with each of ``size`` shards; empty where that is none, or not one.
-
-    Args:
-        pairs: of each rank of the policy, which shard it has, and the rank of an engine that reads there, -1 for none.
-        size: of the shards.
-    """
-    beside = [{engine for shard, engine in pairs if shard == number} for number in range(size)]
-    return [engine for [engine] in beside] if all(len(found) == 1 and -1 not in found for found in beside) else []
 
 
 class WeightStream:
@@ -270,11 +348,13 @@ class WeightStream:
         self._places: dict[str, TensorPlace] = {}
         self._buckets: list[_Bucket] | None = None
         self._sliced: list[_Bucket] = []
-        self._entries: list[_Entry] = []
+        self._slices: Slices = {}
+        self._units: list[_Unit] = []
         self._all_alone = all(part.alone for part in hf_tensors(architecture))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hugging Face names and full tensors (in the parameters' dtype, on this rank's device), in the order of the mapping rules.
+        """Hugging Face names and full tensors (in the parameters' dtype, on this rank's device), in the order of the mapping rules. Of a
+        layer whose experts are divided over ranks and take more than a bucket, as many experts of each rank come together.
 
         Collective: all ranks take as many. Tensors are contiguous, and are nobody else's; but many lie in one storage, which is there for
         as long as one of them is kept. Memory beyond the model is at most five buckets of ``bucket_bytes`` (or of the largest
@@ -283,70 +363,59 @@ class WeightStream:
         return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=True)))
 
     def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> dict[str, Slice]:
-        """Choose the weights that ``sliced`` gives as slices: those of which each rank has in its own shard what the engine's rank beside
-        it reads. Collective; the weights were gone through once before.
+        """From now on give in ``sliced`` what the engine's rank beside each rank reads. Collective, after one pass through the weights.
 
-        A weight is gathered whole as before where that is not so on one rank, where ranks with the same shards stand beside ranks of
-        engines that read different slices, and where experts are divided over ranks.
+        A weight of which each rank has in its own shard what is read beside it is not gathered, and an expert of which nothing is read
+        beside the ranks that do not have it stays where it is. Others are gathered, and cut.
 
         Args:
             wanted: what each rank of an engine reads.
             beside: the engine's rank that reads here; -1 for none.
 
         Returns:
-            The slices that are read here; the same names on all ranks.
+            What is read here of all weights of which an engine's rank does not read all: the same names on all ranks. None of them where an
+            engine's rank reads beside some ranks only.
         """
-        everywhere = set.intersection(*(set(slices) for slices in wanted))
-        wanted = [{name: slices[name] for name in everywhere} for slices in wanted]
         if self._buckets is None:
             raise StateError("slices are chosen once the weights were gone through: take the refit info first")
-        ranks = dist.get_rank(self._groups.tensor), dist.get_rank(self._experts.tensor), beside
+        here = Beside(self._groups.tensor_rank, self._experts.tensor_rank, self._experts.model_rank, beside)
         everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, ranks)
-        of_tensor = engine_ranks([(tensor, engine) for tensor, _, engine in everybody], self._groups.tensor_size)
-        of_expert = engine_ranks([(tensor, engine) for _, tensor, engine in everybody], self._experts.tensor_size)
-        if self._experts.model_size > 1:
-            of_expert = []
-        pairs = []
-        for entry in self._entries:
-            engines = of_expert if is_expert(entry.rule.megatron_name) else of_tensor
-            pairs.append((entry, self._is_cut_alike(entry, wanted, engines)))
-        names = {part.name for entry, own in pairs if own and entry.rule.emits for part in entry.rule.parts}
-        slices = {name: where for name, where in wanted[beside].items() if name in names}
-        runs = (list(run) for _, run in itertools.groupby(pairs, key=lambda pair: (*self._ranks_of(pair[0]), pair[1])))
-        buckets = itertools.chain.from_iterable(in_buckets(run, self._bytes_in_stream, self._bucket_bytes) for run in runs)
-        self._sliced = [self._bucket([entry for entry, _ in bucket], slices if bucket[0][1] else None) for bucket in buckets]
-        return slices
+        dist.all_gather_object(everybody, here)
+        if any(one.engine < 0 for one in everybody):
+            return {}
+        shapes = {place.name: place.shape for part in hf_tensors(self._architecture) for place in part.places[:1]}
+        # the copies out of shards see a weight as a matrix
+        names = {name for slices in wanted for name in slices}
+        names -= {name for slices in wanted for name, where in slices.items() if where.dim and len(shapes[name]) > 2}
+        wanted = [{name: where for name, where in slices.items() if name in names} for slices in wanted]
+        self._slices = {name: wanted[beside].get(name, Slice.all_of(shapes[name])) for name in names}
+        self._sliced = self._in_buckets([(unit, self._reach(unit, wanted, set(everybody))) for unit in self._units], self._slices)
+        return dict(self._slices)
 
-    def _is_cut_alike(self, entry: _Entry, wanted: Sequence[Slices], beside: Sequence[int]) -> bool:
-        if not beside:
-            return False
-        layouts = _layouts(entry.rule, tuple(entry.shape), len(beside), self._architecture) if entry.rule.emits else []
-        return is_cut_alike(entry.rule, layouts, [wanted[rank] for rank in beside] if layouts else [])
-
-    def _bytes_in_stream(self, pair: tuple[_Entry, bool]) -> int:
-        entry, own = pair
-        return entry.shape.numel() * entry.dtype.itemsize if own else self._bytes_of_all_ranks(entry)
-
-    def _bucket(self, entries: Sequence[_Entry], slices: Slices | None) -> _Bucket:
-        """Return the bucket of neighbouring parameters, gathered from all ranks or with ``slices`` of this rank's shards alone."""
-        cut = self._cut(entries[0])
-        own = None if slices is None else (dist.get_rank(cut.tensor), slices)
-        return _Bucket(entries, cut.tensor_size, self._architecture, own)
+    def _reach(self, unit: _Unit, wanted: Sequence[Slices], everybody: Collection[Beside]) -> Reach:
+        """How far the shards of parameters travel that travel together."""
+        ranks = self._cut(unit[0]).tensor_size
+        layouts = (_layouts(entry.rule, tuple(entry.shape), ranks, self._architecture) for entry in unit)
+        return max(reach_of(entry.rule, entry.owner, own, wanted, everybody) for entry, own in zip(unit, layouts, strict=True))
 
     def sliced(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the engine's rank beside this one reads, in the order of all weights: slices of those that were agreed on, of which nothing
-        comes from tensor-parallel neighbours, and the others whole. Collective."""
-        return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=True, sliced=True)))
+        """What the engine's rank beside this one reads, in the order of all weights: slices of those that were agreed on, and the others
+        whole. Collective."""
+        return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=True, sliced=True)), self._slices)
 
     def of_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of all weights that this rank's pipeline stage has, in the same order. Collective among the ranks of the stage alone, but
         for the first time, when all ranks have to come."""
         return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=False)))
 
-    def _joined(self, gather_stream: GatherStream) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors with those that a family stores inside others put into these."""
-        return gather_stream if self._all_alone else join(gather_stream, self._architecture)
+    def _joined(self, gather_stream: GatherStream, slices: Slices = MappingProxyType({})) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the tensors with those that a family stores inside others put into these, and of these the slices."""
+        if self._all_alone:
+            return gather_stream
+        alone = {part.name for part in hf_tensors(self._architecture) if part.alone}
+        stored = {name: where for name, where in slices.items() if name not in alone}
+        joined = join(gather_stream, self._architecture)
+        return ((name, stored[name].of(tensor).contiguous() if name in stored else tensor) for name, tensor in joined)
 
     def names_by_stage(self) -> list[list[str]]:
         """The names that ``of_stage`` gives on each pipeline stage, without a look at a weight: the plan has them. Local.
@@ -362,7 +431,7 @@ class WeightStream:
         """Return what a stage exports, as tensors of names and shapes alone."""
         for bucket in self._buckets or ():
             if bucket.first.stage == stage:
-                yield from bucket.unshard_plan.tensors(torch.empty(bucket.ranks, bucket.length, dtype=bucket.first.dtype, device="meta"))
+                yield from bucket.unshard_plan.tensors(torch.empty(bucket.rows, bucket.length, dtype=bucket.first.dtype, device="meta"))
 
     def _arrivals(self, spare: SpareMemory, *, everywhere: bool, sliced: bool = False) -> Iterator[InFlightBucket]:
         """The buckets one after another, each set out when it is asked for."""
@@ -385,30 +454,63 @@ class WeightStream:
         if self._groups.pipeline_size > 1:
             stages = [None] * self._groups.pipeline_size
             dist.all_gather_object(stages, listing, group=self._groups.pipeline)
-        self._entries = [self._entry(rule, stages) for rule in all_rules(self._architecture)]
-        alike = (list(neighbours) for _, neighbours in itertools.groupby(self._entries, key=self._ranks_of))
-        buckets = itertools.chain.from_iterable(
-            in_buckets(neighbours, self._bytes_of_all_ranks, self._bucket_bytes) for neighbours in alike
-        )
-        return [self._bucket(entries, None) for entries in buckets]
+        entries = (self._entry(rule, stages) for rule in all_rules(self._architecture))
+        alike = itertools.groupby(entries, key=lambda entry: (entry.stage, is_expert(entry.name), entry.dtype))
+        self._units = list(itertools.chain.from_iterable(self._units_of(list(neighbours)) for _, neighbours in alike))
+        return self._in_buckets([(unit, Reach.ALL) for unit in self._units], {})
 
-    def _bytes_of_all_ranks(self, entry: _Entry) -> int:
-        size: int = entry.shape.numel() * entry.dtype.itemsize * self._cut(entry).tensor_size
-        return size
+    def _units_of(self, entries: Sequence[_Entry]) -> Iterator[_Unit]:
+        """Split neighbours into what is gathered together. Where experts are divided over ranks these are rounds of as many experts of each
+        rank, which one all-gather brings; where a single one of each rank takes more than a bucket, each comes by itself."""
+        rounds: dict[str, list[tuple[int, _Entry]]] = {}
+        if is_expert(entries[0].name) and self._experts.model_size > 1:
+            for place, entry in enumerate(entries):
+                rounds.setdefault(shift_expert(entry.name, -entry.owner * self._share), []).append((place, entry))
+        sizes = [sum(entry.nbytes for _, entry in alike) * self._experts.tensor_size for alike in rounds.values()]
+        if not rounds or max(sizes) > self._bucket_bytes:
+            yield from ((entry,) for entry in entries)
+            return
+        for several in in_buckets(zip(rounds.values(), sizes, strict=True), operator.itemgetter(1), self._bucket_bytes):
+            places = sorted(itertools.chain.from_iterable(alike for alike, _ in several), key=operator.itemgetter(0))
+            yield tuple(entry for _, entry in places)
+
+    def _in_buckets(self, units: Sequence[tuple[_Unit, Reach]], slices: Slices) -> list[_Bucket]:
+        """Put neighbours whose shards travel alike into buckets."""
+        found = []
+        for (_, of_experts, _, reach, _), run in itertools.groupby(units, key=lambda one: self._way(*one)):
+            experts = self._experts if of_experts else None
+            for several in in_buckets(run, lambda one: self._bytes_in_stream(*one), self._bucket_bytes):
+                entries = [entry for unit, _ in several for entry in unit]
+                found.append(_Bucket(entries, reach, experts, self._cut(entries[0]), self._architecture, slices))
+        return found
+
+    def _way(self, unit: _Unit, reach: Reach) -> tuple[Any, ...]:
+        """What neighbours have in common that come together; of those that all take from one rank that has them, also that rank."""
+        owners = sorted({entry.owner for entry in unit}) if reach is Reach.ALL else ()
+        return unit[0].stage, is_expert(unit[0].name), unit[0].dtype, reach, owners
+
+    def _bytes_in_stream(self, unit: _Unit, reach: Reach) -> int:
+        """Bytes on a rank of the shards that come to it."""
+        owners: collections.Counter[int] = collections.Counter()
+        for entry in unit:
+            owners[entry.owner] += entry.nbytes
+        ranks = 1 if reach is Reach.OWN else self._cut(unit[0]).tensor_size
+        return ranks * (owners.total() if reach is Reach.ALL else max(owners.values()))
+
+    @property
+    def _share(self) -> int:
+        """Experts of a rank."""
+        return (self._chunks[0].config.num_moe_experts or 0) // self._experts.model_size
 
     def _entry(self, rule: Rule, stages: Sequence[dict[str, Any]]) -> _Entry:
         """Return where a parameter stands. An expert that another rank holds has the shape of this rank's expert in its place."""
         name, owner = rule.megatron_name, 0
         if is_expert(name):
-            share = (self._chunks[0].config.num_moe_experts or 0) // self._experts.model_size
-            owner = expert_index(name) // share
-            name = shift_expert(name, (self._experts.model_rank - owner) * share)
+            owner = expert_index(name) // self._share
+            name = shift_expert(name, (self._experts.model_rank - owner) * self._share)
         stage = next(index for index, listing in enumerate(stages) if name in listing)
         shape, dtype = stages[stage][name]
         return _Entry(rule, stage, owner, torch.Size(shape), dtype)
 
-    def _cut(self, entry: _Entry) -> Any:
-        return self._experts if is_expert(entry.rule.megatron_name) else self._groups
-
-    def _ranks_of(self, entry: _Entry) -> tuple[Any, ...]:
-        return entry.stage, entry.owner, is_expert(entry.rule.megatron_name), entry.dtype
+    def _cut(self, entry: _Entry) -> ParallelGroups | ExpertGroups:
+        return self._experts if is_expert(entry.name) else self._groups

@@ -232,9 +232,9 @@ class VllmGeneration(RolloutEngine):
         return self._met[1]
 
     def slices_wanted(self) -> WantedSlices | None:
-        """What the ranks of the engines read, as vLLM's loaders were seen to do; None for engines of one rank, which read all, and of
-        several stages. Asked of the engines once."""
-        if self._ranks == 1 or self._ranks != self.cfg["vllm_cfg"]["tensor_parallel_size"]:
+        """What the ranks of the engines read, as vLLM's loaders were seen to do; None for engines of one rank, which read all. Asked of the
+        engines once."""
+        if self._ranks == 1:
             return None
         if self._wanted is None:
             engines = self._all("slices_read")
