@@ -46,6 +46,7 @@ class EngineMemory:
         token: keys and values of one token.
         share: the budget in words.
         rest: what else the engine takes of it: counters of its sampler, CUDA graphs.
+        experts: its part of the routed experts of one layer.
     """
 
     weights: int
@@ -53,6 +54,7 @@ class EngineMemory:
     token: int
     share: str
     rest: int = 0
+    experts: int = 0
 
     @property
     def cached_tokens(self) -> int:
@@ -109,8 +111,6 @@ def device_ledger(
     slots = 2 * max(SLOT_BYTES, largest) if configured is None else int(configured * GIB)
     gathered = max(GATHERED_BYTES, largest) if configured is None else 0
     rest *= 1 + len(beside)
-    # vLLM takes the experts of a layer whole, also those that other ranks keep, and loads the layer when it has all
-    experts = expert_layer_parameters(facts, 1, 1) * BYTES[policy["precision"]]
     resumed, trained = rest + rank.weights + rank.gradients + rank.optimizer, rest + rank.peak
     parameters = rest + rank.weights
     return [
@@ -118,7 +118,8 @@ def device_ledger(
         Moment("policy built, resumed", resumed, 0),
         Moment("engine starts, policy has left", rest, engine.budget),
         Moment("engine sleeps, parameters are back", parameters, ENGINE_REST),
-        Moment("refit", parameters, ENGINE_REST + engine.weights + experts, slots + gathered),
+        # vLLM keeps what its rank has of a layer's experts until all of them came, and then loads them into a new layer
+        Moment("refit", parameters, ENGINE_REST + engine.weights + 2 * engine.experts, slots + gathered),
         Moment("generation", rest, engine.budget, slots),
         Moment("log-probabilities", parameters + rank.scoring, ENGINE_REST, slots),
         Moment("training", trained, ENGINE_REST, slots),

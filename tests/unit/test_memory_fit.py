@@ -138,13 +138,14 @@ def test_an_engine_that_no_node_holds_is_divided_over_nodes() -> None:
     assert len(caught.value.violations) == 1
 
 
-def test_the_refit_of_a_mixture_has_a_layer_of_whole_experts() -> None:
+def test_the_refit_of_a_mixture_has_the_engine_s_part_of_a_layer_s_experts_twice() -> None:
     config = config_of("grpo-qwen3-30b-a3b-2x8gpu-megatron")
     facts = facts_of(KNOWN_MODELS["Qwen/Qwen3-30B-A3B"])
     ranks = memory_of_run(config)[1]
     sleeps, refit = ledger(config, facts, ranks)[3:5]
     engine = memory_of_engine(config, facts)
-    assert refit.engine - sleeps.engine == engine.weights + 128 * 3 * 2048 * 768 * 2
+    tensor = config["policy"]["generation"]["vllm_cfg"]["tensor_parallel_size"]
+    assert refit.engine - sleeps.engine == engine.weights + 2 * 128 * 3 * 2048 * 768 * 2 // tensor and tensor > 1
 
 
 def test_communicators_are_counted_by_hand() -> None:

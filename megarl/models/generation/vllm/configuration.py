@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.config.arithmetic import divisors_near, each_of, multiples_near
 from megarl.config.defaults import fill
-from megarl.config.memory import BYTES
+from megarl.config.memory import BYTES, expert_layer_parameters
 from megarl.config.memory_run import GIB, GRAPHS, EngineMemory, device_gib, model_parameters
 from megarl.config.model_facts import ModelFacts
 from megarl.config.rules.generation import LONGEST
@@ -121,7 +121,9 @@ def engine_memory(generation: Mapping[str, Any], cluster: Mapping[str, Any], fac
         parameters = -(-of_layers * layers // facts.num_layers) + vocabulary
     counters = 4 * (generation.get("vllm_kwargs") or {}).get("max_num_seqs", MAX_NUM_SEQS) * facts.vocab_size
     rest = counters + GRAPHS * (not settings.get("enforce_eager"))
-    return EngineMemory(parameters * element, budget, layers * _cached_width(facts, tensor) * element, share, rest)
+    # divided over the ranks or cut over them
+    experts = expert_layer_parameters(facts, 1, tensor) * element
+    return EngineMemory(parameters * element, budget, layers * _cached_width(facts, tensor) * element, share, rest, experts)
 
 
 def _cached_width(facts: ModelFacts, tensor: int) -> int:
