@@ -53,6 +53,11 @@ CASES = {
         "all weights of mixtures of 12 and 125 experts a layer, about as many bytes, against one flat copy",
         "benchmarks.cases.refit_export",
     ),
+    "refit.load": Case(
+        "host seconds of loading experts into vLLM's model at a refit, a layer's together against one weight after another; needs vLLM",
+        "benchmarks.cases.refit_load",
+        by_name=True,
+    ),
     "messages": Case(
         "messages and bytes of driver and ranks of a refit at 8 to 1,024 ranks, counted; fails above its bounds",
         "benchmarks.cases.messages",

@@ -73,6 +73,11 @@ class Layout:
     expert: int = 1
     divided: bool = False
 
+    @property
+    def mixture(self) -> int:
+        """Experts of a layer; 0 for a dense model."""
+        return int(self.sizes.get("num_experts", self.sizes.get("n_routed_experts", 0)))
+
 
 _30B_A3B = {
     "vocab_size": 151_936,
@@ -127,7 +132,6 @@ LAYOUTS = {
     "30B-A3B, divided alike": Layout(4, 4, _30B_A3B, "Qwen3MoeConfig", expert=4, divided=True),
     "30B-A3B, engine cut": Layout(1, 4, _30B_A3B, "Qwen3MoeConfig", expert=8),
     "671B, divided alike": Layout(1, 8, _671B, "DeepseekV3Config", expert=8, divided=True),
-    "671B, divided more": Layout(1, 8, _671B, "DeepseekV3Config", expert=16, divided=True),
 }
 
 
@@ -152,7 +156,7 @@ def manifest_of(layout: Layout) -> Manifest:
 
 def wanted_of(layout: Layout, manifest: Manifest) -> tuple[dict[str, Slice], ...]:
     """What each rank of an engine reads; ``slices_read``."""
-    experts = layout.sizes.get("num_experts", layout.sizes.get("n_routed_experts", 0)) if layout.divided else 0
+    experts = layout.mixture * layout.divided
     return slices_read(manifest, layout.sizes["num_key_value_heads"], layout.engine, experts) if layout.engine > 1 else ({},)
 
 
@@ -293,6 +297,12 @@ class Workers:
         answer = self.answers.get(method, _nothing)
         return [functools.partial(answer, worker, **options) for worker in range(self.count)]
 
+    def run_single_worker_single_data(self, method: str, worker: int, **options: Any) -> Any:
+        """Call one worker."""
+        self.calls[method] += 1
+        self.sent += len(pickle.dumps(options))
+        return functools.partial(self.answers.get(method, _nothing), worker, **options)
+
     def get_all_worker_results(self, futures: list[Any]) -> list[Any]:
         """Let the workers answer."""
         answers = [future() for future in futures]
@@ -339,8 +349,11 @@ def driver_of(
     policy's ranks send."""
     from megarl.models.generation.vllm.generation import VllmGeneration
     from megarl.models.policy.lm_policy import Policy
+    from megarl.weight_sync.slices import slices_digest
 
     policy, generation = object.__new__(Policy), object.__new__(VllmGeneration)
+    slices = slices or ({},) * engine_ranks
+    digests = [slices_digest(own) for own in slices]
     policy.worker_group = Workers(  # type: ignore[assignment]
         ranks,
         {
@@ -354,9 +367,8 @@ def driver_of(
     generation.worker_group = Workers(  # type: ignore[assignment]
         engines,
         {
-            "slices_read": lambda engine: [
-                (device(engine * engine_ranks + rank), {name: where.plain() for name, where in (slices[rank] if slices else {}).items()})
-                for rank in range(engine_ranks)
+            "slices_read": lambda engine, as_digest=False: [
+                (device(engine * engine_ranks + rank), digests[rank] if as_digest else slices[rank]) for rank in range(engine_ranks)
             ],
             **{name: lambda engine, **options: VERSION for name in ("update_from_policy", "update_from_broadcast", "update_from_handles")},
         },
@@ -422,10 +434,13 @@ def counted(policy: Policy, generation: VllmGeneration, way: str) -> Counted:
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Model x ranks."""
-    for name, layout in LAYOUTS.items():
+    """Model x ranks; of mixtures, whose many weights take minutes, the most ranks alone, and in a quick run the first of them."""
+    dense = [name for name, layout in LAYOUTS.items() if not layout.mixture]
+    mixtures = [name for name, layout in LAYOUTS.items() if layout.mixture]
+    for name in [*dense, *(mixtures[:1] if quick else mixtures)]:
+        layout = LAYOUTS[name]
         manifest = manifest_of(layout)
-        for ranks in QUICK_RANKS if quick else RANKS:
+        for ranks in RANKS[-1:] if layout.mixture else QUICK_RANKS if quick else RANKS:
             yield _point(name, layout, manifest, ranks)
 
 

@@ -90,6 +90,11 @@ def names_digest(names: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
+def slices_digest(slices: Slices) -> str:
+    """SHA-256 over the slices of a rank, in any order, in hexadecimal."""
+    return names_digest([f"{name} {slices[name].plain()}" for name in sorted(slices)])
+
+
 class Reads:
     """Which elements of a weight are read, as a loader is seen to read them."""
 

@@ -155,25 +155,30 @@ def test_slices_are_agreed_on_once_and_anew_with_other_engines() -> None:
     def asked() -> tuple[int, ...]:
         return ours.calls["send_slices"], ours.calls["mailbox"], *(theirs.calls[name] for name in ("slices_read", "take_slices", "meet"))
 
-    assert asked() == (1, 1, 1, 1, 1)
+    # of all engines a digest, and of one what it stands for
+    assert asked() == (1, 1, 2, 1, 1)
     assert generation.slices_wanted() == WantedSlices(SLICES, {device(rank): rank % 4 for rank in range(8)})
     generation._start = lambda: theirs  # type: ignore[assignment,return-value]
     generation.restart()
     refit_policy_generation(policy, generation, colocated_inference=True)
     # the policy knows what they read, and has the same mailboxes
-    assert asked() == (1, 1, 2, 2, 2)
+    assert asked() == (1, 1, 4, 2, 2)
     with patched((generation, "slices_wanted", lambda: None)):
         refit_policy_generation(policy, generation, colocated_inference=True)
-    assert asked() == (2, 2, 2, 3, 3)
+    assert asked() == (2, 2, 4, 3, 3)
     refit_policy_generation(policy, generation, colocated_inference=True)
-    assert asked() == (3, 3, 2, 4, 4)
+    assert asked() == (3, 3, 4, 4, 4)
 
 
 def test_engines_that_read_different_slices_and_those_of_one_rank_get_whole_weights() -> None:
     policy, generation = driver_of(WEIGHTS, 8, 2, 4, SLICES)
     theirs = workers_of(policy, generation)[1]
     read = theirs.answers["slices_read"]
-    theirs.answers = {**theirs.answers, "slices_read": lambda engine: read(engine) if engine else [(name, {}) for name, _ in read(engine)]}
+
+    def other(engine: int, **options: Any) -> Any:
+        return read(engine, **options)[:: -1 if engine else 1]
+
+    theirs.answers = {**theirs.answers, "slices_read": other}
     assert generation.slices_wanted() is None
     policy, generation = driver_of(WEIGHTS, 8, 8, 1)
     assert generation.slices_wanted() is None and workers_of(policy, generation)[1].calls["slices_read"] == 0

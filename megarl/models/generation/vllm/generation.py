@@ -25,7 +25,7 @@ from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationO
 from megarl.models.generation.stopping import stop_strings_of_rows
 from megarl.models.generation.vllm.options import completed, ranks_of
 from megarl.weight_sync.manifest import Manifest
-from megarl.weight_sync.slices import Slice, WantedSlices
+from megarl.weight_sync.slices import WantedSlices, slices_digest
 
 if TYPE_CHECKING:
     import ray
@@ -237,13 +237,16 @@ class VllmGeneration(RolloutEngine):
         if self._ranks == 1:
             return None
         if self._wanted is None:
-            engines = self._all("slices_read")
-            ranks = [tuple({name: Slice(*where) for name, where in slices.items()} for _, slices in engine) for engine in engines]
-            if any(other != ranks[0] for other in ranks):
+            # hundreds of engines of thousands of experts would each say the same in megabytes
+            engines = self._all("slices_read", as_digest=True)
+            [first] = self._results([self.worker_group.run_single_worker_single_data("slices_read", 0)])
+            ranks = tuple(slices for _, slices in first)
+            digests = [slices_digest(slices) for slices in ranks]
+            if any([digest for _, digest in engine] != digests for engine in engines):
                 logger.warning("engines of one model read different slices of its weights, and get whole ones")
-                ranks = [({},) * self._ranks]
+                ranks = ({},) * self._ranks
             devices = {device: rank for engine in engines for rank, (device, _) in enumerate(engine)}
-            self._wanted = WantedSlices(ranks[0], devices)
+            self._wanted = WantedSlices(ranks, devices)
         return self._wanted if any(self._wanted.ranks) else None
 
     def take_slices(self, names: Sequence[str]) -> None:

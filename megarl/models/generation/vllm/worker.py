@@ -33,6 +33,7 @@ from megarl.models.generation.vllm.nodes import Follower, Part
 from megarl.models.generation.vllm.options import engine_options, ranks_of
 from megarl.models.generation.vllm.requests import answer_of, assembled, requests_of, seed_of_call
 from megarl.models.generation.vllm.worker_extension import Failure
+from megarl.weight_sync.slices import Slice, Slices, slices_digest
 
 
 def devices_of_places(first: int, count: int, share: float, timeout_s: float = 300.0) -> list[str]:
@@ -232,9 +233,13 @@ class VllmGenerationWorker:
         """Have each of vLLM's ranks find the mailbox of the policy's rank on its device."""
         self._call("megarl_meet", mailboxes=mailboxes, session=session)
 
-    def slices_read(self) -> list[tuple[str, dict[str, list[int]]]]:
-        """Of each of vLLM's ranks, the identity of its device and the slices of the weights that it reads."""
-        return [(device, dict(slices)) for device, slices in self._engine.call("collective_rpc", "megarl_slices_read")]
+    def slices_read(self, as_digest: bool = False) -> list[tuple[str, Slices | str]]:
+        """Of each of vLLM's ranks, the identity of its device and the slices of the weights that it reads, or ``slices_digest`` of them."""
+        found: list[tuple[str, Slices | str]] = []
+        for device, plain in self._engine.call("collective_rpc", "megarl_slices_read"):
+            slices = {name: Slice(*where) for name, where in plain.items()}
+            found.append((device, slices_digest(slices) if as_digest else slices))
+        return found
 
     def take_slices(self, names: list[str]) -> None:
         """Have all of vLLM's ranks take these weights as slices from now on."""
