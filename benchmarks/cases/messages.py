@@ -288,8 +288,8 @@ class Workers:
     sent: int = 0
     heard: int = 0
 
-    def run_all_workers_single_data(self, method: str, **options: Any) -> list[Any]:
-        """Call all workers."""
+    def run_all_workers_single_data(self, method: str, run_rank_0_only_axes: Sequence[str] = (), **options: Any) -> list[Any]:
+        """Call all workers: each is its engine's only node."""
         self.calls[method] += 1
         for value in options.values():
             plain = value is None or isinstance(value, bool | int | float | str)
