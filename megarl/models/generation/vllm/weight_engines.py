@@ -76,6 +76,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             self._abandon()
         if self._stacks is None:
             self._stacks = ExpertStacks(self.model, self._tensors, self._reads_of_weights())
+        # a tied head is one with the embedding here, and has a tensor of its own while a reload is under way
+        present = {name for name, _ in self.model.named_parameters()}
         self._loaded: set[str] = set()
         if self.device.type == "cpu":
             _set_experts_up_anew(self.model)
@@ -85,7 +87,7 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             self._abandon_after(error)
             raise
         # as loaders see the model: what a layer makes of its weights, such as latent attention, is a parameter only afterwards
-        self._expected = {name for name, _ in self.model.named_parameters()}
+        self._expected = present & {name for name, _ in self.model.named_parameters()}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As vLLM's own. Of a refit that was given up vLLM learns by an error: nothing else ends one before its finish."""
