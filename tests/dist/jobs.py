@@ -14,9 +14,11 @@ from converters.mapping.shards import load_shard
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import MegarlError
 from megarl.models.engine import decoding
-from megarl.models.megatron import hf_state, settings
+from megarl.models.engine.graphs import Graphs
+from megarl.models.megatron import generation, hf_state, settings
 from megarl.models.policy.batch_plan import Phase, ShardedBatch, shard_batch
 from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
+from tests.recording import OperationCount, TapeCapture
 
 
 @contextlib.contextmanager
@@ -137,6 +139,49 @@ def generate(config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool, 
                 }
             )
     return {"rows": rows}
+
+
+def generate_recorded(config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool) -> dict[str, Any]:
+    """``generate`` whose steps are recorded and run from the recording, at several sizes of the cache; with how many were, and whether the
+    last call still recorded."""
+    with recorded_steps(checked=dist.get_world_size() == 1) as graphs:
+        result = generate(config, batch, greedy)
+    capture = graphs[-1].capture
+    counts = (capture.recorded, capture.replayed) if isinstance(capture, TapeCapture) else None
+    return {**result, "recorded and replayed": counts}
+
+
+@contextlib.contextmanager
+def recorded_steps(*, checked: bool) -> Iterator[list[Graphs]]:
+    """Inside, Megatron's steps are recorded as on a CUDA device."""
+    made: list[Graphs] = []
+
+    def graphs_on(device: torch.device, refusal: str | None = None) -> Graphs:
+        made.append(Graphs(None if refusal else TapeCapture(checked=checked)))
+        return made[-1]
+
+    with mock.patch.object(generation, "graphs_on", graphs_on), mock.patch.object(generation, "FEWEST_POSITIONS", 4):
+        yield made
+
+
+def operations_of_a_token(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, float]:
+    """Operations and replays of one more token of all rows, ``recorded`` and ``not recorded``."""
+    worker = MegatronPolicyWorker(config, None, init_optimizer=False, init_reference_model=False)
+
+    def count(tokens: int) -> int:
+        worker.backend.policy["generation"]["max_new_tokens"] = tokens
+        with OperationCount() as operations:
+            worker.generate(data=BatchedDataDict(batch), greedy=False)
+        return operations.count
+
+    # no size of the cache begins between them
+    fewer, more = (tokens - int(batch["input_lengths"].max()) for tokens in (20, 30))
+    plain = (count(more) - count(fewer)) / (more - fewer)
+    with recorded_steps(checked=False) as graphs:
+        outside = (count(more) - count(fewer)) / (more - fewer)
+    replays = [graph.capture.replayed for graph in graphs]
+    worker.backend.close()
+    return {"not recorded": plain, "recorded": outside + (replays[0] - replays[1]) / (more - fewer)}
 
 
 def loaded(config: Mapping[str, Any]) -> tuple[list[str], dict[str, torch.Tensor]]:

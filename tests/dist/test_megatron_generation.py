@@ -86,6 +86,34 @@ def test_an_interleaved_pipeline_generates(pool: WorkerPool, tiny_models: dict[s
         check_logprobs(result["rows"])
 
 
+RECORDED = {"alone": (1, {}), "tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2}), "pp2-vpp2": (2, {"pp": 2, "vpp": 2})}
+
+
+@newest_megatron(layout=["alone"])
+@pytest.mark.parametrize("layout", RECORDED)
+def test_recorded_steps_give_the_same_answers(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
+    """Steps depend on nothing but tensors that stay where they are, as a CUDA graph wants it, while rows leave and batches follow one
+    another. Alone, no step reads a number from the device, or has a shape that depends on one."""
+    world, changes = RECORDED[layout]
+    model, batch = tiny_models["qwen3-tied-four" if "pp" in changes else "qwen3"], prompts(11)
+    options = {"temperature": 1.3, "generation": {"stop_token_ids": list(range(2, 100, 9)), "max_new_tokens": 20}}
+    for greedy in (False, True):
+        [plain] = pool.run(1, jobs.generate, policy_config(model, **options), batch, greedy)
+        for result in pool.run(world, jobs.generate_recorded, policy_config(model, **options, **changes), batch, greedy):
+            assert [row["ids"] for row in result["rows"]] == [row["ids"] for row in plain["rows"]]
+            check_logprobs(result["rows"])
+            recorded, replayed = result["recorded and replayed"]
+            assert replayed > recorded > 1
+
+
+@newest_megatron
+def test_a_recorded_token_takes_few_launches(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
+    """A replay is one. Not recorded, a model of three layers launches ten times as many as are allowed here."""
+    config = policy_config(tiny_models["qwen3"], generation={"stop_token_ids": []})
+    [operations] = pool.run(1, jobs.operations_of_a_token, config, prompts(4))
+    assert operations["recorded"] < 20 < operations["not recorded"] / 5
+
+
 def check_logprobs(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         torch.testing.assert_close(row["logprobs"], row["recomputed"], atol=1e-5, rtol=0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from megarl.checkpoint.staged_file import open_memory
 from megarl.distributed.allocator import fast_pinning
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import FULL_FLOAT32, runtime
+from megarl.models.engine.graphs import Graphs
+from megarl.models.megatron import generation
 from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 from megarl.patched import patched
 from megarl.weight_sync.broadcast import WeightListener
@@ -91,6 +94,39 @@ def greedy(config: Mapping[str, Any], batch: Batch, backend: str = "megatron") -
     recomputed = worker.get_logprobs(data=BatchedDataDict(again))["logprobs"]
     worker.backend.close()
     return {**dict(output), "recomputed": recomputed}
+
+
+def with_and_without_graphs(config: Mapping[str, Any], batch: Batch, trained: Batch) -> list[dict[str, Any]]:
+    """What the worker samples by CUDA graphs and without, before and after a step of training and a way to the host and back: tokens,
+    log-probabilities, milliseconds a step, and whether graphs were recorded until the end."""
+    worker = build(config, init_reference_model=False)
+    seen = []
+    for _ in range(2):
+        for wanted in (True, False):
+            with generating(graphs=wanted) as made, worker.backend.runtime.timed() as watch:
+                output = worker.generate(data=BatchedDataDict(batch), greedy=False)
+            milliseconds = watch.seconds * 1000 / int(output["generation_lengths"].max())
+            seen.append({**dict(output), "ms a token": milliseconds, "recorded": made[-1].capture is not None})
+        _steps(worker, [trained])
+        worker.offload_before_refit()
+        worker.offload_after_refit()
+        worker.prepare_for_training()
+    worker.backend.close()
+    return seen
+
+
+@contextlib.contextmanager
+def generating(*, graphs: bool) -> Iterator[list[Graphs]]:
+    """Inside, Megatron decodes with graphs, as it does by itself, or without; gives the graphs of each call."""
+    made: list[Graphs] = []
+    by_itself = generation.graphs_on
+
+    def graphs_on(*arguments: Any) -> Graphs:
+        made.append(by_itself(*arguments) if graphs else Graphs())
+        return made[-1]
+
+    with patched((generation, "graphs_on", graphs_on)):
+        yield made
 
 
 def train(config: Mapping[str, Any], batches: list[Batch]) -> dict[str, Any]:

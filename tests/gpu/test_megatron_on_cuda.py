@@ -143,6 +143,24 @@ def test_greedy_answers_equal_transformers(cuda: DeviceProcess, tiny_models: dic
     torch.testing.assert_close(output["logprobs"][answered], output["recomputed"][answered], atol=1e-4, rtol=0)
 
 
+def test_cuda_graphs_change_no_answer(cuda: DeviceProcess, tiny_models: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Sampled answers of several batches, in float32; graphs are recorded anew after the weights have changed and moved."""
+    batch = {key: value for key, value in make_batch(rows=40, length=9, seed=5).items() if key in ("input_ids", "input_lengths")}
+    batch["sampling_seeds"] = torch.arange(40) + 3
+    config = policy_config(tiny_models["qwen3"], generation={"stop_token_ids": [2], "max_new_tokens": 300}, max_length=320)
+    config["generation_batch_size"] = 16
+    seen = cuda.run(jobs.with_and_without_graphs, config, batch, BATCHES[0])
+    for recorded, plain in zip(seen[::2], seen[1::2], strict=True):
+        assert torch.equal(recorded["output_ids"], plain["output_ids"])
+        torch.testing.assert_close(recorded["logprobs"], plain["logprobs"], atol=1e-4, rtol=0)
+        assert recorded["recorded"] is ON_GPU and not plain["recorded"]
+        with capsys.disabled():
+            print(f"\nms a token: {recorded['ms a token']:.2f} with CUDA graphs, {plain['ms a token']:.2f} without")
+        if ON_GPU:
+            assert recorded["ms a token"] < plain["ms a token"]
+    assert not torch.equal(seen[0]["logprobs"], seen[2]["logprobs"])
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_resumed_worker_is_the_saved_one(cuda: DeviceProcess, tiny_models: dict[str, Path], tmp_path: Path, precision: str) -> None:
     config = policy_config(tiny_models["qwen2"], precision=precision)

@@ -19,7 +19,7 @@ from megarl.models.engine import decoding
 from megarl.models.engine.decoding import Decoder, decode, ends_of_passes
 from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.huggingface.attention import IMPLEMENTATION
-from megarl.models.huggingface.generation import _CachedForward, _can_be_joined, _joined
+from megarl.models.huggingface.generation import _CachedForward, _can_be_joined
 from tests.models import make_tiny
 from tests.tiers import sampled
 
@@ -45,9 +45,13 @@ class Counting(_CachedForward):
         super().__init__(*arguments)
         self.passes: list[tuple[int, ...]] = []
 
-    def __call__(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+    def read(self, tokens: Tensor, lengths: Tensor, prompt_of: Tensor, end: int) -> Tensor:
         self.passes.append(tuple(tokens.shape))
-        return super().__call__(tokens, lengths)
+        return super().read(tokens, lengths, prompt_of, end)
+
+    def step(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        self.passes.append((len(tokens), 1))
+        return super().step(tokens, lengths)
 
 
 def prompts() -> list[list[int]]:
@@ -61,8 +65,9 @@ def decoded(model: Any, rows: list[list[int]], *, greedy: bool, stop: list[int],
     batches: list[Counting] = []
 
     def start(count: int, positions: int) -> Counting:
-        del count, positions
-        batches.append(Counting(model, VocabularyShard(VOCABULARY), DynamicCache(config=model.config)))
+        # what the estimate of memory takes for it
+        assert "rows_at_once" not in settings or count * positions <= settings["rows_at_once"] * longest
+        batches.append(Counting(model, VocabularyShard(VOCABULARY), lambda: DynamicCache(config=model.config)))
         return batches[-1]
 
     alone: Any = SimpleNamespace(from_last_stage=lambda values: values, object_from_last_stage=lambda value: value, data_rank=0)
@@ -72,7 +77,7 @@ def decoded(model: Any, rows: list[list[int]], *, greedy: bool, stop: list[int],
         ids[row, : len(prompt)] = torch.tensor(prompt)
     data = {"input_ids": ids, "input_lengths": lengths, "sampling_seeds": torch.arange(len(rows)) + 5}
     config = {"max_new_tokens": NEW, "pad_token_id": 0, "stop_token_ids": stop, "temperature": 1.0, "top_p": 1.0, "top_k": None, **settings}
-    decoder = Decoder(start, alone, torch.device("cpu"), longest, config.pop("rows_at_once", None), _joined)
+    decoder = Decoder(start, alone, torch.device("cpu"), longest, config.pop("rows_at_once", None))
     with torch.no_grad():
         return decode(decoder, data, config, None, greedy=greedy), [batch.passes for batch in batches]
 
@@ -104,10 +109,9 @@ def test_ragged_rows_are_what_each_is_alone(
     rows = prompts()
     # a token that one row meets in the middle of its answer
     stop = [one_by_one(models[family], rows[3], [])[0][4]]
-    found, batches = decoded(models[family], rows, greedy=True, stop=stop)
-    assert [batch[0] for batch in batches] == {1: [(1, 1), (1, 3), (1, 5), (1, 9), (1, 12)], 3: [(1, 1), (2, 5), (2, 12)]}.get(
-        pass_positions, [(5, 12)]
-    )
+    found, [passes] = decoded(models[family], rows, greedy=True, stop=stop)
+    of_prompts = {1: [(1, 1), (1, 3), (1, 5), (1, 9), (1, 12)], 3: [(1, 1), (2, 5), (2, 12)]}.get(pass_positions, [(5, 12)])
+    assert passes[: len(of_prompts)] == of_prompts and passes[len(of_prompts)][1] == 1 < passes[len(of_prompts)][0]
     lengths = set()
     for row, prompt in enumerate(rows):
         tokens, values = one_by_one(models[family], prompt, stop)
@@ -177,5 +181,8 @@ def test_prompts_with_no_room_left_get_no_answer(models: dict[str, Any]) -> None
     found, [passes] = decoded(models["llama"], rows, greedy=True, stop=[], longest=12)
     assert found["generation_lengths"].tolist() == [min(NEW, 12 - len(prompt)) for prompt in rows]
     assert passes[0] == (4, 9)
+    # rows of 18 positions: two in the place of four of 12; the third batch has one row that may have three tokens
+    bounded, batches = decoded(models["llama"], rows, greedy=True, stop=[], longest=12, rows_at_once=4)
+    assert answers(bounded, rows) == answers(found, rows) and [len(batch) for batch in batches] == [9, 9, 3]
     nothing, batches = decoded(models["llama"], rows[1:3], greedy=True, stop=[], longest=12)
     assert nothing["generation_lengths"].tolist() == [0, 0] and batches == []

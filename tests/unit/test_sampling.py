@@ -6,6 +6,7 @@ import math
 from collections import Counter
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -213,16 +214,21 @@ class Letters:
 
 def test_stop_strings_may_span_tokens_and_differ_by_row() -> None:
     stop = StopRules([25], [("bc",), (), ("zz", "ca")], Letters())
-    newest = torch.tensor([2, 2, 0])
-    assert stop.finished([0, 1, 2], newest, torch.tensor([[0, 1, 2], [0, 1, 2], [1, 2, 0]])) == [True, False, True]
-    assert stop.finished([1], torch.tensor([25]), torch.tensor([[25]])) == [True]
-    assert stop.finished([2], torch.tensor([2]), torch.tensor([[0, 2]])) == [False]
+
+    def finished(rows: list[int], *answers: list[int]) -> list[bool]:
+        """Of some rows, where all three have these answers."""
+        found: list[bool] = stop.finished(np.array(rows), np.array([answers[row][-1] for row in rows]), np.array(answers)).tolist()
+        return found
+
+    assert finished([0, 1, 2], [0, 1, 2], [0, 1, 2], [1, 2, 0]) == [True, False, True]
+    assert finished([1], [0], [25], [0]) == [True]
+    assert finished([2], [1, 2], [1, 2], [0, 2]) == [False]
     # "ca" stops the third row, not the first
-    assert stop.finished([0, 2], torch.tensor([0, 0]), torch.tensor([[2, 0], [2, 0]])) == [False, True]
+    assert finished([0, 2], [2, 0], [25, 25], [2, 0]) == [False, True]
 
 
 def test_without_stop_strings_no_tokenizer_is_needed() -> None:
-    assert StopRules([], [(), ()], None).finished([0, 1], torch.tensor([1, 2]), torch.tensor([[1], [2]])) == [False, False]
+    assert not StopRules([], [(), ()], None).finished(np.array([0, 1]), np.array([1, 2]), np.array([[1], [2]])).any()
 
 
 def test_stop_strings_of_configuration_and_sample_add_up() -> None:

@@ -168,18 +168,53 @@ def causal_attention(
     """
     queries, keys = query.shape[2], key.shape[2]
     if sinks is not None:
-        return _with_sinks(query, key, value, scale, window, sinks, row_lengths)
+        return _with_sinks(query, key, value, scale, sinks, _seen(queries, keys, window, row_lengths, query.device))
     narrow = window is not None and window < keys
     if queries == 1:
-        # the heads of a group as queries of its keys: no kernel that takes a mask takes groups, and without one keys would be repeated
-        each = query.unflatten(1, (key.shape[1], -1)).squeeze(3)
         mask = _seen_by_last(keys, window, row_lengths, query.device) if narrow or row_lengths is not None else None
-        return scaled_dot_product_attention(each, key, value, attn_mask=mask, scale=scale).flatten(1, 2).unsqueeze(2)
+        return _of_one_query(query, key, value, scale, mask)
     grouped = query.shape[1] != key.shape[1]
     if queries == keys and not narrow and row_lengths is None:
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
     mask = _seen(queries, keys, window, row_lengths, query.device)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def _of_one_query(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """The heads of a group as queries of its keys: no kernel that takes a mask takes groups, and without one keys would be repeated."""
+    each = query.unflatten(1, (key.shape[1], -1)).squeeze(3)
+    return scaled_dot_product_attention(each, key, value, attn_mask=mask, scale=scale).flatten(1, 2).unsqueeze(2)
+
+
+def cached_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of one query a row over a cache, of which a mask tells what the query sees: no shape depends on how full the cache is.
+
+    Args:
+        query: [B, H, 1, D].
+        key: [B, G, K, D].
+        value: [B, G, K, V]; V may be another width than D.
+        mask: [B, 1, 1, K] of the dtype of ``query``: 0 where a key is seen, minus infinity elsewhere; each row sees one at least.
+        scale: factor of the scores; ``1/sqrt(D)`` when None.
+        sinks: as in ``causal_attention``.
+
+    Returns:
+        [B, H, 1, V] in the dtype of ``query``.
+    """
+    if value.shape[3] != key.shape[3]:
+        return _of_equal_widths(query, key, value, scale, functools.partial(cached_attention, mask=mask, sinks=sinks))
+    if sinks is not None:
+        return _with_sinks(query, key, value, scale, sinks, mask)
+    return _of_one_query(query, key, value, scale, mask)
 
 
 # every layer of a pass asks for the same one, which is small: that of a whole prompt would keep its memory
@@ -202,29 +237,27 @@ def _seen(queries: int, keys: int, window: int | None, row_lengths: torch.Tensor
 
 
 def _with_sinks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float | None,
-    window: int | None,
-    sinks: torch.Tensor,
-    row_lengths: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, sinks: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
     """The sinks as one more key, in front of the others, which every query sees and whose value is zero.
 
     One more element of queries and keys gives that key its score: the head's logit times 1, and 0 for the other keys.
+
+    Args:
+        query, key, value, scale, sinks: as in ``causal_attention``.
+        mask: of the other keys, bool or what is added to scores; broadcast to [B, H, S, K].
     """
     batch, heads, queries, width = query.shape
-    groups, keys = key.shape[1:3]
+    groups = key.shape[1]
     scale = width**-0.5 if scale is None else scale
     logits = (sinks / scale).to(query.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
-    sink = torch.nn.functional.one_hot(torch.tensor([width], device=key.device), width + 1).to(key.dtype)
-    key = torch.cat([sink.view(1, 1, 1, -1).expand(batch, groups, 1, -1), pad(key, (0, 1))], dim=2)
+    sink = pad(key.new_ones(1), (width, 0))
+    key = torch.cat([sink.expand(batch, groups, 1, -1), pad(key, (0, 1))], dim=2)
     mixed = scaled_dot_product_attention(
         torch.cat([query, logits], dim=3),
         key,
         pad(value, (0, 1, 1, 0)),
-        attn_mask=pad(_seen(queries, keys, window, row_lengths, query.device), (1, 0), value=True),
+        attn_mask=pad(mask, (1, 0), value=mask.dtype == torch.bool),
         scale=scale,
         enable_gqa=heads != groups,
     )
@@ -257,7 +290,8 @@ def attention(
         [B, H, s, V], the part of the queries.
     """
     if value.shape[3] != key.shape[3]:
-        return _of_equal_widths(query, key, value, layout, scale=scale, window=window, sinks=sinks, row_lengths=row_lengths)
+        same = functools.partial(attention, layout=layout, window=window, sinks=sinks, row_lengths=row_lengths)
+        return _of_equal_widths(query, key, value, scale, same)
     context = layout.context
     if context.size > 1 and context.ring:
         assert sinks is None, "refused where the model is built"
@@ -293,24 +327,13 @@ def _parts(tensor: torch.Tensor, slices: Sequence[slice]) -> Sequence[torch.Tens
     return [tensor[:, :, piece] for piece in slices]
 
 
-def _of_equal_widths(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: SequenceLayout,
-    *,
-    scale: float | None,
-    window: int | None,
-    sinks: torch.Tensor | None,
-    row_lengths: torch.Tensor | None,
-) -> torch.Tensor:
+def _of_equal_widths(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, attend: Kernel) -> torch.Tensor:
     """Attention whose kernels want keys and values of one width: the narrower ones are filled up with zeros, which change no score and give
     zeros that are cut off."""
     keys, values = key.shape[3], value.shape[3]
     wide = max(keys, values)
     query, key, value = (pad(tensor, (0, wide - tensor.shape[3])) for tensor in (query, key, value))
-    scale = keys**-0.5 if scale is None else scale
-    mixed = attention(query, key, value, layout, scale=scale, window=window, sinks=sinks, row_lengths=row_lengths)
+    mixed: torch.Tensor = attend(query, key, value, scale=keys**-0.5 if scale is None else scale)
     return mixed[..., :values]
 
 

@@ -3,13 +3,16 @@
 Prompts of a batch are padded on the left, so that their answers begin together; what a row computes does not depend on its padding. A few
 passes over prompts of like lengths fill the cache. Rows with one prompt share its pass. Rows that have ended leave the batch.
 
+A step, and the choice of tokens after it, are functions of fixed shapes, which ``megarl.models.engine.graphs`` can record. Once a step the
+host waits for the device, to see the tokens; what it keeps itself is in numpy, whose operations on a few rows are faster than torch's.
+
 Legend: b rows of a batch, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -18,15 +21,18 @@ import torch.distributed as dist
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import GenerationError
+from megarl.models.engine.graphs import Graphs
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.generation.sampling import SamplingSettings, choose_tokens, uniform_numbers
 from megarl.models.generation.stopping import StopRules, stop_strings_of_rows
 
 SEED_RANGE = 2**62
 
-
 LEAVING_SHARE = 1 / 8
 """Rows leave a batch once so large a share of it has ended: the cache is copied then."""
+
+ROWS_RATIO = 4
+"""Where steps are recorded batches have a power of this many rows once rows have left, because each size is recorded anew."""
 
 PASS_POSITIONS = 512
 """One pass more over the prompts is worth so many positions of padding that it saves: it launches all operations, and reads all weights,
@@ -34,30 +40,39 @@ once more."""
 
 
 class Forward(Protocol):
-    """A model with the key-value cache of one batch."""
+    """A model with the key-value cache of one batch. Prompts are read first, by one or more passes; then come steps."""
 
-    def __call__(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
-        """The next positions of all rows.
+    def read(self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int) -> torch.Tensor | None:
+        """Read prompts, which are those of the next rows of the batch.
 
         Args:
-            tokens: [b, n] int64 on the device, behind those that are in the cache.
-            lengths: [b] int64 on the device, of each row its tokens up to now, the last of these n among them. What it has more in the
-                cache is padding, on the left.
+            tokens: [p, n] int64 on the device, padded on the left.
+            lengths: [p] int64 on the CPU, of the prompts.
+            prompt_of: [r] int64 on the device: which of these prompts each of the next r rows has.
+            end: length of the longest prompt of the batch: answers begin there in all rows.
 
         Returns:
-            [b, V] logits over the true vocabulary after the last of them; None on pipeline stages that have none.
+            [r, V] logits over the true vocabulary after the prompts; None on pipeline stages that have none.
+        """
+
+    def step(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
+        """Read one more token of all rows.
+
+        Args:
+            tokens: [b] int64 on the device.
+            lengths: [b] int64 on the device, of each row its tokens, this one among them. What it has more in the cache is padding, on
+                the left.
+
+        Returns:
+            [b, V] logits after it, as ``read``; they hold until the next step.
         """
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Go on with these rows of the batch, int64 on the device, in their order; one may come several times."""
+        """Go on with these rows of the batch, int64 on the device, in their order."""
 
 
 Start: TypeAlias = Callable[[int, int], Forward]
-"""Makes a ``Forward`` with an empty cache for so many rows and positions."""
-
-Join: TypeAlias = Callable[[Sequence[Any], int], Forward]
-"""Makes one ``Forward`` of several of the same model, with all their rows in order and a cache for so many positions. Each has read its
-prompts, no two of the same length, and nothing behind them; the cache of shorter prompts is padded on the left."""
+"""Makes a ``Forward`` with an empty cache for so many rows and positions; the one before is not needed any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +85,8 @@ class Decoder:
         device: where the model wants its tokens.
         longest: most tokens of prompt and answer together.
         rows_at_once: most rows of a batch; None for all.
-        join: puts batches together after their prompts; None where caches are of a kind that cannot be joined: one pass reads all prompts.
+        one_pass: a batch reads all its prompts in one pass, because what several passes cached could not be put together.
+        graphs: runs what has fixed shapes.
     """
 
     start: Start
@@ -78,7 +94,8 @@ class Decoder:
     device: torch.device
     longest: int
     rows_at_once: int | None = None
-    join: Join | None = None
+    one_pass: bool = False
+    graphs: Graphs = field(default_factory=Graphs)
 
 
 def decode(decoder: Decoder, data: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any, *, greedy: bool) -> BatchedDataDict[Any]:
@@ -106,15 +123,31 @@ def decode(decoder: Decoder, data: Mapping[str, Any], config: Mapping[str, Any],
     seeds = _seeds(data, len(lengths), decoder.groups)
     stop_strings = stop_strings_of_rows(config.get("stop_strings"), data.get("stop_strings"), len(lengths))
     prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
+    allowed = (decoder.longest - lengths).clamp(0, longest_answer).numpy()
+    answered = lengths.numpy()[allowed > 0]
+    # all answers of a batch begin where its longest prompt ends
+    positions = int(answered.max(initial=0) + allowed.max(initial=0))
+    if decoder.rows_at_once is not None and positions > decoder.longest:
+        # a cache is no larger than that of as many rows of the greatest length
+        rows_at_once = max(rows_at_once * decoder.longest // positions, 1)
+    size = _CacheSize(min(rows_at_once, len(answered)), positions)
     answers = _Answers.empty(len(lengths), longest_answer)
-    for rows in lengths.argsort(stable=True).split(rows_at_once):
+    for rows in np.array_split(lengths.argsort(stable=True).numpy(), range(rows_at_once, len(prompts), rows_at_once)):
         names = rows.tolist()
         stop = StopRules(config.get("stop_token_ids") or [], [stop_strings[row] for row in names], tokenizer)
-        uniforms = None if greedy else uniform_numbers([seeds[row] for row in names], longest_answer)
-        batch = _Decoding(decoder, names, [prompts[row] for row in names], uniforms, longest_answer)
-        batch.run(settings, stop)
+        uniforms = None if greedy else uniform_numbers([seeds[row] for row in names], longest_answer).to(decoder.device)
+        batch = _Decoding(decoder, names, [prompts[row] for row in names], allowed[rows], uniforms, settings, longest_answer)
+        batch.run(size, stop)
         answers.put(rows, batch.answers)
     return _assembled(ids, lengths, answers, int(config["pad_token_id"]))
+
+
+@dataclass(frozen=True, slots=True)
+class _CacheSize:
+    """Rows and positions of the largest batch. All batches have a cache of this size, so that it can be the same memory."""
+
+    rows: int
+    positions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +155,18 @@ class _Answers:
     """Answers of some rows: tokens [b, n] int64 and their log-probabilities float32, of each row as many as ``counts`` [b] int64 says, and
     whether a stop ended it, ``stopped`` [b] bool."""
 
-    tokens: torch.Tensor
-    logprobs: torch.Tensor
-    counts: torch.Tensor
-    stopped: torch.Tensor
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    counts: np.ndarray
+    stopped: np.ndarray
 
     @classmethod
     def empty(cls, rows: int, longest: int) -> _Answers:
-        integers = torch.zeros(rows, longest, dtype=torch.int64)
-        return cls(integers, torch.zeros(rows, longest), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.bool))
+        return cls(
+            np.zeros((rows, longest), np.int64), np.zeros((rows, longest), np.float32), np.zeros(rows, np.int64), np.zeros(rows, np.bool_)
+        )
 
-    def put(self, rows: torch.Tensor, other: _Answers) -> None:
+    def put(self, rows: np.ndarray, other: _Answers) -> None:
         """Write the answers of ``other`` into these rows."""
         self.tokens[rows], self.logprobs[rows] = other.tokens, other.logprobs
         self.counts[rows], self.stopped[rows] = other.counts, other.stopped
@@ -151,105 +185,132 @@ def _seeds(data: Mapping[str, Any], rows: int, groups: ParallelGroups) -> list[i
 
 
 class _Decoding:
-    """Decoding of one batch of prompts; ``names`` are their rows in the data, for messages."""
+    """Decoding of one batch of prompts, the shortest first.
+
+    Args:
+        decoder: the model.
+        names: rows of the prompts in the data, for messages.
+        prompts: token ids.
+        allowed: [b] tokens that each answer may have.
+        uniforms: [b, n] float64 on the device, the random numbers of each row; None takes the most likely tokens.
+        settings: how tokens are chosen.
+        longest_answer: what ``answers`` have room for.
+    """
 
     def __init__(
         self,
         decoder: Decoder,
         names: Sequence[int],
         prompts: Sequence[Sequence[int]],
+        allowed: np.ndarray,
         uniforms: torch.Tensor | None,
-        max_new_tokens: int,
+        settings: SamplingSettings,
+        longest_answer: int,
     ) -> None:
         self.decoder = decoder
         self.names = names
         self.prompts = prompts
+        self.allowed = allowed
         self.uniforms = uniforms
-        self.allowed = torch.tensor([min(max_new_tokens, decoder.longest - len(prompt)) for prompt in prompts])
-        self.answers = _Answers.empty(len(prompts), max_new_tokens)
-        self.open = self.allowed > 0
+        self.settings = settings
+        self.answers = _Answers.empty(len(prompts), longest_answer)
+        self.open = allowed > 0
 
-    def run(self, settings: SamplingSettings, stop: StopRules) -> None:
+    def run(self, size: _CacheSize, stop: StopRules) -> None:
         """Fill ``answers``."""
-        rows = self.open.nonzero().flatten()
+        rows = self.open.nonzero()[0]
         if not len(rows):
             return
-        forward, logits = self._prefill(rows.tolist())
+        forward = self.decoder.start(size.rows, size.positions)
+        logits = self._prefill(forward, rows.tolist())
         lengths = self._on_device([len(self.prompts[row]) for row in rows.tolist()])
+        uniforms = self.uniforms if self.uniforms is None or len(rows) == len(self.prompts) else self.uniforms[self._on_device(rows)]
         done = 0
         while True:
-            newest = self._write(rows, done, logits, settings, stop)
+            chosen = self._choose(len(rows), logits, None if uniforms is None else uniforms[:, done])
+            newest = chosen[0].long()
+            self._write(rows, done, chosen.cpu().numpy(), stop)
             done += 1
-            staying = self.open[rows].nonzero().flatten()
-            if not len(staying):
+            kept = self._kept(self.open[rows])
+            if not len(kept):
                 return
-            if len(staying) <= (1 - LEAVING_SHARE) * len(rows):
-                chosen = staying.to(self.decoder.device)
-                forward.keep(chosen)
-                rows, newest, lengths = rows[staying], newest[chosen], lengths[chosen]
+            if len(kept) < len(rows):
+                leaving = self._on_device(kept)
+                forward.keep(leaving)
+                rows, newest, lengths = rows[kept], newest[leaving], lengths[leaving]
+                uniforms = None if uniforms is None else uniforms[leaving]
             lengths = lengths + 1
-            logits = forward(newest[:, None], lengths)
+            logits = forward.step(newest, lengths)
 
-    def _prefill(self, rows: list[int]) -> tuple[Forward, torch.Tensor | None]:
-        """Read each different prompt once; return the cache and the logits [rows, V] after them. ``rows`` begin with the shortest."""
-        places: dict[tuple[int, ...], int] = {}
-        prompt_of = [places.setdefault(tuple(self.prompts[row]), len(places)) for row in rows]
-        prompts = list(places)
-        positions = len(prompts[-1]) + int(self.allowed[rows].max())
-        ends = [len(prompts)]
-        if self.decoder.join is not None:
-            ends = ends_of_passes([len(prompt) for prompt in prompts])
-        if len(ends) == 1 or self.decoder.join is None:
-            forward, logits = self._read(prompts, positions)
+    def _kept(self, is_open: np.ndarray) -> np.ndarray:
+        """Which rows of the batch to go on with, in their order: all, or those that are open and, where sizes are few, some that have
+        ended; none where none is open."""
+        rows, staying = len(is_open), int(is_open.sum())
+        if self.decoder.graphs.capture is not None:
+            size = 1
+            while size < staying:
+                size *= ROWS_RATIO
         else:
-            parts = [prompts[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-            read = [self._read(part, len(part[-1])) for part in parts]
-            forward = self.decoder.join([of_part for of_part, _ in read], positions)
-            given = [of_part for _, of_part in read if of_part is not None]
-            logits = torch.cat(given) if given else None
-        if prompt_of != list(range(len(places))):
-            chosen = self._on_device(prompt_of)
-            forward.keep(chosen)
-            logits = None if logits is None else logits[chosen]
-        return forward, logits
+            size = staying if staying <= (1 - LEAVING_SHARE) * rows else rows
+        if size >= rows and staying:
+            return np.arange(rows)
+        # a stable sort: open rows in their order, then the others
+        kept: np.ndarray = np.sort(np.argsort(~is_open, kind="stable")[: size if staying else 0])
+        return kept
 
-    def _read(self, prompts: Sequence[Sequence[int]], positions: int) -> tuple[Forward, torch.Tensor | None]:
-        """One pass over prompts, the longest last: a cache for ``positions``, and the logits after the prompts."""
+    def _prefill(self, forward: Forward, rows: list[int]) -> torch.Tensor | None:
+        """Read each different prompt once; return the logits [rows, V] after them. ``rows`` begin with the shortest."""
+        places: dict[tuple[int, ...], int] = {}
+        prompt_of = np.array([places.setdefault(tuple(self.prompts[row]), len(places)) for row in rows])
+        prompts = list(places)
+        ends = [len(prompts)] if self.decoder.one_pass else ends_of_passes([len(prompt) for prompt in prompts])
+        found = []
+        for start, end in zip([0, *ends], ends, strict=False):
+            # prompts of one length are in one pass, and rows are in the order of lengths: those of a pass are neighbours
+            of_pass = prompt_of[(prompt_of >= start) & (prompt_of < end)] - start
+            found.append(self._read(forward, prompts[start:end], of_pass, len(prompts[-1])))
+        given = [logits for logits in found if logits is not None]
+        return torch.cat(given) if given else None
+
+    def _read(self, forward: Forward, prompts: Sequence[Sequence[int]], prompt_of: np.ndarray, end: int) -> torch.Tensor | None:
+        """One pass over prompts, the longest last."""
         tokens = torch.zeros(len(prompts), len(prompts[-1]), dtype=torch.int64)
         for place, prompt in enumerate(prompts):
             tokens[place, tokens.shape[1] - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
-        forward = self.decoder.start(len(prompts), positions)
-        return forward, forward(tokens.to(self.decoder.device), self._on_device([len(prompt) for prompt in prompts]))
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        return forward.read(tokens.to(self.decoder.device), lengths, self._on_device(prompt_of), end)
 
-    def _write(
-        self, rows: torch.Tensor, done: int, logits: torch.Tensor | None, settings: SamplingSettings, stop: StopRules
-    ) -> torch.Tensor:
-        """Choose the next tokens [rows], on the device, and keep those of the rows that are open, which have ``done`` tokens each.
+    def _choose(self, rows: int, logits: torch.Tensor | None, uniforms: torch.Tensor | None) -> torch.Tensor:
+        """[2, rows] float64 on the device: the next tokens and their log-probabilities. The last pipeline stage chooses, all learn."""
+        if logits is None:
+            chosen = torch.zeros(2, rows, dtype=torch.float64, device=self.decoder.device)
+        else:
+            given = (logits,) if uniforms is None else (logits, uniforms)
+            chosen = self.decoder.graphs.run(("choose", self.settings), self._chosen, *given)
+        return self.decoder.groups.from_last_stage(chosen)
 
-        The last pipeline stage chooses, all stages learn.
-        """
-        chosen = torch.zeros(2, len(rows), dtype=torch.float64, device=self.decoder.device)
-        if logits is not None:
-            uniforms = torch.empty(0, dtype=torch.float64) if self.uniforms is None else self.uniforms[rows, done]
-            chosen[0], chosen[1] = choose_tokens(logits, uniforms, settings)
-        chosen = self.decoder.groups.from_last_stage(chosen)
+    def _chosen(self, logits: torch.Tensor, *uniforms: torch.Tensor) -> torch.Tensor:
+        tokens, logprobs = choose_tokens(logits, uniforms[0] if uniforms else logits.new_empty(0), self.settings)
+        return torch.stack([tokens.double(), logprobs.double()])
+
+    def _write(self, rows: np.ndarray, done: int, chosen: np.ndarray, stop: StopRules) -> None:
+        """Keep the tokens [2, rows] of the rows that are open, which have ``done`` tokens each, and see which of them end."""
         is_open = self.open[rows]
         writing = rows[is_open]
-        tokens, values = chosen.cpu()[:, is_open].unbind(0)
+        tokens, values = chosen[0, is_open].astype(np.int64), chosen[1, is_open]
         self._refuse_nan(writing, done, values)
         answers = self.answers
-        answers.tokens[writing, done], answers.logprobs[writing, done], answers.counts[writing] = tokens.long(), values.float(), done + 1
-        finished = torch.tensor(stop.finished(writing.tolist(), tokens.long(), answers.tokens[writing, : done + 1]))
+        answers.tokens[writing, done], answers.logprobs[writing, done], answers.counts[writing] = tokens, values, done + 1
+        finished = stop.finished(writing, tokens, answers.tokens[:, : done + 1])
         answers.stopped[writing] = finished
         self.open[writing] = ~finished & (done + 1 < self.allowed[writing])
-        return chosen[0].long()
 
-    def _on_device(self, numbers: list[int]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64).to(self.decoder.device)
+    def _on_device(self, numbers: list[int] | np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(numbers, dtype=torch.int64).to(self.decoder.device)
 
-    def _refuse_nan(self, rows: torch.Tensor, done: int, values: torch.Tensor) -> None:
+    def _refuse_nan(self, rows: np.ndarray, done: int, values: np.ndarray) -> None:
         """NaN anywhere in a row of logits, or infinity, makes all of its log-probabilities NaN, also the chosen token's."""
-        wrong = rows[~values.isfinite()].tolist()
+        wrong = rows[~np.isfinite(values)].tolist()
         if wrong:
             raise GenerationError(
                 f"row {self.names[wrong[0]]}: the logits of answer token {done} (position {len(self.prompts[wrong[0]]) + done}) are not "
@@ -284,7 +345,8 @@ def ends_of_passes(lengths: Sequence[int]) -> list[int]:
 
 def _assembled(ids: torch.Tensor, lengths: torch.Tensor, answers: _Answers, pad: int) -> BatchedDataDict[Any]:
     """The NeMo-RL policy API's output tensors, of prompts [B, S] of ``lengths`` [B]."""
-    totals = lengths + answers.counts
+    tokens, logprobs, counts, stopped = map(torch.from_numpy, (answers.tokens, answers.logprobs, answers.counts, answers.stopped))
+    totals = lengths + counts
     width = int(totals.max()) if len(totals) else 0
     found = torch.full((len(totals), width), pad, dtype=torch.int64)
     values = torch.zeros(found.shape, dtype=torch.float32)
@@ -292,14 +354,14 @@ def _assembled(ids: torch.Tensor, lengths: torch.Tensor, answers: _Answers, pad:
     in_prompt = places[: prompts.shape[1]] < lengths[:, None]
     found[:, : prompts.shape[1]][in_prompt] = prompts[in_prompt]
     in_answer = (places >= lengths[:, None]) & (places < totals[:, None])
-    given = torch.arange(answers.tokens.shape[1]) < answers.counts[:, None]
-    found[in_answer], values[in_answer] = answers.tokens[given], answers.logprobs[given]
+    given = torch.arange(tokens.shape[1]) < counts[:, None]
+    found[in_answer], values[in_answer] = tokens[given], logprobs[given]
     return BatchedDataDict(
         {
             "output_ids": found,
             "logprobs": values,
-            "generation_lengths": answers.counts,
+            "generation_lengths": counts,
             "unpadded_sequence_lengths": totals,
-            "truncated": ~answers.stopped,
+            "truncated": ~stopped,
         }
     )

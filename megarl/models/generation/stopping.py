@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+import numpy as np
 
 from megarl.errors import BatchError
 
@@ -20,22 +20,22 @@ class StopRules:
     """
 
     def __init__(self, stop_token_ids: Sequence[int], stop_strings: Sequence[Sequence[str]], tokenizer: Any) -> None:
-        self._token_ids = torch.tensor(sorted(set(stop_token_ids)), dtype=torch.int64)
+        self._token_ids = np.array(sorted(set(stop_token_ids)), dtype=np.int64)
         self._strings = [tuple(strings) for strings in stop_strings]
         self._tokenizer = tokenizer
 
-    def finished(self, rows: Sequence[int], newest: torch.Tensor, answers: torch.Tensor) -> list[bool]:
-        """Return for each of ``rows``, whether its newest token ends it.
+    def finished(self, rows: np.ndarray, newest: np.ndarray, answers: np.ndarray) -> np.ndarray:
+        """Return for each of ``rows``, whether its newest token ends it, bool.
 
         Args:
-            rows: indices of rows in the batch.
-            newest: [len(rows)] int64, on the CPU.
-            answers: [len(rows), n] int64, all tokens of each answer so far, the newest included.
+            rows: [n] indices of rows in the batch.
+            newest: [n] int64.
+            answers: [b, t] int64, of all rows of the batch their tokens so far, the newest included.
         """
-        finished: list[bool] = torch.isin(newest, self._token_ids).tolist()
+        finished = np.isin(newest, self._token_ids)
         for place, row in enumerate(rows if any(self._strings) else ()):
             if self._strings[row] and not finished[place]:
-                text = self._tokenizer.decode(answers[place].tolist(), skip_special_tokens=False)
+                text = self._tokenizer.decode(answers[row].tolist(), skip_special_tokens=False)
                 finished[place] = any(stop in text for stop in self._strings[row])
         return finished
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
 from megarl.models.engine.decoding import Decoder, decode
+from megarl.models.engine.graphs import graphs_on
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.logprobs import VocabularyShard
 
@@ -47,12 +48,13 @@ def generate(
         data, config, tokenizer, greedy: as for ``decode``.
     """
     decoder = Decoder(
-        lambda rows, positions: _CachedForward(model, backend.vocabulary, DynamicCache(config=model.config)),
+        lambda rows, positions: _CachedForward(model, backend.vocabulary, lambda: DynamicCache(config=model.config)),
         backend.groups,
         backend.runtime.device,
         backend.policy["max_total_sequence_length"],
         backend.policy.get("generation_batch_size"),
-        _joined if _can_be_joined(DynamicCache(config=model.config)) else None,
+        one_pass=not _can_be_joined(DynamicCache(config=model.config)),
+        graphs=graphs_on(backend.runtime.device, "the cache of transformers grows with each token"),
     )
     with _evaluating(model), torch.no_grad():
         return decode(decoder, data, config, tokenizer, greedy=greedy)
@@ -61,26 +63,46 @@ def generate(
 class _CachedForward:
     """See ``Forward``."""
 
-    def __init__(self, model: torch.nn.Module, vocabulary: VocabularyShard, cache: Any) -> None:
+    def __init__(self, model: torch.nn.Module, vocabulary: VocabularyShard, new_cache: Callable[[], Any]) -> None:
         self.model = model
         self.vocabulary = vocabulary
-        self.cache = cache
-        self.is_padded = True
+        self.new_cache = new_cache
+        self.read_caches: list[Any] = []
+        self.cache: Any = None
+        self.is_padded = False
 
-    def __call__(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        new = tokens.shape[1]
-        positions = (lengths[:, None] - new + torch.arange(new, device=tokens.device)).clamp(min=0)
-        if new > 1:
-            self.is_padded = bool((lengths < new).any())
-        further = {"row_lengths": lengths} if self.is_padded else {}
-        output = self.model(
-            input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **further
-        )
-        return _all_columns(output.logits[:, -1], self.vocabulary)
+    def read(self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int) -> torch.Tensor:
+        """See ``Forward``."""
+        width = tokens.shape[1]
+        padded = bool((lengths < width).any())
+        self.is_padded = self.is_padded or padded or width < end
+        self.read_caches.append(self.new_cache())
+        logits = self._forward(tokens, lengths.to(tokens.device), self.read_caches[-1], padded=padded)
+        if len(prompt_of) == len(tokens):
+            return logits
+        self.read_caches[-1].batch_select_indices(prompt_of)
+        return logits[prompt_of]
+
+    def step(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """See ``Forward``."""
+        return self._forward(tokens[:, None], lengths, self._whole_cache(), padded=self.is_padded)
 
     def keep(self, rows: torch.Tensor) -> None:
         """See ``Forward``."""
-        self.cache.batch_select_indices(rows)
+        self._whole_cache().batch_select_indices(rows)
+
+    def _whole_cache(self) -> Any:
+        if self.read_caches:
+            self.cache = self.read_caches[0] if len(self.read_caches) == 1 else _joined(self.read_caches)
+            self.read_caches = []
+        return self.cache
+
+    def _forward(self, tokens: torch.Tensor, lengths: torch.Tensor, cache: Any, *, padded: bool) -> torch.Tensor:
+        new = tokens.shape[1]
+        positions = (lengths[:, None] - new + torch.arange(new, device=tokens.device)).clamp(min=0)
+        further = {"row_lengths": lengths} if padded else {}
+        output = self.model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1, **further)
+        return _all_columns(output.logits[:, -1], self.vocabulary)
 
 
 def _can_be_joined(cache: DynamicCache) -> bool:
@@ -88,18 +110,15 @@ def _can_be_joined(cache: DynamicCache) -> bool:
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
-def _joined(parts: Sequence[_CachedForward], positions: int) -> _CachedForward:
-    """See ``Join``; the cache grows by itself, so ``positions`` says nothing."""
-    del positions
-    whole = parts[0]
-    for layers in zip(*(part.cache.layers for part in parts), strict=True):
+def _joined(parts: Sequence[Any]) -> Any:
+    """One cache with the rows of several, padded on the left where prompts are shorter than the longest; the first of ``parts``."""
+    for layers in zip(*(part.layers for part in parts), strict=True):
         layer = layers[0]
         layer.keys = _stacked([each.keys for each in layers])
         layer.values = _stacked([each.values for each in layers])
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = max(each.cumulative_length for each in layers)
-    whole.is_padded = True
-    return whole
+    return parts[0]
 
 
 def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

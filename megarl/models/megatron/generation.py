@@ -1,4 +1,4 @@
-"""Generation by Megatron itself, with a static key-value cache, in any layout of tensor, pipeline, context and data parallelism.
+"""Generation by Megatron itself, with a key-value cache, in any layout of tensor, pipeline, context and data parallelism.
 
 Replicas that share experts decode the rows of all of them, so that their passes meet, and each keeps its own.
 """
@@ -16,10 +16,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.engine.context import ContextShare
 from megarl.models.engine.decoding import Decoder, decode
+from megarl.models.engine.graphs import Graphs, graphs_on
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.step import evaluation_mode
 from megarl.models.megatron.cached_attention import DecodedRows, decoding
@@ -96,15 +98,16 @@ def generate(
 ) -> BatchedDataDict[Any]:
     """Continue every prompt; see ``decode``."""
     backend.sync_parameters()
+    graphs = graphs_on(backend.runtime.device, _not_recorded(backend))
 
     def decode_rows(groups: ParallelGroups, rows: Mapping[str, Any]) -> BatchedDataDict[Any]:
         decoder = Decoder(
-            lambda rows, positions: _StaticForward(backend, decoded, rows, positions),
+            lambda rows, positions: _CachedForward(backend, decoded, graphs, rows, positions),
             groups,
             backend.runtime.device,
             backend.policy["max_total_sequence_length"],
             backend.policy.get("generation_batch_size"),
-            _joined_batches,
+            graphs=graphs,
         )
         return decode(decoder, rows, config, tokenizer, greedy=greedy)
 
@@ -114,43 +117,104 @@ def generate(
         return decode_together(decode_rows, data, backend.groups, backend.experts.replicas)
 
 
-class _StaticForward:
-    """All model chunks of all pipeline stages, with Megatron's static cache for b rows."""
+def _not_recorded(backend: MegatronBackend) -> str | None:
+    """Why a step of this model cannot be recorded in a CUDA graph; None where it can."""
+    if any(isinstance(module, MoELayer) for stage in backend.stages for module in stage.modules()):
+        return "Megatron-Core asks the device, in each layer of experts, how many tokens go to each of them"
+    return None
 
-    def __init__(self, backend: MegatronBackend, decoded: DecodedRows, rows: int, positions: int) -> None:
+
+FEWEST_POSITIONS = 256
+"""On a CUDA device attention looks at this many positions of the cache, and at twice as many each time that they are full: each size is
+recorded once for each number of rows, and less than half of the positions are read for nothing."""
+
+
+class _CachedForward:
+    """All model chunks of all pipeline stages, with a cache; see ``Forward``.
+
+    Attributes:
+        rows: of the batch.
+        end: positions that are cached.
+    """
+
+    def __init__(self, backend: MegatronBackend, decoded: DecodedRows, graphs: Graphs, rows: int, positions: int) -> None:
         self.backend = backend
         self.decoded = decoded
-        self.rows = rows
+        self.graphs = graphs
+        self.positions = positions
+        self.rows = self.end = 0
+        # what Megatron asks for where keys are cached; the cache itself is not its own
         self.context = StaticInferenceContext(rows, positions)
+        decoded.reserve(positions, rows, backend.runtime.device)
 
-    def __call__(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
+    def read(self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int) -> torch.Tensor | None:
         """See ``Forward``; logits are on the last stage."""
-        groups, stages = self.backend.groups, self.backend.stages
-        self.decoded.lengths = lengths
-        if self.context.sequence_len_offset == 0:
-            self.decoded.are_padded = bool((lengths < tokens.shape[1]).any())
-        output = None
-        for chunk, stage in enumerate(stages):
-            if not (groups.is_first_stage and chunk == 0):
-                stage.set_input_tensor(self._receive(stage.config, tokens.shape[1]))
-            output = stage(tokens, None, None, inference_context=self.context, runtime_gather_output=True)
-            if not (groups.is_last_stage and chunk == len(stages) - 1):
-                self._send(output)
-        self.context.sequence_len_offset += tokens.shape[1]
-        self.context.enable_decode_mode()
-        return output[:, -1, : self.backend.vocabulary.size] if groups.is_last_stage and output is not None else None
+        width = tokens.shape[1]
+        padded = bool((lengths < width).any())
+        self.decoded.read(lengths.to(tokens.device), width, padded=padded, end=end, first_row=self.rows, prompt_of=prompt_of)
+        self.rows, self.end = self.rows + len(prompt_of), end
+        logits = self._through_stages(tokens.shape, lambda chunk, hidden: self._chunk(chunk, tokens, hidden))
+        return None if logits is None else logits[prompt_of]
+
+    def step(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
+        """See ``Forward``; logits are on the last stage."""
+        self.end += 1
+        self.decoded.place.add_(1)
+        positions = self._looked_at()
+
+        def run(chunk: int, hidden: torch.Tensor | None) -> torch.Tensor:
+            def forward(lengths: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+                self.decoded.step(lengths, positions)
+                return self._chunk(chunk, given[:, None], None) if hidden is None else self._chunk(chunk, None, given)
+
+            return self.graphs.run((chunk, positions), forward, lengths, tokens if hidden is None else hidden)
+
+        return self._through_stages((self.rows, 1), run)
 
     def keep(self, rows: torch.Tensor) -> None:
         """See ``Forward``."""
         self.rows = len(rows)
-        memory = self.context.key_value_memory_dict
-        for layer, (keys, values) in memory.items():
-            memory[layer] = keys[:, rows], values[:, rows]
+        self.decoded.keep(rows, self.end)
 
-    def _receive(self, config: Any, positions: int) -> torch.Tensor:
-        """Hidden states [positions, b, hidden] of the stage before this one; for the first stage that is the last, of the chunk before."""
+    def _looked_at(self) -> int:
+        """Positions of the cache that a step looks at."""
+        if self.graphs.capture is None and self.decoded.place.device.type == "cpu":
+            return self.end
+        return min(max(FEWEST_POSITIONS, 1 << (self.end - 1).bit_length()), self.positions)
+
+    def _chunk(self, chunk: int, tokens: torch.Tensor | None, hidden: torch.Tensor | None) -> torch.Tensor:
+        """One model chunk: hidden states [n, b, H], or logits [b, V] of the last position. Tokens [b, n] are read by the first chunk of the
+        model alone, the others have hidden states."""
+        stage = self.backend.stages[chunk]
+        if hidden is not None:
+            stage.set_input_tensor(hidden)
+        output: torch.Tensor = stage(tokens, None, None, inference_context=self.context, runtime_gather_output=True)
+        return output[:, -1, : self.backend.vocabulary.size] if self._is_last(chunk) else output
+
+    def _is_last(self, chunk: int) -> bool:
+        return self.backend.groups.is_last_stage and chunk == len(self.backend.stages) - 1
+
+    def _through_stages(self, shape: Sequence[int], run: Callable[[int, torch.Tensor | None], torch.Tensor]) -> torch.Tensor | None:
+        """Run the chunks of this stage in turn with those of the others, and return what the last one of the model gives, on its stage.
+
+        Args:
+            shape: [b, n] of the tokens.
+            run: one chunk: its number, and hidden states [n, b, H], or None for the first chunk of the model.
+        """
+        output = None
+        for chunk, stage in enumerate(self.backend.stages):
+            is_first = self.backend.groups.is_first_stage and chunk == 0
+            output = run(chunk, None if is_first else self._receive(stage.config, shape))
+            if not self._is_last(chunk):
+                self._send(output)
+                output = None
+        return output
+
+    def _receive(self, config: Any, shape: Sequence[int]) -> torch.Tensor:
+        """Hidden states [n, b, hidden] of the stage before this one; for the first stage that is the last, of the chunk before."""
         groups = self.backend.groups
-        hidden = torch.empty(positions, self.rows, config.hidden_size, dtype=config.pipeline_dtype, device=self.backend.runtime.device)
+        rows, positions = shape
+        hidden = torch.empty(positions, rows, config.hidden_size, dtype=config.pipeline_dtype, device=self.backend.runtime.device)
         before = (groups.pipeline_rank - 1) % groups.pipeline_size
         dist.recv(hidden, src=dist.get_global_rank(groups.pipeline, before), group=groups.pipeline)
         return hidden
@@ -159,30 +223,6 @@ class _StaticForward:
         groups = self.backend.groups
         after = (groups.pipeline_rank + 1) % groups.pipeline_size
         dist.send(hidden.contiguous(), dst=dist.get_global_rank(groups.pipeline, after), group=groups.pipeline)
-
-
-def _joined_batches(parts: Sequence[_StaticForward], positions: int) -> _StaticForward:
-    """See ``Join``."""
-    first = parts[0]
-    whole = _StaticForward(first.backend, first.decoded, sum(part.rows for part in parts), positions)
-    prompts = [part.context.sequence_len_offset for part in parts]
-    for layer, pair in first.context.key_value_memory_dict.items():
-        whole.context.key_value_memory_dict[layer] = tuple(
-            _stacked([part.context.key_value_memory_dict[layer][kind] for part in parts], prompts, positions) for kind in range(len(pair))
-        )
-    whole.context.sequence_len_offset = max(prompts)
-    whole.context.enable_decode_mode()
-    first.decoded.are_padded = True
-    return whole
-
-
-def _stacked(tensors: Sequence[torch.Tensor], prompts: Sequence[int], positions: int) -> torch.Tensor:
-    """[positions, sum of b, heads, d] of tensors [its prompt, b, heads, d], all of which end where the longest prompt does."""
-    first, longest = tensors[0], max(prompts)
-    whole = first.new_zeros(positions, sum(tensor.shape[1] for tensor in tensors), *first.shape[2:])
-    for tensor, prompt, place in zip(tensors, prompts, whole.split([tensor.shape[1] for tensor in tensors], dim=1), strict=True):
-        place[longest - prompt : longest] = tensor[:prompt]
-    return whole
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 
+from megarl.models.megatron.cached_attention import CachesRows
+
 # Without Transformer Engine release 0.16 has mocks in the place of its classes, takes it for installed here, and asks whether a layer is
 # one of them.
 multi_latent_attention.HAVE_TE = HAVE_TE
@@ -20,7 +22,7 @@ multi_latent_attention.HAVE_TE = HAVE_TE
 WITHOUT_LENGTHS = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"))
 
 
-class LatentSelfAttention(MLASelfAttention):
+class LatentSelfAttention(CachesRows, MLASelfAttention):
     """Latent attention that rotates packed sequences by the positions of their tokens, and whose shared key gets the gradients of the heads
     of all tensor-parallel ranks.
 

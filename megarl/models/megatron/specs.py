@@ -35,7 +35,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from converters.mapping.rule import fused_norms
 from megarl.distributed.device import runtime
 from megarl.errors import ModelError
-from megarl.models.engine.attention import ROWS, SequenceLayout, attention
+from megarl.models.engine.attention import ROWS, SequenceLayout, attention, cached_attention
 from megarl.models.engine.context import ContextShare
 from megarl.models.megatron.cached_attention import DecodedRows, RowSelfAttention
 from megarl.models.megatron.grouped_experts import GroupedExperts
@@ -118,7 +118,10 @@ class PortableAttention(MegatronModule):
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
     def _mixed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
-        lengths = self.rows.lengths if self.rows is not None and self.rows.are_padded else None
+        mask = None if self.rows is None else self.rows.mask(self.window, query.dtype)
+        if mask is not None:
+            return cached_attention(query, key, value, mask, scale=self.softmax_scale, sinks=self.softmax_offset)
+        lengths = None if self.rows is None else self.rows.row_lengths
         return attention(
             query, key, value, layout, scale=self.softmax_scale, window=self.window, sinks=self.softmax_offset, row_lengths=lengths
         )
