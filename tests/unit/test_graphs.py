@@ -40,7 +40,10 @@ def test_each_key_and_shape_warms_up_is_recorded_and_then_replayed() -> None:
     [lambda values: values * values.sum().item(), lambda values: values * values.tolist()[0], lambda values: values[values > 0] * 1],
     ids=["item", "tolist", "shape"],
 )
-def test_what_reads_the_device_is_run_as_it_is(function: graphs.Function, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_reads_the_device_is_run_as_it_is(
+    function: graphs.Function, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "_failures", [])
     recorder = Graphs(TapeCapture())
     values = torch.arange(1.0, 4.0)
     with caplog.at_level(logging.WARNING):
@@ -48,10 +51,12 @@ def test_what_reads_the_device_is_run_as_it_is(function: graphs.Function, caplog
             torch.testing.assert_close(recorder.run("read", function, values), function(values), atol=0, rtol=0)
     assert recorder.capture is None
     assert caplog.text.count("decoding without CUDA graphs") == 1
+    # nor does the next call of generation try
+    assert graphs_on(torch.device("cuda", 0)).capture is None
 
 
 def test_nothing_is_recorded_on_a_cpu_or_where_it_is_refused(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_told", set())
+    monkeypatch.setattr(graphs, "_logged", set())
     assert graphs_on(torch.device("cpu"), "of no interest here").capture is None
     with caplog.at_level(logging.INFO):
         for _ in range(2):

@@ -102,6 +102,7 @@ class Graphs:
             try:
                 recorded.replay, recorded.result = self.capture.record(lambda: function(*recorded.inputs))
             except RuntimeError as error:
+                _failures.append(str(error))
                 logger.warning("decoding without CUDA graphs, which is slower: a step could not be recorded: %s", error)
                 self.capture = None
                 return function(*recorded.inputs)
@@ -110,24 +111,20 @@ class Graphs:
         return recorded.result
 
 
+_failures: list[str] = []
+"""Errors of recordings in this process, which does not try again."""
+_logged: set[str] = set()
+
+
 def graphs_on(device: torch.device, refusal: str | None = None) -> Graphs:
-    """Graphs of a device; without recording on a CPU, and where there is a ``refusal``, which is logged.
+    """Graphs of a device; without recording on a CPU, where there is a ``refusal``, which is logged once, and after a recording has failed.
 
     Graphs have addresses of parameters and of a cache. They are made for one call of generation and go with it: between two calls
     parameters leave the device and come back elsewhere, and training needs the memory of the cache.
     """
     if device.type != "cuda":
         return Graphs()
-    if refusal is not None:
-        _tell_once(refusal)
-        return Graphs()
-    return Graphs(CudaCapture(device))
-
-
-_told: set[str] = set()
-
-
-def _tell_once(refusal: str) -> None:
-    if refusal not in _told:
-        _told.add(refusal)
+    if refusal is not None and refusal not in _logged:
+        _logged.add(refusal)
         logger.info("decoding without CUDA graphs, which is slower: %s", refusal)
+    return Graphs() if refusal is not None or _failures else Graphs(CudaCapture(device))
