@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import multiprocessing
+import signal
 import sys
+import tempfile
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -179,3 +183,18 @@ def test_a_validation_draws_otherwise_than_training(gpus: None) -> None:
         one.generate(PROMPTS, greedy=False, version=4, sampling=sampling)
         asked = [tuple(options[name] for name in ("temperature", "top_k", "top_p")) for options in one._engine.options]  # type: ignore[attr-defined]
         assert asked == [expected] * 2
+
+
+def test_an_engine_ends_all_its_processes_though_one_ends_by_itself_meanwhile() -> None:
+    def break_off() -> None:
+        raise psutil.NoSuchProcess(1)
+
+    process = multiprocessing.get_context("spawn").Process(target=signal.pause)
+    process.start()
+    engine = worker.Engine.__new__(worker.Engine)
+    engine._sockets, engine._processes = tempfile.TemporaryDirectory(), [process]
+    core = SimpleNamespace(engine_core=SimpleNamespace(shutdown=break_off))
+    engine._llm = SimpleNamespace(llm_engine=core, shutdown_weight_transfer_engine=lambda: None)
+    engine.shutdown()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL

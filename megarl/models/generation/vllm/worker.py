@@ -16,6 +16,7 @@ from concurrent.futures import Future, wait
 from multiprocessing import connection
 from typing import Any
 
+import psutil
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -125,11 +126,19 @@ class Engine:
         except BaseException as error:
             answer.set_exception(error)
 
+    def _end_processes(self) -> None:
+        try:
+            self._llm.llm_engine.engine_core.shutdown()
+        except psutil.NoSuchProcess:
+            # vLLM ends them one after another, and breaks off where one has just ended by itself
+            for process in self._processes:
+                process.kill()
+
     def shutdown(self) -> None:
         """End vLLM's processes, those that are left of an engine that died too."""
         with contextlib.ExitStack() as ending:
             ending.callback(self._sockets.cleanup)
-            ending.callback(self._llm.llm_engine.engine_core.shutdown)
+            ending.callback(self._end_processes)
             if not self._processes:
                 self.call("shutdown_weight_transfer_engine")
             elif self.is_alive:
