@@ -7,7 +7,7 @@ Advantages are ``megarl.parity.reference_advantages``'s.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,12 @@ def reference_loss(case: Case) -> ReferenceLoss:
             rounded=lambda *given: _rounded_in_rest(*given, share=share, has_rest=has_rest, weight_of_loss=weight),
         )
     if case.loss_kind == "dpo":
-        return ReferenceLoss(lambda *given: _preference(*given, case=case), weight, rows_together=2)
+        return ReferenceLoss(
+            lambda *given: _preference(*given, case=case),
+            weight,
+            rows_together=2,
+            rounded=lambda *given: _rounded_in_accuracy(*given, case=case),
+        )
     return ReferenceLoss(
         lambda *given: _policy_gradient(*given, case=case),
         weight,
@@ -128,23 +133,45 @@ def _negative_log_likelihood(data: Mapping[str, Any], sequences: float, tokens: 
     return total / max(tokens, 1e-8), {"num_unmasked_tokens": float(count), "num_valid_samples": float(data["sample_mask"].sum())}
 
 
-def _preference(data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, *, case: Case) -> tuple[Tensor, dict[str, Any]]:
-    """Rafailov et al., arXiv 2305.18290, equation 7, or Azar et al., arXiv 2310.12036, equation 17; and the chosen answer's likelihood."""
-    counted, options, beta = dict(_counted(data)), case.loss_options, _number(case, "beta")
+def _rewards_of_pairs(
+    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, *, case: Case
+) -> Iterator[tuple[int, tuple[Tensor, Tensor], float]]:
+    """Of the pairs that count: first row, rewards of the chosen and the rejected answer, and the size of the numbers that cancel in their
+    difference."""
+    counted = dict(_counted(data))
     # column i of the reference is of the token that column i of the log-probabilities is of: it comes rolled by one
     reference = data["reference_policy_logprobs"].double()
-    preference = likelihood = logprobs.new_zeros(()) + 0.0 * logprobs.sum()
-    better = chosen_sum = rejected_sum = 0.0
-    pairs = max(sequences / 2, 1e-8)
     for first in range(0, logprobs.shape[0], 2):
         if first not in counted or first + 1 not in counted:
             continue
-        rewards = []
+        rewards, size = [], 0.0
         for row in (first, first + 1):
             places = counted[row]
-            reward = (logprobs[row, places] - reference[row, places]).sum()
-            rewards.append(reward / max(len(places), 1) if "mean" in options else reward)
-        chosen, rejected = rewards
+            length = max(len(places), 1) if "mean" in case.loss_options else 1
+            rewards.append((logprobs[row, places] - reference[row, places]).sum() / length)
+            size += float(logprobs[row, places].detach().abs().sum()) / length
+        yield first, (rewards[0], rewards[1]), size
+
+
+def _undecided(margins: Sequence[tuple[float, float]], sequences: float) -> float:
+    """The size of an accuracy that rounding may change, given for each pair its margin and the size of the numbers that cancel in it. An
+    error of these numbers that makes the least decided pair change sides then comes back in the accuracy as large as it is."""
+    least = min((abs(margin) / size for margin, size in margins if size), default=math.inf)
+    return 1 / max(sequences / 2, 1e-8) / max(least, 1e-12) * BOUND / ROUNDING
+
+
+def _rounded_in_accuracy(data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, *, case: Case) -> dict[str, float]:
+    pairs = _rewards_of_pairs(data, sequences, tokens, logprobs, case=case)
+    return {"accuracy": _undecided([(float(chosen - rejected), size) for _, (chosen, rejected), size in pairs], sequences)}
+
+
+def _preference(data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, *, case: Case) -> tuple[Tensor, dict[str, Any]]:
+    """Rafailov et al., arXiv 2305.18290, equation 7, or Azar et al., arXiv 2310.12036, equation 17; and the chosen answer's likelihood."""
+    counted, options, beta = dict(_counted(data)), case.loss_options, _number(case, "beta")
+    preference = likelihood = logprobs.new_zeros(()) + 0.0 * logprobs.sum()
+    better = chosen_sum = rejected_sum = 0.0
+    pairs = max(sequences / 2, 1e-8)
+    for first, (chosen, rejected), _ in _rewards_of_pairs(data, sequences, tokens, logprobs, case=case):
         if "ipo" in options:
             preference = preference + (chosen - rejected - 0.5 / beta) ** 2
         else:
@@ -192,7 +219,8 @@ def _rounded_in_margins(data: Mapping[str, Any], sequences: float, tokens: float
     is more than the error of a difference of given numbers."""
     sizes = [float(chosen.abs() + rejected.abs()) for chosen, rejected in _scores_of_pairs(data, values)]
     size = sum(sizes) / max(sequences / 2, 1e-8) * BOUND / ROUNDING
-    return {"margin": size}
+    margins = [(float(chosen - rejected), float(chosen.abs() + rejected.abs())) for chosen, rejected in _scores_of_pairs(data, values)]
+    return {"margin": size, "accuracy": _undecided(margins, sequences)}
 
 
 def _rounded_in_returns(data: Mapping[str, Any], sequences: float, tokens: float, values: Tensor) -> dict[str, float]:

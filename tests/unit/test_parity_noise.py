@@ -26,7 +26,7 @@ class Prepared:
         self.case = case
         self.model = ModelShelf(directory).complete(case)
         exact, tokens = load_model(self.model), token_batch(case)
-        self.logprobs = token_logprobs(exact, tokens)
+        self.logprobs = token_logprobs(exact, tokens, case.sampling)
         self.batch: Batch = with_signals(case, tokens, self.logprobs)
         self.expected = trained(case, exact, self.batch)
         self.bounds = bounds_of(case, self.model, self.batch, self.logprobs, self.expected)
@@ -116,3 +116,24 @@ def test_more_members_only_widen_what_they_find_more_of(prepared: Prepared) -> N
     weights = [name for name in prepared.bounds.noise if name.startswith("weight")]
     assert all(wider.of(name) >= prepared.bounds.of(name) for name in weights)
     assert any(wider.of(name) > prepared.bounds.of(name) for name in weights)
+
+
+UNDECIDED = parse("seed=695014 family=qwen2 tied=1 kv=2 group=3 head=6 width=5 ffn=48 vocab=61 mbs=2 length=9 loss=dpo+ipo "
+                  "temperature=0.7 steps=3 precision=float16")  # fmt: skip
+"""In its first call the rewards of the only pair are 0.03 apart, sums of log-probabilities of 20 and more; later 0.13 and 0.23."""
+
+
+def test_an_accuracy_may_differ_only_where_a_pair_is_undecided(tmp_path: Path) -> None:
+    prepared = Prepared(tmp_path, UNDECIDED)
+    allowed = [prepared.bounds.of(f"call {call} accuracy") * prepared.expected.scales[call]["accuracy"] for call in range(3)]
+    assert [metrics["accuracy"] for metrics in prepared.expected.metrics] == [1, 1, 1]
+    assert allowed[0] > 1 > max(allowed[1:])
+
+
+def test_a_square_keeps_float16_within_its_range(tmp_path: Path) -> None:
+    """Loss scaling starts with a factor that this gradient, of a margin far from what IPO asks for, does not bear at a DPO loss's weight."""
+    case = parse("seed=695014 family=qwen2 tied=1 kv=2 group=3 head=6 width=5 ffn=48 vocab=61 mbs=2 length=18 lpbs=2 masked=some "
+                 "loss=dpo+ipo+beta:0.1+weight:0.5 temperature=0.7 lr=0.02 schedule=cosine steps=4")  # fmt: skip
+    prepared = Prepared(tmp_path, replace(case, precision="float16"))
+    norms = [norm for norms in prepared.expected.norms for norm in norms]
+    assert max(norms) * LOSS_SCALES["float16"] < torch.finfo(torch.float16).max, norms
