@@ -100,8 +100,10 @@ def _member(case: Case, model: torch.nn.Module, batch: Batch, number: int) -> tu
     logprobs = token_logprobs(model, batch, case.sampling)
 
     def read(scores: torch.Tensor) -> torch.Tensor:
-        """What a loss reads is float32 in every precision. Gradients of a distribution's tokens that should cancel, do so up to these."""
-        return _noisy(scores, SPREAD * torch.finfo(torch.float32).eps, generator)
+        """What a loss reads is float32 in every precision. Gradients of a distribution's tokens that should cancel, do so up to these;
+        where probabilities of the likeliest come from logarithms, their sum misses 1 by a rounding error of the logarithms."""
+        size = float(scores.detach().abs().mean().clamp(min=1.0)) if case.likeliest else 1.0
+        return _noisy(scores, SPREAD * size * torch.finfo(torch.float32).eps, generator)
 
     if case.likeliest:
         # of a teacher that is nearly certain, what the others have is a difference of 1 and a sum that float32 rounds
