@@ -98,6 +98,8 @@ run_part() {
     choose_spread "$spread"
     "$python" -m pytest --part "$name" "${spread_options[@]}" "$@" || status=$?
     say "part $name: $(took "$from")"
+    # a part of which arguments chose some tests has not passed as a whole
+    ((status != 0 || $# > 0)) || "$VENV/bin/python" -m tests.parts --passed "$name"
     # 5: a choice of pytest's own, such as -k, left nothing of it
     ((status == 5)) || return "$status"
 }

@@ -2,13 +2,17 @@
 
 ``python -m tests.parts`` prints name, what has to be installed, how its tests are spread over processes and contents of each,
 separated by tabs;
-``python -m tests.parts --turn N`` prints the name whose turn it is after N commits. Nothing but Python is needed.
+``python -m tests.parts --turn N`` prints the name whose turn it is after N commits;
+``python -m tests.parts --passed NAME`` notes in ``tests/parts_passed.tsv`` that a part has passed at the commit that is checked out;
+``python -m tests.parts --ages`` prints at which commit each part last passed, the oldest first. Nothing but Python and git is needed.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import math
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,12 +87,56 @@ def of_turn(commits: int) -> str:
     return others[(commits - commits // ITS_TURN - 1) % len(others)]
 
 
+PASSED = TESTS / "parts_passed.tsv"
+"""Of each part that ever passed: its name, and the last commit at which it did."""
+
+
+def _git(*arguments: str) -> str | None:
+    """What a command says; None where it fails."""
+    done = subprocess.run(["git", *arguments], cwd=TESTS, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def passed() -> dict[str, str]:
+    """The last commit at which each part passed, by its name."""
+    lines = PASSED.read_text(encoding="utf-8").splitlines() if PASSED.exists() else []
+    return dict(line.split("\t") for line in lines)
+
+
+def note_pass(name: str) -> None:
+    """Note that a part has passed at the commit that is checked out. Nothing is noted where a tracked file has changed, but for the notes
+    themselves, since what ran is not that commit, and where there is no repository."""
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", f":(exclude,top)tests/{PASSED.name}")
+    if changed is None or changed:
+        return
+    noted = passed() | {name: _git("rev-parse", "--short", "HEAD") or ""}
+    PASSED.write_text("".join(f"{part}\t{noted[part]}\n" for part in PARTS if part in noted), encoding="utf-8")
+
+
+def ages() -> list[tuple[str, str, int | None]]:
+    """Each part, the last commit at which it passed ("" for none) and how many commits were made since; the oldest first."""
+    noted, found = passed(), []
+    for name in PARTS:
+        since = _git("rev-list", "--count", f"{noted[name]}..HEAD") if name in noted else None
+        found.append((name, noted.get(name, ""), None if since is None else int(since)))
+    return sorted(found, key=lambda row: math.inf if row[2] is None else row[2], reverse=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.parts", description=__doc__)
     parser.add_argument("--turn", type=int, metavar="N", help="print only the part whose turn it is after N commits")
-    turn = parser.parse_args().turn
-    if turn is not None:
-        print(of_turn(turn))
+    parser.add_argument("--passed", choices=PARTS, metavar="NAME", help="note that this part has passed at the commit that is checked out")
+    parser.add_argument("--ages", action="store_true", help="print at which commit each part last passed")
+    chosen = parser.parse_args()
+    if chosen.turn is not None:
+        print(of_turn(chosen.turn))
+        return
+    if chosen.passed is not None:
+        note_pass(chosen.passed)
+        return
+    if chosen.ages:
+        for name, commit, since in ages():
+            print(f"{name:<18} {commit or '-':<9} {'never' if since is None else f'{since} commits ago'}")
         return
     for name, part in PARTS.items():
         print(name, part.needs or "-", part.spread, part.what, sep="\t")

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
-from tests import tiers
+from tests import parts, tiers
 from tests.breaks import BREAKS
 from tests.dist.remembered import remembered, without_layout
 from tests.models import policy_config
@@ -156,6 +156,33 @@ def test_every_part_has_its_turn() -> None:
         assert turn == of_turn(number)
     turns = [of_turn(number) for number in range(3 * len(PARTS))]
     assert set(turns) == set(PARTS) and turns[::ITS_TURN] == [GPU_STACK] * len(PARTS)
+
+
+def test_a_part_that_passed_is_noted_with_its_commit_unless_something_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+
+    notes = tmp_path / "tests" / parts.PASSED.name
+    notes.parent.mkdir()
+    (tmp_path / "code.py").write_text("1\n")
+    monkeypatch.setattr(parts, "TESTS", notes.parent)
+    monkeypatch.setattr(parts, "PASSED", notes)
+    parts.note_pass("ppo")
+    assert not notes.exists()  # there is no repository
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    first = git("rev-parse", "--short", "HEAD")
+    parts.note_pass("vllm-1")
+    parts.note_pass("ppo")
+    git("add", ".")
+    git("commit", "-qm", "two")
+    parts.note_pass("ppo")
+    (tmp_path / "code.py").write_text("2\n")
+    parts.note_pass("launch")
+    assert parts.ages()[-2:] == [("vllm-1", first, 1), ("ppo", git("rev-parse", "--short", "HEAD"), 0)]
+    assert parts.ages()[0][1:] == ("", None) and set(parts.passed()) == {"ppo", "vllm-1"}
 
 
 def clipped(**changes: Any) -> ClippedPGLossFn:
