@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.models.huggingface import generation
 from megarl.models.policy.batch_plan import ShardedBatch, shard_batch
 from megarl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
-from tests.dist.jobs import prompts_in_several_passes
+from tests.dist.jobs import prompts_in_several_passes, recorded_and_replayed, recorded_steps
 from tests.dist.worker_jobs import differences
 from tests.models import policy_config
 
@@ -359,3 +360,11 @@ def peak_of_build(config: Mapping[str, Any]) -> dict[str, int]:
     total = sum(tensor.numel() for _, tensor in worker.backend.export_hf())
     worker.backend.close()
     return {"peak": max(live), "total": total}
+
+
+def generate_recorded(
+    config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool
+) -> tuple[list[dict[str, Any]], tuple[int, int] | None]:
+    """``generate`` whose steps are recorded and run from the recording, as ``jobs.generate_recorded``."""
+    with recorded_steps(checked=dist.get_world_size() == 1, backend=generation) as graphs:
+        return generate(config, batch, greedy), recorded_and_replayed(graphs)

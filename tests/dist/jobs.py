@@ -13,7 +13,7 @@ import torch.distributed as dist
 from converters.mapping.shards import load_shard
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import MegarlError
-from megarl.models.engine import decoding
+from megarl.models.engine import decoded_rows, decoding
 from megarl.models.engine.graphs import Graphs
 from megarl.models.megatron import generation, hf_state, settings
 from megarl.models.policy.batch_plan import Phase, ShardedBatch, shard_batch
@@ -146,21 +146,25 @@ def generate_recorded(config: Mapping[str, Any], batch: Mapping[str, Any], greed
     last call still recorded."""
     with recorded_steps(checked=dist.get_world_size() == 1) as graphs:
         result = generate(config, batch, greedy)
+    return {**result, "recorded and replayed": recorded_and_replayed(graphs)}
+
+
+def recorded_and_replayed(graphs: list[Graphs]) -> tuple[int, int] | None:
+    """Of the last call; None where it did not record until its end."""
     capture = graphs[-1].capture
-    counts = (capture.recorded, capture.replayed) if isinstance(capture, TapeCapture) else None
-    return {**result, "recorded and replayed": counts}
+    return (capture.recorded, capture.replayed) if isinstance(capture, TapeCapture) else None
 
 
 @contextlib.contextmanager
-def recorded_steps(*, checked: bool) -> Iterator[list[Graphs]]:
-    """Inside, Megatron's steps are recorded as on a CUDA device."""
+def recorded_steps(*, checked: bool, backend: Any = generation) -> Iterator[list[Graphs]]:
+    """Inside, Megatron's steps are recorded as on a CUDA device, or those of another ``backend``, its module of generation."""
     made: list[Graphs] = []
 
     def graphs_on(device: torch.device, refusal: str | None = None) -> Graphs:
         made.append(Graphs(None if refusal else TapeCapture(checked=checked)))
         return made[-1]
 
-    with mock.patch.object(generation, "graphs_on", graphs_on), mock.patch.object(generation, "FEWEST_POSITIONS", 4):
+    with mock.patch.object(backend, "graphs_on", graphs_on), mock.patch.object(decoded_rows, "FEWEST_POSITIONS", 4):
         yield made
 
 

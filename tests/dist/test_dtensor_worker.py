@@ -364,6 +364,20 @@ def test_sampling_equals_megatron(pool: WorkerPool, tiny_models: dict[str, Path]
         check_rows(rows)
 
 
+@pytest.mark.parametrize("layout", ["dp1", "tp2", "cp2"])
+def test_recorded_steps_give_the_same_answers(pool: WorkerPool, tiny_models: dict[str, Path], layout: str) -> None:
+    """As CUDA graphs run them; on one rank, no step reads a number from the device."""
+    world, sizes = LAYOUTS[layout]
+    options = {"temperature": 1.3, "generation": {"stop_token_ids": list(range(2, 100, 9)), "max_new_tokens": 20}}
+    [plain] = pool.run(1, jobs.generate, policy_config(tiny_models["qwen3"], **options), prompts(11), False)
+    config = dtensor_config(tiny_models["qwen3"], **options, **sizes)
+    for rows, counts in pool.run(world, dtensor_jobs.run, "generate_recorded", config, prompts(11), False):
+        assert [row["ids"] for row in rows] == [row["ids"] for row in plain["rows"]]
+        check_rows(rows)
+        recorded, replayed = counts
+        assert replayed > recorded > 1
+
+
 @sampled(1)
 @pytest.mark.parametrize(("layout", "precision"), [("dp2", "bfloat16"), ("tp2-sp", "bfloat16"), ("dp2", "float32")])
 def test_the_model_that_generates_is_the_trained_one(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, precision: str) -> None:

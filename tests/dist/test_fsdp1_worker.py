@@ -215,6 +215,18 @@ def test_sampling_equals_megatron(pool: WorkerPool, tiny_models: dict[str, Path]
     assert len({tuple(row["ids"][-row["new"] :]) for row in megatron}) > 1
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_recorded_steps_give_the_same_answers(pool: WorkerPool, tiny_models: dict[str, Path], world: int) -> None:
+    """As CUDA graphs run them; on one rank, no step reads a number from the device."""
+    options = {"temperature": 1.3, "generation": {"stop_token_ids": list(range(2, 100, 9)), "max_new_tokens": 20}}
+    [plain] = pool.run(1, jobs.generate, policy_config(tiny_models["qwen3"], **options), prompts(11), False)
+    for rows, counts in pool.run(world, fsdp1_jobs.generate_recorded, fsdp1_config(tiny_models["qwen3"], **options), prompts(11), False):
+        assert [row["ids"] for row in rows] == [row["ids"] for row in plain["rows"]]
+        check_rows(rows)
+        recorded, replayed = counts
+        assert replayed > recorded > 1
+
+
 def test_a_rank_without_prompts_waits_for_nobody(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
     batch = prompts(rows=4)
     expected = pool.run(1, fsdp1_jobs.generate, fsdp1_config(tiny_models["qwen3"]), batch, False)[0]

@@ -15,12 +15,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
-from megarl.models.engine import decoding
-from megarl.models.engine.decoding import Decoder, decode, ends_of_passes
+from megarl.models.engine import decoded_rows, decoding
+from megarl.models.engine.decoded_rows import DecodedRows
+from megarl.models.engine.decoding import Decoder, Forward, decode, ends_of_passes
+from megarl.models.engine.graphs import Graphs
 from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.huggingface.attention import IMPLEMENTATION
-from megarl.models.huggingface.generation import _CachedForward, _can_be_joined
+from megarl.models.huggingface.generation import _CachedForward, _keeps_positions_alone, _OwnCacheForward
 from tests.models import make_tiny
+from tests.recording import TapeCapture
 from tests.tiers import sampled
 
 FAMILIES = ["llama", "qwen3", "mistral_window"]
@@ -60,14 +63,29 @@ def prompts() -> list[list[int]]:
     return [drawn[SAME.get(row, row)] for row in range(len(LENGTHS))]
 
 
-def decoded(model: Any, rows: list[list[int]], *, greedy: bool, stop: list[int], longest: int = 40, **settings: Any) -> tuple[Any, Any]:
+def decoded(
+    model: Any,
+    rows: list[list[int]],
+    *,
+    greedy: bool,
+    stop: list[int],
+    longest: int = 40,
+    graphs: Graphs | None = None,
+    own_cache: bool = False,
+    **settings: Any,
+) -> tuple[Any, Any]:
     """What is decoded, and the shapes of the passes of each batch."""
     batches: list[Counting] = []
+    graphs = graphs or Graphs()
+    cache = DecodedRows(graphs, torch.device("cpu"))
 
-    def start(count: int, positions: int) -> Counting:
+    def start(count: int, positions: int) -> Forward:
         # what the estimate of memory takes for it
         assert "rows_at_once" not in settings or count * positions <= settings["rows_at_once"] * longest
-        batches.append(Counting(model, VocabularyShard(VOCABULARY), lambda: DynamicCache(config=model.config)))
+        if own_cache:
+            return _OwnCacheForward(model, VocabularyShard(VOCABULARY))
+        cache.reserve(positions, count)
+        batches.append(Counting(model, VocabularyShard(VOCABULARY), cache, graphs))
         return batches[-1]
 
     alone: Any = SimpleNamespace(from_last_stage=lambda values: values, object_from_last_stage=lambda value: value, data_rank=0)
@@ -77,7 +95,7 @@ def decoded(model: Any, rows: list[list[int]], *, greedy: bool, stop: list[int],
         ids[row, : len(prompt)] = torch.tensor(prompt)
     data = {"input_ids": ids, "input_lengths": lengths, "sampling_seeds": torch.arange(len(rows)) + 5}
     config = {"max_new_tokens": NEW, "pad_token_id": 0, "stop_token_ids": stop, "temperature": 1.0, "top_p": 1.0, "top_k": None, **settings}
-    decoder = Decoder(start, alone, torch.device("cpu"), longest, config.pop("rows_at_once", None))
+    decoder = Decoder(start, alone, torch.device("cpu"), longest, config.pop("rows_at_once", None), own_cache, graphs)
     with torch.no_grad():
         return decode(decoder, data, config, None, greedy=greedy), [batch.passes for batch in batches]
 
@@ -147,10 +165,32 @@ def test_passes_over_prompts_cost_least(lengths: list[int], pass_positions: int)
     assert all(lengths[end - 1] != lengths[end] for end in found[:-1])
 
 
-def test_caches_that_remember_more_than_positions_are_not_joined() -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_steps_give_the_same_answers(models: dict[str, Any], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They depend on nothing but tensors that stay where they are, read no number from the device, and have no shape that depends on one,
+    while rows leave and batches follow one another."""
+    monkeypatch.setattr(decoded_rows, "FEWEST_POSITIONS", 4)
+    rows, stop = prompts(), list(range(0, VOCABULARY, 7))
+    for greedy in (False, True):
+        plain, _ = decoded(models[family], rows, greedy=greedy, stop=stop, rows_at_once=5)
+        capture = TapeCapture()
+        found, _ = decoded(models[family], rows, greedy=greedy, stop=stop, rows_at_once=5, graphs=Graphs(capture))
+        assert capture.replayed > capture.recorded > 1
+        assert answers(found, rows) == answers(plain, rows)
+        torch.testing.assert_close(found["logprobs"], plain["logprobs"], atol=1e-5, rtol=0)
+
+
+def test_a_model_that_remembers_more_than_positions_keeps_its_own_cache(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads all prompts in one pass."""
     ordinary, other = DynamicCache(), DynamicCache()
     other.layers = [LinearAttentionLayer()]
-    assert _can_be_joined(ordinary) and not _can_be_joined(other)
+    assert _keeps_positions_alone(ordinary) and not _keeps_positions_alone(other)
+    rows = prompts()
+    expected, _ = decoded(models["mistral_window"], rows, greedy=False, stop=[])
+    monkeypatch.setattr(decoding, "PASS_POSITIONS", 1)
+    found, _ = decoded(models["mistral_window"], rows, greedy=False, stop=[], own_cache=True)
+    assert answers(found, rows) == answers(expected, rows)
+    torch.testing.assert_close(found["logprobs"], expected["logprobs"], atol=1e-5, rtol=0)
 
 
 def test_rows_that_ended_leave(models: dict[str, Any]) -> None:

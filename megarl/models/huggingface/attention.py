@@ -16,7 +16,8 @@ import torch
 from transformers import AttentionInterface
 
 from megarl.errors import ModelError
-from megarl.models.engine.attention import ROWS, SequenceLayout, attention, causal_attention
+from megarl.models.engine.attention import ROWS, SequenceLayout, attention, cached_attention, causal_attention
+from megarl.models.engine.decoded_rows import DecodedRows
 
 IMPLEMENTATION = "megarl"
 # what some models ask of their attention beyond scale and window; leaving it out in silence would compute another model
@@ -46,6 +47,7 @@ def attention_forward(
     sliding_window: int | None = None,
     sequence_layout: SequenceLayout | None = None,
     row_lengths: torch.Tensor | None = None,
+    decoded_rows: DecodedRows | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it.
@@ -61,6 +63,7 @@ def attention_forward(
         sliding_window: positions that a query sees, itself among them; None for all before it.
         sequence_layout: packed sequences and context parallelism; rows that are sequences when None.
         row_lengths: [n] int64, of each row its positions that are no padding on the left (``causal_attention``); only when generating.
+        decoded_rows: whose cache keys and values are of; only when generating.
         others: further keywords of transformers.
 
     Returns:
@@ -70,7 +73,14 @@ def attention_forward(
         ModelError: the model asks for attention that this is not.
     """
     _refuse_unknown(module, attention_mask, dropout, others)
-    if key.shape[2] > query.shape[2] or row_lengths is not None:
+    mask = None if decoded_rows is None else decoded_rows.mask(sliding_window, query.dtype)
+    if mask is not None and decoded_rows is not None:
+        if sliding_window is not None and not decoded_rows.fixed:
+            # what is before the window costs time, and other kernels' rounding, for nothing
+            key, value, mask = key[:, :, -sliding_window:], value[:, :, -sliding_window:], mask[..., -sliding_window:]
+        mixed = cached_attention(query, key, value, mask, scale=scaling)
+    elif key.shape[2] > query.shape[2] or row_lengths is not None or decoded_rows is not None:
+        row_lengths = row_lengths if decoded_rows is None else decoded_rows.row_lengths
         mixed = causal_attention(query, key, value, scaling, sliding_window, row_lengths=row_lengths)
     else:
         mixed = attention(query, key, value, sequence_layout or _default[-1], scale=scaling, window=sliding_window)

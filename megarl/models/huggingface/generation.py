@@ -1,9 +1,12 @@
-"""Generation by a transformers model with a transformers cache, drawing the same tokens as every other backend."""
+"""Generation by a transformers model, drawing the same tokens as every other backend.
+
+Keys and values go to ``DecodedRows``, whose steps have fixed shapes. A model that remembers more than those keeps its own cache.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -13,8 +16,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
-from megarl.models.engine.decoding import Decoder, decode
-from megarl.models.engine.graphs import graphs_on
+from megarl.models.engine.decoded_rows import DecodedRows
+from megarl.models.engine.decoding import Decoder, Forward, decode
+from megarl.models.engine.graphs import Graphs, graphs_on
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.logprobs import VocabularyShard
 
@@ -47,14 +51,24 @@ def generate(
         backend: where the model runs and who runs it together.
         data, config, tokenizer, greedy: as for ``decode``.
     """
+    simple, device = _keeps_positions_alone(DynamicCache(config=model.config)), backend.runtime.device
+    graphs = graphs_on(device, None if simple else "the model keeps more than keys and values, in a cache of transformers")
+    decoded = DecodedRows(graphs, device)
+
+    def start(rows: int, positions: int) -> Forward:
+        if not simple:
+            return _OwnCacheForward(model, backend.vocabulary)
+        decoded.reserve(positions, rows)
+        return _CachedForward(model, backend.vocabulary, decoded, graphs)
+
     decoder = Decoder(
-        lambda rows, positions: _CachedForward(model, backend.vocabulary, lambda: DynamicCache(config=model.config)),
+        start,
         backend.groups,
-        backend.runtime.device,
+        device,
         backend.policy["max_total_sequence_length"],
         backend.policy.get("generation_batch_size"),
-        one_pass=not _can_be_joined(DynamicCache(config=model.config)),
-        graphs=graphs_on(backend.runtime.device, "the cache of transformers grows with each token"),
+        one_pass=not simple,
+        graphs=graphs,
     )
     with _evaluating(model), torch.no_grad():
         return decode(decoder, data, config, tokenizer, greedy=greedy)
@@ -63,71 +77,95 @@ def generate(
 class _CachedForward:
     """See ``Forward``."""
 
-    def __init__(self, model: torch.nn.Module, vocabulary: VocabularyShard, new_cache: Callable[[], Any]) -> None:
+    def __init__(self, model: torch.nn.Module, vocabulary: VocabularyShard, decoded: DecodedRows, graphs: Graphs) -> None:
         self.model = model
         self.vocabulary = vocabulary
-        self.new_cache = new_cache
-        self.read_caches: list[Any] = []
-        self.cache: Any = None
+        self.decoded = decoded
+        self.graphs = graphs
+        self.cache = _RowsCache(decoded)
+
+    def read(self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int) -> torch.Tensor:
+        """See ``Forward``."""
+        self.decoded.read(lengths, tokens.shape[1], prompt_of, end)
+        return self._forward(tokens)[prompt_of]
+
+    def step(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """See ``Forward``."""
+        positions = self.decoded.advance()
+
+        def forward(lengths: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+            self.decoded.step(lengths, positions)
+            return self._forward(tokens[:, None])
+
+        return self.graphs.run(positions, forward, lengths, tokens)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """See ``Forward``."""
+        self.decoded.keep(rows)
+
+    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        positions = self.decoded.positions.t()
+        return _next_logits(self.model, self.vocabulary, tokens, positions, self.cache, decoded_rows=self.decoded)
+
+
+class _RowsCache(DynamicCache):  # type: ignore[misc]
+    """``DecodedRows`` where a model of transformers looks for its cache."""
+
+    def __init__(self, decoded: DecodedRows) -> None:
+        super().__init__()
+        self._decoded = decoded
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *unused: Any, **ignored: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Cache``: tensors are [b, G, n, d]."""
+        keys, values = self._decoded.store(layer_idx, key_states.permute(2, 0, 1, 3), value_states.permute(2, 0, 1, 3))
+        return keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3)
+
+
+class _OwnCacheForward:
+    """See ``Forward``; all prompts are read in one pass."""
+
+    def __init__(self, model: torch.nn.Module, vocabulary: VocabularyShard) -> None:
+        self.model = model
+        self.vocabulary = vocabulary
+        self.cache = DynamicCache(config=model.config)
         self.is_padded = False
 
     def read(self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int) -> torch.Tensor:
         """See ``Forward``."""
-        width = tokens.shape[1]
-        padded = bool((lengths < width).any())
-        self.is_padded = self.is_padded or padded or width < end
-        self.read_caches.append(self.new_cache())
-        logits = self._forward(tokens, lengths.to(tokens.device), self.read_caches[-1], padded=padded)
-        if len(prompt_of) == len(tokens):
-            return logits
-        self.read_caches[-1].batch_select_indices(prompt_of)
+        self.is_padded = bool((lengths < end).any())
+        logits = self._forward(tokens, lengths.to(tokens.device))
+        if len(prompt_of) > len(tokens):
+            self.cache.batch_select_indices(prompt_of)
         return logits[prompt_of]
 
     def step(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """See ``Forward``."""
-        return self._forward(tokens[:, None], lengths, self._whole_cache(), padded=self.is_padded)
+        return self._forward(tokens[:, None], lengths)
 
     def keep(self, rows: torch.Tensor) -> None:
         """See ``Forward``."""
-        self._whole_cache().batch_select_indices(rows)
+        self.cache.batch_select_indices(rows)
 
-    def _whole_cache(self) -> Any:
-        if self.read_caches:
-            self.cache = self.read_caches[0] if len(self.read_caches) == 1 else _joined(self.read_caches)
-            self.read_caches = []
-        return self.cache
-
-    def _forward(self, tokens: torch.Tensor, lengths: torch.Tensor, cache: Any, *, padded: bool) -> torch.Tensor:
+    def _forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         new = tokens.shape[1]
         positions = (lengths[:, None] - new + torch.arange(new, device=tokens.device)).clamp(min=0)
-        further = {"row_lengths": lengths} if padded else {}
-        output = self.model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1, **further)
-        return _all_columns(output.logits[:, -1], self.vocabulary)
+        further = {"row_lengths": lengths} if self.is_padded else {}
+        return _next_logits(self.model, self.vocabulary, tokens, positions, self.cache, **further)
 
 
-def _can_be_joined(cache: DynamicCache) -> bool:
+def _keeps_positions_alone(cache: DynamicCache) -> bool:
     """Whether every layer keeps keys and values of its last positions, and nothing that was computed from all of them."""
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    """One cache with the rows of several, padded on the left where prompts are shorter than the longest; the first of ``parts``."""
-    for layers in zip(*(part.layers for part in parts), strict=True):
-        layer = layers[0]
-        layer.keys = _stacked([each.keys for each in layers])
-        layer.values = _stacked([each.values for each in layers])
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length = max(each.cumulative_length for each in layers)
-    return parts[0]
-
-
-def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[sum of b, heads, most positions, d] of tensors [b, heads, positions, d], with zeros before the shorter ones."""
-    rows, positions = sum(len(tensor) for tensor in tensors), max(tensor.shape[2] for tensor in tensors)
-    whole = tensors[0].new_zeros(rows, tensors[0].shape[1], positions, tensors[0].shape[3])
-    for tensor, place in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
-        place[:, :, positions - tensor.shape[2] :] = tensor
-    return whole
+def _next_logits(
+    model: torch.nn.Module, vocabulary: VocabularyShard, tokens: torch.Tensor, positions: torch.Tensor, cache: Any, **options: Any
+) -> torch.Tensor:
+    """[b, V] after tokens [b, n] at positions [b, n]."""
+    output = model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
+    return _all_columns(output.logits[:, -1], vocabulary)
 
 
 def _all_columns(logits: torch.Tensor, vocabulary: VocabularyShard) -> torch.Tensor:

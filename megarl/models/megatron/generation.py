@@ -20,11 +20,12 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.engine.context import ContextShare
+from megarl.models.engine.decoded_rows import DecodedRows
 from megarl.models.engine.decoding import Decoder, decode
 from megarl.models.engine.graphs import Graphs, graphs_on
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.step import evaluation_mode
-from megarl.models.megatron.cached_attention import DecodedRows, decoding
+from megarl.models.megatron.cached_attention import decoding
 from megarl.models.megatron.specs import PortableAttention, portable_core
 from megarl.patched import patched
 
@@ -100,6 +101,8 @@ def generate(
     backend.sync_parameters()
     graphs = graphs_on(backend.runtime.device, _not_recorded(backend))
 
+    decoded = DecodedRows(graphs, backend.runtime.device)
+
     def decode_rows(groups: ParallelGroups, rows: Mapping[str, Any]) -> BatchedDataDict[Any]:
         decoder = Decoder(
             lambda rows, positions: _CachedForward(backend, decoded, graphs, rows, positions),
@@ -111,7 +114,11 @@ def generate(
         )
         return decode(decoder, rows, config, tokenizer, greedy=greedy)
 
-    with evaluation_mode(backend), _whole_sequences(backend.stages), decoding(backend.stages, portable_core) as decoded:
+    with (
+        evaluation_mode(backend),
+        _whole_sequences(backend.stages),
+        decoding(backend.stages, decoded, portable_core),
+    ):
         if backend.experts.replicas is None:
             return decode_rows(backend.groups, data)
         return decode_together(decode_rows, data, backend.groups, backend.experts.replicas)
@@ -124,43 +131,26 @@ def _not_recorded(backend: MegatronBackend) -> str | None:
     return None
 
 
-FEWEST_POSITIONS = 256
-"""On a CUDA device attention looks at this many positions of the cache, and at twice as many each time that they are full: each size is
-recorded once for each number of rows, and less than half of the positions are read for nothing."""
-
-
 class _CachedForward:
-    """All model chunks of all pipeline stages, with a cache; see ``Forward``.
-
-    Attributes:
-        rows: of the batch.
-        end: positions that are cached.
-    """
+    """All model chunks of all pipeline stages, with a cache; see ``Forward``."""
 
     def __init__(self, backend: MegatronBackend, decoded: DecodedRows, graphs: Graphs, rows: int, positions: int) -> None:
         self.backend = backend
         self.decoded = decoded
         self.graphs = graphs
-        self.positions = positions
-        self.rows = self.end = 0
         # what Megatron asks for where keys are cached; the cache itself is not its own
         self.context = StaticInferenceContext(rows, positions)
-        decoded.reserve(positions, rows, backend.runtime.device)
+        decoded.reserve(positions, rows)
 
     def read(self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int) -> torch.Tensor | None:
         """See ``Forward``; logits are on the last stage."""
-        width = tokens.shape[1]
-        padded = bool((lengths < width).any())
-        self.decoded.read(lengths.to(tokens.device), width, padded=padded, end=end, first_row=self.rows, prompt_of=prompt_of)
-        self.rows, self.end = self.rows + len(prompt_of), end
+        self.decoded.read(lengths, tokens.shape[1], prompt_of, end)
         logits = self._through_stages(tokens.shape, lambda chunk, hidden: self._chunk(chunk, tokens, hidden))
         return None if logits is None else logits[prompt_of]
 
     def step(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
         """See ``Forward``; logits are on the last stage."""
-        self.end += 1
-        self.decoded.place.add_(1)
-        positions = self._looked_at()
+        positions = self.decoded.advance()
 
         def run(chunk: int, hidden: torch.Tensor | None) -> torch.Tensor:
             def forward(lengths: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
@@ -169,18 +159,11 @@ class _CachedForward:
 
             return self.graphs.run((chunk, positions), forward, lengths, tokens if hidden is None else hidden)
 
-        return self._through_stages((self.rows, 1), run)
+        return self._through_stages((self.decoded.count, 1), run)
 
     def keep(self, rows: torch.Tensor) -> None:
         """See ``Forward``."""
-        self.rows = len(rows)
-        self.decoded.keep(rows, self.end)
-
-    def _looked_at(self) -> int:
-        """Positions of the cache that a step looks at."""
-        if self.graphs.capture is None and self.decoded.place.device.type == "cpu":
-            return self.end
-        return min(max(FEWEST_POSITIONS, 1 << (self.end - 1).bit_length()), self.positions)
+        self.decoded.keep(rows)
 
     def _chunk(self, chunk: int, tokens: torch.Tensor | None, hidden: torch.Tensor | None) -> torch.Tensor:
         """One model chunk: hidden states [n, b, H], or logits [b, V] of the last position. Tokens [b, n] are read by the first chunk of the

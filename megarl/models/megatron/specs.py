@@ -37,7 +37,8 @@ from megarl.distributed.device import runtime
 from megarl.errors import ModelError
 from megarl.models.engine.attention import ROWS, SequenceLayout, attention, cached_attention
 from megarl.models.engine.context import ContextShare
-from megarl.models.megatron.cached_attention import DecodedRows, RowSelfAttention
+from megarl.models.engine.decoded_rows import DecodedRows
+from megarl.models.megatron.cached_attention import RowSelfAttention
 from megarl.models.megatron.grouped_experts import GroupedExperts
 from megarl.models.megatron.latent_attention import LatentSelfAttention
 from megarl.models.megatron.moe_router import BalancedRouter
@@ -65,7 +66,7 @@ class PortableAttention(MegatronModule):
 
     Attributes:
         softmax_offset: [H of this rank] logits of the sinks, under the name that Megatron's own attention gives them; None without.
-        rows: that are being decoded, see ``megarl.models.megatron.cached_attention``.
+        rows: that are being decoded; set by ``megarl.models.megatron.cached_attention.decoding``.
 
     Raises:
         ModelError: the model has sinks, and keys and values are to be sent round the context-parallel ranks.

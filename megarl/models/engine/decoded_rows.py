@@ -1,0 +1,148 @@
+"""The keys and values of rows that are being decoded, padded on the left, in a cache that stays at one place.
+
+A library's own cache grows by the token: each step has tensors of other shapes. Here a step has fixed shapes: the position that it writes
+to is a tensor, and a mask hides what the cache has not been given yet. So a step can be recorded (``megarl.models.engine.graphs``).
+
+Legend: b rows of a batch, n positions of a pass, P positions of the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.models.engine.graphs import Graphs
+
+FEWEST_POSITIONS = 256
+"""In steps of fixed shapes attention looks at this many positions of the cache, and at twice as many each time that they are full: each
+size is recorded once for each number of rows, and less than half of the positions are read for nothing."""
+
+
+class DecodedRows:
+    """The rows that are being decoded, with their keys and values, and what all layers of a pass need to know of it.
+
+    The cache and ``place`` stay where they are, also from one batch to the next: CUDA graphs have their addresses.
+
+    Args:
+        graphs: runs the steps.
+        device: where the model is.
+
+    Attributes:
+        fixed: steps have fixed shapes: also on a device that records nothing any more, where other ranks may do so, and wait for this one
+            in the same collectives.
+        count: of the rows of the batch.
+        place: [1] int64, the last position that is cached, or is in this step.
+        positions: [n, b] int64 of this pass: the positions of its tokens; those of padding are 0. One tensor for all layers of a pass, and
+            a new one in each pass.
+        row_lengths: [b] int64 while prompts are read that have padding on their left, their lengths; otherwise None.
+    """
+
+    def __init__(self, graphs: Graphs, device: torch.device) -> None:
+        self.fixed = graphs.capture is not None or device.type != "cpu"
+        self.count = self._end = 0
+        self.positions = torch.empty(0, dtype=torch.int64)
+        self.row_lengths: torch.Tensor | None = None
+        self.place = torch.empty(1, dtype=torch.int64, device=device)
+        self._size = (0, 0)
+        self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._prompts: _Prompts | None = None
+        self._step: _Step | None = None
+
+    def reserve(self, positions: int, rows: int) -> None:
+        """Begin a batch, whose cache has so many positions and rows. Batches have the same cache, which each layer makes when it
+        first needs it."""
+        assert not self._cache or self._size == (positions, rows), "one size for all batches"
+        self._size, self.count = (positions, rows), 0
+
+    def read(self, lengths: torch.Tensor, width: int, prompt_of: torch.Tensor, end: int) -> None:
+        """Begin a pass over prompts.
+
+        Args:
+            lengths: [p] int64 on the CPU, tokens of each prompt.
+            width: of the pass, the longest prompt of it.
+            prompt_of: [r] int64, which of these prompts each of the next r rows has.
+            end: position of the cache behind the prompts.
+        """
+        on_device = lengths.to(self.place.device)
+        self.positions = (on_device - width + torch.arange(width, device=on_device.device)[:, None]).clamp(min=0)
+        self.row_lengths = on_device if bool((lengths < width).any()) else None
+        self.place.fill_(end - 1)
+        self._prompts, self._step = _Prompts(end, self.count, prompt_of), None
+        self.count, self._end = self.count + len(prompt_of), end
+
+    def advance(self) -> int:
+        """Go on to the next position; return how many positions of the cache a step at it looks at."""
+        self._end += 1
+        self.place.add_(1)
+        if not self.fixed:
+            return self._end
+        return min(max(FEWEST_POSITIONS, 1 << (self._end - 1).bit_length()), self._size[0])
+
+    def step(self, lengths: torch.Tensor, positions: int) -> None:
+        """Begin a pass over one more token of the first b rows, at ``place``.
+
+        Args:
+            lengths: [b] int64, tokens of each row, that one among them.
+            positions: of the cache that attention looks at, from ``advance``.
+        """
+        self.positions, self.row_lengths = lengths[None] - 1, None
+        self._prompts, self._step = None, _Step(lengths, self.place, positions)
+
+    @property
+    def is_step(self) -> bool:
+        """This pass is one over one more token of each row."""
+        return self._step is not None
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cache keys [n, b, G, d] and values of a layer; return those that its queries attend to, [n or P, b, G, d]."""
+        if layer not in self._cache:
+            self._cache[layer] = (key.new_zeros(*self._size, *key.shape[2:]), value.new_zeros(*self._size, *value.shape[2:]))
+        if self._prompts is not None:
+            for cached, new in zip(self._cache[layer], (key, value), strict=True):
+                self._prompts.write(cached, new)
+            return key, value
+        assert self._step is not None, "a pass has begun"
+        keys, values = (cached[: self._step.positions, : key.shape[1]] for cached in self._cache[layer])
+        keys.index_copy_(0, self._step.place, key)
+        values.index_copy_(0, self._step.place, value)
+        return keys, values
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """[b, 1, 1, P], what ``megarl.models.engine.attention.cached_attention`` adds to scores; None in a pass over prompts."""
+        return None if self._step is None else self._step.mask(window, dtype)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Go on with these rows [r] int64, in their order."""
+        self.count = len(rows)
+        for pair in self._cache.values():
+            for cached in pair:
+                cached[: self._end, : self.count] = cached[: self._end, rows]
+
+
+class _Prompts:
+    """Where a pass over prompts writes to; see ``DecodedRows.read``."""
+
+    def __init__(self, end: int, first_row: int, prompt_of: torch.Tensor) -> None:
+        self._end, self._first, self._prompt_of = end, first_row, prompt_of
+
+    def write(self, cached: torch.Tensor, new: torch.Tensor) -> None:
+        rows = slice(self._first, self._first + len(self._prompt_of))
+        cached[self._end - new.shape[0] : self._end, rows] = new[:, self._prompt_of]
+
+
+class _Step:
+    """A pass over one token a row; see ``DecodedRows.step``."""
+
+    def __init__(self, lengths: torch.Tensor, place: torch.Tensor, positions: int) -> None:
+        self.place, self.positions = place, positions
+        self._lengths = lengths
+        self._masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Made once for all layers of the pass that have one window."""
+        if (window, dtype) not in self._masks:
+            back = self.place - torch.arange(self.positions, device=self.place.device)
+            seen = self._lengths if window is None else self._lengths.clamp(max=window)
+            hidden = (back < 0) | (back >= seen[:, None])
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+            self._masks[window, dtype] = mask[:, None, None]
+        return self._masks[window, dtype]
