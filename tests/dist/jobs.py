@@ -158,13 +158,25 @@ def recorded_and_replayed(graphs: list[Graphs]) -> tuple[int, int] | None:
 @contextlib.contextmanager
 def recorded_steps(*, checked: bool, backend: Any = generation) -> Iterator[list[Graphs]]:
     """Inside, Megatron's steps are recorded as on a CUDA device, or those of another ``backend``, its module of generation."""
+    # not before megarl.models.megatron has prepared it
+    from megatron.core.transformer.moe import router as routers
+
     made: list[Graphs] = []
 
     def graphs_on(device: torch.device, refusal: str | None = None) -> Graphs:
         made.append(Graphs(None if refusal else TapeCapture(checked=checked)))
         return made[-1]
 
-    with mock.patch.object(backend, "graphs_on", graphs_on), mock.patch.object(decoded_rows, "FEWEST_POSITIONS", 4):
+    def gating(router: Any, hidden: torch.Tensor) -> torch.Tensor:
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(router.config.moe_router_dtype, hidden.dtype)
+        return routers.router_gating_linear(hidden, router.weight, router.bias, dtype)
+
+    with (
+        mock.patch.object(backend, "graphs_on", graphs_on),
+        mock.patch.object(decoded_rows, "FEWEST_POSITIONS", 4),
+        # on a CPU Megatron-Core's own moves the weight to where it is, of which a run on tensors without values would leave nothing
+        mock.patch.object(routers.TopKRouter, "gating", gating),
+    ):
         yield made
 
 

@@ -143,11 +143,16 @@ def test_greedy_answers_equal_transformers(cuda: DeviceProcess, tiny_models: dic
     torch.testing.assert_close(output["logprobs"][answered], output["recomputed"][answered], atol=1e-4, rtol=0)
 
 
-def test_cuda_graphs_change_no_answer(cuda: DeviceProcess, tiny_models: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """Sampled answers of several batches, in float32; graphs are recorded anew after the weights have changed and moved."""
+@pytest.mark.parametrize(("family", "precision"), [("qwen3", "float32"), ("qwen3_moe", "float32"), ("qwen3_moe", "bfloat16")])
+def test_cuda_graphs_change_no_answer(
+    cuda: DeviceProcess, wide_models: dict[str, Path], family: str, precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sampled answers of several batches; graphs are recorded anew after the weights have changed and moved. The products of experts are
+    grouped in bfloat16."""
     batch = {key: value for key, value in make_batch(rows=40, length=9, seed=5).items() if key in ("input_ids", "input_lengths")}
     batch["sampling_seeds"] = torch.arange(40) + 3
-    config = policy_config(tiny_models["qwen3"], generation={"stop_token_ids": [2], "max_new_tokens": 300}, max_length=320)
+    generation = {"stop_token_ids": [2], "max_new_tokens": 300 if family == "qwen3" else 40}
+    config = policy_config(wide_models[family], precision=precision, generation=generation, max_length=320)
     config["generation_batch_size"] = 16
     seen = cuda.run(jobs.with_and_without_graphs, config, batch, BATCHES[0])
     for recorded, plain in zip(seen[::2], seen[1::2], strict=True):

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.engine.context import ContextShare
@@ -26,6 +25,7 @@ from megarl.models.engine.graphs import Graphs, graphs_on
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.step import evaluation_mode
 from megarl.models.megatron.cached_attention import decoding
+from megarl.models.megatron.moe_decoding import fixed_shapes
 from megarl.models.megatron.specs import PortableAttention, portable_core
 from megarl.patched import patched
 
@@ -99,7 +99,7 @@ def generate(
 ) -> BatchedDataDict[Any]:
     """Continue every prompt; see ``decode``."""
     backend.sync_parameters()
-    graphs = graphs_on(backend.runtime.device, _not_recorded(backend))
+    graphs = graphs_on(backend.runtime.device)
 
     decoded = DecodedRows(graphs, backend.runtime.device)
 
@@ -118,17 +118,11 @@ def generate(
         evaluation_mode(backend),
         _whole_sequences(backend.stages),
         decoding(backend.stages, decoded, portable_core),
+        fixed_shapes(backend.stages, backend.groups, backend.experts, decoded),
     ):
         if backend.experts.replicas is None:
             return decode_rows(backend.groups, data)
         return decode_together(decode_rows, data, backend.groups, backend.experts.replicas)
-
-
-def _not_recorded(backend: MegatronBackend) -> str | None:
-    """Why a step of this model cannot be recorded in a CUDA graph; None where it can."""
-    if any(isinstance(module, MoELayer) for stage in backend.stages for module in stage.modules()):
-        return "Megatron-Core asks the device, in each layer of experts, how many tokens go to each of them"
-    return None
 
 
 class _CachedForward:

@@ -9,7 +9,7 @@ gradients of biases and the gradient's norm, which are summed up in another orde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from megarl.distributed.device import sent_to
 grouped_mm: Callable[..., torch.Tensor] | None = getattr(F, "grouped_mm", None)
 # strides that the kernels of the grouped product want, in bytes
 _ALIGNMENT = 16
+
+Linears: TypeAlias = tuple[list[Any], list[Any]]
+"""The first and the last linear layer of each expert of a rank: what has ``weight`` [N, K] and ``bias`` [N] or None."""
 
 
 class _FromLast(torch.nn.ModuleList):
@@ -50,10 +53,8 @@ class GroupedExperts(SequentialMLP):
         super().__init__(*arguments, **options)
         experts: Any = self._modules["local_experts"]
         self.local_experts: Any = _FromLast(list(experts))
-        first: Any = self.local_experts[0]
-        widths = [width for linear in (first.linear_fc1, first.linear_fc2) for width in linear.weight.shape]
-        aligned = all(width * first.linear_fc1.weight.element_size() % _ALIGNMENT == 0 for width in widths)
-        self._can_group = grouped_mm is not None and aligned and len(self.local_experts) > 1 and not self.config.moe_apply_probs_on_input
+        self._linears = linears_of(self)
+        self._can_group = can_group(self._linears) and not self.config.moe_apply_probs_on_input
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
@@ -74,26 +75,52 @@ class GroupedExperts(SequentialMLP):
             )
             return experts
         limits = sent_to(tokens_per_expert.cumsum(0, dtype=torch.int32), permuted_local_hidden_states.device)
-        return self._grouped(permuted_local_hidden_states, limits, permuted_probs)
+        return grouped_mlp(self.config, self._linears, permuted_local_hidden_states, limits, permuted_probs), None
 
-    def _grouped(self, tokens: torch.Tensor, limits: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        whole = _WholeMLP(self, limits)
-        output, _ = MLP.forward(whole, tokens, probs)
-        if whole.last.bias is not None:
-            # as Megatron's expert: the bias is weighted as the rest of the result is
-            output = output + whole.last.bias * probs.unsqueeze(-1)
-        return output.to(tokens.dtype), None
+
+def linears_of(experts: SequentialMLP) -> Linears:
+    """Return the linear layers of Megatron's loop over experts."""
+    return [expert.linear_fc1 for expert in experts.local_experts], [expert.linear_fc2 for expert in experts.local_experts]
+
+
+def can_group(linears: Linears) -> bool:
+    """Return whether torch has a grouped product for several experts of these widths."""
+    first, last = (of_layer[0].weight for of_layer in linears)
+    aligned = all(width * first.element_size() % _ALIGNMENT == 0 for width in (*first.shape, *last.shape))
+    return grouped_mm is not None and aligned and len(linears[0]) > 1
+
+
+def grouped_mlp(config: Any, linears: Linears, tokens: torch.Tensor, limits: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """Return what experts make of tokens, biases included.
+
+    Args:
+        config: Megatron's, of the experts.
+        linears: of the experts.
+        tokens: [t, H], those of the first expert first.
+        limits: [E] int32 on the device of the tokens, the number of tokens up to the end of each expert's. What is behind the last limit
+            goes to no expert, and its results are undefined.
+        probs: [t], what each token's result is multiplied by.
+
+    Returns:
+        [t, H] of the dtype of ``tokens``.
+    """
+    whole = _WholeMLP(config, linears, limits)
+    output, _ = MLP.forward(whole, tokens, probs)
+    if whole.last.bias is not None:
+        # as Megatron's expert: the bias is weighted as the rest of the result is
+        output = output + whole.last.bias * probs.unsqueeze(-1)
+    return output.to(tokens.dtype)
 
 
 class _WholeMLP(torch.nn.Module):
     """All experts as the one MLP whose forward pass Megatron has: what lies between the products is Megatron's own."""
 
-    def __init__(self, experts: GroupedExperts, limits: torch.Tensor) -> None:
+    def __init__(self, config: Any, linears: Linears, limits: torch.Tensor) -> None:
         super().__init__()
-        self.config = experts.config
-        self.activation_func = experts.local_experts[0].activation_func
-        self.linear_fc1 = _GroupedLinear([expert.linear_fc1 for expert in experts.local_experts], limits, adds_bias=True)
-        self.linear_fc2 = self.last = _GroupedLinear([expert.linear_fc2 for expert in experts.local_experts], limits, adds_bias=False)
+        self.config = config
+        self.activation_func = config.activation_func
+        self.linear_fc1 = _GroupedLinear(linears[0], limits, adds_bias=True)
+        self.linear_fc2 = self.last = _GroupedLinear(linears[1], limits, adds_bias=False)
 
 
 class _GroupedLinear(torch.nn.Module):
@@ -106,7 +133,8 @@ class _GroupedLinear(torch.nn.Module):
     def __init__(self, linears: Sequence[Any], limits: torch.Tensor, *, adds_bias: bool) -> None:
         super().__init__()
         self._weights = [linear.weight for linear in linears]
-        self._biases = [linear.bias for linear in linears if linear.bias is not None]
+        # Transformer Engine's layers without a bias have an empty one
+        self._biases = [linear.bias for linear in linears if linear.bias is not None and linear.bias.numel()]
         self._limits, self._adds_bias = limits, adds_bias
         self.bias: torch.Tensor | None = None
 
@@ -147,7 +175,8 @@ class _OfTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, limits: torch.Tensor, tokens: int, *biases: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(limits, *biases)
-        expert = torch.searchsorted(limits, torch.arange(tokens, dtype=limits.dtype, device=limits.device), right=True)
+        # whatever is behind the last limit has to have some bias too
+        expert = torch.searchsorted(limits[:-1], torch.arange(tokens, dtype=limits.dtype, device=limits.device), right=True)
         return stacked(biases)[expert]
 
     @staticmethod
@@ -176,7 +205,7 @@ def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def shared_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """One tensor over the memory of several, a dimension more in front; None where they do not lie one after another at equal
     distances."""
-    first, second = tensors[0].detach(), tensors[1].detach()
+    first, second = tensors[0], tensors[1]
     step = second.data_ptr() - first.data_ptr()
     size, home = first.element_size(), first.untyped_storage().data_ptr()
     even = step >= first.nbytes and step % _ALIGNMENT == 0 and first.data_ptr() % _ALIGNMENT == 0
@@ -185,7 +214,7 @@ def shared_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         for index, tensor in enumerate(tensors)
     ):
         return None
-    return first.as_strided((len(tensors), *first.shape), (step // size, *first.stride()))
+    return first.detach().as_strided((len(tensors), *first.shape), (step // size, *first.stride()))
 
 
 def _handed_over(parameters: Sequence[torch.Tensor], gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
