@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,8 @@ def main(rank: int, ranks: int, divided: str, directory: Path) -> None:
     # as vLLM's runner for CPUs has it
     torch.accelerator.empty_cache = torch.accelerator.synchronize = lambda *_: None  # type: ignore[assignment]
     config = configured(directory / "0", "dummy", ranks, divided)
+    # as its workers have it: a name of the ranks' shared memory, of which vLLM's kernels for this CPU may make use
+    os.environ["VLLM_DIST_IDENT"] = f"expert-ranks-{os.getppid()}"
     with set_current_vllm_config(config):
         init_distributed_environment(ranks, rank, f"file://{directory / 'store'}", rank, "gloo")
         initialize_model_parallel(*((1, ranks) if divided == "stages" else (ranks, 1)))
