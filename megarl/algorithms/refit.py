@@ -74,15 +74,13 @@ def _hand_over(policy: Policy, generation: RolloutEngine, buffer_gib: float | No
 def connect(policy: Policy, generation: RolloutEngine) -> None:
     """Make the group over which the weights go to engines apart; a port that is taken meanwhile is replaced by another.
 
-    With the engines' ``delta_share`` only what changed is sent, see ``Policy.init_collective``.
-
     Raises:
         RefitError: the engines and the policy did not find each other.
     """
     size = generation.ranks + 1
     for attempt in range(1, CONNECTION_ATTEMPTS + 1):
         address, port = policy.worker_group.cluster.get_master_address_and_port()
-        sending = policy.init_collective(address, port, size, delta_share=generation.delta_share)
+        sending = policy.init_collective(address, port, size)
         receiving = generation.init_collective(address, port, size)
         # all are waited for: an engine that still looks for the policy at one port would come too late to the next one
         failures = [_failure_of(policy.worker_group.get_all_worker_results, future) for future in sending]

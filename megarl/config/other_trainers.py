@@ -1,4 +1,4 @@
-"""Keys and options of other trainers, each with what to write instead: NeMo-RL, TRL, verl and torchtitan."""
+"""Keys and options of other trainers and of earlier versions, each with what to write instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from megarl.config.algorithms import ALGORITHMS, KEY, run_type
 from megarl.config.load import parse_hydra_overrides
 from megarl.config.nested import at
-from megarl.config.schema import ABSENT, INSTEAD, check_section, known_paths, nearest
+from megarl.config.schema import ABSENT, INSTEAD, REMOVED, check_section, known_paths, nearest
 from megarl.errors import Violation
 
 _MEGATRON, _VLLM, _LOSS = "policy.megatron_cfg", "policy.generation.vllm_cfg", "loss_fn"
@@ -283,7 +283,13 @@ TORCHTITAN: Mapping[str, str] = {
     "comm.init_timeout_seconds": "deadlines.init_s",
     "comm.train_timeout_seconds": "deadlines.step_s",
 }
-TABLES: Mapping[str, Mapping[str, str]] = {"NeMo-RL": INSTEAD, "TRL": TRL, "verl": VERL, "torchtitan": TORCHTITAN}
+TABLES: Mapping[str, Mapping[str, str]] = {
+    "NeMo-RL": INSTEAD,
+    "TRL": TRL,
+    "verl": VERL,
+    "torchtitan": TORCHTITAN,
+    "an earlier megarl": REMOVED,
+}
 """By trainer: its dotted key to megarl's key, of which the value is the same, or to a sentence."""
 SECTIONS = {
     "verl": ("actor_rollout_ref", "algorithm", "trainer", "custom_reward_function", "ray_kwargs", "ray_init", "reward_manager"),

@@ -51,6 +51,10 @@ INSTEAD: Mapping[str, str] = {
     "logger.gpu_monitoring": "remove it: memory is in every row of metrics.jsonl",
 }
 """Keys of NeMo-RL (0.3 and after) that megarl does not have, with what to write instead."""
+REMOVED: Mapping[str, str] = {
+    f"{_VLLM}.refit_delta_share": "remove it: a refit sends all weights",
+}
+"""Keys that megarl had once, with what to write instead."""
 
 
 Steps: TypeAlias = tuple[tuple[int | str, bool], ...]

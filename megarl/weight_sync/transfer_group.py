@@ -44,7 +44,6 @@ class TransferGroup:
         digest: of the manifest that this side knows.
         device: where the weights are on this side; the backend is NCCL on a GPU and gloo on a CPU.
         buffer_bytes: of a transfer buffer; all take the least that a sender says.
-        delta_share: send what changed alone, where that takes at most this share of the bytes; 0 sends everything. Stage 0 says it.
         stage: of a sender.
         stages: who sends what; stage 0 says it.
         handshake_s: longest time until all are there, in seconds.
@@ -52,7 +51,7 @@ class TransferGroup:
         rendezvous: of stage 0, where it was opened before; then its deadline holds.
 
     Attributes:
-        buffer_bytes, delta_share, stages: the same on all sides.
+        buffer_bytes, stages: the same on all sides.
 
     Raises:
         RefitError: somebody is missing, came twice, or expects something else.
@@ -68,15 +67,12 @@ class TransferGroup:
         digest: str,
         device: torch.device,
         buffer_bytes: int = 0,
-        delta_share: float = 0.0,
         stage: int = 0,
         stages: Stages = ONE_STAGE,
         handshake_s: float = HANDSHAKE_SECONDS,
         collective_s: float = COLLECTIVE_SECONDS,
         rendezvous: Rendezvous | None = None,
     ) -> None:
-        if not 0.0 <= delta_share <= 1.0:
-            raise RefitError(f"delta_share = {delta_share}: must lie in [0, 1]; write 0 to send all weights at every refit")
         self.rank, self.world_size, self.stage, self.device = rank, world_size, stage, device
         self._asks = device.type == "cuda"
         self._collective = datetime.timedelta(seconds=collective_s)
@@ -85,11 +81,11 @@ class TransferGroup:
         self._address = self._rendezvous.address
         own = {"world_size": world_size, "manifest": digest, "device": device.type}
         if keeps:
-            terms = {"buffer_bytes": buffer_bytes, "delta_share": delta_share, "runs": stages.runs}
+            terms = {"buffer_bytes": buffer_bytes, "runs": stages.runs}
             verdict = self._rendezvous.judge(own, Members(world_size, stages.count), terms)
         else:
             verdict = self._rendezvous.introduce(own, rank, stage, buffer_bytes)
-        self.buffer_bytes, self.delta_share = int(verdict["buffer_bytes"]), float(verdict["delta_share"])
+        self.buffer_bytes = int(verdict["buffer_bytes"])
         self.stages = Stages(verdict["stages"], tuple((stage, count) for stage, count in verdict["runs"]))
         self._members = Members(world_size, self.stages.count)
         self._number = self._members.number(rank, stage)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-OURS = {"delta_share", "sampling", "skip_masked"}
+OURS = {"sampling", "skip_masked"}
 
 
 def parameters_of(method: Callable[..., Any]) -> list[str]:

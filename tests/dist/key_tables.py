@@ -53,7 +53,6 @@ VLLM: dict[str, Demonstration] = {
     "generation.vllm_cfg.fast_sampling": ShownBy("tests.unit.test_vllm_worker:test_seeds_are_those_of_the_rows_or_one_for_the_engine"),
     "generation.vllm_cfg.precision": ShownBy(f"{OPTIONS}test_what_is_not_said_is_the_policy_s"),
     "generation.vllm_cfg.max_model_len": ShownBy(f"{OPTIONS}test_what_is_not_said_is_the_policy_s"),
-    "generation.vllm_cfg.refit_delta_share": Refused((0.5,), (0.0,), "only engines apart are sent changes", beside=ON_VLLM),
     "generation.vllm_cfg.async_engine": Refused((True,), (False,), "is wanted", beside=ON_VLLM),
     # without it vLLM reserves its whole cache on a CPU, for which there is no room here
     "generation.vllm_cfg.env_vars": ShownBy("tests.system.test_vllm:test_the_engines_have_the_environment_of_their_section"),

@@ -324,8 +324,6 @@ def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, 
     source = {"path": str(data), "prompt_key": "prompt", "answer_key": "answer"}
     policy = policy_config(bare, gbs=8, mbs=4, temperature=0.7)
     settings = {"enforce_eager": True, "kv_cache_gb": 0.02, "env_vars": {"VLLM_CPU_CI_ENV": "1"}}
-    if not shared:
-        settings["refit_delta_share"] = 0.9
     policy["generation"] = {
         "backend": "vllm",
         "max_new_tokens": 5,

@@ -428,7 +428,6 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {},
         {"g.vllm_cfg.tensor_parallel_size"},
     ),
-    ("changes_go_to_engines_apart", {"g.vllm_cfg.refit_delta_share": 0.5, **ON_VLLM}, {}, {"g.vllm_cfg.refit_delta_share"}),
     (
         "engine_arguments_are_free",
         {"g.vllm_kwargs": {"logprobs_mode": "raw_logprobs", "seed": 3, "dtype": "float16", "max_num_seqs": 4}, **ON_VLLM},

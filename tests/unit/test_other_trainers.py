@@ -14,7 +14,7 @@ from megarl.cli import main
 from megarl.config.algorithms import ORDER, run_type
 from megarl.config.nested import put
 from megarl.config.other_trainers import TABLES, TORCHTITAN, TRL, VERL
-from megarl.config.schema import known_paths
+from megarl.config.schema import REMOVED, known_paths
 from tests.unit.config_samples import raw_dpo, raw_grpo
 
 NAMED = re.compile(rf"(?<![\w./-])(?:{'|'.join(ORDER)})(?:\.\w+)+")
@@ -86,7 +86,7 @@ def test_every_option_is_answered_in_one_list(
     assert "did you mean 'grpo.num_prompts_per_step'?" in line_of(shown, "grpo.num_promts_per_step")
 
 
-@pytest.mark.parametrize(("trainer", "table"), [("verl", VERL), ("TRL", TRL), ("torchtitan", TORCHTITAN)])
+@pytest.mark.parametrize(("trainer", "table"), [("verl", VERL), ("TRL", TRL), ("torchtitan", TORCHTITAN), ("an earlier megarl", REMOVED)])
 def test_every_key_is_answered_as_an_override_and_in_a_file(
     trainer: str, table: Mapping[str, str], config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,9 +51,9 @@ class OneRank:
     def prepare_refit_info(self) -> dict[str, Any]:
         return MANIFEST.description()
 
-    def init_collective(self, ip: str, port: int, world_size: int, *, delta_share: float) -> list[Future[Any]]:
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[Future[Any]]:
         def join() -> None:
-            options = {"buffer_bytes": 4096, "handshake_s": 20.0, "delta_share": delta_share}
+            options = {"buffer_bytes": 4096, "handshake_s": 20.0}
             self.sender = WeightBroadcaster(TransferGroup(ip, port, world_size, 0, digest=MANIFEST.digest, device=CPU, **options), MANIFEST)
 
         return self.worker_group.call(join)
@@ -72,7 +72,6 @@ class TwoEngines:
     def __init__(self, taken: int = 0) -> None:
         self._taken = taken
         self.worker_group: Any = Workers(ENGINES)
-        self.delta_share = 0.5
         self.ranks, self.connected, self.version = ENGINES, False, None
         self.listeners: dict[int, WeightListener] = {}
 

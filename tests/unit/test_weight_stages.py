@@ -87,22 +87,15 @@ class Ranks:
         return [one.version for one in self.listeners] == [None, None]
 
 
-@pytest.mark.parametrize(("with_checksum", "delta_share"), [(False, 0.0), (True, 0.0), (True, 0.3)])
-def test_engines_get_the_weights_of_all_stages_in_the_one_order(with_checksum: bool, delta_share: float) -> None:
-    ranks = Ranks(with_checksum=with_checksum, delta_share=delta_share)
+@pytest.mark.parametrize("with_checksum", [False, True])
+def test_engines_get_the_weights_of_all_stages_in_the_one_order(with_checksum: bool) -> None:
+    ranks = Ranks(with_checksum=with_checksum)
     sent: list[dict[int, int]] = []
     for group in ranks.groups[:3]:
         sent.append(_counted(group))
     for version in (2, 3):
         ranks.works(version)
-    whole = [dict(bytes_of) for bytes_of in sent]
-    assert [set(bytes_of) for bytes_of in whole] == [{0}, {1}, {2}], "each stage sends over its own group, and nothing else"
-    state = weights(3)
-    state["layer.2"] = state["layer.2"] + torch.eye(1, 400)[0]
-    for bytes_of in sent:
-        bytes_of.clear()
-    ranks.works(4, state)
-    assert all(bytes_of[stage] < whole[stage][stage] / (4 if delta_share else 1.9) for stage, bytes_of in enumerate(sent))
+    assert [set(bytes_of) for bytes_of in sent] == [{0}, {1}, {2}], "each stage sends over its own group, and nothing else"
 
 
 def _counted(group: TransferGroup) -> dict[int, int]:
@@ -138,10 +131,9 @@ def test_stages_pack_beside_one_another_and_an_engine_has_two_buffers_for_all() 
         assert sum(buffer.numel() for buffer in one._channel._memory) == BUFFERS * (HEADER + BUDGET)
 
 
-@pytest.mark.parametrize("delta_share", [0.0, 0.3])
 @pytest.mark.parametrize(("stage", "name"), [(0, "embed"), (1, "layer.1"), (2, "norm")])
-def test_what_one_stage_cannot_send_no_engine_serves_and_the_next_refit_works(stage: int, name: str, delta_share: float) -> None:
-    ranks = Ranks(delta_share=delta_share)
+def test_what_one_stage_cannot_send_no_engine_serves_and_the_next_refit_works(stage: int, name: str) -> None:
+    ranks = Ranks()
     ranks.works(1)
     state = weights(2)
     streams = [stream(one, {**state, name: torch.zeros(3, 3)} if one == stage else state) for one in range(3)]

@@ -560,14 +560,13 @@ class EngineWorker(ABC):
 
     # refit of an engine elsewhere
 
-    def init_collective(self, ip: str, port: int, world_size: int, *, delta_share: float = 0.0) -> None:
+    def init_collective(self, ip: str, port: int, world_size: int) -> None:
         """Make the groups that weights are sent over, one a pipeline stage; of the policy, the first rank of the stage alone is in it.
 
         Args:
             ip, port: where rank 0 listens, on this address alone. A name has to mean the same there as elsewhere; on Debian a host's own
                 name is 127.0.1.1 to itself.
             world_size: ranks of the engines, and one.
-            delta_share: send what changed alone, where that takes at most this share of the bytes; 0 sends all weights at every refit.
 
         Raises:
             RefitError: an engine rank is missing or expects something else.
@@ -589,7 +588,6 @@ class EngineWorker(ABC):
                     digest=manifest.digest,
                     device=self.runtime.device,
                     buffer_bytes=self._sender.slot_bytes(),
-                    delta_share=delta_share,
                     stage=groups.pipeline_rank,
                     stages=stages,
                     rendezvous=rendezvous,

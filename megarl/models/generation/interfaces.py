@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypeAlia
 from typing_extensions import TypedDict
 
 from megarl.errors import BatchError, ConfigError, Violation
-from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, POSITIVE_SHARE, SHARE, Key
+from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, POSITIVE_SHARE, Key
 
 if TYPE_CHECKING:
     import ray
@@ -107,17 +107,6 @@ class VllmConfig(TypedDict):
             Key(
                 "``dummy``: weights come with the first refit alone; ``auto``: they are read from the model's files before that too.",
                 default="dummy",
-            ),
-        ]
-    ]
-    refit_delta_share: NotRequired[
-        Annotated[
-            float,
-            Key(
-                "engines apart: send only the elements that changed, where they take at most this share of the bytes; "
-                "exact all the same, for twice the weights' memory on both sides. 0 sends everything at every refit.",
-                SHARE,
-                default=0.0,
             ),
         ]
     ]
@@ -377,11 +366,6 @@ class RolloutEngine(GenerationInterface):
     @abstractmethod
     def connected(self) -> bool:
         """Whether the engines are in the policy's group, as far as is known."""
-
-    @property
-    def delta_share(self) -> float:
-        """Largest share of the weights' bytes that is sent as what changed; 0 where refits are always complete."""
-        return 0.0
 
     @abstractmethod
     def disconnect(self) -> None:

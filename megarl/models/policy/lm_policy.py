@@ -411,21 +411,17 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     # refit: the weights to an engine that generates
 
-    def init_collective(self, ip: str, port: int, world_size: int, *, delta_share: float = 0.0) -> list[ray.ObjectRef[Any]]:
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
         """Make the group that weights are sent over to engines elsewhere; the engines' ``init_collective`` has to be called beside it.
 
         Args:
             ip, port: where the policy's first worker listens; it is on this host. The first worker of each later pipeline stage joins it.
             world_size: ranks of all engines, and one, however many stages there are.
-            delta_share: send what changed alone, where that takes at most this share of the bytes, exactly all the same; both sides then
-                keep the weights that were sent last. 0 sends all weights at every refit.
 
         Returns:
             Futures, to be awaited with those of the engines.
         """
-        return self.worker_group.run_all_workers_single_data(
-            "init_collective", ip=ip, port=port, world_size=world_size, delta_share=delta_share
-        )
+        return self.worker_group.run_all_workers_single_data("init_collective", ip=ip, port=port, world_size=world_size)
 
     # the NeMo-RL policy API's two interfaces give this name to the sending and to the receiving half; the policy is both
     def prepare_refit_info(self, state_dict_info: Any = None) -> dict[str, Any] | None:  # type: ignore[override]

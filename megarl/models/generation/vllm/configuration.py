@@ -238,16 +238,6 @@ def engine_reaches_length(view: View) -> Iterator[Violation]:
         yield Violation(key, view[key], f"it must be at least {LONGEST} = {longest}", "remove the line, or raise it", ({key: longest},))
 
 
-def changes_go_to_engines_apart(view: View) -> Iterator[Violation]:
-    """On the policy's devices the weights are handed over where they lie, whole."""
-    view.require(view[f"{GENERATION}.colocated.enabled"])
-    key = f"{VLLM}.refit_delta_share"
-    if view[key] > 0:
-        yield Violation(
-            key, view[key], "colocated.enabled is true, and only engines apart are sent changes", "remove the line, or write 0.0"
-        )
-
-
 def fast_sampling_is_of_the_first_runner(view: View) -> Iterator[Violation]:
     """On GPUs vLLM takes its second model runner, which has a seed for each response at no cost and no faster sampler without."""
     key, variable = f"{VLLM}.fast_sampling", "VLLM_USE_V2_MODEL_RUNNER"
@@ -275,7 +265,6 @@ RULES: tuple[Rule, ...] = (
     experts_divide_over_an_engine,
     heads_divide_over_an_engine,
     engine_reaches_length,
-    changes_go_to_engines_apart,
     fast_sampling_is_of_the_first_runner,
     engine_arguments_are_free,
 )

@@ -190,11 +190,6 @@ class VllmGeneration(RolloutEngine):
         """Whether ``init_collective`` was called for the present engines."""
         return self._connected
 
-    @property
-    def delta_share(self) -> float:
-        """``vllm_cfg.refit_delta_share``."""
-        return float(self.cfg["vllm_cfg"]["refit_delta_share"])
-
     def disconnect(self) -> None:
         """Forget the policy's group."""
         self._connected = False
