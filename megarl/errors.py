@@ -117,24 +117,8 @@ class StateError(MegarlError, RuntimeError):
     """A method was called in a state that does not allow it, for example training while the optimizer is offloaded."""
 
 
-TRAINING, LOGPROB = "training", "log-probability"
-"""Kinds of passes over a model."""
-
-
 class MicroBatchMemoryError(MegarlError, MemoryError):
-    """A micro-batch has no room beside the model. No weight was changed by it.
-
-    Attributes:
-        kind: of the pass: ``training`` or ``log-probability``.
-        figures: ``rows``, ``tokens``, ``positions``, ``peak_gib`` and ``limit_gib`` of it.
-        may_go_on_smaller: the configuration wants it in two parts, and it has more than one row.
-    """
-
-    def __init__(self, text: str, kind: str = "") -> None:
-        super().__init__(text)
-        self.kind = kind
-        self.figures: dict[str, float] = {}
-        self.may_go_on_smaller = False
+    """A micro-batch has no room beside the model. No weight was changed by it."""
 
 
 class GenerationError(MegarlError, RuntimeError):

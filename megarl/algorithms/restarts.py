@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl import env
 from megarl.distributed.node_choice import ResourceInsufficientError
-from megarl.errors import DeadlineError, MegarlError, MicroBatchMemoryError, WorkerLostError
+from megarl.errors import DeadlineError, MegarlError, WorkerLostError
 from megarl.observe.launches import ENGINES, WORKERS
 
 if TYPE_CHECKING:
@@ -69,18 +69,15 @@ class Restarts:
             error: that ended the present ones, which are gone.
 
         Raises:
-            MegarlError: ``error`` itself, where no worker was lost or hangs, nor would do better with smaller micro-batches, somebody wants
-                the run to stop, or there were ``most``.
+            MegarlError: ``error`` itself, where no worker was lost or hangs, somebody wants the run to stop, or there were ``most``.
         """
         # places that the run has had, and that were there before it was built anew, are gone by the loss of a node
         lost_places = isinstance(error, ResourceInsufficientError) and self.workers > 0
         lost = isinstance(error, WorkerLostError) or (isinstance(error, DeadlineError) and self.built) or lost_places
-        smaller = isinstance(error, MicroBatchMemoryError) and error.may_go_on_smaller
-        if not (lost or smaller) or self.stop.reason is not None or self.workers >= self.most:
+        if not lost or self.stop.reason is not None or self.workers >= self.most:
             raise error
         self.workers, self.built = self.workers + 1, False
-        why = "workers had no room for a micro-batch" if smaller else "workers were lost"
-        logger.warning("%s, start %d of at most %d of new ones: %s", why, self.workers, self.most, error)
+        logger.warning("workers were lost, start %d of at most %d of new ones: %s", self.workers, self.most, error)
 
     def engines_lost(self, error: MegarlError) -> None:
         """Count a restart of the engines alone."""

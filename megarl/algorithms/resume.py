@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,26 +14,18 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from megarl.algorithms.turns import Turns
-from megarl.checkpoint.atomic import write_json_atomic
 from megarl.checkpoint.background import CheckpointMemory, Write
 from megarl.checkpoint.manager import CONFIG_NAME
 from megarl.checkpoint.storage import is_file, read_again, said_of_space
-from megarl.config.algorithms import algorithm_class
-from megarl.config.models import POLICY, model_sections
-from megarl.config.nested import at, put
 from megarl.config.resume_changes import check_changes
 from megarl.errors import (
-    LOGPROB,
-    TRAINING,
     WORKER_TRACE,
     CheckpointError,
     ConfigError,
     DeadlineError,
-    MicroBatchMemoryError,
     StorageError,
     UnusableCheckpointError,
     Violation,
-    WorkerLostError,
 )
 from megarl.redaction import redacted
 
@@ -134,107 +125,6 @@ def report_changes(start: ResumePoint, config: Mapping[str, Any]) -> None:
     name = f"{start.checkpoint.parent.name}/{start.checkpoint.name}"
     for key, (old, new) in check_changes(redacted(before), redacted(config), name, config["checkpointing"]["accept_changes"]).items():
         logger.warning("another value than in checkpoint %s: %s = %r, there %r", name, key, new, old)
-
-
-SMALLER_FILE = "smaller_micro_batches.json"
-"""Below the run's directory: how often micro-batches are halved, by the kind of pass. Left by a launch that had no room for them."""
-_SIZES = {TRAINING: ("train_micro_batch_size", "train_mb_tokens"), LOGPROB: ("logprob_batch_size", "logprob_mb_tokens")}
-
-
-def with_smaller_micro_batches(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    """The configuration with micro-batches that have room, as earlier launches of the run found. No loss or gradient depends on their size.
-
-    A budget of tokens holds the longest sequence; while pairs are trained on, two of them.
-
-    Args:
-        config: of the run, checked.
-        run_dir: its directory.
-    """
-    halvings = halvings_of(run_dir)
-    together = 2 if algorithm_class(config["algorithm"]).PAIRS else 1
-    for path in (POLICY, *model_sections(config)):
-        config = put(config, path, _with_halves(at(config, path), halvings, together))
-    for kind, times in halvings.items():
-        logger.warning(
-            "micro-batches of %s passes are halved %d times: a launch before had no room for them (%s)", kind, times, SMALLER_FILE
-        )
-    return dict(config)
-
-
-def _with_halves(policy: Mapping[str, Any], halvings: Mapping[str, int], together: int) -> dict[str, Any]:
-    """A section of a model with micro-batches that are halved so often, by the kind of pass; ``together`` rows are trained on together."""
-    halved = dict(policy)
-    for kind, times in halvings.items():
-        rows, tokens = _SIZES[kind]
-        least = policy["max_total_sequence_length"] * (together if kind == TRAINING else 1)
-        for _ in range(times):
-            halved[rows] = _smaller(halved[rows])
-            for way in ("dynamic_batching", "sequence_packing"):
-                if halved[way].get(tokens) is not None:
-                    halved[way] = {**halved[way], tokens: max(halved[way][tokens] // 2, least)}
-    return halved
-
-
-def _smaller(rows: int) -> int:
-    """The largest divisor of a number of rows that is at most half of it, so that it divides what that divides; 1 of 1."""
-    return next((size for size in range(rows // 2, 0, -1) if rows % size == 0), 1)
-
-
-def note_smaller_micro_batches(error: MicroBatchMemoryError, run_dir: Path) -> None:
-    """Have the next launch begin with smaller micro-batches where one had no room, and the error say so by its exit code; nothing where
-    that is not wanted, or they cannot be smaller."""
-    if not error.may_go_on_smaller:
-        return
-    halvings = halvings_of(run_dir)
-    try:
-        write_json_atomic(run_dir / SMALLER_FILE, {**halvings, error.kind: halvings.get(error.kind, 0) + 1})
-    except OSError as fault:
-        # workers that are built anew would have no more room than these
-        error.may_go_on_smaller = False
-        logger.warning("the next start cannot be told of smaller micro-batches, and this error ends the run: %s", fault)
-        return
-    error.exit_code = WorkerLostError.exit_code
-    logger.warning("the next start goes on from the last checkpoint with smaller micro-batches of %s passes", error.kind)
-
-
-def remember_halvings(made: Mapping[str, int], begun_with: Mapping[str, int], run_dir: Path) -> None:
-    """Have workers that are built anew, in this launch or the next, begin with micro-batches as small as the present ones have made them.
-
-    Args:
-        made: halvings by the present workers, by the kind of pass.
-        begun_with: halvings that their configuration has had before (``halvings_of``).
-        run_dir: directory of the run.
-    """
-    if not any(made.values()):
-        return
-    try:
-        noted = halvings_of(run_dir)
-        smaller = {kind: max(noted.get(kind, 0), begun_with.get(kind, 0) + times) for kind, times in made.items() if times}
-        if smaller.items() - noted.items():
-            write_json_atomic(run_dir / SMALLER_FILE, {**noted, **smaller})
-    except (OSError, StorageError) as error:
-        logger.warning("workers that are built anew will not know how small micro-batches have to be: %s", error)
-
-
-def halvings_of(run_dir: Path) -> dict[str, int]:
-    """How often micro-batches are halved, by the kind of pass.
-
-    Raises:
-        ConfigError: the file has something else.
-        StorageError: it cannot be read now.
-    """
-    path = run_dir / SMALLER_FILE
-    try:
-        found = json.loads(read_again(path.read_bytes, str(path)))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}. Fix: remove it; micro-batches are as configured then") from error
-    if not isinstance(found, dict) or not all(
-        kind in _SIZES and isinstance(times, int) and 0 < times < 32 for kind, times in found.items()
-    ):
-        raise ConfigError(f"{path} has {found!r}, expected numbers of halvings by {', '.join(_SIZES)}. Fix: remove it")
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,7 @@ from megarl.algorithms.resume import (
     CheckpointWriter,
     ResumePoint,
     find_resume_point,
-    halvings_of,
-    note_smaller_micro_batches,
-    remember_halvings,
     report_changes,
-    with_smaller_micro_batches,
 )
 from megarl.algorithms.skipped_batches import DIRECTORY, SkippedBatches
 from megarl.algorithms.start import (
@@ -61,7 +57,7 @@ from megarl.data.datasets import Dataset
 from megarl.data.sampler import MixtureSampler, ResumableSampler, Sampler
 from megarl.distributed.deadlines import keeping_durations
 from megarl.distributed.shared_memory import SharedMemoryWatch
-from megarl.errors import ConfigError, MegarlError, MicroBatchMemoryError, Violation
+from megarl.errors import ConfigError, MegarlError, Violation
 from megarl.observe.console import TrainingConsole
 from megarl.observe.launches import FINISHED, recorded_launch, recorded_start
 from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
@@ -214,29 +210,24 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
     with ExitStack() as stack:
         reporting = _open_reporting(launch, start, stack)
         tell_worker_groups(config["profiler"])
-        begun_with, roomy = halvings_of(run_dir), with_smaller_micro_batches(launch.placed, run_dir)
-        models = start_models(roomy, inputs.tokenizer, start, stack, launch.make_policy)
+        models = start_models(launch.placed, inputs.tokenizer, start, stack, launch.make_policy)
         policy, turns = models[ACTOR], Turns(models)
         refit = start_engines(config, policy, stack)
         if refit is not None:
             refit.restarts, refit.on_restart = restarts.engines, restarts.engines_lost
-
-        def look_around() -> None:
-            launch.look_around()
-            remember_halvings(_halvings(models), begun_with, run_dir)
 
         reporting = replace(
             reporting,
             memory=lambda: _memory_figures(models),
             throughput=_throughput(config, policy),
             restarts=restarts.figures,
-            look_around=look_around,
+            look_around=launch.look_around,
         )
         with _written("run_dir", run_dir):
             skipped = SkippedBatches(run_dir / DIRECTORY)
             samples = _open_samples(config, run_dir, start, reporting.sinks, inputs.tokenizer, stack)
         read = inputs.tokenizer, inputs.environment, inputs.train, inputs.validation
-        parts = Parts(roomy, models, refit, *read, sampler, reporting.timer, skipped, samples, turns)
+        parts = Parts(launch.placed, models, refit, *read, sampler, reporting.timer, skipped, samples, turns)
         algorithm = algorithm_class(config["algorithm"])(parts)
         memory = None if manager is None else _checkpoint_memory(launch, manager, models, stack)
         writer = _writer(manager, models, turns, config, launch.attempt, samples, memory)
@@ -248,11 +239,7 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
         stop = restarts.stop
         with stop.deferred():
             profiler = StepProfiler(policy, config["profiler"], run_dir / PROFILES)
-            try:
-                reached = run_loop(algorithm, schedule, reporting, writer, start.step, stop, profiler)
-            except MicroBatchMemoryError as error:
-                note_smaller_micro_batches(error, run_dir)
-                raise
+            reached = run_loop(algorithm, schedule, reporting, writer, start.step, stop, profiler)
             profiler.close(reached)
         if reached < schedule.total_steps:
             restarts.outcome.text = f"stopped after step {reached}: {stop.reason}"
@@ -337,15 +324,6 @@ def _memory_figures(models: Mapping[Role, Policy]) -> dict[str, float]:
         if role != ACTOR:
             figures |= {f"{role.name}_{name}": value for name, value in model.memory_figures().items() if name in _OF_PROCESSES}
     return figures
-
-
-def _halvings(models: Mapping[Role, Policy]) -> dict[str, int]:
-    """``Policy.halvings``, the most of any model, by the kind of pass."""
-    made: dict[str, int] = {}
-    for model in models.values():
-        for kind, times in model.halvings().items():
-            made[kind] = max(made.get(kind, 0), times)
-    return made
 
 
 _OF_PROCESSES = frozenset({"memory_gib", "peak_memory_gib"})

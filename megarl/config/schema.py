@@ -52,6 +52,7 @@ INSTEAD: Mapping[str, str] = {
 }
 """Keys of NeMo-RL (0.3 and after) that megarl does not have, with what to write instead."""
 REMOVED: Mapping[str, str] = {
+    "policy.on_oom": "remove it: a micro-batch without room ends the run, and its message says what to make smaller",
     f"{_VLLM}.refit_delta_share": "remove it: a refit sends all weights",
 }
 """Keys that megarl had once, with what to write instead."""

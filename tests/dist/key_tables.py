@@ -78,7 +78,6 @@ SHARED: dict[str, Demonstration] = {
     "max_total_sequence_length": Changes(6, "generated.answers"),
     "max_grad_norm": Changes(None, "trained.weights"),
     "on_nonfinite": ShownBy("tests.dist.test_nonfinite:test_all_ranks_end_where_it_is_not_allowed"),
-    "on_oom": ShownBy("tests.dist.test_out_of_memory:test_a_split_micro_batch_gives_the_same_step"),
     "max_consecutive_skips": ShownBy("tests.dist.test_nonfinite:test_too_many_in_a_row_end_the_run"),
     "offload_optimizer_for_logprob": ShownBy("tests.dist.test_offload_counts:test_the_optimizer_leaves_for_an_engine_or_when_asked"),
     "deterministic": ShownBy("tests.unit.test_arithmetic:test_the_key_reaches_the_device"),

@@ -84,9 +84,6 @@ class ReferencePolicy:
     def memory_figures(self) -> dict[str, float]:
         return {"memory_gib": 0.5, "peak_memory_gib": 0.75}
 
-    def halvings(self) -> dict[str, int]:
-        return {}
-
     def peak_flops(self) -> list[float]:
         return [1e10]
 

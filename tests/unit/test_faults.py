@@ -497,7 +497,7 @@ def test_of_several_stopped_ranks_none_is_the_silent_one() -> None:
 
 NO_MEMORY = (
     "megarl: [pp0 dp0 cp0 tp1 host] out of memory in a training pass, at micro-batch 1 of 2: 4 rows, 61 tokens in 64 positions; peak 0.00 "
-    "GiB, limit 62.79 GiB (OutOfMemoryError: CUDA out of memory). No weight was changed by it. Fix: policy.on_oom=split"
+    "GiB, limit 62.79 GiB (OutOfMemoryError: CUDA out of memory). No weight was changed by it. Fix: a smaller policy.train_micro_batch_size"
 )
 
 

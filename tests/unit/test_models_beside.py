@@ -11,7 +11,6 @@ import pytest
 
 from megarl.algorithms.algorithm import ACTOR, CRITIC, Role
 from megarl.algorithms.model_check import check_models_beside
-from megarl.algorithms.resume import SMALLER_FILE, with_smaller_micro_batches
 from megarl.algorithms.turns import Turns
 from megarl.config.algorithms import run_type
 from megarl.config.defaults import complete_run
@@ -196,15 +195,6 @@ def test_what_a_resume_may_change_of_a_model(raw: dict[str, Any]) -> None:
     raw["critic"] |= {"megatron_cfg": {"enabled": False}, "optimizer": {"name": "torch.optim.AdamW"}}
     with pytest.raises(ConfigError, match="the enabled backend of critic = 'fsdp1'"):
         check_changes(before, complete_run(raw), "step_2", accepted=True)
-
-
-def test_all_models_get_smaller_micro_batches(raw: dict[str, Any], tmp_path: Path) -> None:
-    run = complete_run(raw)
-    (tmp_path / SMALLER_FILE).write_text(json.dumps({"training": 1}))
-    smaller = with_smaller_micro_batches(run, tmp_path)
-    sizes = [smaller["policy"], smaller["critic"], smaller["teachers"]["same"]]
-    assert [section["train_micro_batch_size"] for section in sizes] == [1, 1, 1]
-    assert run["critic"]["train_micro_batch_size"] == 2
 
 
 def test_memory_of_models(raw: dict[str, Any], tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from megarl.algorithms.run import run
 from megarl.distributed import virtual_cluster
 from megarl.distributed.node_choice import RayNode, ResourceInsufficientError
 from megarl.distributed.virtual_cluster import RayVirtualCluster
-from megarl.errors import BatchError, DeadlineError, MegarlError, WorkerLostError
+from megarl.errors import BatchError, DeadlineError, MegarlError, MicroBatchMemoryError, WorkerLostError
 from megarl.observe.launches import FINISHED, WORKERS, LaunchOutcome, read_launches, restarts_within
 from megarl.observe.metrics_file import FILE_NAME
 from megarl.watch.run_state import read_run_state
@@ -125,7 +125,7 @@ def test_where_the_restarts_are_used_up_the_run_ends_as_without(tmp_path: Path, 
     check_same(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("error", [Crash(), BatchError("rows"), MegarlError("else")])
+@pytest.mark.parametrize("error", [Crash(), BatchError("rows"), MicroBatchMemoryError("no room"), MegarlError("else")])
 def test_other_errors_end_the_run(error: Exception, tmp_path: Path, model: str, data: str) -> None:
     maker = PolicyMaker(at_call=Losses((3, error)))
     with pytest.raises(type(error)):

@@ -57,8 +57,6 @@ class Backend(Protocol):
         shapes: what the model wants of micro-batches.
         replicas_in_step: data-parallel replicas whose passes meet in collectives, so that all need the same number of micro-batches; None
             where each may run for itself.
-        passes_alone: no pass of this rank meets another rank before gradients are reduced at its end, so that one that was broken off may
-            be begun anew by this rank alone.
     """
 
     hf_config: Any
@@ -68,10 +66,6 @@ class Backend(Protocol):
 
     @property
     def replicas_in_step(self) -> dist.ProcessGroup | None:
-        """See the class."""
-
-    @property
-    def passes_alone(self) -> bool:
         """See the class."""
 
     def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:

@@ -35,10 +35,6 @@ class Chunk(Protocol):
     def without_ragged_end(self) -> Chunk:
         """Return the same with the last row repeated: all micro-batches have one shape, and the ``rows`` first rows are the real ones."""
 
-    def halved(self, together: int = 1) -> Chunk | None:
-        """Return the same rows in micro-batches of half as many, or None where no micro-batch has more than ``together`` rows, which stay
-        in one."""
-
 
 class Batching(Protocol):
     """Cuts a rank's rows."""
@@ -62,10 +58,6 @@ class _FixedChunk:
     def without_ragged_end(self) -> _FixedChunk:
         size = min(self.micro_batch_size, self.rows)
         return replace(self, data=repeat_last_row(self.data, -self.rows % size), micro_batch_size=size)
-
-    def halved(self, together: int = 1) -> _FixedChunk | None:
-        size = min(self.micro_batch_size, self.rows)
-        return None if size <= together else replace(self, micro_batch_size=_half(size, together))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,23 +95,6 @@ class _PlannedChunk:
 
     def without_ragged_end(self) -> _PlannedChunk:
         return self
-
-    def halved(self, together: int = 1) -> _PlannedChunk | None:
-        if all(last - first <= together for first, last in self.indices):
-            return None
-        indices: list[Sequence[int]] = []
-        lengths: list[int] = []
-        for (first, last), length in zip(self.indices, self.lengths, strict=True):
-            middle = first + _half(last - first, together)
-            parts = [[first, middle], [middle, last]] if middle < last else [[first, last]]
-            indices += parts
-            lengths += [length] * len(parts)
-        return replace(self, indices=indices, lengths=lengths)
-
-
-def _half(rows: int, together: int) -> int:
-    """The larger half of some rows, of which ``together`` neighbours stay in one part."""
-    return -(-rows // (2 * together)) * together
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,16 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms.interfaces import reads_values
-from megarl.errors import LOGPROB, TRAINING, BatchError, ConfigError, NonFiniteError
+from megarl.distributed.device import is_out_of_memory, runtime
+from megarl.errors import BatchError, ConfigError, MicroBatchMemoryError, NonFiniteError
 from megarl.models.engine.backend import Backend, StepOutcome
 from megarl.models.engine.batching import Batching, Chunk
 from megarl.models.engine.heads import Head, HeadOutput, LogprobHead, LossHead, TopkHead, ValueHead, ValueLossHead
 from megarl.models.engine.microbatches import HOST_LENGTHS, WANTED, fit_sequences
+from megarl.models.engine.model_input import ModelInput, lay_out_all
 from megarl.models.engine.nonfinite import SkipLimit, SkippedBatch, find, on_all_ranks
 from megarl.models.engine.normalizers import global_normalizers
-from megarl.models.engine.out_of_memory import MicroBatchMemory
+from megarl.models.engine.output_layer import Request
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.observe.metrics import Reduction, default_reduction
 
@@ -72,6 +74,70 @@ def _require_equal_passes(backend: Backend, chunks: Sequence[Chunk]) -> None:
         )
 
 
+TRAINING, LOGPROB = "training", "log-probability"
+"""Kinds of passes over a model."""
+_ADVICE = {
+    TRAINING: "policy.train_micro_batch_size, or train_mb_tokens of dynamic_batching or sequence_packing",
+    LOGPROB: "policy.logprob_batch_size, or logprob_mb_tokens of dynamic_batching or sequence_packing",
+}
+
+
+class _Watched:
+    """A head that notes which micro-batch was asked for last."""
+
+    def __init__(self, head: Head, inputs: Sequence[ModelInput]) -> None:
+        self._head, self._places = head, {id(model_input): place for place, model_input in enumerate(inputs)}
+        self.last = 0
+
+    def asks(self, model_input: ModelInput) -> Request | None:
+        """See ``Head``."""
+        self.last = self._places.get(id(model_input), self.last)
+        return self._head.asks(model_input)
+
+    def __call__(self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None) -> HeadOutput:
+        """See ``Head``."""
+        return self._head(output, model_input, request)
+
+
+def _run_micro_batches(backend: Backend, chunk: Chunk, head: Head, kind: str, *, backward: bool = False) -> tuple[list[HeadOutput], int]:
+    """``backend.forward_backward`` over the micro-batches of a chunk.
+
+    Args:
+        backend: the model.
+        chunk: the rows and how they are cut.
+        head: as for ``forward_backward``.
+        kind: ``TRAINING`` or ``LOGPROB``.
+        backward: gradients are left in the backend, and are clear before.
+
+    Returns:
+        What the head returned, and the positions of the micro-batches.
+
+    Raises:
+        MicroBatchMemoryError: a micro-batch has no room.
+    """
+    inputs = lay_out_all(chunk.micro_batches(backend.shapes), backend.groups.context_share, backend.shapes)
+    watched = _Watched(head, inputs)
+    try:
+        outputs = backend.forward_backward(inputs, watched, backward=backward)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _error_of(error, kind, inputs, watched.last) from error
+    return outputs, sum(each.micro_batch.positions for each in inputs)
+
+
+def _error_of(error: BaseException, kind: str, inputs: Sequence[ModelInput], number: int) -> MicroBatchMemoryError:
+    micro_batch, here = inputs[number].micro_batch, runtime()
+    rows, tokens, positions = micro_batch.size, sum(micro_batch.lengths), micro_batch.positions
+    peak, limit = here.memory().peak_reserved_mb / 1024, here.memory_limit() / 2**30
+    first_line = next(iter(str(error).splitlines()), "")
+    return MicroBatchMemoryError(
+        f"out of memory in a {kind} pass, at micro-batch {number + 1} of {len(inputs)}: {rows} rows, {tokens} tokens in {positions} "
+        f"positions; peak {peak:.2f} GiB, limit {limit:.2f} GiB ({type(error).__name__}: {first_line}). No weight was changed by it. "
+        f"Fix: a smaller {_ADVICE[kind]}; policy.logprob_chunk_size; recomputed activations; or more ranks that share a layer."
+    )
+
+
 MODEL_KEYS = ("input_ids", "input_lengths", HOST_LENGTHS, WANTED)
 
 
@@ -82,7 +148,6 @@ def logprobs_of_batch(
     *,
     sampling: SamplingSettings,
     chunk_size: int | None = None,
-    memory: MicroBatchMemory | None = None,
 ) -> torch.Tensor:
     """Log-probabilities of the tokens of a batch under the present weights.
 
@@ -92,7 +157,6 @@ def logprobs_of_batch(
         batching: how rows become micro-batches.
         sampling: how tokens are drawn, and so scored.
         chunk_size: positions whose logits are there at a time; None for all of a micro-batch.
-        memory: what follows where a micro-batch has no room; None raises.
 
     Returns:
         [B, S] float32 on every pipeline stage, in the order of ``data``; column 0 and padding are exactly 0. So is what is not wanted,
@@ -102,7 +166,7 @@ def logprobs_of_batch(
         BatchError: on all ranks, when replicas whose passes meet have different numbers of micro-batches, one of them perhaps no rows.
     """
     head = LogprobHead(backend.vocabulary, sampling, chunk_size)
-    return _of_batch(backend, data, batching, head, LOGPROBS, memory or MicroBatchMemory())["logprobs"]
+    return _of_batch(backend, data, batching, head, LOGPROBS)["logprobs"]
 
 
 def topk_of_batch(
@@ -114,12 +178,11 @@ def topk_of_batch(
     sampling: SamplingSettings,
     vocabulary_size: int | None = None,
     chunk_size: int | None = None,
-    memory: MicroBatchMemory | None = None,
 ) -> dict[str, torch.Tensor]:
     """The most likely tokens after each token of a batch under the present weights, in the pass of the log-probabilities.
 
     Args:
-        backend, data, batching, chunk_size, memory: as for ``logprobs_of_batch``.
+        backend, data, batching, chunk_size: as for ``logprobs_of_batch``.
         count: K, tokens a position; at most the vocabulary.
         sampling: the temperature; it has to keep all tokens.
         vocabulary_size: the model counts as one that has no tokens from this on, where its output layer has more rows than that of whoever
@@ -142,7 +205,7 @@ def topk_of_batch(
     shard = replace(backend.vocabulary, size=size)
     head = TopkHead(LogprobHead(shard, sampling, chunk_size, largest=count))
     columns = {**LOGPROBS, "topk_logits": ((count,), torch.float32), "topk_indices": ((count,), torch.int64)}
-    return _of_batch(backend, data, batching, head, columns, memory or MicroBatchMemory())
+    return _of_batch(backend, data, batching, head, columns)
 
 
 def _require_all_tokens(sampling: SamplingSettings, size: int, what: str) -> None:
@@ -153,16 +216,13 @@ def _require_all_tokens(sampling: SamplingSettings, size: int, what: str) -> Non
         )
 
 
-def values_of_batch(
-    backend: Backend, data: Mapping[str, Any], batching: Batching, *, memory: MicroBatchMemory | None = None
-) -> torch.Tensor:
+def values_of_batch(backend: Backend, data: Mapping[str, Any], batching: Batching) -> torch.Tensor:
     """Values of the tokens of a batch, from a model that scores, under the present weights.
 
     Args:
         backend: the model.
         data: as for ``logprobs_of_batch``.
         batching: how rows become micro-batches.
-        memory: as for ``logprobs_of_batch``.
 
     Returns:
         [B, S] float32 on every pipeline stage, in the order of ``data``: entry i is what the model says at token i; padding is exactly 0.
@@ -170,7 +230,7 @@ def values_of_batch(
     Raises:
         BatchError: as ``logprobs_of_batch``.
     """
-    return _of_batch(backend, data, batching, ValueHead(), {"values": ((), torch.float32)}, memory or MicroBatchMemory())["values"]
+    return _of_batch(backend, data, batching, ValueHead(), {"values": ((), torch.float32)})["values"]
 
 
 _Columns = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -178,9 +238,7 @@ _Columns = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 LOGPROBS: _Columns = MappingProxyType({"logprobs": ((), torch.float32)})
 
 
-def _of_batch(
-    backend: Backend, data: Mapping[str, Any], batching: Batching, head: Head, columns: _Columns, memory: MicroBatchMemory
-) -> dict[str, torch.Tensor]:
+def _of_batch(backend: Backend, data: Mapping[str, Any], batching: Batching, head: Head, columns: _Columns) -> dict[str, torch.Tensor]:
     """[B, S, ...] each: the tensors that a head gives for each micro-batch, in the order of ``data``."""
     rows, length = data["input_ids"].shape
     device = data["input_ids"].device
@@ -193,7 +251,7 @@ def _of_batch(
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in columns}
     with evaluation_mode(backend):
         for chunk, cut in zip(chunks, even, strict=True):
-            outputs, _, _ = memory.run(backend, cut, head, LOGPROB)
+            outputs, _ = _run_micro_batches(backend, cut, head, LOGPROB)
             rectangles = [fit_sequences(output.tensors, length) for output in outputs]
             for name, found in parts.items() if rectangles else ():
                 found.append(torch.cat([rectangle[name] for rectangle in rectangles])[: chunk.rows])
@@ -213,7 +271,6 @@ def train_on_batch(
     sampling: SamplingSettings,
     limit: SkipLimit | None,
     chunk_size: int | None = None,
-    memory: MicroBatchMemory | None = None,
 ) -> TrainResult:
     """One optimizer step for each global batch in ``data``; evaluation, which changes nothing, without a ``limit``.
 
@@ -226,7 +283,6 @@ def train_on_batch(
         batching: this rank's part of each global batch, and how its rows become micro-batches.
         sampling: how tokens are drawn, and so scored.
         chunk_size: positions whose logits are there at a time; None for all of a micro-batch.
-        memory: what follows where a micro-batch has no room; None raises.
         limit: take optimizer steps, and advance the schedule once at the end if there was one; says how many may be skipped.
 
     Raises:
@@ -247,7 +303,7 @@ def train_on_batch(
     chunks = batching.chunks(data)
     with mode:
         for number, chunk in enumerate(chunks):
-            done = _global_batch(backend, chunk, loss_fn, reads, update, memory or MicroBatchMemory())
+            done = _global_batch(backend, chunk, loss_fn, reads, update)
             losses.append(done.loss)
             positions += done.positions
             extra = done.metrics
@@ -260,7 +316,7 @@ def train_on_batch(
                     limit.stepped()
                 elif not is_finite:
                     first_row = sum(earlier.rows for earlier in chunks[:number])
-                    seen = find(done.outputs, done.chunk.micro_batches(backend.shapes), first_row, backend.groups)
+                    seen = find(done.outputs, chunk.micro_batches(backend.shapes), first_row, backend.groups)
                     skipped.append(SkippedBatch(number, done.loss, outcome.grad_norm, seen))
                     try:
                         limit.skipped(skipped[-1])
@@ -288,10 +344,9 @@ def _step(backend: Backend, loss: float, device: torch.device) -> tuple[StepOutc
 
 @dataclass(frozen=True, slots=True)
 class _GlobalBatch:
-    """Global batch: what came of one: how it was cut, its loss, this rank's results a micro-batch, metrics a micro-batch, of the batch as a
-    whole, and the positions of this rank's micro-batches."""
+    """Outcome of one global batch: its loss, this rank's results and metrics by micro-batch, metrics of the batch as a whole, and the
+    positions of this rank's micro-batches."""
 
-    chunk: Chunk
     loss: float
     outputs: Sequence[HeadOutput]
     measured: Sequence[Mapping[str, float]]
@@ -305,15 +360,13 @@ def _global_batch(
     loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]],
     reads: LogprobHead | ValueHead,
     update: bool,
-    memory: MicroBatchMemory,
 ) -> _GlobalBatch:
     """Forward, and with ``update`` backward, through one global batch; gradients are left in the backend."""
     normalizers = global_normalizers(chunk.data, backend.groups)
     head: Head = ValueLossHead(loss_fn, reads, normalizers) if isinstance(reads, ValueHead) else LossHead(loss_fn, reads, normalizers)
     if update:
         backend.zero_grad()
-    together = getattr(loss_fn, "rows_together", 1)
-    outputs, chunk, positions = memory.run(backend, chunk, head, TRAINING, backward=update, together=together)
+    outputs, positions = _run_micro_batches(backend, chunk, head, TRAINING, backward=update)
     shares = [output.loss.detach().double() for output in outputs if output.loss is not None]
     share = torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=chunk.data["input_ids"].device)
     loss = backend.groups.sum_over_data(backend.groups.from_last_stage(share))
@@ -322,7 +375,7 @@ def _global_batch(
     loss_value, sequences, tokens = (next(values) for _ in figures)
     measured = backend.groups.object_from_last_stage([{name: next(values) for name in output.metrics} for output in outputs])
     batch_metrics = {"global_valid_seqs": sequences, "global_valid_toks": tokens, **backend.schedule_values()}
-    return _GlobalBatch(chunk, loss_value, outputs, measured, batch_metrics, positions)
+    return _GlobalBatch(loss_value, outputs, measured, batch_metrics, positions)
 
 
 def as_floats(values: Sequence[Any]) -> list[float]:

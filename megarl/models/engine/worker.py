@@ -34,7 +34,6 @@ from megarl.models.engine.groups import on_first_rank
 from megarl.models.engine.microbatches import batch_size, chosen_size, move_to, under_mask
 from megarl.models.engine.nonfinite import SkipLimit, on_all_ranks, require_finite
 from megarl.models.engine.offload_state import OffloadState, OffloadStates, ReferenceWeights
-from megarl.models.engine.out_of_memory import MicroBatchMemory
 from megarl.models.engine.step import logprobs_of_batch, topk_of_batch, train_on_batch, values_of_batch
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.throughput.peaks import measured_rate
@@ -158,7 +157,6 @@ class EngineWorker(ABC):
         self.reference = ReferenceWeights(backend, runtime) if init_reference_model else None
         self._reference_is_in = False
         self._skips = SkipLimit.of(config)
-        self._memory = MicroBatchMemory(config["on_oom"] == "split", backend.passes_alone)
         self._weights_version = 0
         self._unfinished_load: str | None = None
         self._with_checksum = config["refit_checksum"]
@@ -235,7 +233,6 @@ class EngineWorker(ABC):
             sampling=self.sampling,
             limit=None if eval_mode else self._skips,
             chunk_size=self.cfg["logprob_chunk_size"],
-            memory=self._memory,
         )
         return {
             "global_loss": result.losses,
@@ -297,7 +294,7 @@ class EngineWorker(ABC):
         batch = move_to({key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device, wanted=wanted)
         batching: Batching = self._plan_of(data) or FixedRows(rows)
         chunk_size = self.cfg["logprob_chunk_size"]
-        found = logprobs_of_batch(self.backend, batch, batching, sampling=self.sampling, chunk_size=chunk_size, memory=self._memory)
+        found = logprobs_of_batch(self.backend, batch, batching, sampling=self.sampling, chunk_size=chunk_size)
         logprobs = found.cpu()
         return BatchedDataDict({"logprobs": logprobs if wanted is None else logprobs.where(wanted, torch.zeros_like(logprobs))})
 
@@ -336,7 +333,6 @@ class EngineWorker(ABC):
             sampling=self.sampling,
             vocabulary_size=vocabulary_size,
             chunk_size=self.cfg["logprob_chunk_size"],
-            memory=self._memory,
         )
         columns = {name: values.cpu() for name, values in found.items()}
         if wanted is not None:
@@ -358,7 +354,7 @@ class EngineWorker(ABC):
         check_sequence_dimension(data)
         batch = move_to({key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device)
         batching: Batching = self._plan_of(data) or FixedRows(rows)
-        return BatchedDataDict({"values": values_of_batch(self.backend, batch, batching, memory=self._memory).cpu()})
+        return BatchedDataDict({"values": values_of_batch(self.backend, batch, batching).cpu()})
 
     @contextlib.contextmanager
     def use_reference_model(self) -> Iterator[None]:
@@ -739,8 +735,8 @@ class EngineWorker(ABC):
         self.runtime.reset_peak_memory()
 
     def get_gpu_info(self) -> dict[str, Any]:
-        """Rank, device, memory figures (MiB), one parameter as a sample, and how often micro-batches were halved, by the kind of pass."""
-        return {**self.runtime.facts(self.backend.parameters()), "halvings": dict(self._memory.halvings)}
+        """Rank, device, memory figures (MiB), and one parameter as a sample."""
+        return self.runtime.facts(self.backend.parameters())
 
     def measure_peak_flops(self) -> float:
         """FLOP/s of a large matrix product on this worker's device, at the policy's precision."""

@@ -121,11 +121,6 @@ class FSDP1Backend:
         """Every pass gathers parameters over them."""
         return self.groups.data if self.groups.data_size > 1 else None
 
-    @property
-    def passes_alone(self) -> bool:
-        """Where there is no other rank: every pass gathers parameters."""
-        return dist.get_world_size() == 1
-
     def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:
         self.model.before_pass()
         try:

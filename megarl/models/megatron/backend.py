@@ -258,13 +258,6 @@ class MegatronBackend:
         """Those that share experts."""
         return self.experts.replicas
 
-    @property
-    def passes_alone(self) -> bool:
-        """With the whole model on each rank, and gradients that are reduced in one go."""
-        groups, experts, distribution = self.groups, self.experts, self.chunks[0].ddp_config
-        divided = groups.tensor_size * groups.context_size * groups.pipeline_size * experts.model_size * experts.tensor_size > 1
-        return not (divided or self._recorded or distribution.overlap_grad_reduce or distribution.overlap_param_gather)
-
     def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:
         if not backward:
             self.sync_parameters()

@@ -175,8 +175,7 @@ def ddp_config(policy: Mapping[str, Any], replicas: int) -> DistributedDataParal
     chosen = megatron["distributed_data_parallel_config"]
     overlaps = chosen["overlap_grad_reduce"]
     if overlaps is None:
-        # a pass that may be begun anew must not have met another rank
-        overlaps = chosen["overlap_param_gather"] or (replicas > 1 and policy.get("on_oom") != "split")
+        overlaps = chosen["overlap_param_gather"] or replicas > 1
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=chosen["grad_reduce_in_fp32"],
         overlap_grad_reduce=overlaps,

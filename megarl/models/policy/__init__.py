@@ -481,18 +481,6 @@ class PolicyConfig(TypedDict):
             ),
         ]
     ]
-    on_oom: NotRequired[
-        Annotated[
-            Literal["raise", "split"],
-            Key(
-                "what follows where a micro-batch has no room: ``raise`` ends the run, ``split`` goes through the pass once more with each "
-                "micro-batch in two, and begins so from then on; the same loss and gradient but for rounding. Where ranks share the model, "
-                "so that others wait for the one without room, all workers are built anew (``cluster.max_restarts``), or the run ends "
-                "with exit code 4 and the next start goes on, from the last checkpoint with micro-batches half as large.",
-                default="raise",
-            ),
-        ]
-    ]
     deterministic: NotRequired[
         Annotated[
             bool,

@@ -530,13 +530,6 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         memory = {name: max(info[key] for info in infos) / 1024 for name, key in figures.items()}
         return memory | gpu_metrics(infos)
 
-    def halvings(self) -> dict[str, int]:
-        """How often workers have halved their micro-batches for want of room (``policy.on_oom``) since they were built, as of the last
-        ``train``: the one that did it most, by the kind of pass."""
-        _, infos = self._memory_after_train
-        kinds = {kind for info in infos for kind in info["halvings"]}
-        return {kind: max(info["halvings"].get(kind, 0) for info in infos) for kind in sorted(kinds)}
-
     def peak_flops(self) -> list[float]:
         """Peak of each worker's device in FLOP/s at the policy's precision: the maker's where the device is known, else that of a large
         matrix product, measured on all of them at once."""

@@ -332,7 +332,7 @@ FAULTS: dict[str, Mutation] = {
     "targets-not-shifted": Mutation(
         "the model is scored on the token it has just read",
         lambda case: case.length >= 5 and not case.scores,
-        replacing(f"{ENGINE}.out_of_memory", "lay_out_all", _targets_not_shifted),
+        replacing(f"{ENGINE}.step", "lay_out_all", _targets_not_shifted),
     ),
     "context-parts-in-rank-order": Mutation(
         "parts of context-parallel ranks are joined in the order of the ranks, not of the tokens",
