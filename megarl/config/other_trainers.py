@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from megarl.config.algorithms import ALGORITHMS, KEY, run_type
 from megarl.config.load import parse_hydra_overrides
+from megarl.config.models import as_of_policy, model_sections
 from megarl.config.nested import at
 from megarl.config.schema import ABSENT, INSTEAD, REMOVED, check_section, known_paths, nearest
 from megarl.errors import Violation
@@ -341,8 +342,9 @@ def foreign_fault(path: str, value: object, config: Mapping[str, Any]) -> Violat
         value: what stands there.
         config: of the run, as far as it is known: its algorithm and its backend decide on some keys.
     """
-    if path in _ENTRIES:
-        trainer, text = _ENTRIES[path]
+    entry = _ENTRIES.get(path) or _ENTRIES.get(as_of_policy(path, model_sections(config)))
+    if entry is not None:
+        trainer, text = entry
         return Violation(path, value, f"{trainer} has this key, megarl has not", _fix(text, value, config))
     for trainer, sections in SECTIONS.items():
         if path.partition(".")[0] in sections:

@@ -13,9 +13,9 @@ import yaml
 from megarl.cli import main
 from megarl.config.algorithms import ORDER, run_type
 from megarl.config.nested import put
-from megarl.config.other_trainers import TABLES, TORCHTITAN, TRL, VERL
+from megarl.config.other_trainers import TABLES, TORCHTITAN, TRL, VERL, without_foreign_keys
 from megarl.config.schema import REMOVED, known_paths
-from tests.unit.config_samples import raw_dpo, raw_grpo
+from tests.unit.config_samples import changed, raw_dpo, raw_grpo, raw_ppo
 
 NAMED = re.compile(rf"(?<![\w./-])(?:{'|'.join(ORDER)})(?:\.\w+)+")
 OF_ARGUMENTS = {"policy.optimizer.kwargs"}
@@ -102,6 +102,12 @@ def test_every_key_is_answered_as_an_override_and_in_a_file(
             assert f"{trainer} has this key" in line
             assert "=7" in line or not re.fullmatch(r"[\w.{}]+", text)
     assert "there is no such key" not in shown + of_file
+
+
+@pytest.mark.parametrize("section", ["policy", "critic"])
+def test_a_removed_key_is_answered_in_the_section_of_any_model(section: str) -> None:
+    _, [violation] = without_foreign_keys(changed(raw_ppo(), {f"{section}.on_oom": "split"}))
+    assert violation.key == f"{section}.on_oom" and violation.fix.startswith("remove it: a micro-batch without room ends the run")
 
 
 def test_what_is_in_no_table_is_answered_too(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
