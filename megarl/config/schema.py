@@ -56,6 +56,11 @@ REMOVED: Mapping[str, str] = {
     f"{_VLLM}.refit_delta_share": "remove it: a refit sends all weights",
 }
 """Keys that megarl had once, with what to write instead."""
+REMOVED_VALUES: Mapping[tuple[str, str], str] = {
+    ("moe_router_load_balancing_type", "micro_batch_aux_loss"): "it was removed, as its loss depended on the division of a batch: write "
+    "aux_loss (over the global batch) or seq_aux_loss (over each sequence)",
+}
+"""Values that keys could have once, by the key's last word, with what to write instead."""
 
 
 Steps: TypeAlias = tuple[tuple[int | str, bool], ...]
@@ -227,6 +232,9 @@ def _expected(fault: Any) -> str:
 
 def _repair(fault: Any, value: object) -> str:
     if fault["type"] == "literal_error":
+        removed = REMOVED_VALUES.get((str(fault["loc"][-1]), str(value)))
+        if removed is not None:
+            return removed
         choices = [choice.strip("'") for choice in fault["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         close = difflib.get_close_matches(str(value), choices, n=1)
         return f"did you mean {close[0]!r}?" if close else f"write for example {choices[0]}"

@@ -46,7 +46,6 @@ class Balanced:
         given = megatron["moe_aux_loss_coeff"]
         self.coefficient = getattr(model.config, "router_aux_loss_coef", 0.0) if given is None else given
         self.z = megatron["moe_z_loss_coeff"] or 0.0
-        self.rows = config.get("train_micro_batch_size", 0)
         self.chosen = model.config.num_experts_per_tok
         self.sigmoid = any(hasattr(gate, "e_score_correction_bias") for gate in gates(model))
         self.grouped = getattr(model.config, "topk_method", None) == "group_limited_greedy"
@@ -71,8 +70,6 @@ class Balanced:
         whole = [torch.cat(layer) for layer in sequences]
         if self.kind == "seq_aux_loss":
             balance = [torch.stack([self.switch(sequence) for sequence in layer]).mean() for layer in sequences]
-        elif self.kind == "micro_batch_aux_loss":
-            balance = [self.by_micro_batch(layer, data) for layer in layers]
         else:
             balance = [self.switch(tokens) for tokens in whole]
         z = [torch.stack([token[: self.experts].exp().sum().log() ** 2 for token in tokens]).mean() for tokens in whole]
@@ -87,16 +84,6 @@ class Balanced:
         if self.kind != "none":
             loss = loss + self.coefficient * torch.stack(balance).sum()
         return loss + self.z * torch.stack(z).sum(), metrics
-
-    def by_micro_batch(self, layer: torch.Tensor, data: Mapping[str, Any]) -> torch.Tensor:
-        """The mean over micro-batches of neighbouring rows, weighted by their tokens."""
-        total, count = torch.zeros(()), 0
-        for first in range(0, len(layer), self.rows):
-            chosen = [row for row in range(first, min(first + self.rows, len(layer))) if data["sample_mask"][row] != 0]
-            if chosen:
-                tokens = torch.cat([layer[row, : int(data["input_lengths"][row])] for row in chosen])
-                total, count = total + len(tokens) * self.switch(tokens), count + len(tokens)
-        return total / max(count, 1)
 
     def marked(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """[t, 2 E]: the logits of some tokens, and behind them 1 for the experts that they go to. For softmax these are the highest logits;

@@ -88,8 +88,6 @@ def test_logprobs_equal_transformers(pool: WorkerPool, models: dict[str, Path], 
 def check_training(pool: WorkerPool, world: int, model: Path, config: dict[str, Any], loss_fn: Any) -> list[dict[str, Any]]:
     """Losses, gradient norms, weights and balance figures of three Adam steps."""
     alike = without_layout(config)
-    if config["megatron_cfg"]["moe_router_load_balancing_type"] == "micro_batch_aux_loss":
-        alike["train_micro_batch_size"] = config["train_micro_batch_size"]
     losses, norms, weights, figures = mixtures.train(model, alike, BATCHES, loss_fn)
     results = pool.run(world, jobs.train, config, BATCHES, loss_fn)
     for result in results:
@@ -134,18 +132,6 @@ def test_balancing_losses_equal_the_literal_formula(
     world, changes = LAYOUTS[layout]
     model = models[family_for(layout, "qwen3_moe_mixed")]
     config = policy_config(model, batching=batching, dispatcher=dispatcher, balancing=balancing, aux=0.7, z=0.3, clip=0.0, **changes)
-    check_training(pool, world, model, config, NLLLoss())
-
-
-@sampled(2)
-@pytest.mark.parametrize("micro_batch", [1, 2])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_balancing_by_micro_batch_equals_the_literal_formula(
-    pool: WorkerPool, models: dict[str, Path], layout: str, micro_batch: int
-) -> None:
-    world, changes = LAYOUTS[layout]
-    model = models[family_for(layout, "qwen3_moe_mixed")]
-    config = policy_config(model, mbs=micro_batch, balancing="micro_batch_aux_loss", aux=0.7, z=0.3, clip=0.0, **changes)
     check_training(pool, world, model, config, NLLLoss())
 
 

@@ -66,6 +66,13 @@ def test_wrong_types_are_refused(key: str, value: object, bound: str) -> None:
     assert violation.fix
 
 
+def test_a_removed_value_names_what_to_write() -> None:
+    key = f"{MEGATRON}.moe_router_load_balancing_type"
+    violation = violations_after({key: "micro_batch_aux_loss"})[key]
+    assert violation.bound == "one of 'none', 'aux_loss' or 'seq_aux_loss' is wanted"
+    assert "it was removed" in violation.fix and "write aux_loss (over the global batch) or seq_aux_loss" in violation.fix
+
+
 @pytest.mark.parametrize("value", [1, 0.5])
 def test_a_whole_number_is_a_number(value: float) -> None:
     assert violations_after({f"{MEGATRON}.optimizer.lr": value}) == {}

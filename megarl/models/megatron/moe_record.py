@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-BalancingType = Literal["none", "aux_loss", "seq_aux_loss", "micro_batch_aux_loss"]
+BalancingType = Literal["none", "aux_loss", "seq_aux_loss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,20 +159,9 @@ class RoutingRecord:
             assert self._shares is not None, "count_ahead() has to come before"
             shares = self._shares[layer].to(probabilities.dtype)
             return (probabilities.sum(0) * shares).sum() * (settings.experts / max(token_counts.tokens, 1))
-        if settings.kind == "micro_batch_aux_loss":
-            loss = self._micro_batch_loss(probabilities, went_to, token_counts)
-        else:
-            loss = self._sequence_loss(probabilities, went_to, sequences, token_counts)
+        loss = self._sequence_loss(probabilities, went_to, sequences, token_counts)
         self._added[layer] += loss.detach()
         return loss
-
-    def _micro_batch_loss(self, probabilities: torch.Tensor, went_to: torch.Tensor, token_counts: ExpertTokenCounts) -> torch.Tensor:
-        """The contribution of this rank's tokens to the mean over micro-batches, weighted by their tokens, as Megatron-Core's own is."""
-        load = went_to.sum(0).to(probabilities.dtype)
-        if self._shared is not None:
-            dist.all_reduce(load, group=self._shared)
-        shares = load / load.sum().clamp(min=1)
-        return (probabilities.sum(0) * shares).sum() * (self.settings.experts / max(token_counts.tokens, 1))
 
     def _sequence_loss(
         self, probabilities: torch.Tensor, went_to: torch.Tensor, sequences: torch.Tensor, token_counts: ExpertTokenCounts
@@ -217,7 +206,7 @@ class RoutingRecord:
         load, mass, added, z = figures.split([experts, experts, 1, 1], dim=1)
         relative = load / load.mean(1, keepdim=True).clamp(min=1 / experts)
         share, probability = relative / experts, mass / mass.sum(1, keepdim=True).clamp(min=1e-300)
-        balance = added if self.settings.kind in {"seq_aux_loss", "micro_batch_aux_loss"} else experts * (share * probability).sum(1)
+        balance = added if self.settings.kind == "seq_aux_loss" else experts * (share * probability).sum(1)
         figure = {
             "moe_aux_loss": float(balance.mean()),
             "moe_expert_load_max": float(relative.max()),

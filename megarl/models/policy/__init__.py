@@ -293,11 +293,10 @@ class MegatronConfig(TypedDict):
     ]
     moe_router_load_balancing_type: NotRequired[
         Annotated[
-            Literal["none", "aux_loss", "seq_aux_loss", "micro_batch_aux_loss"],
+            Literal["none", "aux_loss", "seq_aux_loss"],
             Key(
                 "load-balancing loss of the routers: ``aux_loss`` over the global batch (a further forward pass of each "
-                "micro-batch counts where its tokens go), ``seq_aux_loss`` over each sequence, ``micro_batch_aux_loss`` over "
-                "each micro-batch, as Megatron-Core's own, which depends on how a batch is divided.",
+                "micro-batch counts where its tokens go), ``seq_aux_loss`` over each sequence.",
                 default="none",
             ),
         ]
