@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
+from megarl.models.dtensor.styles import VocabularyEmbedding
 from tests.dist import dtensor_jobs, reference
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
@@ -110,3 +113,39 @@ def plan_by_names() -> dict[str, str]:
     names = {"self_attn.q_proj": "colwise", "self_attn.k_proj": "colwise", "self_attn.v_proj": "colwise", "self_attn.o_proj": "rowwise"}
     names |= {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
     return {f"model.layers.*.{name}": style for name, style in names.items()}
+
+
+HEAD_NORMS = ("model.layers.*.self_attn.q_norm", "model.layers.*.self_attn.k_norm")
+
+
+def with_head_norms() -> dict[str, Any]:
+    return {**plan_by_names(), **dict.fromkeys(HEAD_NORMS, "replicated_with_grad_allreduce")}
+
+
+def over_the_sequence() -> dict[str, Any]:
+    """Activations between layers divided over the sequence, with every norm."""
+    layer, stream = "model.layers.*", Shard(1)
+    return {
+        **{
+            name: ColwiseParallel() if style == "colwise" else RowwiseParallel(output_layouts=stream)
+            for name, style in plan_by_names().items()
+        },
+        **dict.fromkeys(HEAD_NORMS, "replicated_with_grad_allreduce"),
+        "model.embed_tokens": VocabularyEmbedding(output_layouts=stream),
+        f"{layer}.self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": stream}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+        ),
+        f"{layer}.mlp": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
+        f"{layer}.input_layernorm": SequenceParallel(),
+        f"{layer}.post_attention_layernorm": SequenceParallel(),
+        "model.norm": SequenceParallel(use_local_output=True),
+        "lm_head": ColwiseParallel(input_layouts=stream),
+    }
+
+
+@slow
+@pytest.mark.parametrize(("layout", "plan"), [("tp2", "with_head_norms"), ("tp2-dp2", "with_head_norms"), ("tp2-sp", "over_the_sequence")])
+def test_a_written_plan_trains_as_transformers(pool: WorkerPool, models: dict[str, Path], layout: str, plan: str) -> None:
+    world, sizes = LAYOUTS[layout]
+    changes = {**sizes, "plan": f"tests.dist.test_dtensor_parity.{plan}"}
+    check_training(pool, world, models["qwen3-tied"], ClippedPGLossFn(PG_LOSS), "fixed", {"mbs": 2, "clip": 0.5}, changes)

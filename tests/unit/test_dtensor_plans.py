@@ -127,6 +127,12 @@ def test_a_custom_plan_may_not_name_what_is_not_there() -> None:
         custom_plan({"model.norm": 3})
 
 
+@pytest.mark.parametrize("plan", [{}, {"model.layers.*.mlp.act_fn": "colwise"}], ids=["empty", "activations"])
+def test_a_custom_plan_names_a_parameter(plan: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"custom_parallel_plan = \{.*names no module with a parameter.*or write null"):
+        choose_plan(model_of("llama"), sequence_parallel=False, custom=plan)
+
+
 def test_a_custom_plan_keeps_how_activations_lie_next_to_the_vocabulary() -> None:
     given = {"model.embed_tokens": RowwiseParallel(output_layouts=Shard(1)), "lm_head": ColwiseParallel(input_layouts=Shard(1))}
     plan = choose_plan(model_of("qwen2", tied=True), sequence_parallel=False, custom=given)

@@ -1,9 +1,8 @@
 """The DTensor backend: transformers' own models, divided by torch's DTensor (tensor and sequence parallelism) and ``fully_shard`` (FSDP2).
 
 ``mesh`` makes the device mesh and its groups, ``plans`` and ``styles`` say how modules are divided over tensor-parallel ranks, and
-``regions`` what these send each other; ``parallelize`` applies a plan and ``fully_shard``, ``plan_check`` refuses plans that would give
-wrong gradients, ``shards`` reads a rank's slices and gathers them again, ``gradients`` belongs to the optimizer step, ``mover`` to
-offloading; ``backend`` is the engine's protocol over all of it.
+``regions`` what these send each other; ``parallelize`` applies a plan and ``fully_shard``, ``shards`` reads a rank's slices and gathers
+them again, ``gradients`` belongs to the optimizer step, ``mover`` to offloading; ``backend`` is the engine's protocol over all of it.
 """
 
 import warnings

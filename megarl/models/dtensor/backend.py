@@ -36,8 +36,7 @@ from megarl.models.dtensor.parallelize import (
     take_memory,
     whole_parameters,
 )
-from megarl.models.dtensor.plan_check import ReplicaCheck, divide_and_check
-from megarl.models.dtensor.plans import choose_plan, is_plan_ours
+from megarl.models.dtensor.plans import choose_plan
 from megarl.models.dtensor.shards import EvenState, gather_parts, read_block
 from megarl.models.dtensor.styles import computes_locally
 from megarl.models.dtensor.weight_stream import WeightStream
@@ -153,13 +152,11 @@ class DTensorBackend:
         }
         check_names(source, shapes, tied=is_tied(model))
         self._rows = {name: shape[0] for name, shape in shapes.items()}
-        foreign = self.groups.tensor_size > 1 and not is_plan_ours(model, self._settings.get("custom_parallel_plan"))
         if self.groups.tensor_size == 1:
             answer_requests(model.get_output_embeddings())
         else:
             plan = choose_plan(model, sequence_parallel=self._sequence_parallel, custom=self._settings.get("custom_parallel_plan"))
-            divide = divide_and_check if foreign else divide_over_tensor_ranks
-            divide(model, self._meshes.tensor, plan)
+            divide_over_tensor_ranks(model, self._meshes.tensor, plan)
         # where there is nobody to reduce with, whole gradients take no more memory than this rank's part of them
         self._reduces_once = self._meshes.sharding.size() == 1 and not self._offloads
         self._stays_whole = self._reduces_once and self._dtype is torch.float32 and computes_locally(model)
@@ -170,7 +167,6 @@ class DTensorBackend:
         self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         for name, parameter in self._divided().items():
             read_block(parameter, source, name)
-        self._replicas = ReplicaCheck(self._divided(), self.groups.tensor, self.runtime.device) if foreign else None
         return model
 
     def _undivided(self) -> Any:
@@ -220,8 +216,6 @@ class DTensorBackend:
             return StepOutcome(norm, False, overflowed=factor > 1.0)
         if not accepts(norm):
             return StepOutcome(norm, False)
-        if self._replicas is not None:
-            self._replicas()
         gradients = local_gradients(parameters)
         if factor != 1.0:
             for gradient in gradients:

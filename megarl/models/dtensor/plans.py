@@ -56,11 +56,6 @@ _FORMS = (
 )
 
 
-def is_plan_ours(model: Any, custom: object = None) -> bool:
-    """Whether ``choose_plan`` gives ``model`` a plan of ours, which nothing needs to check."""
-    return custom is None and model.config.get_text_config().model_type in HAND_WRITTEN_PLANS
-
-
 def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -> Plan:
     """The plan of a model: ``custom`` when given, else ours, else the model's own.
 
@@ -70,16 +65,21 @@ def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -
         custom: see ``custom_plan``.
 
     Raises:
-        ConfigError: there is no plan, or none with sequence parallelism.
+        ConfigError: there is no plan, none with sequence parallelism, or a custom one that names what is not there, or no parameter.
     """
     name = model.config.get_text_config().model_type
     if custom is not None:
         plan = _of_scores(custom_plan(custom), model)
-        strangers = [key for key in plan if not _matches(key, model)]
+        strangers = [key for key in plan if not _modules_of(key, model)]
         if strangers:
             raise ConfigError(f"policy.dtensor_cfg.custom_parallel_plan: {type(model).__name__} has no module {', '.join(strangers)}")
+        if not any(True for key in plan for module in _modules_of(key, model) for _ in module.parameters()):
+            raise ConfigError(
+                f"policy.dtensor_cfg.custom_parallel_plan = {custom!r}: it names no module with a parameter; "
+                "name the linear layers to divide, or write null for the built-in plan"
+            )
         _check_shared_inputs(plan)
-    elif is_plan_ours(model):
+    elif name in HAND_WRITTEN_PLANS:
         plan = _of_scores(decoder_plan(sequence_parallel=sequence_parallel), model)
     elif sequence_parallel:
         raise ConfigError(
@@ -88,7 +88,7 @@ def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -
         )
     else:
         plan = model_plan(model)
-    return _divide_vocabulary({key: style for key, style in plan.items() if _matches(key, model)}, model)
+    return _divide_vocabulary({key: style for key, style in plan.items() if _modules_of(key, model)}, model)
 
 
 def _of_scores(plan: Plan, model: Any) -> Plan:
@@ -194,9 +194,10 @@ def _is_below(name: str, key: str) -> bool:
     return len(inner) > len(outer) and all("*" in (one, other) or one == other for one, other in zip(inner, outer, strict=False))
 
 
-def _matches(key: str, model: Any) -> bool:
+def _modules_of(key: str, model: Any) -> list[Any]:
+    """The modules that a plan's entry names."""
     pattern = re.compile(re.escape(key).replace(r"\*", r"[^.]+"))
-    return any(pattern.fullmatch(name) for name, _ in model.named_modules())
+    return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
 
 
 def _divide_vocabulary(plan: Plan, model: Any) -> Plan:

@@ -2,7 +2,6 @@
 
 A border changes how an activation lies over the ranks: ``Replicate()`` (every rank has all of it), ``Shard(dimension)`` (equal runs along
 one dimension, in the order of the ranks), or parts that have yet to be added up. Its backward pass changes the gradient the other way.
-Tensors on the meta device, where plans are checked by shape, are not sent.
 """
 
 from __future__ import annotations
@@ -94,16 +93,14 @@ class _AlongDimension(torch.autograd.Function):
 
 def _add_up(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """``parts``, in whose memory the sum over ranks stands now."""
-    if not parts.is_meta:
-        dist.all_reduce(parts, group=group)
+    dist.all_reduce(parts, group=group)
     return parts
 
 
 def _gather(run: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
     ranks = group.size()
     whole = run.new_empty(ranks * run.shape[0], *run.shape[1:])
-    if not run.is_meta:
-        dist.all_gather_into_tensor(whole, run.contiguous(), group=group)
+    dist.all_gather_into_tensor(whole, run.contiguous(), group=group)
     # the collective puts ranks behind one another along the first dimension
     return whole if dimension == 0 else torch.cat(whole.chunk(ranks), dim=dimension)
 
@@ -113,8 +110,7 @@ def _scatter_sum(parts: torch.Tensor, dimension: int, group: dist.ProcessGroup) 
     _require_runs(parts, dimension, ranks)
     by_rank = parts.contiguous() if dimension == 0 else torch.cat(parts.chunk(ranks, dim=dimension))
     run = parts.new_empty(by_rank.shape[0] // ranks, *by_rank.shape[1:])
-    if not parts.is_meta:
-        dist.reduce_scatter_tensor(run, by_rank, group=group)
+    dist.reduce_scatter_tensor(run, by_rank, group=group)
     return run
 
 

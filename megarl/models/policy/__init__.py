@@ -43,7 +43,12 @@ class DTensorConfig(TypedDict):
     custom_parallel_plan: NotRequired[
         Annotated[
             str | None,
-            Key("import path of a plan or of a function that returns one; null takes the built-in plan of the model.", default=None),
+            Key(
+                "import path of a plan or of a function that returns one; null takes the built-in plan of the model. It is applied as "
+                "it is: a whole parameter whose module works on a part of an activation, such as a norm of heads, needs "
+                "``replicated_with_grad_allreduce`` or ``sequence_parallel``, or its gradient is wrong.",
+                default=None,
+            ),
         ]
     ]
     env_vars: NotRequired[Annotated[dict[str, str] | None, Key("environment variables of the workers.", default={})]]
