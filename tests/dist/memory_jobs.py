@@ -16,9 +16,8 @@ from benchmarks.memory import MEBIBYTE, Allocations, saved_for_backward
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.config.backend import enabled_backend
 from megarl.distributed.device import DeviceRuntime
-from megarl.models.dtensor.mover import move_optimizer as move_optimizer_of_dtensor
 from megarl.models.engine.offload_state import HostCopies
-from megarl.models.fsdp1.backend import move_optimizer as move_optimizer_of_fsdp1
+from megarl.models.huggingface.mover import move_optimizer as move_optimizer_of_torch
 from megarl.models.megatron import checkpoint, state_stream
 from megarl.models.megatron.backend import move_optimizer as move_optimizer_of_megatron
 from megarl.models.megatron.optimizer import fused_style_adam
@@ -149,7 +148,7 @@ def kept_for_backward(config: Mapping[str, Any], batch: Mapping[str, Any]) -> fl
 
 # what a step moves
 
-MOVERS = {"megatron": move_optimizer_of_megatron, "dtensor": move_optimizer_of_dtensor, "fsdp1": move_optimizer_of_fsdp1}
+MOVERS = {"megatron": move_optimizer_of_megatron, "dtensor": move_optimizer_of_torch, "fsdp1": move_optimizer_of_torch}
 
 
 def build(config: Mapping[str, Any], **options: Any) -> Any:

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from megarl.models.dtensor.mover import move_optimizer
+from megarl.models.huggingface.mover import move_optimizer
 
 
 def test_state_stays_where_it_is_put() -> None:

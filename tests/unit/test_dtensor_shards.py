@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from megarl.models.dtensor.gradients import BACKOFF, GROWTH, INITIAL, INTERVAL, LossScale
 from megarl.models.dtensor.shards import Block
+from megarl.models.huggingface.optimizer import BACKOFF, GROWTH, INITIAL, INTERVAL, LossScale
 
 
 @pytest.mark.parametrize("dimension", [None, 0, 1])

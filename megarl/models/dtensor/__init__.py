@@ -2,7 +2,7 @@
 
 ``mesh`` makes the device mesh and its groups, ``plans`` and ``styles`` say how modules are divided over tensor-parallel ranks, and
 ``regions`` what these send each other; ``parallelize`` applies a plan and ``fully_shard``, ``shards`` reads a rank's slices and gathers
-them again, ``gradients`` belongs to the optimizer step, ``mover`` to offloading; ``backend`` is the engine's protocol over all of it.
+them again; ``backend`` is the engine's protocol over all of it.
 """
 
 import warnings

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from converters.checkpoint.source import HuggingFaceSource
-from converters.families.hf_config import read_hf_config
-from megarl.checkpoint.staging import StagingBuffers
 from megarl.config.arithmetic import padded_vocabulary, sequence_share
 from megarl.config.backend import scores
-from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.distributed.device import DeviceRuntime
-from megarl.errors import ModelError
-from megarl.models.dtensor.gradients import LossScale, global_norm, local_gradients, refuse_optimizer_without_steps
+from megarl.errors import ConfigError, Violation
 from megarl.models.dtensor.mesh import build_meshes
-from megarl.models.dtensor.mover import move_model, move_optimizer
 from megarl.models.dtensor.parallelize import (
     divide_over_tensor_ranks,
     give_memory,
@@ -37,79 +27,40 @@ from megarl.models.dtensor.parallelize import (
     whole_parameters,
 )
 from megarl.models.dtensor.plans import choose_plan
-from megarl.models.dtensor.shards import EvenState, gather_parts, read_block
+from megarl.models.dtensor.shards import DividedParameters, block_of, gather_parts, read_block
 from megarl.models.dtensor.styles import computes_locally
 from megarl.models.dtensor.weight_stream import WeightStream
-from megarl.models.engine.backend import Part, Place, StepOutcome, require_optimizer
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
-from megarl.models.engine.offload_state import HostCopies
 from megarl.models.engine.output_layer import answer_requests
-from megarl.models.engine.precision import dtype_of
-from megarl.models.engine.scoring import scoring_config, scoring_source
-from megarl.models.huggingface import checkpoint
-from megarl.models.huggingface.generation import generate
-from megarl.models.huggingface.loading import build_on_meta, check_names, is_tied, persistent_buffers, recompute_layers
-from megarl.models.huggingface.optimizer import (
-    build_optimizer,
-    build_scheduler,
-    clip,
-    resume_schedule,
-    saved_schedule,
-    schedule_values,
-)
+from megarl.models.huggingface.backend import HuggingFaceBackend
+from megarl.models.huggingface.loading import build_on_meta, check_fits, recompute_layers
+from megarl.models.huggingface.optimizer import OPTIMIZER, LossScale, build_optimizer
 from megarl.models.huggingface.passes import forward_backward
 from megarl.models.huggingface.sending_order import in_sending_order
 from megarl.weight_sync.manifest import BUCKETS, bucket_bytes
-from megarl.weight_sync.slices import Slice, Slices
 
 logger = logging.getLogger(__name__)
-# where the loss scale stands in a checkpoint: among the hyperparameters of the first group
-SCALE_KEYS = ("loss_scale", "loss_scale_clean_steps")
+STEPS = 2  # the first makes the state, the second reads it
 
 
-class DTensorBackend:
-    """One worker's part of a transformers model, with its optimizer and schedule.
+class DTensorBackend(HuggingFaceBackend):
+    """A model divided by DTensor and FSDP2, with dynamic loss scaling in float16."""
 
-    Kept parameters, gradients and optimizer state are float32; the model computes in ``policy.precision``, with dynamic loss scaling in
-    float16.
-
-    Args:
-        policy: the policy configuration, already validated.
-        source: Hugging Face weights to start from.
-        runtime: device of this process; torch.distributed is initialised on its backend.
-        seed: of a new score layer.
-        with_optimizer: False for a model that is only read.
-
-    Raises:
-        ConfigError: the layout, the plan, the precision, the optimizer or the schedule is not possible here.
-        ModelError: the model's config and weights do not fit together, or transformers cannot let it score.
-    """
-
-    def __init__(
-        self, policy: Mapping[str, Any], source: HuggingFaceSource, runtime: DeviceRuntime, *, seed: int = 0, with_optimizer: bool = True
-    ) -> None:
-        self.policy = policy
-        self.runtime = runtime
-        self._settings = policy["dtensor_cfg"]
-        self._dtype = dtype_of(policy["precision"], "policy.precision")
-        self._offloads = bool(self._settings.get("cpu_offload")) and runtime.is_cuda
-        if self._settings.get("cpu_offload") and not self._offloads:
+    def _build(self, source: HuggingFaceSource) -> None:
+        self._settings = self.policy["dtensor_cfg"]
+        self.offloads = bool(self._settings.get("cpu_offload")) and self.runtime.is_cuda
+        if self._settings.get("cpu_offload") and not self.offloads:
             logger.info("cpu_offload: on a CPU all memory is host memory; nothing is offloaded")
-        self._trusts = policy["trust_remote_code"]
-        self.hf_config = read_hf_config(source.directory, trust_remote_code=self._trusts)
-        if scores(policy):
-            self.hf_config = scoring_config(self.hf_config)
-            source = scoring_source(source, self.hf_config, seed)
         context, tensor = self._settings.get("context_parallel_size") or 1, self._settings.get("tensor_parallel_size") or 1
         self._sequence_parallel = bool(self._settings.get("sequence_parallel")) and tensor > 1
         ring = self._settings.get("context_parallel_comm_type") == "p2p"
-        self._meshes = build_meshes(runtime.device.type, context=context, tensor=tensor, ring=ring)
+        self._meshes = build_meshes(self.runtime.device.type, context=context, tensor=tensor, ring=ring)
         self.groups = self._meshes.groups
         share = sequence_share(tensor, context, self._sequence_parallel)
-        self.shapes = Shapes(math.lcm(share, policy.get("make_sequence_length_divisible_by") or 1), share)
+        self.shapes = Shapes(math.lcm(share, self.policy.get("make_sequence_length_divisible_by") or 1), share)
         self._true_vocabulary = self.hf_config.get_text_config().vocab_size
         self._vocabulary_rows = padded_vocabulary(self._true_vocabulary, tensor)
         self.vocabulary = VocabularyShard(
@@ -118,39 +69,53 @@ class DTensorBackend:
             self.groups.tensor if tensor > 1 else None,
         )
         self._generating: Any = None
-        self.model = self._build(source)
-        self._bucket_bytes = bucket_bytes(policy.get("refit_buffer_size_gb"))
+        self.model = self.module = self._divided_model(source)
+        self._store = DividedParameters(self.model, self._divided(), self._rows, self.runtime.device)
+        self._bucket_bytes = bucket_bytes(self.policy.get("refit_buffer_size_gb"))
         self._weights = WeightStream(
             in_sending_order(self._divided(), self.hf_config),
             self._rows,
             self._dtype,
-            runtime.device,
+            self.runtime.device,
             self._bucket_bytes,
             tensor_rank=self.groups.tensor_rank,
             tensor_size=tensor,
         )
-        self.loss_scale = LossScale.for_float16() if self._dtype is torch.float16 else LossScale()
-        self._optimizer_copies = HostCopies(runtime)
-        self._staging = StagingBuffers()
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.scheduler: LRScheduler | None = None
-        if with_optimizer:
-            refuse_optimizer_without_steps(policy, self._divided())
-            self.optimizer = build_optimizer(policy, self._parameters.items())
-            self.scheduler = build_scheduler(policy, self.optimizer)
-        self.set_training(True)
+        if self._dtype is torch.float16:
+            self.loss_scale = LossScale.for_float16()
 
-    def _build(self, source: HuggingFaceSource) -> Any:
+    def _refuse_optimizer(self) -> None:
+        """Take steps on stand-ins: of every way in which a parameter is divided, the smallest. A collective over all ranks.
+
+        Not every operation of every optimizer knows DTensors, and some know them only where all lie on one mesh.
+        """
+        smallest: dict[Any, DTensor] = {}
+        for parameter in self._divided().values():
+            way = (parameter.device_mesh, parameter.placements, parameter.ndim)
+            if parameter.requires_grad and (way not in smallest or parameter.numel() < smallest[way].numel()):
+                smallest[way] = parameter
+        stand_ins = [nn.Parameter(torch.ones_like(parameter.detach())) for parameter in smallest.values()]
+        optimizer = build_optimizer(self.policy, ((str(number), parameter) for number, parameter in enumerate(stand_ins)))
+        for stand_in in stand_ins:
+            stand_in.grad = torch.ones_like(stand_in.detach())
+        try:
+            for _ in range(STEPS):
+                optimizer.step()
+        except Exception as error:
+            # an operation that does not know DTensors may say so by any class of error
+            reason = f"its step fails on parameters that DTensor divides ({type(error).__name__}: {str(error).splitlines()[0]})"
+            fix = "leave out fused and foreach, or write name: torch.optim.AdamW"
+            raise ConfigError([Violation(OPTIMIZER, dict(self.policy["optimizer"]), reason, fix)]) from error
+
+    def _divided_model(self, source: HuggingFaceSource) -> Any:
         """The model with this rank's pieces of the weights."""
         model = self._undivided()
-        if buffers := persistent_buffers(model):
-            raise ModelError(f"{type(model).__name__} keeps {min(buffers)} in its checkpoints, which is no parameter; use another model")
         padded = {module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None}
         shapes = {
             name: (self._true_vocabulary if parameter in padded else parameter.shape[0], *parameter.shape[1:])
             for name, parameter in model.named_parameters()
         }
-        check_names(source, shapes, tied=is_tied(model))
+        check_fits(model, source, shapes)
         self._rows = {name: shape[0] for name, shape in shapes.items()}
         if self.groups.tensor_size == 1:
             answer_requests(model.get_output_embeddings())
@@ -158,13 +123,13 @@ class DTensorBackend:
             plan = choose_plan(model, sequence_parallel=self._sequence_parallel, custom=self._settings.get("custom_parallel_plan"))
             divide_over_tensor_ranks(model, self._meshes.tensor, plan)
         # where there is nobody to reduce with, whole gradients take no more memory than this rank's part of them
-        self._reduces_once = self._meshes.sharding.size() == 1 and not self._offloads
+        self._reduces_once = self._meshes.sharding.size() == 1 and not self.offloads
         self._stays_whole = self._reduces_once and self._dtype is torch.float32 and computes_locally(model)
         if self._settings.get("activation_checkpointing"):
             recompute_layers(model)
-        shard_fully(model, self._meshes.sharding, self._dtype, offload=self._offloads, pin=self.runtime.is_cuda)
-        give_memory(model, torch.device("cpu") if self._offloads else self.runtime.device)
-        self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        shard_fully(model, self._meshes.sharding, self._dtype, offload=self.offloads, pin=self.runtime.is_cuda)
+        give_memory(model, torch.device("cpu") if self.offloads else self.runtime.device)
+        self._parameters = dict(model.named_parameters())
         for name, parameter in self._divided().items():
             read_block(parameter, source, name)
         return model
@@ -176,11 +141,6 @@ class DTensorBackend:
     def _divided(self) -> dict[str, DTensor]:
         """The parameters as what they are now, each once. The model itself may show gathered ones in their place."""
         return {name: parameter for name, parameter in self._parameters.items() if isinstance(parameter, DTensor)}
-
-    @property
-    def replicas_in_step(self) -> dist.ProcessGroup | None:
-        """Every pass gathers parameters over them."""
-        return self.groups.data if self.groups.data_size > 1 else None
 
     def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:
         if self._stays_whole:
@@ -198,38 +158,10 @@ class DTensorBackend:
             # a pass without backward leaves the outermost parameters gathered, and the next one would not see what was written meanwhile
             reshard(self.model)
 
-    def set_training(self, training: bool) -> None:
-        self.model.train(training)
-
-    def is_training(self) -> bool:
-        return bool(self.model.training)
-
-    def zero_grad(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-    def apply_gradients(self, accepts: Callable[[float], bool]) -> StepOutcome:
-        assert self.optimizer is not None, "built without an optimizer"
-        parameters, factor = self._divided().values(), self.loss_scale.factor
-        norm = global_norm(parameters, self.groups.tensor_rank, self.runtime.device) / factor
-        if not self.loss_scale.accepts(norm):
-            return StepOutcome(norm, False, overflowed=factor > 1.0)
-        if not accepts(norm):
-            return StepOutcome(norm, False)
-        gradients = local_gradients(parameters)
-        if factor != 1.0:
-            for gradient in gradients:
-                gradient.mul_(1.0 / factor)
-        clip(gradients, norm, self.policy.get("max_grad_norm"))
-        self.optimizer.step()
-        return StepOutcome(norm, True)
-
-    def lr_step(self) -> None:
-        if self.scheduler is not None:
-            self.scheduler.step()
-
-    def schedule_values(self) -> dict[str, float]:
-        return schedule_values(self.optimizer) if self.optimizer is not None else {}
+    def _counted(self) -> Iterable[nn.Parameter]:
+        """Of a parameter that every tensor-parallel rank has as a whole, the first rank's copy alone."""
+        first, divided = self.groups.tensor_rank == 0, self._divided()
+        return [self._parameters[name] for name, each in divided.items() if first or block_of(each).tensor_dimension is not None]
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Views of this rank's pieces; writing into them writes into the model."""
@@ -240,50 +172,23 @@ class DTensorBackend:
         """The divided parameters by name, vocabulary padding included."""
         return {name: parameter.detach() for name, parameter in self._divided().items()}
 
-    def sync_parameters(self) -> None:
-        """Every pass gathers the parameters for itself and lets them go again; nothing is ever under way."""
-
-    def parameters_changed(self) -> None:
-        """The next pass reads the parameters anew."""
-
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and full tensors in ``policy.precision``, which is what the model computes with."""
         return self._weights.of(self._divided())
-
-    def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of it: there is one stage."""
-        return self.export_hf()
-
-    def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> Mapping[str, Slice]:
-        """None: all weights are gathered."""
-        return {}
-
-    def export_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights."""
-        return self.export_hf()
 
     @property
     def gathered_bytes(self) -> int:
         """Buckets of an export that are there at once."""
         return BUCKETS * self._bucket_bytes
 
-    def names_by_stage(self) -> Sequence[Sequence[str]]:
-        """None: there is one stage."""
-        return ()
-
-    @torch.no_grad()
-    def generate(self, data: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any, *, greedy: bool) -> BatchedDataDict[Any]:
-        """Continue prompts; see ``decode``.
-
-        The weights are gathered once over data and context parallel ranks, into a model of their own, so that ranks with more or longer
-        rows need not wait for the others. Single positions cannot be divided: it has no sequence parallelism. Where there is nothing to
-        gather, the model itself generates.
-        """
+    @contextlib.contextmanager
+    def _generating_model(self) -> Iterator[Any]:
+        """Single positions cannot be divided: it has no sequence parallelism."""
         if self._stays_whole and not self._sequence_parallel and not self._settings.get("activation_checkpointing"):
             with whole_parameters(self.model):
-                return generate(self.model, self, data, config, tokenizer, greedy=greedy)
-        with self._gathered() as model:
-            return generate(model, self, data, config, tokenizer, greedy=greedy)
+                yield self.model
+        else:
+            with self._gathered() as model:
+                yield model
 
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[Any]:
@@ -313,58 +218,3 @@ class DTensorBackend:
             custom = None if self._sequence_parallel else self._settings.get("custom_parallel_plan")
             divide_over_tensor_ranks(model, self._meshes.tensor, choose_plan(model, sequence_parallel=False, custom=custom))
         return model
-
-    def move(self, part: Part, place: Place) -> None:
-        """See the protocol. Gradients are not kept: they are let go of on the way to the host."""
-        if not self.runtime.is_cuda or self._offloads:
-            return
-        target = self.runtime.device if place == "device" else torch.device("cpu")
-        if part == "parameters":
-            move_model(self.model, target)
-        elif part == "gradients":
-            self.zero_grad()
-        elif self.optimizer is not None:
-            if place == "host":
-                self._optimizer_copies.take(functools.partial(move_optimizer, self.optimizer))
-            else:
-                move_optimizer(self.optimizer, lambda tensor: tensor.to(target, non_blocking=True))
-        self.runtime.synchronize()
-
-    def save(self, weights: Path, optimizer: Path | None) -> None:
-        trained = require_optimizer(self.optimizer) if optimizer is not None else None
-        even = EvenState(self._rows, self.runtime.device)
-        checkpoint.save_weights(even.cut(self._divided()), weights, self._staging.of(weights))
-        if optimizer is not None and trained is not None:
-            assert self.scheduler is not None, "built with the optimizer"
-            state = even.cut_optimizer(checkpoint.named_optimizer_state(trained, self._parameters.items()))
-            if self.loss_scale.dynamic:
-                state["param_groups"][0].update(zip(SCALE_KEYS, (self.loss_scale.factor, self.loss_scale.clean_steps), strict=True))
-            checkpoint.save_optimizer(
-                state, saved_schedule(self.policy, self.scheduler), self.runtime, optimizer, self._staging.of(optimizer)
-            )
-
-    def require_loadable(self, weights: Path, optimizer: Path | None) -> None:
-        checkpoint.require(weights)
-        if optimizer is not None:
-            require_optimizer(self.optimizer)
-            checkpoint.require(optimizer)
-
-    def load(self, weights: Path, optimizer: Path | None) -> None:
-        trained = require_optimizer(self.optimizer) if optimizer is not None else None
-        even = EvenState(self._rows, self.runtime.device)
-        divided = self._divided()
-        state = even.cut(divided)
-        checkpoint.load_weights(state, weights)
-        even.write(state, divided)
-        if optimizer is not None and trained is not None:
-            loaded, schedule = checkpoint.load_optimizer(state, self.runtime, optimizer)
-            factor, clean_steps = (loaded["param_groups"][0].pop(key, None) for key in SCALE_KEYS)
-            if self.loss_scale.dynamic and factor is not None:
-                self.loss_scale.factor, self.loss_scale.clean_steps = factor, clean_steps
-            checkpoint.install_optimizer_state(trained, self._parameters.items(), even.divide_optimizer(loaded, divided))
-            assert self.scheduler is not None, "built with the optimizer"
-            self.scheduler = resume_schedule(self.policy, self.scheduler, schedule)
-
-    def close(self) -> None:
-        """Give the memory of staged checkpoints back. The process groups go with torch's default group."""
-        self._staging.close()

@@ -10,9 +10,9 @@ of rows, so that any layout, and the other torch backend, can read it. One tenso
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from converters.checkpoint.source import HuggingFaceSource
+from megarl.models.engine.backend import Place
 from megarl.models.engine.gather_stream import in_buckets
-from megarl.models.huggingface.checkpoint import OptimizerState
+from megarl.models.huggingface.checkpoint import OptimizerState, install_optimizer_state, named_optimizer_state
+from megarl.models.huggingface.mover import move_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,48 +156,52 @@ def all_gather(part: torch.Tensor, group: dist.ProcessGroup | None = None) -> to
     return whole.view(ranks, *part.shape)
 
 
-class EvenState:
-    """Brings tensors into the form of a checkpoint and back.
+class DividedParameters:
+    """``ParameterStore`` of a model that ``fully_shard`` has divided.
 
     Args:
-        rows: true rows of every parameter.
-        device: where collectives work.
+        model: that has them.
+        parameters: by name.
+        rows: true rows of each.
+        device: of the model, where collectives work.
     """
 
-    def __init__(self, rows: Mapping[str, int], device: torch.device) -> None:
-        self._rows = rows
-        self._device = device
+    def __init__(self, model: Any, parameters: Mapping[str, DTensor], rows: Mapping[str, int], device: torch.device) -> None:
+        self._model, self._parameters, self._rows, self._device = model, parameters, rows, device
         # no process groups: nothing is ever sent over this mesh
         self._mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("world",), _init_backend=False)
 
-    def cut(self, tensors: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
-        """This rank's even share of every tensor of the model's shapes. A collective."""
-        return {name: self._share_of(gather(tensor, self._device, self._rows[name])) for name, tensor in tensors.items()}
+    def move(self, place: Place) -> None:
+        """See ``ParameterStore``."""
+        move_model(self._model, self._device if place == "device" else torch.device("cpu"))
 
-    def write(self, state: Mapping[str, torch.Tensor], tensors: Mapping[str, DTensor]) -> None:
-        """The reverse of ``cut``, into ``tensors``. A collective."""
-        for name, tensor in tensors.items():
-            write_block(tensor, self._whole(state[name]))
+    def state(self) -> dict[str, torch.Tensor]:
+        """See ``ParameterStore``: this rank's even share of each."""
+        return {name: self._cut(name, parameter) for name, parameter in self._parameters.items()}
 
-    def cut_optimizer(self, state: OptimizerState) -> OptimizerState:
-        """Optimizer state by parameter name with its divided tensors cut evenly. A collective."""
-        even = {
-            name: {key: self.cut({name: value})[name] if isinstance(value, DTensor) else value for key, value in values.items()}
-            for name, values in state["state"].items()
-        }
-        return {**state, "state": even}
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """See ``ParameterStore``."""
+        for name, parameter in self._parameters.items():
+            write_block(parameter, self._whole(state[name]))
 
-    def divide_optimizer(self, state: OptimizerState, like: Mapping[str, DTensor]) -> OptimizerState:
-        """The reverse: tensors of a parameter's shape divided as the parameter is. A collective."""
-        divided = {
-            name: {key: self._divided(value, like[name]) if isinstance(value, DTensor) else value for key, value in values.items()}
-            for name, values in state["state"].items()
-        }
-        return {**state, "state": divided}
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
+        """See ``ParameterStore``: of divided tensors this rank's even share."""
+        return _with_tensors(named_optimizer_state(optimizer, self._named()), self._cut)
 
-    def _divided(self, value: DTensor, like: DTensor) -> DTensor:
-        tensor = cast(DTensor, torch.zeros_like(like.detach(), dtype=value.dtype))
-        write_block(tensor, self._whole(value))
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, loaded: OptimizerState) -> None:
+        """See ``ParameterStore``."""
+        install_optimizer_state(optimizer, self._named(), _with_tensors(loaded, self._divided))
+
+    def _named(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
+        return cast(Iterable[tuple[str, torch.nn.Parameter]], self._parameters.items())
+
+    def _cut(self, name: str, tensor: DTensor) -> torch.Tensor:
+        return self._share_of(gather(tensor, self._device, self._rows[name]))
+
+    def _divided(self, name: str, share: DTensor) -> torch.Tensor:
+        """A tensor of a parameter's shape, divided as the parameter is, from its shares."""
+        tensor = cast(DTensor, torch.zeros_like(self._parameters[name].detach(), dtype=share.dtype))
+        write_block(tensor, self._whole(share))
         return tensor
 
     def _share_of(self, whole: torch.Tensor) -> DTensor:
@@ -214,3 +220,12 @@ class EvenState:
         run = -(-rows // dist.get_world_size())
         first = min(dist.get_rank() * run, rows)
         return first, min(first + run, rows)
+
+
+def _with_tensors(state: OptimizerState, change: Callable[[str, DTensor], torch.Tensor]) -> OptimizerState:
+    """Optimizer state with ``change(parameter name, tensor)`` in the place of divided tensors."""
+    changed = {
+        name: {key: change(name, value) if isinstance(value, DTensor) else value for key, value in values.items()}
+        for name, values in state["state"].items()
+    }
+    return {**state, "state": changed}

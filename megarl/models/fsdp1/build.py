@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from converters.checkpoint.source import HuggingFaceSource
-from megarl.errors import ModelError
-from megarl.models.huggingface.loading import check_names, is_tied, persistent_buffers
+from megarl.models.huggingface.loading import check_fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +77,7 @@ class Filler:
         self._device = device
         self.held = held_by(model)
         self._names = {place.get(): name for name, place in self.held.items()}
-        stored = sorted(persistent_buffers(model))
-        if stored:
-            raise ModelError(f"{type(model).__name__} keeps {stored[0]} in its checkpoints, which is no parameter; use another backend")
-        check_names(source, {name: tuple(place.shape) for name, place in self.held.items()}, tied=is_tied(model))
+        check_fits(model, source, {name: tuple(place.shape) for name, place in self.held.items()})
 
     def __call__(self, module: nn.Module) -> None:
         """Fill the parameters that ``module`` itself has and that have no memory yet."""

@@ -85,11 +85,6 @@ class Sharded:
             unit_of.update(dict.fromkeys(unit.modules(), unit))
         return {unit: {name: place for name, place in self._held.items() if unit_of[place.module] is unit} for unit in units}
 
-    @property
-    def dimensions(self) -> dict[str, int]:
-        """Number of dimensions of every whole parameter, which a rank's part does not show."""
-        return {name: len(place.shape) for name, place in self._held.items()}
-
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's part of every parameter, flat; of some it has none."""
         return named(self._held)
@@ -105,11 +100,6 @@ class Sharded:
         """
         if self.module._is_root and self.module._handle is not None:
             _reshard(self.module, self.module._handle, True)
-
-    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        """``value`` summed in place over all ranks."""
-        dist.all_reduce(value, group=self._group)
-        return value
 
     def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """``names`` and their whole float32 parameters; each tensor is the caller's own. A collective.
@@ -139,7 +129,8 @@ class Sharded:
         """State by parameter name, as DTensors. A collective."""
         names = {parameter: name for name, parameter in self.parameters()}
         groups = [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
-        begun = self.sum_over_ranks(torch.tensor(float(len(optimizer.state)), device=self._runtime.device))
+        begun = torch.tensor(float(len(optimizer.state)), device=self._runtime.device)
+        dist.all_reduce(begun, group=self._group)
         if not begun:
             return {"state": {}, "param_groups": groups}
         with self._state_dict_type():
@@ -164,9 +155,7 @@ class Sharded:
 
     @torch.no_grad()
     def move(self, place: Place) -> None:
-        """Move parameters and buffers; with offloading they are in host memory anyway."""
-        if self.offloads:
-            return
+        """Move parameters and buffers."""
         target = self._runtime.device if place == "device" else torch.device("cpu")
         for unit in self._units:
             handle = unit._handle

@@ -50,11 +50,6 @@ class FullModel:
         """The float32 parameters."""
         return iter(self._masters.items()) if self._masters else named(self._held)
 
-    @property
-    def dimensions(self) -> dict[str, int]:
-        """Number of dimensions of every whole parameter."""
-        return {name: len(place.shape) for name, place in self._held.items()}
-
     @torch.no_grad()
     def before_pass(self) -> None:
         """Let the module's parameters follow the float32 ones."""
@@ -63,10 +58,6 @@ class FullModel:
 
     def after_pass(self) -> None:
         """Nothing was gathered."""
-
-    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        """``value``; there is one rank."""
-        return value
 
     def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """``names`` and their whole float32 parameters; they stay the model's own."""

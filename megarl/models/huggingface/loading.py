@@ -139,6 +139,17 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def check_fits(model: nn.Module, source: Headers, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """``check_names`` for a model; all that its checkpoints hold has to be parameters.
+
+    Raises:
+        ModelError: it keeps a buffer in them; or as ``check_names`` does.
+    """
+    if buffers := persistent_buffers(model):
+        raise ModelError(f"{type(model).__name__} keeps {min(buffers)} in its checkpoints, which is no parameter; use another model")
+    check_names(source, shapes, tied=is_tied(model))
+
+
 def check_names(source: Headers, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
     """Check that a checkpoint has every tensor of a model, no other, in the right shapes. Reads headers only.
 

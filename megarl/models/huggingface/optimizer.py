@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from megarl.config.rules.optimizer import milestone_faults
@@ -146,6 +150,25 @@ def squared_norm(gradients: Iterable[torch.Tensor], device: torch.device) -> tor
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
 
 
+def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """This rank's pieces of the gradients there are."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+
+
+@torch.no_grad()
+def global_norm(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> float:
+    """L2 norm of the gradient over all ranks, the same number on all of them.
+
+    Args:
+        parameters: of which this rank's pieces count; each element of the gradient is to count on one rank.
+        device: where collectives work.
+    """
+    total = squared_norm(local_gradients(parameters), device)
+    dist.all_reduce(total)
+    return float(total.sqrt())
+
+
 def clip(gradients: Iterable[torch.Tensor], norm: float, bound: float | None) -> None:
     """Scale gradients in place so that their norm, which is ``norm``, becomes at most ``bound``; None or 0 leaves them alone."""
     if not bound:
@@ -154,6 +177,43 @@ def clip(gradients: Iterable[torch.Tensor], norm: float, bound: float | None) ->
     if factor < 1.0:
         for gradient in gradients:
             gradient.mul_(factor)
+
+
+# where torch's own scaler starts; how fast it grows and falls is torch's too
+INITIAL = 2.0**16
+GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
+
+
+@dataclass(slots=True)
+class LossScale:
+    """The factor of every loss on its way backward, so that small gradients do not vanish in float16.
+
+    Attributes:
+        factor: the present one; 1 throughout without scaling.
+        dynamic: False for the wide exponents of float32 and bfloat16.
+        clean_steps: steps without overflow since the factor last changed.
+    """
+
+    factor: float = 1.0
+    dynamic: bool = False
+    clean_steps: int = 0
+
+    @classmethod
+    def for_float16(cls) -> LossScale:
+        """A factor that follows the gradients."""
+        return cls(INITIAL, dynamic=True)
+
+    def accepts(self, norm: float) -> bool:
+        """Whether a step with gradients of this norm may be taken, and the factor of the next one. All ranks give the same norm."""
+        if not self.dynamic:
+            return True
+        if not math.isfinite(norm):
+            self.factor, self.clean_steps = max(1.0, self.factor * BACKOFF), 0
+            return False
+        self.clean_steps += 1
+        if self.clean_steps == INTERVAL:
+            self.factor, self.clean_steps = self.factor * GROWTH, 0
+        return True
 
 
 def _split_milestones(chosen: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[int]]:

@@ -16,10 +16,10 @@ from megarl.distributed.device import DeviceRuntime, runtime
 from megarl.errors import ConfigError
 from megarl.models.dtensor.backend import DTensorBackend
 from megarl.models.dtensor.mesh import ROTATE_METHODS, context_parallel
-from megarl.models.dtensor.mover import move_buffers, move_model
 from megarl.models.dtensor.parallelize import reshard, sharded_modules
 from megarl.models.engine.worker import EngineWorker
 from megarl.models.generation.interfaces import Sampling
+from megarl.models.huggingface.mover import move_buffers, move_model
 
 
 @contextlib.contextmanager

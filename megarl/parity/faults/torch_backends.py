@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 
-from megarl.parity.case import Case
-from megarl.parity.faults.patching import Mutation, Patch, is_clipped, many_tokens, replacing, sees_tokens
+from megarl.models.huggingface.optimizer import local_gradients, squared_norm
+from megarl.parity.faults.patching import Mutation, is_clipped, many_tokens, replacing, sees_tokens
 
-DTENSOR, FSDP1 = "megarl.models.dtensor", "megarl.models.fsdp1"
-
-
-def _on_own_backend(name: str, make: Any) -> Patch:
-    """Replaces what each of the two backend modules imports under the same name."""
-
-    def put_in(stack: contextlib.ExitStack, case: Case) -> None:
-        replacing({"dtensor": f"{DTENSOR}.backend", "fsdp1": f"{FSDP1}.backend"}[case.backend], name, make)(stack, case)
-
-    return put_in
+DTENSOR, FSDP1, SHARED = "megarl.models.dtensor", "megarl.models.fsdp1", "megarl.models.huggingface"
 
 
 def _decay_everywhere(original: Any) -> Any:
@@ -41,22 +31,22 @@ def _own_piece(original: Any) -> Any:
     return take
 
 
-def _shards_alone(original: Any) -> Any:
-    return lambda self, value: value
+def _own_norm(original: Any) -> Any:
+    return lambda parameters, device: float(squared_norm(local_gradients(parameters), device).sqrt())
 
 
 FAULTS: dict[str, Mutation] = {
     "dtensor-norm-counts-copies": Mutation(
         "the gradient norm counts parameters that every tensor-parallel rank has once for each of them",
         lambda case: case.tp > 1 and sees_tokens(case),
-        replacing(f"{DTENSOR}.backend", "global_norm", lambda original: lambda parameters, rank, device: original(parameters, 0, device)),
+        replacing(f"{DTENSOR}.backend:DTensorBackend", "_counted", lambda original: lambda self: self._parameters.values()),
         "tp=2",
         ("dtensor",),
     ),
     "fsdp1-norm-of-own-shard": Mutation(
         "the gradient norm is that of a rank's own shard",
         lambda case: case.dp > 1 and sees_tokens(case),
-        replacing(f"{FSDP1}.sharded:Sharded", "sum_over_ranks", _shards_alone),
+        replacing(f"{SHARED}.backend", "global_norm", _own_norm),
         "dp=2",
         ("fsdp1",),
     ),
@@ -70,14 +60,14 @@ FAULTS: dict[str, Mutation] = {
     "torch-clipping-forgotten": Mutation(
         "gradients are not clipped",
         is_clipped,
-        _on_own_backend("clip", lambda original: lambda gradients, norm, bound: None),
+        replacing(f"{SHARED}.backend", "clip", lambda original: lambda gradients, norm, bound: None),
         "clip=0.05",
         ("dtensor", "fsdp1"),
     ),
     "torch-decay-on-vectors": Mutation(
         "norms and biases decay too",
         lambda case: True,
-        _on_own_backend("build_optimizer", _decay_everywhere),
+        replacing(f"{SHARED}.backend", "build_optimizer", _decay_everywhere),
         "",
         ("dtensor", "fsdp1"),
     ),

@@ -1,0 +1,267 @@
+"""What the torch backends share of the engine's ``Backend`` protocol: all but how parameters are divided, and what a pass does about it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from converters.checkpoint.source import HuggingFaceSource
+from converters.families.hf_config import read_hf_config
+from megarl.checkpoint.staging import StagingBuffers
+from megarl.config.backend import scores
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.device import DeviceRuntime
+from megarl.models.engine.backend import Part, Place, StepOutcome, require_optimizer
+from megarl.models.engine.groups import ParallelGroups
+from megarl.models.engine.logprobs import VocabularyShard
+from megarl.models.engine.microbatches import Shapes
+from megarl.models.engine.offload_state import HostCopies
+from megarl.models.engine.precision import dtype_of
+from megarl.models.engine.scoring import scoring_config, scoring_source
+from megarl.models.huggingface import checkpoint
+from megarl.models.huggingface.generation import generate
+from megarl.models.huggingface.mover import move_optimizer
+from megarl.models.huggingface.optimizer import (
+    LossScale,
+    build_optimizer,
+    build_scheduler,
+    clip,
+    global_norm,
+    local_gradients,
+    resume_schedule,
+    saved_schedule,
+    schedule_values,
+)
+from megarl.weight_sync.slices import Slice, Slices
+
+# where the loss scale stands in a checkpoint: among the hyperparameters of the first group
+SCALE_KEYS = ("loss_scale", "loss_scale_clean_steps")
+
+
+class ParameterStore(Protocol):
+    """The parameters of a model as they are divided over ranks. Every method but ``move`` is a collective."""
+
+    def move(self, place: Place) -> None:
+        """Move parameters and buffers."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The weights for a checkpoint; to be given to ``load_state`` when they were filled."""
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Write a filled ``state`` into the parameters."""
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> checkpoint.OptimizerState:
+        """State for a checkpoint, by parameter name."""
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, loaded: checkpoint.OptimizerState) -> None:
+        """The reverse of ``optimizer_state``."""
+
+
+class HuggingFaceBackend(ABC):
+    """One worker's part of a transformers model, with its optimizer and schedule.
+
+    Kept parameters, gradients and optimizer state are float32; the model computes in ``policy.precision``.
+
+    Args:
+        policy: the policy configuration, already validated.
+        source: Hugging Face weights to start from.
+        runtime: device of this process; torch.distributed is initialised on its backend.
+        seed: of a new score layer.
+        with_optimizer: False for a model that is only read.
+
+    Raises:
+        ConfigError: the layout, the plan, the precision, the optimizer or the schedule is not possible here.
+        ModelError: the model's config and weights do not fit together, or transformers cannot let it score.
+    """
+
+    groups: ParallelGroups
+    vocabulary: VocabularyShard
+    shapes: Shapes
+    # what passes go through
+    module: nn.Module
+    # whether parameters, gradients and optimizer state stay in host memory between uses
+    offloads: bool
+    # what the optimizer steps, each once
+    _parameters: dict[str, nn.Parameter]
+    # dimensions of each whole parameter by name, where this rank's part does not show them
+    _dimensions: Mapping[str, int] | None = None
+    _store: ParameterStore
+
+    def __init__(
+        self, policy: Mapping[str, Any], source: HuggingFaceSource, runtime: DeviceRuntime, *, seed: int = 0, with_optimizer: bool = True
+    ) -> None:
+        self.policy = policy
+        self.runtime = runtime
+        self._dtype = self._dtype_of(policy["precision"])
+        self._trusts = policy["trust_remote_code"]
+        self.hf_config = read_hf_config(source.directory, trust_remote_code=self._trusts)
+        if scores(policy):
+            self.hf_config = scoring_config(self.hf_config)
+            source = scoring_source(source, self.hf_config, seed)
+        self.loss_scale = LossScale()
+        self._optimizer_copies = HostCopies(runtime)
+        self._staging = StagingBuffers()
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.scheduler: LRScheduler | None = None
+        self._build(source)
+        if with_optimizer:
+            self._refuse_optimizer()
+            self.optimizer = build_optimizer(policy, self._parameters.items(), self._dimensions)
+            self.scheduler = build_scheduler(policy, self.optimizer)
+        self.set_training(True)
+
+    def _dtype_of(self, precision: str) -> torch.dtype:
+        return dtype_of(precision, "policy.precision")
+
+    @abstractmethod
+    def _build(self, source: HuggingFaceSource) -> None:
+        """Build the model with this rank's part of the weights, and set what is declared above."""
+
+    @abstractmethod
+    def _refuse_optimizer(self) -> None:
+        """Raise ConfigError for an optimizer that cannot step parameters as they are divided here."""
+
+    def _counted(self) -> Iterable[nn.Parameter]:
+        """The parameters that count on this rank in the gradient's norm."""
+        return self._parameters.values()
+
+    @abstractmethod
+    def _generating_model(self) -> contextlib.AbstractContextManager[nn.Module]:
+        """A model with the present weights, which ranks with more or longer rows than others can run for themselves."""
+
+    @abstractmethod
+    def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and full tensors in ``policy.precision``, which is what the model computes with."""
+
+    @property
+    def replicas_in_step(self) -> dist.ProcessGroup | None:
+        """Every pass gathers parameters over them."""
+        return self.groups.data if self.groups.data_size > 1 else None
+
+    def set_training(self, training: bool) -> None:
+        self.module.train(training)
+
+    def is_training(self) -> bool:
+        return bool(self.module.training)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self._parameters.items())
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def apply_gradients(self, accepts: Callable[[float], bool]) -> StepOutcome:
+        assert self.optimizer is not None, "built without an optimizer"
+        factor = self.loss_scale.factor
+        norm = global_norm(self._counted(), self.runtime.device) / factor
+        if not self.loss_scale.accepts(norm):
+            return StepOutcome(norm, False, overflowed=factor > 1.0)
+        if not accepts(norm):
+            return StepOutcome(norm, False)
+        gradients = local_gradients(self._parameters.values())
+        if factor != 1.0:
+            for gradient in gradients:
+                gradient.mul_(1.0 / factor)
+        clip(gradients, norm, self.policy.get("max_grad_norm"))
+        self.optimizer.step()
+        return StepOutcome(norm, True)
+
+    def lr_step(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def schedule_values(self) -> dict[str, float]:
+        return schedule_values(self.optimizer) if self.optimizer is not None else {}
+
+    def sync_parameters(self) -> None:  # noqa: B027 - there is nothing to do
+        """Every pass gathers the parameters for itself and lets them go again; nothing is ever under way."""
+
+    def parameters_changed(self) -> None:  # noqa: B027 - there is nothing to do
+        """The next pass reads the parameters anew."""
+
+    def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of it: there is one stage."""
+        return self.export_hf()
+
+    def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> Mapping[str, Slice]:
+        """None: all weights are gathered."""
+        return {}
+
+    def export_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole weights."""
+        return self.export_hf()
+
+    def names_by_stage(self) -> Sequence[Sequence[str]]:
+        """None: there is one stage."""
+        return ()
+
+    @torch.no_grad()
+    def generate(self, data: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any, *, greedy: bool) -> BatchedDataDict[Any]:
+        """Continue prompts; see ``decode``.
+
+        The weights are gathered once, into a model of their own, so that ranks with more or longer rows need not wait for the others.
+        Where there is nothing to gather, the model itself generates.
+        """
+        with self._generating_model() as model:
+            return generate(model, self, data, config, tokenizer, greedy=greedy)
+
+    def move(self, part: Part, place: Place) -> None:
+        """See the protocol. Gradients are not kept: they are let go of on the way to the host."""
+        if not self.runtime.is_cuda:
+            return
+        if part == "gradients":
+            self.zero_grad()
+        elif self.offloads:
+            return
+        elif part == "parameters":
+            self._store.move(place)
+        elif self.optimizer is not None:
+            if place == "host":
+                self._optimizer_copies.take(functools.partial(move_optimizer, self.optimizer))
+            else:
+                move_optimizer(self.optimizer, lambda tensor: tensor.to(self.runtime.device, non_blocking=True))
+        self.runtime.synchronize()
+
+    def save(self, weights: Path, optimizer: Path | None) -> None:
+        trained = require_optimizer(self.optimizer) if optimizer is not None else None
+        checkpoint.save_weights(self._store.state(), weights, self._staging.of(weights))
+        if optimizer is not None and trained is not None:
+            assert self.scheduler is not None, "built with the optimizer"
+            state, schedule = self._store.optimizer_state(trained), saved_schedule(self.policy, self.scheduler)
+            if self.loss_scale.dynamic:
+                state["param_groups"][0].update(zip(SCALE_KEYS, (self.loss_scale.factor, self.loss_scale.clean_steps), strict=True))
+            checkpoint.save_optimizer(state, schedule, self.runtime, optimizer, self._staging.of(optimizer))
+
+    def require_loadable(self, weights: Path, optimizer: Path | None) -> None:
+        checkpoint.require(weights)
+        if optimizer is not None:
+            require_optimizer(self.optimizer)
+            checkpoint.require(optimizer)
+
+    def load(self, weights: Path, optimizer: Path | None) -> None:
+        trained = require_optimizer(self.optimizer) if optimizer is not None else None
+        state = self._store.state()
+        checkpoint.load_weights(state, weights)
+        self._store.load_state(state)
+        if optimizer is not None and trained is not None:
+            loaded, schedule = checkpoint.load_optimizer(state, self.runtime, optimizer)
+            factor, clean_steps = (loaded["param_groups"][0].pop(key, None) for key in SCALE_KEYS)
+            if self.loss_scale.dynamic and factor is not None:
+                self.loss_scale.factor, self.loss_scale.clean_steps = factor, clean_steps
+            self._store.load_optimizer_state(trained, loaded)
+            assert self.scheduler is not None, "built with the optimizer"
+            self.scheduler = resume_schedule(self.policy, self.scheduler, schedule)
+
+    def close(self) -> None:
+        """Give the memory of staged checkpoints back. Process groups go with torch's default group."""
+        self._staging.close()
