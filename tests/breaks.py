@@ -311,7 +311,7 @@ BREAKS: Mapping[str, Break] = {
     ),
     "checkpoints: a node's memory outlives its run": Break(
         "megarl/checkpoint/node_memory.py",
-        "        remove_tree_if_there(source)\n        if not",
+        "        _remove(source)\n        if not",
         "        if not",
         ("unit/test_node_memory.py",),
     ),

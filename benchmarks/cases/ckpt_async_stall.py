@@ -1,7 +1,7 @@
 """How long training stands still for a checkpoint that is written beside it, against one copy of the checkpoint's bytes. One rank.
 
 The stall ends when the tensors lie in shared memory, which the rank has from an earlier save, and the process that writes their files has
-been started. That the checkpoint becomes whole is waited for outside of what is measured.
+opened it. That the checkpoint becomes whole is waited for outside of what is measured.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from benchmarks.point import Metric, Point, sides
 from benchmarks.timing import Spent, collector_off
 
 if TYPE_CHECKING:
-    from megarl.checkpoint.background import BackgroundWrite
     from megarl.checkpoint.manager import CheckpointManager
+    from megarl.checkpoint.node_memory import OwnMemory, OwnWrite
 
 _LONGEST_S = 120.0
 
@@ -27,11 +27,13 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
     import torch
 
     from megarl.checkpoint.manager import CheckpointManager
+    from megarl.checkpoint.node_memory import OwnMemory
 
     repeats = 1 if quick else 3
     with alone() as directory:
         model = model_of_size(directory / "model", quick, options)
         worker, manager = trained_worker(model), CheckpointManager({"checkpoint_dir": directory / BACKEND})
+        memory = OwnMemory(manager.checkpoint_dir)
         content = content_of(save(worker, manager, 1))
         source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         target = torch.empty_like(source)
@@ -39,7 +41,7 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
         with collector_off():
             for turn in range(1 + repeats):
                 with stalls.repeat(turn > 0):
-                    path, write = _begin(worker, manager, 2 + turn, len(content))
+                    path, write = _begin(worker, manager, memory, 2 + turn, len(content))
                 behind.append(write.wait(_LONGEST_S))
                 saved = manager.finalize_checkpoint(path, is_sealed=True)
                 manager.verify_checkpoint(saved)
@@ -51,13 +53,10 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
         yield Point({"backend": BACKEND}, {**metrics, "behind_seconds": Metric.of("s until all is on the disk", behind[1:])})
 
 
-def _begin(worker: Any, manager: CheckpointManager, step: int, needed: int) -> tuple[Path, BackgroundWrite]:
+def _begin(worker: Any, manager: CheckpointManager, memory: OwnMemory, step: int, needed: int) -> tuple[Path, OwnWrite]:
     """What a run does before it goes on."""
-    from megarl.checkpoint.background import BackgroundWrite, take_memory
-    from megarl.checkpoint.staged_file import open_memory
-
-    memory = take_memory(manager.checkpoint_dir, needed)
-    assert memory is not None, f"there is no memory for {needed} bytes"
     path = manager.init_tmp_checkpoint(step, {"step": step, "sampler": {}})
-    worker.save_checkpoint(*parts_of(memory))
-    return path, BackgroundWrite(memory, path, open_memory(memory))
+    assert memory.take(needed), f"there is no memory for {needed} bytes"
+    worker.save_checkpoint(*parts_of(memory.directories("actor")))
+    memory.hold()
+    return path, memory.write(path)

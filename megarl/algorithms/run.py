@@ -44,9 +44,10 @@ from megarl.algorithms.stopping import listening_for_stop, this_attempt
 from megarl.algorithms.time_left import time_left
 from megarl.algorithms.turns import Turns
 from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
-from megarl.checkpoint.background import CheckpointMemory, OwnMemory
+from megarl.checkpoint.background import CheckpointMemory
 from megarl.checkpoint.lock import LOCK_NAME, RunLock
 from megarl.checkpoint.manager import CheckpointManager
+from megarl.checkpoint.node_memory import OwnMemory
 from megarl.config.algorithms import algorithm_class, generates, own_section, step_size
 from megarl.config.memory_run import checkpoint_bytes, checkpoint_bytes_beside
 from megarl.config.model_facts import facts_of_policy

@@ -16,7 +16,8 @@ from converters.python_file import modules_from_files
 from megarl import env
 from megarl.algorithms.algorithm import ACTOR, Role
 from megarl.algorithms.resume import ResumePoint
-from megarl.checkpoint.background import CheckpointMemory, OwnMemory
+from megarl.checkpoint.background import CheckpointMemory
+from megarl.checkpoint.node_memory import OwnMemory
 from megarl.config.algorithms import algorithm_class, generates
 from megarl.config.models import model_roles
 from megarl.config.nested import at

@@ -236,7 +236,7 @@ class CheckpointManager:
 
         Args:
             checkpoint_path: as ``init_tmp_checkpoint`` returned it.
-            is_sealed: its files are on the disk, and its manifest is written (``megarl.checkpoint.background``).
+            is_sealed: its files are on the disk, and its manifest is written (``Write.wait``).
 
         Returns:
             Its final path ``step_N``.

@@ -1,16 +1,18 @@
 """The shared memory of one node, in which its ranks leave their files of a checkpoint, and a process that brings them to the disk.
 
 The process begins before the ranks write, and waits to be told where to. It ends with whoever has started it, and takes the memory along:
-a run that is killed leaves nothing, whatever it was doing. It is no child of who started it: Ray kills the children of its workers with
-them.
+a run that is killed leaves nothing, whatever it was doing. It is no child of an actor that has started it: Ray kills the children of its
+workers with them.
 
-Each node writes and hashes its own files. Who has asked all nodes writes the manifest (``megarl.algorithms.memory_of_nodes``).
+Each node writes and hashes its own files. Who has asked for them writes the manifest and gives the checkpoint its name: the driver, which
+has the memory of its own node (``OwnMemory``), and where ranks are elsewhere an actor on each node (``megarl.algorithms.memory_of_nodes``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -21,22 +23,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.checkpoint.atomic import fsync_directory
-from megarl.checkpoint.background import (
-    free_memory,
-    move_files,
-    reason_of,
-    remove_tree_if_there,
-    take_memory,
-    take_standard_output,
-    tidy_memory,
-)
+from megarl.checkpoint.atomic import fsync_directory, remove_tree
+from megarl.checkpoint.background import free_memory, memory_of, move_files, seal, take_memory, tidy_memory
 from megarl.checkpoint.manifest import Entry
-from megarl.checkpoint.staged_file import memory_bytes, open_memory
+from megarl.checkpoint.staged_file import StagedFile, open_staged
 from megarl.errors import CheckpointError
 
+logger = logging.getLogger(__name__)
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _NOTHING = "nothing waits in the memory of this node: its process was begun anew since"
+_ANSWER, _ERRORS = 1, 2
+_HOLD_S = 60.0
+"""That the process may take to begin and to open the memory of ranks."""
 _END_S = 2.0
 """Until a process that is no longer wanted is killed, and until one that was killed is given up."""
 _REMOVALS, _REMOVAL_S = 50, 0.1
@@ -49,11 +47,12 @@ class NodeMemory:
     Args:
         checkpoint_dir: directory of the checkpoints. Somebody holds the run's lock.
         node: that tells this node's memory apart.
+        has_child: the process is a child of this one, which asks for its end, so that no dead one is left where nobody else does.
     """
 
-    def __init__(self, checkpoint_dir: str, node: str) -> None:
-        self._checkpoint_dir, self._node = Path(checkpoint_dir), node
-        self._process: _Writer | None = None
+    def __init__(self, checkpoint_dir: str, node: str, *, has_child: bool = False) -> None:
+        self._checkpoint_dir, self._node, self._has_child = Path(checkpoint_dir), node, has_child
+        self._process: Writer | None = None
         self._kept_bytes = 0
 
     def tidy(self) -> None:
@@ -67,7 +66,7 @@ class NodeMemory:
         if path is None:
             return None
         try:
-            self._process = _Writer(path)
+            self._process = Writer(path, is_child=self._has_child)
         except OSError:
             free_memory(self._checkpoint_dir, self._node)
             raise
@@ -96,10 +95,20 @@ class NodeMemory:
         Raises:
             CheckpointError: they could not be written, or are no longer wanted; without the node's name.
         """
-        if self._process is None:
+        return self.begin(target).files()
+
+    def begin(self, target: str) -> Writer:
+        """Begin what ``write`` does.
+
+        Raises:
+            CheckpointError: nothing waits here.
+        """
+        # ``free`` may come in between
+        process = self._process
+        if process is None:
             raise CheckpointError(_NOTHING)
-        files: dict[str, Entry] = self._process.write(target)
-        return files
+        process.write(target)
+        return process
 
     def free(self) -> None:
         """End the process, whatever it is doing, and remove what is left."""
@@ -109,14 +118,83 @@ class NodeMemory:
         free_memory(self._checkpoint_dir, self._node)
 
 
-class _Writer:
+class OwnMemory:
+    """``CheckpointMemory`` of this node alone, for ranks that are all on it.
+
+    Args:
+        checkpoint_dir: directory of the checkpoints. Hold the run's lock.
+    """
+
+    def __init__(self, checkpoint_dir: Path) -> None:
+        self._place, self._memory = memory_of(checkpoint_dir), NodeMemory(str(checkpoint_dir), "", has_child=True)
+
+    def take(self, needed: int) -> bool:
+        try:
+            return self._memory.take(needed) is not None
+        except OSError as error:
+            logger.warning("a checkpoint cannot wait in memory: no process can be started that writes it (%s)", error)
+            return False
+
+    def directories(self, role: str) -> Path:
+        return self._place
+
+    def hold(self) -> None:
+        self._memory.hold()
+
+    def write(self, target: Path) -> OwnWrite:
+        return OwnWrite(self._memory, target)
+
+    def free(self) -> None:
+        self._memory.free()
+
+
+class OwnWrite:
+    """``Write`` of a checkpoint from the memory of this node alone.
+
+    Args:
+        memory: that it waits in.
+        target: directory on the disk.
+
+    Raises:
+        CheckpointError: nothing waits there.
+    """
+
+    def __init__(self, memory: NodeMemory, target: Path) -> None:
+        self._memory, self._target, self._begun = memory, target, time.monotonic()
+        self._writer = memory.begin(str(target))
+
+    def has_ended(self) -> bool:
+        """Whether it is through, well or not."""
+        return self._writer.has_ended()
+
+    def wait(self, longest_s: float) -> float:
+        """As of ``Write``."""
+        try:
+            files = self._writer.files(longest_s)
+        except TimeoutError:
+            self.abort()
+            late = f"{self._target} was not written within {longest_s:g} s"
+            raise CheckpointError(f"{late}. Fix: a faster disk, or a larger deadlines.save_s") from None
+        except CheckpointError as error:
+            self.abort()
+            raise CheckpointError(f"{self._target} could not be written: {error}") from None
+        seal(self._target, files)
+        return time.monotonic() - self._begun
+
+    def abort(self) -> None:
+        """As of ``Write``."""
+        self._memory.free()
+
+
+class Writer:
     """The process, from the other end of its pipes."""
 
-    def __init__(self, source: Path) -> None:
-        # the one that is started leaves at once another one, which is nobody's child, and says which
+    def __init__(self, source: Path, *, is_child: bool) -> None:
+        # says which it is; one that is to be nobody's child is left at once by the one that is started
+        begin = "print('{\"process_id\": %d}' % os.getpid(), flush=True)"
         program = (
-            "import os; child = os.fork(); child and (os.write(1, b'{\"process_id\": %d}\\n' % child), os._exit(0)); "
-            f"import sys; sys.path[:] = {sys.path!r}; from megarl.checkpoint.node_memory import main; main(*sys.argv[1:])"
+            f"import os, sys; {'' if is_child else 'os.fork() and os._exit(0); '}{begin}; "
+            f"sys.path[:] = {sys.path!r}; from megarl.checkpoint.node_memory import main; main(*sys.argv[1:])"
         )
         self._first = subprocess.Popen(
             [sys.executable, "-c", program, str(source)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
@@ -126,20 +204,44 @@ class _Writer:
         threading.Thread(target=self._listen, name="listens to the writer of checkpoints", daemon=True).start()
 
     def hold(self) -> int:
-        """Have it open the memory of ranks; the bytes of that."""
-        return int(self._told(None, self._holds, "kept_bytes"))
+        """Have it open the memory of ranks; the bytes of that.
 
-    def write(self, target: str) -> Any:
-        """Have it write to a directory; the entries of the files."""
-        return self._told(target, self._has_ended, "files")
+        Raises:
+            CheckpointError: it cannot, is gone, or does not answer.
+        """
+        self._tell(None)
+        if not self._holds.wait(_HOLD_S):
+            raise CheckpointError(f"the process that writes there does not answer within {_HOLD_S:g} s")
+        return int(self._said_of("kept_bytes"))
 
-    def _told(self, order: str | None, answered: threading.Event, answer: str) -> Any:
+    def write(self, target: str) -> None:
+        """Have it begin to write to a directory."""
+        self._tell(target)
+
+    def has_ended(self) -> bool:
+        """Whether it is through, well or not."""
+        return self._has_ended.is_set()
+
+    def files(self, longest_s: float | None = None) -> dict[str, Entry]:
+        """The entries of the files that it was told to write, when it is through.
+
+        Raises:
+            TimeoutError: that takes longer than ``longest_s``.
+            CheckpointError: they could not be written.
+        """
+        if not self._has_ended.wait(longest_s):
+            raise TimeoutError
+        files: dict[str, Entry] = self._said_of("files")
+        return files
+
+    def _tell(self, order: str | None) -> None:
         assert self._first.stdin is not None
         # one that is gone is told by the end of what it says
         with contextlib.suppress(OSError, ValueError):
             self._first.stdin.write(f"{json.dumps(order)}\n".encode())
             self._first.stdin.flush()
-        answered.wait()
+
+    def _said_of(self, answer: str) -> Any:
         if answer not in self._said:
             raise CheckpointError(self._said.get("reason", "the process that writes there was killed"))
         return self._said[answer]
@@ -174,17 +276,19 @@ def main(source: str) -> None:
     to it, and say on standard output what it has done."""
     for each in _IGNORED:
         signal.signal(each, signal.SIG_IGN)
-    answer = take_standard_output()
-    descriptors: dict[str, int] = {}
+    # answers go over a descriptor of its own; what libraries print goes to standard error
+    answer = os.dup(_ANSWER)
+    os.dup2(_ERRORS, _ANSWER)
+    staged: dict[str, StagedFile] = {}
     try:
         while (target := _order(Path(source))) is None:
-            descriptors = open_memory(Path(source))
-            _say(answer, kept_bytes=memory_bytes(descriptors))
+            staged = open_staged(Path(source))
+            _say(answer, kept_bytes=sum(each.kept_bytes for each in staged.values()))
         threading.Thread(target=_end_with_asker, args=(Path(source),), daemon=True).start()
-        files = written(Path(source), Path(target), descriptors)
-        remove_tree_if_there(Path(source))
+        files = written(Path(source), Path(target), staged)
+        _remove(Path(source))
     except Exception as error:
-        _say(answer, reason=reason_of(error))
+        _say(answer, reason=_reason_of(error))
         _leave(Path(source), 1)
     _say(answer, files=files)
     os._exit(0)
@@ -199,12 +303,12 @@ def _order(source: Path) -> str | None:
     return order
 
 
-def written(source: Path, target: Path, descriptors: Mapping[str, int]) -> dict[str, Entry]:
+def written(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> dict[str, Entry]:
     """Move the files of this node to the disk.
 
     Args:
         source, target: directories.
-        descriptors: of the memory of its ranks, as of ``open_memory``; they are closed.
+        staged: files of its ranks, as of ``open_staged``.
 
     Returns:
         Size and hash of each, as it was in memory, by its path below ``target``.
@@ -213,7 +317,7 @@ def written(source: Path, target: Path, descriptors: Mapping[str, int]) -> dict[
         OSError: one cannot be written.
         CheckpointError: there is none.
     """
-    entries = move_files(source, target, descriptors)
+    entries = move_files(source, target, staged)
     directories = {parent for name in entries for parent in (target / name).parents if parent == target or target in parent.parents}
     for directory in sorted(directories, reverse=True):
         fsync_directory(directory)
@@ -232,10 +336,22 @@ def _end_with_asker(source: Path) -> None:
     _leave(source, 2)
 
 
+def _reason_of(error: Exception) -> str:
+    """Why files could not be written, in one line."""
+    text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+    return f"{type(error).__name__}: {text}"
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory that somebody else may remove too."""
+    if directory.exists():
+        remove_tree(directory)
+
+
 def _leave(source: Path, code: int) -> None:
     """Remove what is in memory, also where ranks that have not heard of the end still write there, and end."""
     for _ in range(_REMOVALS):
-        remove_tree_if_there(source)
+        _remove(source)
         if not source.exists():
             break
         time.sleep(_REMOVAL_S)

@@ -6,13 +6,12 @@ there. Some are there as they are; a tensor becomes an archive of ``torch.save``
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -39,30 +38,27 @@ def plain_name(name: str) -> str:
 
 
 class StagedFile:
-    """A file that is described, with its memory open.
+    """A file that is described, with its memory open, which stays so whatever becomes of the rank.
 
     Args:
         description: path of the description.
-        descriptor: of the memory, which is closed; None where nothing is in it.
 
     Raises:
-        CheckpointError: it is no description, or its memory is not open.
+        CheckpointError: it is no description, or its memory cannot be opened.
         OSError: the description cannot be read.
     """
 
-    def __init__(self, description: Path, descriptor: int | None) -> None:
+    def __init__(self, description: Path) -> None:
         said = _read(description)
         self._pieces: list[dict[str, Any]] = said["pieces"]
         self._name = plain_name(description.name)
-        self._memory: mmap.mmap | None = None
-        if descriptor is not None:
-            try:
-                # private, for torch takes no memory that must not be written to
-                self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=mmap.ACCESS_COPY)
-            finally:
-                os.close(descriptor)
-        elif said["memory"] is not None:
-            raise CheckpointError(f"the memory that {self._name} is in is not open; a defect of megarl")
+        # None where nothing is in it
+        self._memory = None if said["memory"] is None else _opened(self._name, said["memory"])
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the memory, which the rank keeps."""
+        return 0 if self._memory is None else len(self._memory)
 
     def write(self, target: Path) -> Entry:
         """Make the file in the directory ``target``, and wait until it is on the disk.
@@ -86,10 +82,6 @@ class StagedFile:
             os.fsync(file.fileno())
         return {"size": stream.length, "hash": stream.digest.hexdigest()}
 
-    def close(self) -> None:
-        """Let go of the memory."""
-        self._memory = None
-
     def _write_piece(self, piece: dict[str, Any], stream: _Stream) -> None:
         place = piece["place"]
         if "dtype" not in piece:
@@ -105,64 +97,14 @@ class StagedFile:
             raise storage_error(error) from None
 
 
-def open_memory(source: Path) -> dict[str, int]:
-    """Open the memory of all files that are described below ``source``, for another process. What is open stays, whatever becomes of ranks.
-
-    Returns:
-        By path of its description below ``source``, a descriptor of each memory.
+def open_staged(source: Path) -> dict[str, StagedFile]:
+    """All files that are described below ``source``, by path of the description there.
 
     Raises:
         CheckpointError: one is no description, or its memory cannot be opened.
         OSError: a description cannot be read.
     """
-    opened: dict[str, int] = {}
-    try:
-        for path in sorted(source.rglob(f"*{SUFFIX}")):
-            descriptor = _opened(path)
-            if descriptor is not None:
-                opened[path.relative_to(source).as_posix()] = descriptor
-    except BaseException:
-        close_all(opened)
-        raise
-    return opened
-
-
-def close_all(descriptors: Mapping[str, int]) -> None:
-    """Close what ``open_memory`` has opened."""
-    for descriptor in descriptors.values():
-        os.close(descriptor)
-
-
-def memory_bytes(descriptors: Mapping[str, int]) -> int:
-    """Bytes of what ``open_memory`` has opened, which the ranks keep."""
-    return sum(os.fstat(descriptor).st_size for descriptor in descriptors.values())
-
-
-@contextlib.contextmanager
-def staged_files(source: Path, names: Iterable[str], descriptors: Mapping[str, int]) -> Iterator[dict[str, StagedFile]]:
-    """The files that are described below ``source``, with their memory open.
-
-    Args:
-        source: a directory.
-        names: paths of files below it.
-        descriptors: of their memory, by paths of descriptions below ``source``; they are closed.
-
-    Yields:
-        By path of its description below ``source``, each file that is to be made.
-
-    Raises:
-        CheckpointError: one is no description, or its memory is not open.
-        OSError: a description cannot be read.
-    """
-    opened: dict[str, StagedFile] = {}
-    try:
-        for name in names:
-            if name.endswith(SUFFIX):
-                opened[name] = StagedFile(source / name, descriptors.get(name))
-        yield opened
-    finally:
-        for each in opened.values():
-            each.close()
+    return {path.relative_to(source).as_posix(): StagedFile(path) for path in sorted(source.rglob(f"*{SUFFIX}"))}
 
 
 def tensor_at(memory: mmap.mmap | None, place: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
@@ -216,12 +158,9 @@ def _read(description: Path) -> dict[str, Any]:
     raise CheckpointError(f"{description} is no file of megarl's. Fix: no file of the model may be called *{SUFFIX}")
 
 
-def _opened(description: Path) -> int | None:
-    """A descriptor of the memory that a description names; None where it names none, for nothing is in it."""
-    address = _read(description)["memory"]
-    if address is None:
-        return None
-    what = f"the memory of process {address['process']} that {plain_name(description.name)} is in cannot be opened"
+def _opened(name: str, address: Mapping[str, int]) -> mmap.mmap:
+    """The memory of a rank that a file is in."""
+    what = f"the memory of process {address['process']} that {name} is in cannot be opened"
     try:
         # what it leads to by now may be a pipe
         descriptor = os.open(f"/proc/{address['process']}/fd/{address['descriptor']}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -229,8 +168,11 @@ def _opened(description: Path) -> int | None:
         raise CheckpointError(f"{what}: the process has ended") from None
     except OSError as error:
         raise CheckpointError(f"{what}: {error.strerror}. Fix: run driver and ranks of a node in one container") from None
-    status = os.fstat(descriptor)
-    if (status.st_dev, status.st_ino) != (address["device"], address["inode"]):
+    try:
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) != (address["device"], address["inode"]):
+            raise CheckpointError(f"{what}: the process has ended, and its number is another one's")
+        # private, for torch takes no memory that must not be written to
+        return mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY)
+    finally:
         os.close(descriptor)
-        raise CheckpointError(f"{what}: the process has ended, and its number is another one's")
-    return descriptor

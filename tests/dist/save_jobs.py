@@ -18,7 +18,7 @@ from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.checkpoint.background import free_memory, memory_of, move_files, take_memory
 from megarl.checkpoint.restricted import METADATA_FILE, read_plain_index
-from megarl.checkpoint.staged_file import open_memory
+from megarl.checkpoint.staged_file import open_staged
 from megarl.errors import MegarlError
 from megarl.models.megatron import sharded_save, state_stream
 from megarl.models.megatron.parallel import holders
@@ -109,7 +109,7 @@ def save_apart(backend: str, config: Mapping[str, Any], batch: Mapping[str, Any]
         dist.barrier()
         if rank == places.index(place):
             (directory / turn / "both").mkdir(exist_ok=True)
-            move_files(memory, directory / turn / "both", open_memory(memory))
+            move_files(memory, directory / turn / "both", open_staged(memory))
             free_memory(directory / turn, place)
         dist.barrier()
         if turn == "first":

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.checkpoint.background import free_memory, move_files, take_memory
-from megarl.checkpoint.staged_file import open_memory
+from megarl.checkpoint.staged_file import open_staged
 from megarl.distributed.allocator import fast_pinning
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import FULL_FLOAT32, runtime
@@ -226,7 +226,7 @@ def save_staged(backend: str, config: Mapping[str, Any], batches: list[Batch], d
         assert memory is not None
         worker.save_checkpoint(str(memory / "weights"), str(memory / "optimizer"))
         (directory / "staged").mkdir(exist_ok=True)
-        move_files(memory, directory / "staged", open_memory(memory))
+        move_files(memory, directory / "staged", open_staged(memory))
         free_memory(directory)
     worker.save_checkpoint(*(str(directory / "written" / part) for part in ("weights", "optimizer")))
     worker.backend.close()

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +12,14 @@ import psutil
 import pytest
 
 from megarl.algorithms.run import run
-from megarl.checkpoint import background
-from megarl.checkpoint.background import BackgroundWrite, free_memory, memory_of, take_memory
+from megarl.checkpoint import background, node_memory
+from megarl.checkpoint.background import free_memory, memory_of, take_memory
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.checkpoint.manifest import MANIFEST_NAME, verify
+from megarl.checkpoint.node_memory import NodeMemory, OwnMemory, OwnWrite
 from megarl.errors import CheckpointError, DeadlineError
+from tests.node_writers import LONGEST_S, writer_of
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, make_config
 from tests.unit.reference_policy import ReferencePolicy
 
@@ -39,19 +37,24 @@ def checkpoints(run_dir: Path) -> list[str]:
 
 
 @contextmanager
-def watched_writes(at_start: Callable[[int, BackgroundWrite], None] = lambda number, write: None) -> Iterator[list[BackgroundWrite]]:
-    """The writes of a run; of each something is done when it has started, and no other one is alive then."""
-    seen: list[BackgroundWrite] = []
+def watched_writes(before: Callable[[int], None] = lambda number: None) -> Iterator[list[OwnWrite]]:
+    """The writes of a run; before each something is done, and no other one is alive then."""
+    seen: list[OwnWrite] = []
 
-    class Watched(BackgroundWrite):
+    class Watched(OwnWrite):
         def __init__(self, *arguments: Any) -> None:
             assert all(write.has_ended() for write in seen), "at most one is in flight"
+            before(len(seen) + 1)
             super().__init__(*arguments)
             seen.append(self)
-            at_start(len(seen), self)
 
-    with mock.patch.object(background, "BackgroundWrite", Watched):
+    with mock.patch.object(node_memory, "OwnWrite", Watched):
         yield seen
+
+
+def writer(run_dir: Path) -> psutil.Process:
+    """The process that is to write a run's checkpoint, once it listens."""
+    return writer_of(run_dir / "checkpoints", "")
 
 
 @pytest.fixture(scope="module")
@@ -85,33 +88,34 @@ def test_the_files_are_the_same_to_the_last_byte(tmp_path: Path, model: str, dat
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, model: str, data: str) -> None:
     there: list[list[str]] = []
+    stopped: list[psutil.Process] = []
 
-    def stop_first(number: int, write: BackgroundWrite) -> None:
+    def stop_first(number: int) -> None:
         if number == 1:
-            os.kill(write.process_id, signal.SIGSTOP)
+            stopped.append(writer(tmp_path))
+            stopped[0].suspend()
 
     def look(call: int) -> None:
         there.append(checkpoints(tmp_path))
         if call == 2:
-            os.kill(writes[0].process_id, signal.SIGCONT)
+            stopped[0].resume()
 
-    with watched_writes(stop_first) as writes:
+    with watched_writes(stop_first):
         assert run(config_of(tmp_path, model, data), PolicyMaker(at_call=look)) == 0
     assert there[1] == ["tmp_step_1"], "the second step began while the first checkpoint had no name yet"
     assert checkpoints(tmp_path) == STEPS_OF_RUN
 
 
 def test_a_writer_that_dies_is_a_save_that_failed(tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture) -> None:
-    def kill_second(number: int, write: BackgroundWrite) -> None:
+    def kill_second(number: int) -> None:
         if number == 2:
-            os.kill(write.process_id, signal.SIGSTOP)
-            os.kill(write.process_id, signal.SIGKILL)
+            writer(tmp_path).kill()
 
     with watched_writes(kill_second):
         assert run(config_of(tmp_path, model, data), PolicyMaker()) == 0
     assert checkpoints(tmp_path) == ["step_1", "step_3", "step_4"]
     [said] = [record.message for record in caplog.records if "could not be written" in record.message]
-    assert "checkpoint of step 2" in said and "its process ended with -9" in said and "step_1 is the newest one" in said
+    assert "checkpoint of step 2" in said and "the process that writes there was killed" in said and "step_1 is the newest one" in said
     assert not memory_of(tmp_path / "checkpoints").exists()
 
 
@@ -128,7 +132,7 @@ def test_a_run_that_is_to_end_at_once_leaves_nothing_half_done(tmp_path: Path, m
         if call == 2:
             raise SystemExit(143)
 
-    with watched_writes(lambda number, write: os.kill(write.process_id, signal.SIGSTOP)) as writes, pytest.raises(SystemExit):
+    with watched_writes(lambda number: writer(tmp_path).suspend()) as writes, pytest.raises(SystemExit):
         run(config_of(tmp_path, model, data), PolicyMaker(at_call=end_at_once))
     assert checkpoints(tmp_path) == [] and not memory_of(tmp_path / "checkpoints").exists()
     assert writes[0].has_ended()
@@ -211,7 +215,7 @@ def test_memory_that_cannot_be_opened_costs_no_checkpoint(
     tmp_path: Path, model: str, data: str, synchronous: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     refused = CheckpointError("cannot be opened: Permission denied")
-    with mock.patch.object(background, "open_memory", side_effect=refused), watched_writes() as writes:
+    with mock.patch.object(NodeMemory, "hold", side_effect=refused), watched_writes() as writes:
         assert run(config_of(tmp_path, model, data), PolicyMaker()) == 0
     assert writes == [] and checkpoints(tmp_path) == STEPS_OF_RUN
     assert "is written to the disk at once: cannot be opened: Permission denied" in caplog.text
@@ -256,57 +260,51 @@ def test_ranks_that_write_to_another_memory_are_told_of(tmp_path: Path, model: s
     assert checkpoints(tmp_path) == STEPS_OF_RUN[1:] and "no rank has written a file to /dev/shm" in caplog.text
 
 
-def prepared(tmp_path: Path) -> tuple[Path, Path]:
-    source, target = tmp_path / "memory", tmp_path / "tmp_step_1"
+def test_a_process_that_cannot_be_started_costs_no_checkpoint(
+    tmp_path: Path, model: str, data: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = mock.patch.object(node_memory, "Writer", side_effect=BlockingIOError("Resource temporarily unavailable"))
+    with refused, watched_writes() as writes:
+        assert run(config_of(tmp_path, model, data), PolicyMaker()) == 0
+    assert writes == [] and checkpoints(tmp_path) == STEPS_OF_RUN
+    assert "no process can be started that writes it (Resource temporarily unavailable)" in caplog.text
+    assert not memory_of(tmp_path / "checkpoints").exists()
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Iterator[tuple[OwnMemory, Path, Path]]:
+    """Memory with files in it, the directory there, and that of a begun checkpoint."""
+    memory, target = OwnMemory(tmp_path), tmp_path / "tmp_step_1"
+    assert memory.take(1)
+    source = memory.directories("actor")
     (source / "policy" / "weights").mkdir(parents=True)
-    target.mkdir()
     for name in ("a", "b"):
         (source / "policy" / "weights" / name).write_bytes(name.encode() * 1000)
-    return source, target
-
-
-def test_a_full_disk_is_told_by_the_writer(tmp_path: Path) -> None:
-    source, target = prepared(tmp_path)
     (target / "policy" / "weights").mkdir(parents=True)
+    yield memory, source, target
+    memory.free()
+
+
+def test_a_full_disk_is_told_by_the_writer(begun: tuple[OwnMemory, Path, Path]) -> None:
+    memory, source, target = begun
     (target / "policy" / "weights" / "b").symlink_to("/dev/full")
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        BackgroundWrite(source, target, {}).wait(60.0)
+    with pytest.raises(CheckpointError, match="tmp_step_1 could not be written: OSError: No space left on device"):
+        memory.write(target).wait(LONGEST_S)
     assert not source.exists()
 
 
-def test_a_writer_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    source, target = prepared(tmp_path)
-    write = BackgroundWrite(source, target, {})
-    os.kill(write.process_id, signal.SIGSTOP)
+def test_a_writer_that_takes_too_long_is_ended(begun: tuple[OwnMemory, Path, Path]) -> None:
+    memory, source, target = begun
+    process = writer_of(target.parent, "")
+    process.suspend()
+    write = memory.write(target)
     with pytest.raises(CheckpointError, match=r"not written within 0\.1 s"):
         write.wait(0.1)
-    assert write.has_ended() and not source.exists()
+    assert write.has_ended() and not source.exists() and not process.is_running(), "and nobody has to ask for its end"
 
 
-DRIVER = """
-import sys
-sys.path[:] = {path!r}
-import os, signal
-from pathlib import Path
-from megarl.checkpoint.background import BackgroundWrite
-write = BackgroundWrite(Path(sys.argv[1]), Path(sys.argv[2]), {{}})
-os.kill(write.process_id, signal.SIGSTOP)
-print(write.process_id, flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_writer_ends_with_its_driver_and_takes_the_memory_along(tmp_path: Path) -> None:
-    source, target = prepared(tmp_path)
-    command = [sys.executable, "-c", DRIVER.format(path=sys.path), str(source), str(target)]
-    driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert driver.stdout is not None
-    writer = psutil.Process(int(driver.stdout.readline()))
-    driver.kill()
-    driver.communicate()
-    writer.send_signal(signal.SIGCONT)
-    psutil.wait_procs([writer], timeout=60)
-    assert not writer.is_running()
-    # stopped before it had begun: either it saw the end of its driver, or it was through before it looked
-    assert not source.exists() or not any(path.is_file() for path in source.rglob("*"))
-    free_memory(tmp_path)
+def test_a_process_that_does_not_answer_is_not_waited_for(begun: tuple[OwnMemory, Path, Path]) -> None:
+    memory, _, target = begun
+    writer_of(target.parent, "").suspend()
+    with mock.patch.object(node_memory, "_HOLD_S", 0.1), pytest.raises(CheckpointError, match=r"does not answer within 0\.1 s"):
+        memory.hold()

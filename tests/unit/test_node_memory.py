@@ -195,7 +195,7 @@ ASKER = """
 import sys, threading
 sys.path[:] = {path!r}
 from megarl.checkpoint.node_memory import NodeMemory
-memory = NodeMemory(sys.argv[1], "n1")
+memory = NodeMemory(sys.argv[1], "n1", has_child=sys.argv[2] == "True")
 print(memory.take(1), flush=True)
 for line in sys.stdin:
     threading.Thread(target=memory.write, args=(line.strip(),)).start()
@@ -203,14 +203,15 @@ for line in sys.stdin:
 
 
 @pytest.mark.parametrize("writes", [False, True], ids=["before it writes", "while it writes"])
-def test_the_process_ends_with_who_has_started_it_and_takes_the_memory_along(writes: bool, target: Path) -> None:
-    command = [sys.executable, "-c", ASKER.format(path=sys.path), str(target.parent)]
+@pytest.mark.parametrize("has_child", [False, True], ids=["nobody's child", "a child"])
+def test_the_process_ends_with_who_has_started_it_and_takes_the_memory_along(has_child: bool, writes: bool, target: Path) -> None:
+    command = [sys.executable, "-c", ASKER.format(path=sys.path), str(target.parent), str(has_child)]
     asker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert asker.stdout is not None and asker.stdin is not None
     place = fill(asker.stdout.readline().strip(), FILES["n1"])
     assert place == memory_of(target.parent, "n1")
     writer = writer_of(target.parent, "n1")
-    assert os.getsid(writer.pid) != os.getsid(asker.pid)
+    assert os.getsid(writer.pid) != os.getsid(asker.pid) and (writer.ppid() == asker.pid) == has_child
     if writes:
         writer.suspend()
         asker.stdin.write(f"{target}\n")

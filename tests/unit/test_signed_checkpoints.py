@@ -16,9 +16,10 @@ from converters.checkpoint.signature import read_key, require_signed, signature_
 from converters.command import build_parser
 from converters.command import run as run_command
 from converters.errors import ConversionError
-from megarl.checkpoint.background import BackgroundWrite, seal, take_memory
+from megarl.checkpoint.background import seal
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.checkpoint.manifest import MANIFEST_NAME, read_signing_key, verify, write_manifest
+from megarl.checkpoint.node_memory import OwnMemory
 from megarl.errors import ConfigError
 from megarl.watch.run_state import read_run_state
 from tests.unit.converters_tiny import save_tiny
@@ -202,10 +203,10 @@ def test_a_checkpoint_that_is_written_beside_the_steps_is_signed(tmp_path: Path,
     directory = tmp_path / "checkpoints"
     writer = manager(directory, key_file)
     path = writer.init_tmp_checkpoint(4, {"step": 4, "sampler": {}})
-    memory = take_memory(directory, 1000)
-    assert memory is not None
-    (memory / "weights").write_bytes(b"weights")
-    BackgroundWrite(memory, path, {}).wait(60.0)
+    memory = OwnMemory(directory)
+    assert memory.take(1000)
+    (memory.directories("actor") / "weights").write_bytes(b"weights")
+    memory.write(path).wait(60.0)
     final = writer.finalize_checkpoint(path, is_sealed=True)
     assert verify(final, key=KEY.encode()) == [] and verify(final, key=b"k" * 32) != []
 

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,8 +27,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint import background, staging
-from megarl.checkpoint.background import BackgroundWrite, memory_of, waits_in_memory
-from megarl.checkpoint.staged_file import description_name, open_memory, staged_files
+from megarl.checkpoint.background import memory_of, waits_in_memory
+from megarl.checkpoint.staged_file import description_name, open_staged
 from megarl.checkpoint.staging import RankWriter, StagingBuffer, StagingBuffers, staged, staged_results
 from megarl.errors import CheckpointError
 from tests.tiers import slow
@@ -93,7 +92,7 @@ def stage(buffer: StagingBuffer, directory: Path, data: list[Any]) -> list[Write
 
 
 def move_files(source: Path, target: Path) -> Any:
-    return background.move_files(source, target, open_memory(source))
+    return background.move_files(source, target, open_staged(source))
 
 
 @pytest.fixture
@@ -175,27 +174,12 @@ def rank(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 @slow
 def test_a_rank_may_end_when_its_memory_is_open(rank: subprocess.Popen[str], tmp_path: Path) -> None:
-    source = tmp_path / "memory"
-    with staged_files(source, [DESCRIPTION], open_memory(source)) as opened:
-        rank.kill()
-        rank.communicate()
-        opened[DESCRIPTION].write(tmp_path)
-    as_dcp_writes(tmp_path / "expected", [torch.arange(7.0), torch.ones(3, 5)])
-    assert (tmp_path / NAME).read_bytes() == (tmp_path / "expected").read_bytes()
-
-
-@slow
-def test_a_rank_may_end_as_soon_as_a_write_has_begun(rank: subprocess.Popen[str], tmp_path: Path) -> None:
-    """The process that writes has not even started then."""
-    write = BackgroundWrite(tmp_path / "memory", tmp_path, open_memory(tmp_path / "memory"))
-    os.kill(write.process_id, signal.SIGSTOP)
+    opened = open_staged(tmp_path / "memory")
     rank.kill()
     rank.communicate()
-    os.kill(write.process_id, signal.SIGCONT)
-    write.wait(60.0)
+    opened[DESCRIPTION].write(tmp_path)
     as_dcp_writes(tmp_path / "expected", [torch.arange(7.0), torch.ones(3, 5)])
     assert (tmp_path / NAME).read_bytes() == (tmp_path / "expected").read_bytes()
-    assert not (tmp_path / "memory").exists()
 
 
 @slow
@@ -205,7 +189,7 @@ def test_a_rank_that_has_ended_is_told_of(rank: subprocess.Popen[str], tmp_path:
     with pytest.raises(
         CheckpointError, match=rf"the memory of process {rank.pid} that {NAME} is in cannot be opened: the process has ended"
     ):
-        open_memory(tmp_path / "memory")
+        open_staged(tmp_path / "memory")
 
 
 def test_memory_of_another_one_under_the_same_number_is_not_taken(buffer: StagingBuffer, tmp_path: Path) -> None:
@@ -301,16 +285,16 @@ def test_memory_is_given_back_where_a_checkpoint_is_written_at_once(tmp_path: Pa
 def test_a_file_of_the_model_is_not_taken_for_one_of_ours(tmp_path: Path, content: str) -> None:
     (tmp_path / DESCRIPTION).write_text(content)
     with pytest.raises(CheckpointError, match=r"is no file of megarl's. Fix: no file of the model may be called \*\.distcp\.staged"):
-        open_memory(tmp_path)
+        open_staged(tmp_path)
     (tmp_path / DESCRIPTION).rename(tmp_path / "a.staged")
-    assert open_memory(tmp_path) == {}
+    assert open_staged(tmp_path) == {}
 
 
 def test_a_process_that_may_not_be_looked_into_is_told_of(buffer: StagingBuffer, tmp_path: Path) -> None:
     stage(buffer, tmp_path, [torch.arange(7.0)])
     refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     with mock.patch.object(os, "open", side_effect=refused), pytest.raises(CheckpointError, match=r"Permission denied\. Fix: run driver"):
-        open_memory(tmp_path)
+        open_staged(tmp_path)
 
 
 PRINTING = """
@@ -318,7 +302,7 @@ import sys
 sys.path[:] = {path!r}
 sys.modules["torch"] = type(sys)("torch")
 sys.modules["torch"].__getattr__ = lambda name: print("hello from a library") or 1 / 0
-from megarl.checkpoint.background import main
+from megarl.checkpoint.node_memory import main
 main(*sys.argv[1:])
 """
 
@@ -326,11 +310,14 @@ main(*sys.argv[1:])
 def test_what_a_library_prints_is_no_answer(buffer: StagingBuffer, tmp_path: Path) -> None:
     (tmp_path / "memory").mkdir()
     stage(buffer, tmp_path / "memory", [torch.arange(7.0)])
-    descriptors = open_memory(tmp_path / "memory")
-    command = [sys.executable, "-c", PRINTING.format(path=sys.path), str(tmp_path / "memory"), str(tmp_path), json.dumps(descriptors)]
+    command = [sys.executable, "-c", PRINTING.format(path=sys.path), str(tmp_path / "memory")]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=tuple(descriptors.values())) as process:
-        assert process.stdout is not None and process.stderr is not None
-        answer, beside = process.stdout.read(), process.stderr.read()
-    assert process.returncode == 1 and json.loads(answer) == {"reason": "ZeroDivisionError: division by zero"}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        # that the memory be opened, and where to write
+        process.stdin.write(f"null\n{json.dumps(str(tmp_path))}\n".encode())
+        process.stdin.flush()
+        answers, beside = process.stdout.read().splitlines(), process.stderr.read()
+    assert process.returncode == 1 and json.loads(answers[-1]) == {"reason": "ZeroDivisionError: division by zero"}
+    assert len(answers) == 2 and json.loads(answers[0])["kept_bytes"] > 0
     assert b"hello from a library" in beside
