@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from tests.dist.pool import WorkerPool
+from megarl.parity.pool import WorkerPool
 
 RANK_SECONDS = 500
 CPU_RANKS = 64

@@ -220,6 +220,8 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The sub-command ``parity``."""
+    from megarl.parity.faults import MUTATIONS
+
     parity = commands.add_parser(
         "parity",
         help="compare layouts with plain transformers",
@@ -233,11 +235,11 @@ def add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parity.add_argument("--max-world", type=int, default=8, metavar="N", help="most ranks of a case (default 8)")
     parity.add_argument("--only", default="", metavar="WORDS", help='what every random case has, for example "cp=2 batching=packed"')
     parity.add_argument("--case", metavar="LINE", help="run this one case, as printed by a failure")
+    further = "; in this checkout also those of tests/mutations" if MUTATIONS.is_file() else ""
+    kinds = "logprobs, loss, metric, grad_norm or weights"
+    parity.add_argument("--mutate", metavar="NAME", help=f"plant a fault in the workers; with --prove also all of a kind: {kinds}{further}")
     parity.add_argument(
-        "--mutate", metavar="NAME", help="put a known fault into the workers; with --prove also a group of them: engine, losses, backends"
-    )
-    parity.add_argument(
-        "--prove", action="store_true", help="put in every known fault, one after the other, or those of --mutate; each has to be caught"
+        "--prove", action="store_true", help="plant every fault, one after the other, or those of --mutate; each has to be caught"
     )
     parity.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parity.add_argument("--job-seconds", type=float, default=120, metavar="N", help="how long the workers of a case may take (default 120)")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.point import Metric, Point
-from tests.dist.pool import WorkerPool
+from megarl.parity.pool import WorkerPool
 
 if TYPE_CHECKING:
     from megarl.models.policy import PolicyConfig

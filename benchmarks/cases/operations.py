@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from benchmarks import tiny
 from benchmarks.point import Metric, Point
 from megarl.models.engine.partial_attention import partial_attention, partial_gradients
+from megarl.parity.pool import WorkerPool
 from megarl.patched import patched
-from tests.dist.pool import WorkerPool
 
 if TYPE_CHECKING:
     from megarl.models.policy import PolicyConfig

@@ -18,7 +18,7 @@ from benchmarks import tiny
 from benchmarks.point import Metric, Point
 from benchmarks.timing import collector_off, in_turn, seconds_of
 from megarl.models.megatron import cuda_redirect
-from tests.dist.pool import WorkerPool
+from megarl.parity.pool import WorkerPool
 
 if TYPE_CHECKING:
     from megarl.models.policy import PolicyConfig

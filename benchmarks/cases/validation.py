@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.options import Options
 from benchmarks.point import Metric, Point
-from tests.dist.pool import WorkerPool
+from megarl.parity.pool import WorkerPool
 
 VOCABULARY, NEW_TOKENS, LONGEST, TOGETHER, AT_ONCE, REPEATS = 379, 16, 80, 32, 256, 3
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2}

@@ -1,11 +1,11 @@
-"""The command ``megarl parity``: many random cases, one given case, or the proof that known faults are caught."""
+"""The command ``megarl parity``: many random cases, one given case, or the proof that planted faults are caught."""
 
 from __future__ import annotations
 
 import json
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,16 @@ from typing import Any
 from rich.console import Console
 
 from megarl.distributed.leftovers import claim
+from megarl.errors import ConfigError
 from megarl.parity.case import BACKENDS, Case
 from megarl.parity.coverage import Coverage
 from megarl.parity.draw import Drawer
-from megarl.parity.faults.mutations import MUTATIONS, mutation, named
+from megarl.parity.faults import Fault, faults_named, known_faults
 from megarl.parity.lines import parse, words_of
 from megarl.parity.models import ModelShelf
 from megarl.parity.pool import WorkerPool
 from megarl.parity.progress import CaseProgress
-from megarl.parity.prove import prove
+from megarl.parity.prove import cases_of, prove
 from megarl.parity.runner import CaseOutcome, CaseRunner
 from megarl.parity.shrink import shrink
 
@@ -38,10 +39,10 @@ class Options:
         backends: which workers; empty for all that the rules accept.
         max_world: most ranks.
         case: a line that stands for one case; it alone is run.
-        mutate: name of a known fault to put into the workers; with ``prove`` it may be that of a group of them.
-        prove: put in every known fault, or those that ``mutate`` names, and fail when one is not caught.
+        mutate: name of a fault to plant in the workers; with ``prove`` also a kind of quantity or a module, for all faults of it.
+        prove: plant every fault, or those that ``mutate`` names, and fail when one is not caught.
         json: file for the results.
-        only: words that every random case has.
+        only: words that every random case has, and every case of a proof in addition to its own.
         job_seconds: how long the workers of a case may take.
     """
 
@@ -101,23 +102,37 @@ def run(options: Options, console: Console | None = None) -> int:
     logging.getLogger("megarl").setLevel(logging.WARNING)
     given = parse(options.case) if options.case is not None else None
     fixed = words_of(options.only)
-    faults = list(MUTATIONS) if options.mutate is None else named(options.mutate)
-    if options.mutate is not None and not options.prove:
-        mutation(options.mutate)
+    faults = _faults(options)
     with tempfile.TemporaryDirectory(prefix="megarl-parity-") as directory, WorkerPool(options.job_seconds) as pool:
         claim(Path(directory))
         shelf = ModelShelf(Path(directory))
         runner = CaseRunner(shelf, pool)
+        backends = options.backends or BACKENDS
+        if options.prove and given is None:
+            cases = {name: cases_of(fault, backends, options.max_world, options.seed, fixed) for name, fault in faults.items()}
+            return prove(runner, faults, cases, console, options.json)
+        fault = next(iter(faults.values()), None)
         if given is not None:
-            return _one(runner, given, options, console)
-        drawer = Drawer(shelf, options.backends or BACKENDS, options.max_world, fixed)
-        if options.prove:
-            return prove(runner, drawer, options.seed, console, faults, options.json)
-        return _many(runner, drawer, options, console)
+            return _one(runner, given, fault, options, console)
+        return _many(runner, Drawer(shelf, backends, options.max_world, fixed), fault, options, console)
 
 
-def _one(runner: CaseRunner, case: Case, options: Options, console: Console) -> int:
-    outcome = runner.run(case, options.mutate)
+def _faults(options: Options) -> Mapping[str, Fault]:
+    """Return the faults that a command line asks for.
+
+    Raises:
+        ConfigError: there is no such fault, or several are asked for where one case can have one.
+    """
+    if options.mutate is None:
+        return known_faults(options.seed) if options.prove else {}
+    found = faults_named(options.mutate, options.seed)
+    if not options.prove and len(found) > 1:
+        raise ConfigError(f"--mutate {options.mutate}: {len(found)} faults, and a case can have one; name it, or add --prove")
+    return found
+
+
+def _one(runner: CaseRunner, case: Case, fault: Fault | None, options: Options, console: Console) -> int:
+    outcome = runner.run(case, fault)
     worst = sorted(outcome.differences, key=lambda found: -found.error / found.bound)[:5]
     for line in (
         outcome.summary(20) if not outcome.passes else [f"agrees: {len(outcome.differences)} quantities; largest errors:", *map(str, worst)]
@@ -130,32 +145,32 @@ def _one(runner: CaseRunner, case: Case, options: Options, console: Console) -> 
     return 0 if outcome.passes else 1
 
 
-def _many(runner: CaseRunner, drawer: Drawer, options: Options, console: Console) -> int:
+def _many(runner: CaseRunner, drawer: Drawer, fault: Fault | None, options: Options, console: Console) -> int:
     results = Results()
     with CaseProgress(options.cases, console) as progress:
         for number in range(options.cases):
             case = drawer.draw(options.seed, number)
-            outcome = runner.run(case, options.mutate)
+            outcome = runner.run(case, fault)
             if outcome.passes:
                 results.add(outcome)
             elif outcome.timed_out:
                 results.late.append(str(case))
                 progress.say(f"NO ANSWER in {options.job_seconds:g} s: {case}", "bold yellow")
             else:
-                results.failures.append(_failure(runner, outcome, options.mutate, progress))
+                results.failures.append(_failure(runner, outcome, fault, options, progress))
             progress.advance(not outcome.passes)
     _report(results, drawer, options, console)
     return 1 if results.failures or results.late else 0
 
 
-def _failure(runner: CaseRunner, outcome: CaseOutcome, mutate: str | None, progress: CaseProgress) -> dict[str, Any]:
+def _failure(runner: CaseRunner, outcome: CaseOutcome, fault: Fault | None, options: Options, progress: CaseProgress) -> dict[str, Any]:
     """Say what failed, find the smallest case that fails as well, and say how to see it."""
     progress.say(f"FAILED {outcome.case}", "bold red")
     for line in outcome.summary():
         progress.say(f"  {line}")
-    smallest = shrink(outcome.case, lambda case: not runner.run(case, mutate).passes, runner.possible)
-    again = runner.run(smallest, mutate)
-    progress.say(f'  smallest: megarl parity --case "{smallest}"' + (f" --mutate {mutate}" if mutate else ""), "bold")
+    smallest = shrink(outcome.case, lambda case: not runner.run(case, fault).passes, runner.possible)
+    again = runner.run(smallest, fault)
+    progress.say(f'  smallest: megarl parity --case "{smallest}"' + (f" --mutate {options.mutate}" if options.mutate else ""), "bold")
     for line in again.summary():
         progress.say(f"  {line}")
     return {

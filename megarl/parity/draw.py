@@ -61,22 +61,16 @@ class Drawer:
         fixed: fields that every case has; of ``loss`` and ``advantages`` the kind, and options that it has at least.
 
     Attributes:
-        backends: as given.
-        fixed: as given.
         refusals: how often each configuration key was the reason to draw again, with the last reason.
     """
 
     def __init__(self, shelf: ModelShelf, backends: Sequence[str], max_world: int, fixed: Mapping[str, Any] | None = None) -> None:
         self._shelf = shelf
-        self.backends = tuple(backends)
+        self._backends = tuple(backends)
         self._max_world = max_world
-        self.fixed = dict(fixed or {})
+        self._fixed = dict(fixed or {})
         self.refusals: Counter[str] = Counter()
         self._reasons: dict[str, str] = {}
-
-    def narrowed(self, fixed: Mapping[str, Any]) -> Drawer:
-        """One that draws only cases with these fields too."""
-        return Drawer(self._shelf, self.backends, self._max_world, {**self.fixed, **fixed})
 
     def draw(self, seed: int, number: int) -> Case:
         """The ``number``-th case of ``seed``; the same whatever was drawn before.
@@ -87,14 +81,14 @@ class Drawer:
         generator = random.Random(f"{seed}/{number}")
         for attempt in range(ATTEMPTS):
             if attempt % PATIENCE == 0:
-                backend = self.fixed.get("backend") or generator.choice(self.backends)
+                backend = self._fixed.get("backend") or generator.choice(self._backends)
                 sparse = backend == "megatron" and generator.random() < SPARSE_SHARE
             dense = (*DENSE, *OF_MEGATRON) if backend == "megatron" else DENSE
             case = self._candidate(generator, backend, SPARSE if sparse else dense)
             if case.world <= self._max_world and self._accepted(case):
                 return case
         often = "; ".join(f"{key}: {self._reasons[key]}" for key, _ in self.refusals.most_common(3))
-        raise ConfigError(f"no case in {ATTEMPTS} draws for {', '.join(self.backends)}: the rules refuse them all ({often})")
+        raise ConfigError(f"no case in {ATTEMPTS} draws for {', '.join(self._backends)}: the rules refuse them all ({often})")
 
     def _accepted(self, case: Case) -> bool:
         refused = refusal(case, self._shelf)
@@ -105,10 +99,10 @@ class Drawer:
 
     def _candidate(self, generator: random.Random, backend: str, families: Sequence[str]) -> Case:
         fields: dict[str, Any] = {"backend": backend, "seed": generator.randrange(10**6), "family": generator.choice(families)}
-        fixed = {name: value for name, value in self.fixed.items() if name not in ("loss", "advantages")}
+        fixed = {name: value for name, value in self._fixed.items() if name not in ("loss", "advantages")}
         fields |= _layout(generator, backend, self._max_world) | fixed
         # by a generator of its own, so that all else stays what a seed gave whatever losses there are
-        fields |= draw_loss(random.Random(f"{fields['seed']}/loss"), self.fixed.get("loss"), self.fixed.get("advantages"))
+        fields |= draw_loss(random.Random(f"{fields['seed']}/loss"), self._fixed.get("loss"), self._fixed.get("advantages"))
         for drawn in (_model, _stages, _training, _optimizer, _batch, _paths):
             fields |= drawn(generator, fields) | fixed
         unused = fields_without_use(fields["loss"].split("+")[0])

@@ -18,7 +18,7 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.policy.batch_plan import shard_batch
 from megarl.parity.batches import ANSWERS_A_PROMPT, REWARDS, calls_of, first_step, logprob_shards
 from megarl.parity.case import Case
-from megarl.parity.faults.mutations import applied
+from megarl.parity.faults import Fault, planted
 from megarl.parity.losses import make_loss, policy_gradient_settings, rows_together
 from megarl.parity.options import numbers_of
 from megarl.parity.paths import taken
@@ -61,16 +61,16 @@ class Share:
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-def measure(case: Case, config: Mapping[str, Any], batch: Mapping[str, torch.Tensor], mutation: str | None = None) -> Share:
+def measure(case: Case, config: Mapping[str, Any], batch: Mapping[str, torch.Tensor], fault: Fault | None = None) -> Share:
     """Build the case's worker on this rank and make it do everything that is compared.
 
     Args:
         case: the case.
         config: its policy configuration, checked and filled in.
         batch: the whole batch.
-        mutation: name of a known fault to put in.
+        fault: planted while it does; None for none.
     """
-    with taken(case), applied(mutation, case), _worker(case, config) as worker:
+    with planted(fault), taken(case), _worker(case, config) as worker:
         return _measure(worker, case, config, batch)
 
 

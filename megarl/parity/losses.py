@@ -94,7 +94,7 @@ TRUNCATIONS = {"tis": "tis", "icepop": "icepop", "seq-mask": "seq-mask-tis"}
 """Type by the option of a case."""
 
 
-def bounds_of_weights(case: Case) -> tuple[float | None, float | None]:
+def _bounds_of_weights(case: Case) -> tuple[float | None, float | None]:
     """The lower and the upper bound of importance weights; None where there is none."""
     for option in TRUNCATIONS.keys() & case.loss_options:
         *low, high = case.loss_numbers(option)
@@ -106,7 +106,7 @@ def policy_gradient_settings(case: Case) -> ClippedPGLossConfig:
     """The settings of a clipped policy gradient that a case names."""
     options = case.loss_options
     kind = next((TRUNCATIONS[option] for option in TRUNCATIONS if option in options), None)
-    low, high = bounds_of_weights(case)
+    low, high = _bounds_of_weights(case)
     below, above = case.loss_numbers("cliprange")
     assert below is not None and above is not None
     config: ClippedPGLossConfig = {

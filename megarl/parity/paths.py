@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,8 +19,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarl import env
+from megarl.models.engine.worker import EngineWorker
 from megarl.parity.case import Case
-from megarl.parity.faults.patching import after_building, found
 from megarl.patched import patched
 
 
@@ -32,8 +33,8 @@ def taken(case: Case) -> Iterator[None]:
         yield
 
 
-def _replace(place: str, name: str, value: Any) -> Callable[[contextlib.ExitStack, Case], None]:
-    return lambda stack, case: stack.enter_context(patched((found(place), name, value)))
+def _replace(module: str, name: str, value: Any) -> Callable[[contextlib.ExitStack, Case], None]:
+    return lambda stack, case: stack.enter_context(patched((importlib.import_module(module), name, value)))
 
 
 def _on_megarl_kernel(stack: contextlib.ExitStack, case: Case) -> None:
@@ -48,7 +49,7 @@ def _off_megarl_kernel(stack: contextlib.ExitStack, case: Case) -> None:
 
 def _log_probabilities_by(stack: contextlib.ExitStack, variables: dict[str, str]) -> None:
     stack.enter_context(env.variables(variables))
-    chosen = found("megarl.models.engine.logprobs")._kernels
+    chosen = importlib.import_module("megarl.models.engine.logprobs")._kernels
     chosen.cache_clear()
     stack.callback(chosen.cache_clear)
 
@@ -56,7 +57,7 @@ def _log_probabilities_by(stack: contextlib.ExitStack, variables: dict[str, str]
 def _compiled(stack: contextlib.ExitStack, case: Case) -> None:
     """Megatron's fused functions of gates and biases, as they are before a compiler gets them."""
     if case.backend == "megatron":
-        stack.enter_context(patched((found("megarl.models.megatron.settings"), "compiles", lambda: True)))
+        stack.enter_context(patched((importlib.import_module("megarl.models.megatron.settings"), "compiles", lambda: True)))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
 
 
@@ -98,9 +99,20 @@ def _in_many_operations(update: Callable[..., None], *arguments: Any, **options:
 
 def _adam_in_many_operations(stack: contextlib.ExitStack, case: Case) -> None:
     if case.backend == "megatron":
-        module = found("megarl.models.megatron.adam")
+        module = importlib.import_module("megarl.models.megatron.adam")
         for name in ("adam", "adamw"):
             stack.enter_context(patched((module, name, functools.partial(_in_many_operations, getattr(module, name)))))
+
+
+def _build_plain(stack: contextlib.ExitStack, case: Case) -> None:
+    """Have every worker plain as soon as it is built."""
+    original = EngineWorker.__init__
+
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
+        _plain_worker(self, case)
+
+    stack.enter_context(patched((EngineWorker, "__init__", init)))
 
 
 def _plain_worker(worker: Any, case: Case) -> None:
@@ -123,5 +135,5 @@ _PLAIN: tuple[Callable[[contextlib.ExitStack, Case], None], ...] = (
     _off_megarl_kernel,
     _replace("megarl.models.megatron.cached_attention", "rotate", rotated),
     _adam_in_many_operations,
-    after_building(_plain_worker),
+    _build_plain,
 )

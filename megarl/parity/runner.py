@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megarl.parity import jobs
 from megarl.parity.batches import Batch, token_batch, with_signals
 from megarl.parity.case import Case
 from megarl.parity.compare import Difference, compare
+from megarl.parity.faults import Fault
 from megarl.parity.models import ModelShelf
 from megarl.parity.noise import MEMBERS_TO_CONFIRM, Bounds, bounds_of
 from megarl.parity.pool import JobError, WorkerPool
@@ -27,7 +29,7 @@ class CaseOutcome:
     Attributes:
         case: the case.
         differences: every quantity that was compared.
-        error: what a worker died of; empty when none did.
+        error: what a worker died of, or why its answers cannot be compared; empty for neither.
         timed_out: the workers gave no answer in time, which says nothing of what they compute.
         seconds: time it took.
     """
@@ -86,8 +88,8 @@ class CaseRunner:
         """Whether the case can be run."""
         return refusal(case, self._shelf) is None
 
-    def run(self, case: Case, mutation: str | None = None) -> CaseOutcome:
-        """Run a case, with a known fault in its workers if one is named.
+    def run(self, case: Case, fault: Fault | None = None) -> CaseOutcome:
+        """Run a case, with a fault planted in its workers if one is given.
 
         Raises:
             ConfigError: the rules refuse the case.
@@ -95,13 +97,16 @@ class CaseRunner:
         started = time.monotonic()
         ready = self._prepare(case)
         try:
-            shares = self._pool.run(case.world, jobs.measure, case, ready.config, ready.batch, mutation)
+            shares = self._pool.run(case.world, jobs.measure, case, ready.config, ready.batch, fault)
         except (JobError, TimeoutError) as error:
             late = isinstance(error, TimeoutError)
             return CaseOutcome(case, error=str(error), timed_out=late, seconds=time.monotonic() - started)
-        outcome = self._judged(case, ready, shares)
-        # a known fault that the fixed bounds of float32 catch is caught: before it is planted, its case has passed
-        measures = case.has_measured_bounds or mutation is None
+        try:
+            outcome = self._judged(case, ready, shares)
+        except Exception:  # answers of another form, which a fault can give, are the case's failure and no end of all cases
+            return CaseOutcome(case, error=traceback.format_exc(), seconds=time.monotonic() - started)
+        # a planted fault that the fixed bounds of float32 catch is caught: before it is planted, its case has passed
+        measures = case.has_measured_bounds or fault is None
         if not outcome.passes and measures and not ready.confirms:
             ready = self._keep(case, self._with_more_members(case, ready))
             outcome = self._judged(case, ready, shares)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.pool import WorkerPool
+from megarl.parity.pool import WorkerPool
 from tests.models import make_tiny
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from megarl.config import check, complete_policy, read_model_facts, validate_policy_config
 from megarl.config.schema import check_policy
 from megarl.errors import ConfigError, Violation
+from megarl.parity.pool import WorkerPool
 from tests.dist import key_observations
 from tests.dist.key_tables import ADAMW
-from tests.dist.pool import WorkerPool
 from tests.unit.config_samples import changed
 
 # FSDP1 wraps nothing on one rank

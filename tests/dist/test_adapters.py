@@ -11,9 +11,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from converters.command import main
+from megarl.parity.pool import WorkerPool
 from tests.dist import adapters, mixtures
 from tests.dist.batches import make_batch
-from tests.dist.pool import WorkerPool
 from tests.dist.reference import logprobs
 from tests.models import make_tiny, policy_config
 from tests.tiers import newest_megatron, sampled

@@ -12,9 +12,9 @@ import torch
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.config.nested import merge
+from megarl.parity.pool import WorkerPool
 from tests.dist import dtensor_jobs, fsdp1_jobs, jobs
 from tests.dist.batches import make_batch
-from tests.dist.pool import WorkerPool
 from tests.models import policy_config
 from tests.tiers import sampled
 

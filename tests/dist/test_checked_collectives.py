@@ -15,10 +15,10 @@ import torch.distributed as dist
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.distributed.rendezvous import compare_collectives, set_group_timeouts
 from megarl.distributed.worker_stacks import look_at
+from megarl.parity.pool import WorkerPool
 from tests.dist import dtensor_jobs, jobs
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
-from tests.dist.pool import WorkerPool
 from tests.models import policy_config
 from tests.tiers import sampled
 

@@ -22,9 +22,9 @@ from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 
 from megarl.checkpoint import storage
 from megarl.checkpoint.collective import appears_whole, failing_together
+from megarl.parity.pool import WorkerPool
 from tests.dist import dtensor_jobs, jobs
 from tests.dist.dtensor_jobs import dtensor_config
-from tests.dist.pool import WorkerPool
 from tests.models import policy_config
 from tests.tiers import sampled
 

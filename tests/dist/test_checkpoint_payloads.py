@@ -16,11 +16,11 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megarl.parity.pool import WorkerPool
 from tests.dist import payload_jobs as jobs
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
-from tests.dist.pool import WorkerPool
 from tests.models import policy_config
 from tests.tiers import newest_megatron, sampled
 

@@ -20,11 +20,11 @@ from megarl.data.tokenization import PromptEncoder, get_tokenizer
 from megarl.errors import ConfigError
 from megarl.models.megatron import settings
 from megarl.models.megatron.transformer_engine import Finding
+from megarl.parity.pool import WorkerPool
 from tests.dist import key_observations, key_tables, key_tables_megatron
 from tests.dist.key_demonstrations import BACKENDS, AsItIs, Changes, Refused, ShownBy, differs, leaves
 from tests.dist.key_models import make_models
 from tests.dist.key_runs import RANKS, Keys, Run
-from tests.dist.pool import WorkerPool
 from tests.tiers import sampled
 from tests.unit.config_samples import changed
 

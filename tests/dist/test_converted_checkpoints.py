@@ -15,9 +15,9 @@ from converters.exporting import export_model, plan_export
 from converters.importing import import_model, plan_import
 from converters.opening import open_megatron
 from converters.verify import open_any, verify
+from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, mixtures, reference
 from tests.dist.batches import make_batch
-from tests.dist.pool import WorkerPool
 from tests.models import make_tiny, policy_config
 from tests.tiers import newest_megatron, sampled
 

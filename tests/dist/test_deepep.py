@@ -13,10 +13,10 @@ from megatron.core.transformer.moe import token_dispatcher
 from torch.distributed.nn.functional import all_reduce
 
 from megarl.algorithms.loss_functions import NLLLoss
+from megarl.parity.pool import WorkerPool
 from megarl.patched import patched
 from tests.dist import jobs
 from tests.dist.batches import make_batch
-from tests.dist.pool import WorkerPool
 from tests.models import make_tiny, policy_config
 from tests.tiers import newest_megatron
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import NLLLoss
-from tests.dist.pool import WorkerPool
+from megarl.parity.pool import WorkerPool
 from tests.dist.test_dtensor_parity import LAYOUTS, check_training
 from tests.models import VOCABULARY
 from tests.tiers import sampled

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megarl.algorithms.loss_functions import NLLLoss
+from megarl.parity.pool import WorkerPool
 from tests.dist import dtensor_jobs
 from tests.dist.dtensor_jobs import dtensor_config
-from tests.dist.pool import WorkerPool
 from tests.dist.test_dtensor_parity import LAYOUTS, check_training
 from tests.tiers import sampled
 

@@ -12,11 +12,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
 from megarl.models.dtensor.styles import VocabularyEmbedding
+from megarl.parity.pool import WorkerPool
 from tests.dist import dtensor_jobs, reference
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import BATCHING
-from tests.dist.pool import WorkerPool
 from tests.dist.test_megatron_parity import PG_LOSS, run_reference
 from tests.models import make_tiny, policy_config
 from tests.tiers import sampled, slow

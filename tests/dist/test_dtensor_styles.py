@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Pr
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.models.dtensor import mesh as dtensor_mesh
 from megarl.models.dtensor.styles import ColumnLinear, NormOfParts, RowLinear, WholeInput
+from megarl.parity.pool import WorkerPool
 from tests.dist import dtensor_jobs, fsdp1_jobs
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
-from tests.dist.pool import WorkerPool
 
 ROWS, LENGTH, WIDTH = 2, 6, 8
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from megarl.algorithms.loss_functions import NLLLoss
+from megarl.parity.pool import WorkerPool
 from tests.dist import dtensor_jobs, fsdp1_jobs
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
-from tests.dist.pool import WorkerPool
 from tests.dist.test_dtensor_parity import LAYOUTS
 from tests.dist.worker_jobs import differences
 from tests.tiers import sampled

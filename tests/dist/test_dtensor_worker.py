@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import NLLLoss
+from megarl.parity.pool import WorkerPool
 from tests.dist import dtensor_jobs, fsdp1_jobs, jobs, reference, worker_jobs
 from tests.dist.batches import make_batch
 from tests.dist.contract import parameters_of
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import differences, fsdp1_config
-from tests.dist.pool import WorkerPool
 from tests.dist.test_dtensor_parity import LAYOUTS
 from tests.dist.test_fsdp1_worker import LetterTokenizer, check_rows
 from tests.dist.test_megatron_generation import likely_stop, prompts, transformers_greedy

@@ -21,9 +21,9 @@ from converters.families.read import read_architecture
 from converters.mapping.shards import join
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.algorithms.loss_functions import NLLLoss
+from megarl.parity.pool import WorkerPool
 from tests.dist import jobs
 from tests.dist.batches import make_batch
-from tests.dist.pool import WorkerPool
 from tests.models import make_tiny, policy_config
 from tests.tiers import newest_megatron, sampled
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
+from megarl.parity.pool import WorkerPool
 from tests.dist import fsdp1_jobs, reference
 from tests.dist.batches import make_batch
 from tests.dist.fsdp1_jobs import BATCHING, fsdp1_config
-from tests.dist.pool import WorkerPool
 from tests.dist.test_megatron_parity import PG_LOSS, run_reference
 from tests.models import policy_config
 from tests.tiers import sampled

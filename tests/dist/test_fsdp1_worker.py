@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import NLLLoss
+from megarl.parity.pool import WorkerPool
 from tests.dist import fsdp1_jobs, jobs, reference
 from tests.dist.batches import make_batch
 from tests.dist.contract import parameters_of
 from tests.dist.fsdp1_jobs import fsdp1_config
-from tests.dist.pool import WorkerPool
 from tests.dist.test_megatron_generation import likely_stop, prompts, transformers_greedy
 from tests.models import policy_config
 from tests.tiers import sampled, slow

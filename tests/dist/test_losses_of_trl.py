@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn
+from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, reference
 from tests.dist.batches import make_batch
-from tests.dist.pool import WorkerPool
 from tests.models import policy_config
 from tests.tiers import slow
 from tests.unit.test_losses_of_trl import CASES, DEFAULTS, loss_of_trl

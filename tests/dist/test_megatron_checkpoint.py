@@ -16,9 +16,9 @@ from megarl.config.defaults import complete_policy
 from megarl.config.memory_run import checkpoint_bytes
 from megarl.config.model_facts import read_model_facts
 from megarl.errors import CheckpointError
+from megarl.parity.pool import WorkerPool
 from tests.dist import jobs
 from tests.dist.batches import make_batch
-from tests.dist.pool import WorkerPool
 from tests.models import policy_config
 from tests.tiers import newest_megatron, sampled, slow
 

@@ -14,9 +14,9 @@ import torch
 from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import BatchError
+from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, mixtures, worker_jobs
 from tests.dist.batches import make_batch
-from tests.dist.pool import WorkerPool
 from tests.dist.remembered import without_layout
 from tests.dist.test_megatron_checkpoint import load_and_train, train_and_save
 from tests.dist.test_megatron_generation import check_logprobs, prompts

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, reference
 from tests.dist.batches import make_batch
-from tests.dist.pool import WorkerPool
 from tests.dist.remembered import remembered
 from tests.dist.test_megatron_parity import LAYOUTS as DENSE_LAYOUTS
 from tests.models import policy_config

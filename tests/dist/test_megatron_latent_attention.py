@@ -16,9 +16,9 @@ import torch
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
+from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, mixtures
 from tests.dist.batches import make_batch
-from tests.dist.pool import WorkerPool
 from tests.dist.test_megatron_checkpoint import load_and_train, train_and_save
 from tests.dist.test_megatron_experts import LAYOUTS, check_training, export
 from tests.dist.test_megatron_generation import check_logprobs, prompts

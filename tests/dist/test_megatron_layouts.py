@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
+from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, reference
 from tests.dist.batches import make_batch
-from tests.dist.pool import WorkerPool
 from tests.dist.test_megatron_parity import PG_LOSS, check_fusions, check_training
 from tests.models import policy_config
 from tests.tiers import newest_megatron, sampled

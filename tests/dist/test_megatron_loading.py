@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from converters.checkpoint.source import open_source
+from megarl.parity.pool import WorkerPool
 from tests.dist import jobs
-from tests.dist.pool import WorkerPool
 from tests.models import make_tiny, policy_config
 from tests.tiers import sampled
 

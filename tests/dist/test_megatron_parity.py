@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
+from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, reference
 from tests.dist.batches import make_batch
-from tests.dist.pool import WorkerPool
 from tests.dist.remembered import remembered, without_layout
 from tests.models import policy_config
 from tests.tiers import newest_megatron, sampled

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from megarl.models.engine.step import evaluation_mode
 from megarl.models.megatron import generation, moe_decoding
 from megarl.models.megatron.moe_decoding import MoELayer, fixed_shapes
+from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, mixtures, reference
-from tests.dist.pool import WorkerPool
 from tests.dist.test_megatron_experts import LAYOUTS as EXPERT_LAYOUTS
 from tests.dist.test_megatron_generation import check_logprobs, prompts
 from tests.models import make_tiny, policy_config

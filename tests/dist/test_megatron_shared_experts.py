@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
+from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, mixtures
 from tests.dist.batches import make_batch
-from tests.dist.pool import WorkerPool
 from tests.dist.test_megatron_checkpoint import load_and_train, train_and_save
 from tests.dist.test_megatron_experts import LAYOUTS, check_training, export
 from tests.dist.test_megatron_generation import check_logprobs, prompts

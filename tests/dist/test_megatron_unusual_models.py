@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
+from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, mixtures, reference, test_megatron_experts, test_megatron_parity
 from tests.dist.batches import make_batch
-from tests.dist.pool import WorkerPool
 from tests.dist.test_megatron_generation import LAYOUTS as DENSE_LAYOUTS
 from tests.dist.test_megatron_generation import check_logprobs, prompts, transformers_greedy
 from tests.dist.test_megatron_parity import PG_LOSS

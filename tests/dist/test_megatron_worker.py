@@ -15,11 +15,11 @@ import torch
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.models.generation.sampling import SamplingSettings
+from megarl.parity.pool import WorkerPool
 from tests import kept_tokens
 from tests.dist import jobs, reference, worker_jobs
 from tests.dist.batches import make_batch
 from tests.dist.contract import parameters_of
-from tests.dist.pool import WorkerPool
 from tests.models import policy_config
 from tests.tiers import newest_megatron, sampled, slow
 

@@ -13,9 +13,9 @@ from benchmarks.memory import MEBIBYTE, Allocations
 from converters.checkpoint.safetensors_file import part
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.models.megatron.state_stream import boxes
+from megarl.parity.pool import WorkerPool
 from tests.dist.batches import make_batch
 from tests.dist.memory_jobs import kept_for_backward, load_and_count, load_weights_and_count, save_and_count
-from tests.dist.pool import WorkerPool
 from tests.dist.save_jobs import differences, files_of, largest_piece
 from tests.models import LAYERS, policy_config, tiny_config
 from tests.tiers import newest_megatron, sampled

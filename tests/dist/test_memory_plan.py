@@ -14,11 +14,11 @@ from megarl.config.layout import Layout
 from megarl.config.memory import BYTES, RankMemory, estimate, estimate_sharded
 from megarl.config.model_facts import read_model_facts
 from megarl.config.validate import validate_policy_config
+from megarl.parity.pool import WorkerPool
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
 from tests.dist.memory_jobs import terms_of_step
-from tests.dist.pool import WorkerPool
 from tests.models import make_tiny, policy_config
 from tests.tiers import sampled
 

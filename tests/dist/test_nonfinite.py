@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megarl.parity.pool import WorkerPool
 from tests.dist import nonfinite_jobs as jobs
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
-from tests.dist.pool import WorkerPool
 from tests.models import policy_config
 from tests.tiers import newest_megatron, sampled, slow
 

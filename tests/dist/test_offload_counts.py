@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megarl.parity.pool import WorkerPool
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
 from tests.dist.memory_jobs import move_and_train, step_and_count, swap_and_count
-from tests.dist.pool import WorkerPool
 from tests.models import policy_config
 from tests.tiers import sampled
 

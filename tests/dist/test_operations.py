@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import tiny
 from benchmarks.cases.operations import TOKENS, counting, counts_of, mixture_counts, require_as_many, require_few, require_fewer
-from tests.dist.pool import WorkerPool
+from megarl.parity.pool import WorkerPool
 from tests.tiers import newest_megatron, slow
 
 

@@ -18,10 +18,10 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import MicroBatchMemoryError
 from megarl.models.engine.heads import LogprobHead
 from megarl.models.policy.batch_plan import shard_batch
+from megarl.parity.pool import WorkerPool
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
-from tests.dist.pool import WorkerPool
 from tests.dist.refit_jobs import build
 from tests.models import policy_config
 

@@ -14,9 +14,9 @@ from megarl.algorithms.loss_functions import NLLLoss
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.engine import logprobs, output_layer
 from megarl.models.policy.batch_plan import Phase, shard_batch
+from megarl.parity.pool import WorkerPool
 from megarl.patched import patched
 from tests.dist.batches import make_batch
-from tests.dist.pool import WorkerPool
 from tests.dist.test_ranks_in_step import BUILD, CONFIG
 from tests.tiers import sampled
 

@@ -1,4 +1,4 @@
-"""The fuzzer at work: a fixed set of cases, a few fresh ones, known faults caught, and a failure shrunk to what it needs.
+"""The fuzzer at work: a fixed set of cases, a few fresh ones, planted faults caught, and a failure shrunk to what it needs.
 
 The seed of the fresh cases is the day's date; it is printed with every failure, and ``megarl parity --case`` runs a printed line alone.
 """
@@ -11,12 +11,13 @@ import pytest
 
 from megarl.parity.case import BACKENDS, Case
 from megarl.parity.draw import Drawer
-from megarl.parity.faults.mutations import MUTATIONS
+from megarl.parity.faults import FAULTS
 from megarl.parity.lines import parse
 from megarl.parity.models import ModelShelf
+from megarl.parity.pool import WorkerPool
+from megarl.parity.prove import cases_of
 from megarl.parity.runner import CaseRunner
 from megarl.parity.shrink import shrink
-from tests.dist.pool import WorkerPool
 from tests.tiers import newest_megatron, sampled, slow
 
 FRESH = 3
@@ -86,42 +87,7 @@ FIXED = (
     "seed=900890 family=qwen2 group=3 head=12 width=9 ffn=18 vocab=31 dp=2 micro=3 length=16 lpbs=2 loss=distill+renorm+forward "
     "temperature=0.7 eps=1e-08 clip=1 distopt=1",
 )
-FAULTS = {
-    "loss-not-summed-over-data": "dp=2 mbs=2 length=6",
-    "normalizers-local": "dp=2 mbs=2 length=6",
-    "pad-columns-in-softmax": "tp=2 kv=2 ffn=6 length=6",
-    "norm-counts-copies": "tp=2 kv=2 ffn=6 length=9",
-    "attention-leaks": "batching=packed room=30 micro=8 length=8 paths=plain",
-    "sequence-parallel-gradients-local": "tp=2 sp=1 kv=2 ffn=6 length=6",
-    "key-value-gradients-local": "cp=2 comm=all_gather mbs=2 length=9 paths=plain",
-    "temperature-only-in-training": "temperature=0.7 length=6",
-    "filters-only-in-logprobs": "keep=5 nucleus=0.7 length=9",
-    "own-vocabulary-is-filtered": "tp=2 kv=2 ffn=6 length=6 nucleus=0.7",
-    "reference-stays": "reference=1 loss=nll length=9",
-    "divergence-pathwise": "loss=pg+kl masked=none mbs=2 length=9",
-    "ratio-to-generation": "loss=pg mbs=4 length=8",
-    "ratio-of-tokens-for-sequences": "loss=pg+seq+gspo mbs=2 micro=2 length=12",
-    "whitened-by-rank": "loss=pg advantages=gae+white dp=2 mbs=3 length=10",
-    "rewards-summed-before-they-are-compared": "loss=pg+is advantages=gdpo+plain dp=2 mbs=3 length=10",
-    "state-behind-the-token": "loss=value+clip advantages=gae+bootstrap dp=2 mbs=3 length=10",
-    "teacher-and-policy-exchanged": "loss=pg+seq advantages=teacher mbs=3 micro=2 length=10",
-    "ratio-not-clipped": "loss=pg+cispo+cliprange:1:0.28 dp=2 mbs=3 length=10",
-    "divergence-with-a-score-function": "loss=pg+kl:0.5+k2 dp=2 mbs=3 length=10",
-    "entropy-normalised-a-micro-batch": "loss=pg+entropy:1 mbs=2 micro=2 length=10",
-    "pairs-dealt-apart": "loss=rm dp=2 mbs=2 length=9",
-    "score-of-the-rejected-without-gradient": "loss=rm dp=2 mbs=2 length=9",
-    "reference-with-gradient": "loss=dpo+ipo mbs=2 length=9",
-    "preference-normalised-a-micro-batch": "loss=dpo mbs=2 micro=2 length=9",
-    "score-gradient-of-one-run": "tp=2 sp=1 kv=2 ffn=6 length=8 mbs=4 loss=value",
-    "value-loss-over-masked-tokens": "dp=2 mbs=2 length=8 loss=value",
-    "likeliest-of-own-vocabulary": "tp=2 kv=2 ffn=6 vocab=11 length=8 mbs=4 loss=distill",
-    "teachers-columns-shifted": "dp=2 mbs=2 length=8 loss=distill",
-    "rest-of-the-divergence-detached": "dp=2 mbs=2 vocab=11 length=8 loss=distill+mixed:0.8+topk:5",
-}
-HALF_FAULTS = {
-    "gradient-averaged-over-data": "dp=2 mbs=2 length=6 precision=bfloat16 lr=0.02",
-    "dtensor-norm-counts-copies": "backend=dtensor tp=2 kv=2 ffn=6 length=9 precision=float16 lr=0.02",
-}
+PLANTED = [(name, case) for name, fault in FAULTS.items() for case in cases_of(fault, BACKENDS, 8, 0, {})]
 
 
 @pytest.fixture(scope="module")
@@ -157,32 +123,27 @@ def test_fresh_cases_agree(runner: CaseRunner, shelf: ModelShelf, backend: str, 
 
 
 @newest_megatron
-@sampled(2)
-@pytest.mark.parametrize("name", FAULTS)
-def test_known_faults_are_caught(runner: CaseRunner, name: str) -> None:
-    case = parse(FAULTS[name])
-    assert MUTATIONS[name].applies(case)
+@sampled(3)
+@pytest.mark.parametrize(("name", "case"), PLANTED, ids=lambda value: value if isinstance(value, str) else value.backend)
+def test_planted_faults_are_caught(runner: CaseRunner, name: str, case: Case) -> None:
     check(runner, case)
-    outcome = runner.run(case, name)
-    assert outcome.mismatches, f"{name} survived in {case}"
+    outcome = runner.run(case, FAULTS[name])
+    assert FAULTS[name].kind in {found.kind for found in outcome.mismatches}, f"{name} survived in {case}"
     assert not outcome.error
 
 
 @slow
-@pytest.mark.parametrize("name", HALF_FAULTS)
-def test_known_faults_are_caught_in_16_bit(runner: CaseRunner, name: str) -> None:
-    case = parse(HALF_FAULTS[name])
-    assert MUTATIONS[name].applies(case)
+@pytest.mark.parametrize("name", ["gradient-averaged-over-data", "dtensor-norm-counts-copies"])
+def test_planted_faults_are_caught_in_16_bit(runner: CaseRunner, name: str) -> None:
+    case = cases_of(FAULTS[name], BACKENDS, 8, 0, {"precision": "bfloat16", "lr": 0.02})[0]
     check(runner, case)
-    outcome = runner.run(case, name)
-    assert outcome.mismatches, f"{name} survived in {case}"
-    assert not outcome.error
+    assert runner.run(case, FAULTS[name]).mismatches, f"{name} survived in {case}"
 
 
 @slow
 def test_a_fault_is_shrunk_to_the_ranks_it_needs(runner: CaseRunner) -> None:
     case = parse("tp=2 sp=1 kv=2 ffn=6 layers=2 dp=2 length=7 loss=pg+kl temperature=0.7 warmup=1 distopt=1 vocab=11")
-    name = "norm-counts-copies"
-    assert runner.run(case, name).mismatches
-    smallest = shrink(case, lambda smaller: not runner.run(smaller, name).passes, runner.possible)
+    fault = FAULTS["norm-counts-copies"]
+    assert runner.run(case, fault).mismatches
+    smallest = shrink(case, lambda smaller: not runner.run(smaller, fault).passes, runner.possible)
     assert str(smallest) == "backend=megatron seed=0 kv=2 ffn=6 tp=2"

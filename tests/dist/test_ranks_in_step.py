@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.engine import worker as engine_worker
+from megarl.parity.pool import WorkerPool
 from tests.dist import dtensor_jobs, fsdp1_jobs, jobs
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
-from tests.dist.pool import WorkerPool
 from tests.dist.test_megatron_generation import prompts
 from tests.models import make_tiny, policy_config
 from tests.tiers import sampled

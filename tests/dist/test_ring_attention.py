@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megarl.models.engine.attention import SequenceLayout, attention
 from megarl.models.engine.context import ContextShare
-from tests.dist.pool import WorkerPool
+from megarl.parity.pool import WorkerPool
 from tests.tiers import sampled
 from tests.unit.test_context import slow_attention
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from converters.checkpoint.safetensors_file import Box, intersection
 from converters.torch_dist.reader import _overlapping
 from megarl.checkpoint.restricted import METADATA_FILE, read_plain_index
+from megarl.parity.pool import WorkerPool
 from tests.dist import save_jobs
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
-from tests.dist.pool import WorkerPool
 from tests.models import make_tiny, policy_config
 from tests.tiers import newest_megatron, sampled
 

@@ -12,11 +12,11 @@ from megarl.algorithms.loss_functions import NLLLoss
 from megarl.algorithms.value_losses import PreferenceLoss, ValueLoss, last_values
 from megarl.config.memory import stage_parameters
 from megarl.config.model_facts import facts_of_policy
+from megarl.parity.pool import WorkerPool
 from tests.dist import reference, scoring_jobs
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
-from tests.dist.pool import WorkerPool
 from tests.dist.remembered import remembered, without_layout
 from tests.models import make_scoring, policy_config
 from tests.tiers import newest_megatron, sampled, slow

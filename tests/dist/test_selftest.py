@@ -10,7 +10,7 @@ from converters.families import family_of
 from converters.selftest import Finding, selftest
 from converters.selftest_models import tiny_config
 from megarl.parity.converted import logprobs_by
-from tests.dist.pool import WorkerPool
+from megarl.parity.pool import WorkerPool
 from tests.tiers import slow
 from tests.unit.test_family_files import GRANITE, NO_MULTIPLIERS, forget_families, load_family_file, written  # noqa: F401
 

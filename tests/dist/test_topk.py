@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megarl.algorithms.distillation_loss import DistillationLossFn
+from megarl.parity.pool import WorkerPool
 from tests.dist import reference, scoring_jobs, topk_jobs
 from tests.dist.batches import make_batch
-from tests.dist.pool import WorkerPool
 from tests.dist.remembered import remembered, without_layout
 from tests.dist.test_scoring import BATCHING, LAYOUTS, config_for
 from tests.models import VOCABULARY, policy_config

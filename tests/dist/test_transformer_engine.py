@@ -20,10 +20,10 @@ from megarl.algorithms.loss_functions import NLLLoss
 from megarl.config.arithmetic import padded_vocabulary
 from megarl.errors import ConfigError
 from megarl.models.megatron import build, optimizer, specs, transformer_engine
+from megarl.parity.pool import WorkerPool
 from megarl.patched import patched
 from tests.dist import jobs
 from tests.dist.batches import make_batch
-from tests.dist.pool import WorkerPool
 from tests.models import policy_config
 from tests.tiers import newest_megatron
 from tests.unit.test_transformer_engine import LINKER, WORKS, write_package

@@ -115,7 +115,9 @@ def test_equal_rewards_have_no_advantage(reward: float, leave_one_out: bool) -> 
     assert torch.equal(advantages, torch.zeros(7))
 
 
-@pytest.mark.parametrize("rewards", [[0.1 + 0.2 - 0.3, 0, 0, 0], [5e-7, -5e-7, 0, 0], [0.7 + 0.1 - 0.8 + 1, 1, 1, 1]])
+@pytest.mark.parametrize(
+    "rewards", [[0.1 + 0.2 - 0.3, 0, 0, 0], [5e-7, -5e-7, 0, 0], [0.7 + 0.1 - 0.8 + 1, 1, 1, 1], [-4e6 + 1, *[-4e6] * 3]]
+)
 @pytest.mark.parametrize("std", ["population", "sample"])
 def test_rewards_that_differ_by_rounding_have_no_advantage(rewards: list[float], std: Any) -> None:
     values = torch.tensor(rewards, dtype=torch.float64)

@@ -14,7 +14,7 @@ from torch import Tensor
 from converters.checkpoint.source import open_source
 from converters.errors import ConversionError
 from converters.families.read import read_architecture
-from converters.mapping.layouts import padded_vocab_size
+from converters.mapping.layouts import padded_vocab_size, runs_of
 from converters.mapping.rule import Kind, Rule, is_expert
 from converters.mapping.rules import all_megatron_names, all_rules, hf_names, hf_tensors, rule_for
 from converters.mapping.shards import load_shard, to_hf
@@ -67,6 +67,10 @@ def check_both_ways(architecture: Architecture, tp_size: int, padded: int, exper
             expected = reference_shard(rule, source.tensors, architecture, rank, size, padded)
             assert shard.is_contiguous()
             assert torch.equal(shard, expected), (rule.megatron_name, rank, size)
+        whole = reference_shard(rule, source.tensors, architecture, 0, 1, padded)
+        for run in runs_of(rule, architecture.head_dim, padded):
+            rows = source.tensors[rule.parts[run.part].name][run.start : run.stop]
+            assert torch.equal(whole[run.position : run.position + len(rows)], rows), rule.megatron_name
         for name, tensor in to_hf(rule, shards, architecture):
             assert name not in seen
             assert tensor.is_contiguous()

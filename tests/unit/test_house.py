@@ -220,9 +220,8 @@ SHORT = 100
 """Lines below which a module is a piece of another one, unless several others use it."""
 
 PLUG_INS = {
-    "families, faults, named sets of data and the modules that vLLM, a configuration or a program names": {
+    "families, named sets of data and the modules that vLLM, a configuration or a program names": {
         "converters.families.",
-        "megarl.parity.faults.",
         "megarl.data.sets.",
         "megarl.models.generation.vllm.executor",
         "megarl.models.generation.vllm.worker_extension",

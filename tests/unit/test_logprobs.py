@@ -55,6 +55,26 @@ def test_values_and_gradients_equal_float64(rows: int, columns: int, padding: in
     assert logits.grad[..., columns:].eq(0).all()
 
 
+@pytest.mark.parametrize("start", [0, 5])
+def test_a_part_of_the_vocabulary_scores_its_own_tokens_alone(start: int) -> None:
+    """What a rank adds to the others': the logit of a target that is its own, else 0, less its own normaliser."""
+    logits, targets = random_logits(6, 5, seed=41).requires_grad_(), torch.tensor([0, 4, 5, 7, 9, 11])
+    exact = logits.detach().double().requires_grad_()
+    places = targets - start
+    own = torch.nn.functional.one_hot(places.clamp(0, 4), 5) * ((places >= 0) & (places < 5))[:, None]
+    expected = (own * exact).sum(-1) - exact.logsumexp(-1)
+    expected.sum().backward()
+    measured = vocab_parallel_logprobs(logits, targets, VocabularyShard(12, start))
+    measured.sum().backward()
+    torch.testing.assert_close(measured.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits.grad.double(), exact.grad, atol=1e-6, rtol=1e-5)
+    # a rank that has padding alone: nothing of it is in a maximum or a sum
+    assert logprobs._local_statistics(logits.detach(), targets, VocabularyShard(4, 5), 1.0, None)[:2].unique(dim=1).tolist() == [
+        [-torch.inf],
+        [0],
+    ]
+
+
 @settings(max_examples=80)
 @given(
     columns=st.integers(1, 9),

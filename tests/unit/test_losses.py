@@ -459,6 +459,9 @@ def test_a_mismatch_that_is_not_a_number_is_infinite() -> None:
     _, metrics = loss_fn(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
     assert float(metrics["mismatch_max"]) == float(metrics["mismatch_mean"]) == math.inf
     assert 0 < float(metrics["mismatch_share_above_0.05"]) <= 1
+    data["generation_logprobs"] = data["current"] + 0.25
+    _, metrics = loss_fn(data, rows, tokens, next_token_logprobs=data["current"][:, 1:])
+    assert float(metrics["mismatch_max"]) == pytest.approx(0.25) and (data["token_mask"] == 0).any(), "what is masked does not count"
 
 
 @pytest.mark.parametrize("bound", [1.0, 0.5, math.nan])

@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console
 
 from megarl.cli import main
-from megarl.parity import command
+from megarl.parity import command, faults
 from megarl.parity.case import Case
 from megarl.parity.compare import Difference
+from megarl.parity.faults import Fault
 from megarl.parity.progress import CaseProgress
 from megarl.parity.runner import CaseOutcome
 
@@ -25,6 +26,7 @@ from megarl.parity.runner import CaseOutcome
         (["--case", "tp=2 kv=1"], ["tensor_model_parallel_size", "key-value heads"]),
         (["--case", "backend=fsdp1 pp=2"], ["'pp=2'"]),
         (["--mutate", "norm"], ["'norm'", "norm-counts-copies"]),
+        (["--mutate", "weights"], ["--mutate weights: 4 faults", "--prove"]),
         (["--only", "batchin=packed"], ["'batchin=packed'", "nearest is 'batching'"]),
     ],
 )
@@ -48,6 +50,30 @@ def difference(error: float, what: str = "loss 0", kind: str = "loss") -> Differ
     return Difference(what, kind, error, 1e-5, "1", "2")
 
 
+@pytest.mark.parametrize("checkout", [True, False])
+def test_the_help_names_the_tests_mutations_where_they_are(
+    checkout: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    if not checkout:
+        monkeypatch.setattr(faults, "MUTATIONS", tmp_path / "tests" / "mutations" / "__init__.py")
+    with pytest.raises(SystemExit, match="0"):
+        main(["parity", "--help"])
+    assert ("tests/mutations" in " ".join(capsys.readouterr().out.split())) is checkout
+
+
+def test_a_proof_plants_what_is_named_in_the_cases_that_the_command_line_allows(
+    monkeypatch: pytest.MonkeyPatch, console: Console, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(command, "CaseRunner", Runner)
+    options = command.Options(
+        seed=4, backends=["fsdp1"], mutate="grad_norm", prove=True, only="temperature=0.7", json=tmp_path / "out.json"
+    )
+    assert command.run(options, console) == 1
+    cases = {verdict["name"]: verdict["case"] for verdict in json.loads((tmp_path / "out.json").read_text())}
+    assert cases["torch-norm-of-own-shard"] == "backend=fsdp1 seed=4 dp=2 mbs=2 length=9 temperature=0.7"
+    assert "norm-counts-copies" not in cases and "have no case that these arguments allow" in said(console)
+
+
 class Runner:
     """In the place of the workers: a case fails when it has two tensor-parallel ranks."""
 
@@ -57,7 +83,7 @@ class Runner:
     def possible(self, case: Case) -> bool:
         return True
 
-    def run(self, case: Case, mutation: str | None = None) -> CaseOutcome:
+    def run(self, case: Case, fault: Fault | None = None) -> CaseOutcome:
         self.ran.append(case)
         return CaseOutcome(case, [difference(1.0 if case.tp > 1 else 1e-7)])
 
@@ -86,7 +112,7 @@ def test_a_failure_prints_the_smallest_line_that_shows_it(monkeypatch: pytest.Mo
 
 def test_no_answer_is_no_mismatch_and_is_not_shrunk(monkeypatch: pytest.MonkeyPatch, console: Console, tmp_path: Path) -> None:
     class Late(Runner):
-        def run(self, case: Case, mutation: str | None = None) -> CaseOutcome:
+        def run(self, case: Case, fault: Fault | None = None) -> CaseOutcome:
             self.ran.append(case)
             assert len(self.ran) <= 3, "it is not run again"
             return CaseOutcome(case, error="ranks [0] of measure gave no answer in 7 s", timed_out=True)

@@ -82,7 +82,7 @@ def test_the_rules_decide_and_are_counted(shelf: ModelShelf) -> None:
 
 @slow
 def test_given_words_are_in_every_case(shelf: ModelShelf) -> None:
-    drawer = Drawer(shelf, BACKENDS, 4).narrowed({"cp": 2, "batching": "packed"})
+    drawer = Drawer(shelf, BACKENDS, 4, {"cp": 2, "batching": "packed"})
     cases = [drawer.draw(3, number) for number in range(10)]
     assert all(case.cp == 2 and case.batching == "packed" and case.backend != "fsdp1" for case in cases)
 

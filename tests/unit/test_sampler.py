@@ -105,8 +105,9 @@ def test_shares_are_exact_after_every_prompt(parts: list[int], count: int, size:
     sources = [index // size for index in taken]
     for number in range(1, count + 1):
         for source, part in enumerate(parts):
-            # in whole numbers: |given - share * number| < 1, times the sum of the weights
-            assert abs(sources[:number].count(source) * sum(parts) - part * number) < sum(parts)
+            # in whole numbers: |given - share * number| <= 1 - 1 / (2k - 2), times the sum of the weights and 2k - 2
+            spread = 2 * len(parts) - 2
+            assert spread * abs(sources[:number].count(source) * sum(parts) - part * number) <= (spread - 1) * sum(parts)
     for source in range(len(parts)):
         own = [index % size for index in taken if index // size == source]
         whole = [own[start : start + size] for start in range(0, len(own) - size + 1, size)]

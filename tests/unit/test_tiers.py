@@ -18,7 +18,6 @@ import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
 from tests import parts, tiers
-from tests.breaks import BREAKS
 from tests.dist.remembered import remembered, without_layout
 from tests.models import policy_config
 from tests.parts import GPU_STACK, ITS_TURN, NEWEST, PARTS, of_turn
@@ -227,11 +226,3 @@ def test_pytest_passes_over_none_of_its_rooms(pytestconfig: pytest.Config) -> No
     rooms = [path.name for path in (Path(__file__).parents[1]).iterdir() if path.is_dir() and not path.name.startswith("__")]
     passed_over = [room for room in rooms if any(fnmatch.fnmatch(room, pattern) for pattern in pytestconfig.getini("norecursedirs"))]
     assert "dist" in rooms and not passed_over
-
-
-@pytest.mark.parametrize("name", BREAKS)
-def test_a_break_fits_its_file_and_names_tests_that_there_are(name: str) -> None:
-    """What it changes stands in its file once; code that was rewritten would otherwise keep a fault that nobody can put in."""
-    each = BREAKS[name]
-    assert (ROOT / each.file).read_text().count(each.old) == 1 and each.old != each.new
-    assert all((ROOT / "tests" / path).is_file() for path in each.tests)

@@ -1,0 +1,300 @@
+"""Planted faults: a changed text of the trainer each, with the cases of ``megarl parity`` that have to show it.
+
+A fault is planted without writing a file: its module is compiled with the changed text, and for as long as a case runs, the functions that
+differ have their new code. Whoever imported such a function before has the fault too.
+
+The table here has a fault or two for each kind of quantity that is compared, and for each family of losses: enough to see that the
+comparison detects faults. A checkout has many more in ``tests/mutations``; where they are there, they are known here as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
+from typing import Any
+
+from megarl.errors import ConfigError
+
+MUTATIONS = Path(__file__).parents[2] / "tests" / "mutations" / "__init__.py"
+"""In a checkout: what makes its faults."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault that can be planted.
+
+    Attributes:
+        module: dotted name of the module that is changed.
+        old: a text that the source of the module has once, within a function.
+        new: the text in its place.
+        cases: lines of cases. Each runs on the backend that it names, or on all that have what it asks for.
+        kind: the kind of quantity that must be out of bounds in each of these runs; empty where any kind will do, in any of them.
+    """
+
+    module: str
+    old: str
+    new: str
+    cases: tuple[str, ...] = ()
+    kind: str = ""
+
+
+@contextlib.contextmanager
+def planted(fault: Fault | None) -> Iterator[None]:
+    """Plant a fault in this process for the time of a block; None is no fault.
+
+    Raises:
+        ConfigError: the text is not there once, or is in no function.
+    """
+    if fault is None:
+        yield
+        return
+    module = importlib.import_module(fault.module)
+    changed = changed_functions(fault, module)
+    originals = {function: function.__code__ for function in changed}
+    _give(module, changed)
+    try:
+        yield
+    finally:
+        _give(module, originals)
+
+
+def _give(module: ModuleType, codes: Mapping[FunctionType, CodeType]) -> None:
+    for function, code in codes.items():
+        function.__code__ = code
+    for value in vars(module).values():
+        if hasattr(value, "cache_clear"):  # what it keeps was made by the other code
+            value.cache_clear()
+
+
+def changed_functions(fault: Fault, module: ModuleType) -> dict[FunctionType, CodeType]:
+    """Return the functions that a fault changes, each with its new code.
+
+    Raises:
+        ConfigError: the text is not there once, or is in no function.
+    """
+    source = inspect.getsource(module)
+    if source.count(fault.old) != 1:
+        raise ConfigError(
+            f"fault in {fault.module}: {fault.old!r} is there {source.count(fault.old)} times; choose a text that is there once"
+        )
+    changed = source.replace(fault.old, fault.new)
+    before, after = (dict(_codes(compile(text, str(module.__file__), "exec", dont_inherit=True))) for text in (source, changed))
+    found = {_function(module, name): code for name, code in after.items() if _without_lines(code) != _without_lines(before[name])}
+    if not found:
+        raise ConfigError(f"fault in {fault.module}: {fault.old!r} is in no function, or {fault.new!r} does the same; choose another text")
+    if any(code.co_freevars != function.__code__.co_freevars for function, code in found.items()):
+        raise ConfigError(f"fault in {fault.module}: {fault.new!r} closes over other names, such as that of super(); choose another text")
+    return found
+
+
+def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
+    """The functions of a compiled module or class, by qualified name; functions within them are part of their code."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType) and constant.co_flags & inspect.CO_NEWLOCALS and "<" not in constant.co_qualname:
+            yield constant.co_qualname, constant
+        elif isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _without_lines(code: CodeType) -> CodeType:
+    """The code without line numbers, which a longer text moves in the functions behind it."""
+    constants = (_without_lines(constant) if isinstance(constant, CodeType) else constant for constant in code.co_consts)
+    return code.replace(co_firstlineno=1, co_linetable=b"", co_consts=tuple(constants))
+
+
+def _function(module: ModuleType, name: str) -> FunctionType:
+    found: Any = module
+    for part in name.split("."):
+        found = vars(found)[part]
+    found = inspect.unwrap(getattr(found, "fget", None) or found)
+    assert isinstance(found, FunctionType), f"{module.__name__}: {name} is no plain function"
+    return found
+
+
+_LOSSES, _VALUES, _ENGINE = "megarl.algorithms.loss_functions", "megarl.algorithms.value_losses", "megarl.models.engine"
+_TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "logprobs": {
+        "vocabulary-shards-not-combined": (
+            f"{_ENGINE}.logprobs",
+            "if shard.ranks == 1 or not statistics.shape[1]:",
+            "if True:",
+            "tp=2 kv=2 ffn=6 length=6",
+        ),
+        "temperature-only-in-training": (
+            f"{_ENGINE}.step",
+            "head = LogprobHead(backend.vocabulary, sampling, chunk_size)",
+            "head = LogprobHead(backend.vocabulary, replace(sampling, temperature=1.0), chunk_size)",
+            "temperature=0.7 length=6",
+        ),
+        "attention-leaks": (
+            f"{_ENGINE}.attention",
+            "slice(start, last)))",
+            "slice(0, last)))",
+            "batching=packed room=30 micro=8 length=8 paths=plain",
+        ),
+        "reference-is-the-policy": (f"{_ENGINE}.offload_state", "_write(backend, self._weights)", "pass", "reference=1 length=9"),
+    },
+    "loss": {
+        "loss-not-summed-over-data": (
+            f"{_ENGINE}.step",
+            "backend.groups.sum_over_data(backend.groups.from_last_stage(share))",
+            "backend.groups.from_last_stage(share)",
+            "dp=2 mbs=2 length=6",
+        ),
+        "likelihood-of-the-prompt": (
+            _LOSSES,
+            'token_mask = data["token_mask"][:, 1:]',
+            'token_mask = data["token_mask"][:, :-1]',
+            "mbs=4 length=9 masked=some",
+        ),
+        "ratio-not-clipped": (
+            _LOSSES,
+            "return ratio, ratio.clamp(1.0 - self.ratio_clip_min, 1.0 + self.ratio_clip_max)",
+            "return ratio, ratio",
+            "loss=pg+cispo+cliprange:1:0.28 dp=2 mbs=3 length=10",
+            "loss=pg mbs=6 length=12",
+        ),
+        "own-reward-in-the-baseline": (
+            "megarl.algorithms.advantages",
+            "others = count - own_count",
+            "others = count",
+            "loss=pg advantages=rloo dp=2 mbs=3 length=10",
+        ),
+        "state-behind-the-token": (
+            "megarl.algorithms.advantages",
+            "torch.nn.functional.pad(values[:, :-1], (1, 0))",
+            "values",
+            "loss=value+clip advantages=gae+bootstrap dp=2 mbs=3 length=10",
+        ),
+        "rejected-for-chosen": (
+            _LOSSES,
+            "chosen, rejected = rewards[::2], rewards[1::2]",
+            "rejected, chosen = rewards[::2], rewards[1::2]",
+            "loss=dpo mbs=2 length=9",
+        ),
+        "score-of-the-last-column": (
+            _VALUES,
+            "values.gather(1, lengths.long()[:, None] - 1).squeeze(1)",
+            "values[:, -1]",
+            "loss=rm dp=2 mbs=2 length=9",
+        ),
+        "value-behind-the-token": (_VALUES, "visible(values[:, :-1])", "visible(values[:, 1:])", "loss=value dp=2 mbs=2 length=8"),
+        "divergence-the-other-way-round": (
+            "megarl.algorithms.distillation_loss",
+            "torch.where(can_be, one.exp() * (one - other), 0.0)",
+            "torch.where(can_be, other.exp() * (other - one), 0.0)",
+            "loss=distill dp=2 mbs=2 length=8",
+        ),
+    },
+    "metric": {
+        "sums-not-shared": (
+            f"{_ENGINE}.step",
+            "[value / count for value in values]",
+            "[value for value in values]",
+            "mbs=2 length=6 together=1",
+        ),
+        "schedule-stands-still": (f"{_ENGINE}.step", "            backend.lr_step()", "            pass", "mbs=2 length=6 warmup=1"),
+    },
+    "grad_norm": {
+        "gradient-averaged-over-data": (
+            f"{_ENGINE}.heads",
+            "HeadOutput(loss=loss, metrics=kept",
+            "HeadOutput(loss=(loss + loss.detach()) / 2, metrics=kept",
+            "dp=2 mbs=2 length=6",
+        ),
+        "gradients-pile-up": (f"{_ENGINE}.step", "        backend.zero_grad()", "        pass", "mbs=2 length=6"),
+        "divergence-pathwise": (_LOSSES, "if self.exact_kl_gradient:", "if False:", "loss=pg+kl mbs=2 length=9"),
+        "norm-counts-copies": (
+            "megarl.models.megatron.optimizer",
+            "    config = optimizer_config(policy)",
+            "    config = optimizer_config(policy)\n"
+            "    for parameter in (each for chunk in chunks for each in chunk.parameters()):\n"
+            "        parameter.tensor_model_parallel = True",
+            "backend=megatron tp=2 kv=2 ffn=6 length=9",
+        ),
+        "dtensor-norm-counts-copies": (
+            "megarl.models.dtensor.backend",
+            " if first or block_of(each).tensor_dimension is not None",
+            "",
+            "backend=dtensor tp=2 kv=2 ffn=6 length=9",
+        ),
+        "torch-norm-of-own-shard": (
+            "megarl.models.huggingface.optimizer",
+            "dist.all_reduce(total)",
+            "pass",
+            "backend=dtensor dp=2 mbs=2 length=9",
+            "backend=fsdp1 dp=2 mbs=2 length=9",
+        ),
+    },
+    "weights": {
+        "gradients-not-reduced": (
+            "megarl.models.megatron.schedule",
+            "finalize_model_grads(model, None, **options)",
+            "pass",
+            "backend=megatron dp=2 mbs=2 length=9 optimizer=sgd",
+        ),
+        "clipping-forgotten": (
+            "megarl.models.megatron.settings",
+            'chosen["clip_grad"] or NO_CLIPPING',
+            "NO_CLIPPING",
+            "backend=megatron mbs=2 length=6 clip=0.05 optimizer=sgd",
+        ),
+        "torch-clipping-forgotten": (
+            "megarl.models.huggingface.optimizer",
+            "gradient.mul_(factor)",
+            "pass",
+            "backend=dtensor mbs=2 length=6 clip=0.05 optimizer=sgd",
+            "backend=fsdp1 mbs=2 length=6 clip=0.05 optimizer=sgd",
+        ),
+        "export-cut-elsewhere": (
+            "megarl.models.megatron.weight_stream",
+            "for rank, begin in shards for copy in _copies(layouts[rank], number",
+            "for rank, begin in shards for copy in _copies(layouts[ranks - 1 - rank], number",
+            "backend=megatron tp=2 kv=2 ffn=6 length=6",
+        ),
+    },
+}
+"""By kind of quantity and name: the module, the text and the one in its place, and the cases."""
+FAULTS: Mapping[str, Fault] = MappingProxyType(
+    {
+        name: Fault(module, old, new, tuple(cases), kind)
+        for kind, rows in _TABLE.items()
+        for name, (module, old, new, *cases) in rows.items()
+    }
+)
+"""The faults that are shipped, by name."""
+
+
+def known_faults(seed: int = 0) -> Mapping[str, Fault]:
+    """Return all faults by name: those here and, in a checkout, those of its ``tests/mutations``.
+
+    Args:
+        seed: of the sample that ``tests/mutations`` draws of its mutants.
+    """
+    if not MUTATIONS.is_file():
+        return FAULTS
+    sys.path.insert(0, str(MUTATIONS.parents[2]))  # an installed command does not have the checkout's root on its path
+    try:
+        return {**FAULTS, **importlib.import_module("tests.mutations").parity_faults(seed)}
+    finally:
+        sys.path.pop(0)
+
+
+def faults_named(name: str, seed: int = 0) -> dict[str, Fault]:
+    """Return the fault of a name, or those whose kind or module has that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    known = known_faults(seed)
+    found = {each: fault for each, fault in known.items() if name in (each, fault.kind, fault.module)}
+    if not found:
+        kinds = ", ".join(dict.fromkeys(fault.kind for fault in FAULTS.values()))
+        raise ConfigError(f"mutation {name!r}: there is none of that name; the mutations are {', '.join(FAULTS)}; kinds of them: {kinds}")
+    return found
