@@ -24,6 +24,8 @@ CHANGES = (
     "grpo.val_at_end=false",
     "grpo.max_num_steps=100000",
     "checkpointing.metric_name=null",
+    # as many as 100,000 steps would leave have no room on any disk, and a start counts them
+    "checkpointing.keep_top_k=2",
 )
 
 
