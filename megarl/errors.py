@@ -118,7 +118,7 @@ class StateError(MegarlError, RuntimeError):
 
 
 class MicroBatchMemoryError(MegarlError, MemoryError):
-    """A micro-batch has no room beside the model. No weight was changed by it."""
+    """A micro-batch that does not fit in memory with the model. It has changed no weight."""
 
 
 class GenerationError(MegarlError, RuntimeError):

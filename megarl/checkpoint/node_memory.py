@@ -164,11 +164,11 @@ class OwnWrite:
         self._writer = memory.begin(str(target))
 
     def has_ended(self) -> bool:
-        """Whether it is through, well or not."""
+        """Return whether the write has ended, successfully or not."""
         return self._writer.has_ended()
 
     def wait(self, longest_s: float) -> float:
-        """As of ``Write``."""
+        """See ``Write``."""
         try:
             files = self._writer.files(longest_s)
         except TimeoutError:
@@ -182,7 +182,7 @@ class OwnWrite:
         return time.monotonic() - self._begun
 
     def abort(self) -> None:
-        """As of ``Write``."""
+        """See ``Write``."""
         self._memory.free()
 
 
@@ -219,7 +219,7 @@ class Writer:
         self._tell(target)
 
     def has_ended(self) -> bool:
-        """Whether it is through, well or not."""
+        """Return whether the write has ended, successfully or not."""
         return self._has_ended.is_set()
 
     def files(self, longest_s: float | None = None) -> dict[str, Entry]:

@@ -159,7 +159,7 @@ class DTensorBackend(HuggingFaceBackend):
             reshard(self.model)
 
     def _counted(self) -> Iterable[nn.Parameter]:
-        """Of a parameter that every tensor-parallel rank has as a whole, the first rank's copy alone."""
+        """Leave out copies: of a parameter that all tensor-parallel ranks have in full, the first rank's counts."""
         first, divided = self.groups.tensor_rank == 0, self._divided()
         return [self._parameters[name] for name, each in divided.items() if first or block_of(each).tensor_dimension is not None]
 

@@ -48,8 +48,8 @@ class DecodedRows:
         self._step: _Step | None = None
 
     def reserve(self, positions: int, rows: int) -> None:
-        """Begin a batch, whose cache has so many positions and rows. Batches have the same cache, which each layer makes when it
-        first needs it."""
+        """Start a batch whose cache has ``positions`` x ``rows`` entries. All batches use the same cache, which each layer allocates when
+        it first stores something."""
         assert not self._cache or self._size == (positions, rows), "one size for all batches"
         self._size, self.count = (positions, rows), 0
 
@@ -119,7 +119,7 @@ class DecodedRows:
 
 
 class _Prompts:
-    """Where a pass over prompts writes to; see ``DecodedRows.read``."""
+    """The part of the cache that a pass over prompts writes to; see ``DecodedRows.read``."""
 
     def __init__(self, end: int, first_row: int, prompt_of: torch.Tensor) -> None:
         self._end, self._first, self._prompt_of = end, first_row, prompt_of

@@ -1,4 +1,4 @@
-"""What the torch backends share of the engine's ``Backend`` protocol: all but how parameters are divided, and what a pass does about it."""
+"""The base class of the torch backends: all of the engine's ``Backend`` protocol but how parameters are divided, gathered and exported."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class HuggingFaceBackend(ABC):
         """Every pass gathers the parameters for itself and lets them go again; nothing is ever under way."""
 
     def parameters_changed(self) -> None:  # noqa: B027 - there is nothing to do
-        """The next pass reads the parameters anew."""
+        """Nothing is cached: the next pass reads the parameters again."""
 
     def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All of it: there is one stage."""
