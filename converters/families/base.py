@@ -11,7 +11,7 @@ from converters.model_config.latent_attention import LatentAttention
 from converters.model_config.mixture import MixtureOfExperts
 
 if TYPE_CHECKING:
-    from converters.model_config.architecture import Architecture
+    from converters.model_config.architecture import ModelFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,8 @@ class Family:
     architecture_class: str
     config_keys: frozenset[str]
     read_features: Callable[[Mapping[str, object]], Features]
-    model_rules: Callable[[Architecture], tuple[Rule, ...]]
-    layer_rules: Callable[[Architecture, int], tuple[Rule, ...]]
+    model_rules: Callable[[ModelFacts], tuple[Rule, ...]]
+    layer_rules: Callable[[ModelFacts, int], tuple[Rule, ...]]
     read_mixture: Callable[[Mapping[str, object], int, list[str]], MixtureOfExperts | None] = no_mixture
     has_uniform_window: bool = False
     read_latent_attention: Callable[[Mapping[str, object], list[str]], LatentAttention | None] = no_latent_attention

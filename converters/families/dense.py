@@ -8,35 +8,35 @@ from converters.mapping.rule import HuggingFaceTensor, Kind, Rule
 from converters.model_config import latent_attention
 
 if TYPE_CHECKING:
-    from converters.model_config.architecture import Architecture
+    from converters.model_config.architecture import ModelFacts
 
 
-def model_rules(architecture: Architecture) -> tuple[Rule, ...]:
+def model_rules(facts: ModelFacts) -> tuple[Rule, ...]:
     """Embedding, final norm and output layer.
 
     The output layer of a tied model is there for the last pipeline stage, which holds a copy of the embedding; it emits nothing.
     """
-    embedding = HuggingFaceTensor("model.embed_tokens.weight", (architecture.vocab_size, architecture.hidden_size))
+    embedding = HuggingFaceTensor("model.embed_tokens.weight", (facts.vocab_size, facts.hidden_size))
     head = HuggingFaceTensor("lm_head.weight", embedding.shape)
-    tied = architecture.tied_embeddings
+    tied = facts.tied_embeddings
     return (
         Rule("embedding.word_embeddings.weight", Kind.VOCAB, (embedding,)),
-        Rule("decoder.final_layernorm.weight", Kind.REPLICATED, (HuggingFaceTensor("model.norm.weight", (architecture.hidden_size,)),)),
+        Rule("decoder.final_layernorm.weight", Kind.REPLICATED, (HuggingFaceTensor("model.norm.weight", (facts.hidden_size,)),)),
         Rule("output_layer.weight", Kind.VOCAB, (embedding if tied else head,), emits=not tied),
     )
 
 
-def layer_rules(architecture: Architecture, layer: int) -> tuple[Rule, ...]:
+def layer_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
     """All parameters of one layer, in forward order."""
-    return (*attention_rules(architecture, layer), mlp_norm_rule(architecture, layer), *_mlp_rules(architecture, layer))
+    return (*attention_rules(facts, layer), mlp_norm_rule(facts, layer), *_mlp_rules(facts, layer))
 
 
-def attention_rules(architecture: Architecture, layer: int) -> tuple[Rule, ...]:
+def attention_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
     """Attention and the norm before it."""
-    if architecture.latent_attention is not None:
-        return latent_attention.attention_rules(architecture, layer)
-    hidden, head_dim = architecture.hidden_size, architecture.head_dim
-    query, key = architecture.num_attention_heads * head_dim, architecture.num_key_value_heads * head_dim
+    if facts.latent_attention is not None:
+        return latent_attention.attention_rules(facts, layer)
+    hidden, head_dim = facts.hidden_size, facts.head_dim
+    query, key = facts.num_attention_heads * head_dim, facts.num_key_value_heads * head_dim
     megatron, prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."
     widths = (("q", query), ("k", key), ("v", key))
     rules = [
@@ -47,38 +47,38 @@ def attention_rules(architecture: Architecture, layer: int) -> tuple[Rule, ...]:
             tuple(HuggingFaceTensor(f"{prefix}self_attn.{letter}_proj.weight", (width, hidden)) for letter, width in widths),
         ),
     ]
-    if architecture.qkv_bias:
+    if facts.qkv_bias:
         biases = tuple(HuggingFaceTensor(f"{prefix}self_attn.{letter}_proj.bias", (width,)) for letter, width in widths)
         rules.append(Rule(f"{megatron}self_attention.linear_qkv.bias", Kind.QKV, biases))
-    if architecture.qk_norm:
+    if facts.qk_norm:
         for letter in ("q", "k"):
             norm = HuggingFaceTensor(f"{prefix}self_attn.{letter}_norm.weight", (head_dim,))
             rules.append(Rule(f"{megatron}self_attention.{letter}_layernorm.weight", Kind.REPLICATED, (norm,)))
     output = HuggingFaceTensor(f"{prefix}self_attn.o_proj.weight", (hidden, query))
     rules.append(Rule(f"{megatron}self_attention.linear_proj.weight", Kind.ROW, (output,)))
-    if architecture.attention_output_bias:
+    if facts.attention_output_bias:
         bias = HuggingFaceTensor(f"{prefix}self_attn.o_proj.bias", (hidden,))
         rules.append(Rule(f"{megatron}self_attention.linear_proj.bias", Kind.REPLICATED, (bias,)))
     return tuple(rules)
 
 
-def mlp_norm_rule(architecture: Architecture, layer: int) -> Rule:
+def mlp_norm_rule(facts: ModelFacts, layer: int) -> Rule:
     """The norm before the MLP or the experts."""
-    norm = HuggingFaceTensor(f"model.layers.{layer}.post_attention_layernorm.weight", (architecture.hidden_size,))
+    norm = HuggingFaceTensor(f"model.layers.{layer}.post_attention_layernorm.weight", (facts.hidden_size,))
     return Rule(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", Kind.REPLICATED, (norm,))
 
 
-def _mlp_rules(architecture: Architecture, layer: int) -> tuple[Rule, ...]:
-    hidden, ffn = architecture.hidden_size, architecture.ffn_hidden_size
+def _mlp_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
+    hidden, ffn = facts.hidden_size, facts.ffn_hidden_size
     megatron, prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."
     gated = tuple(HuggingFaceTensor(f"{prefix}mlp.{part}_proj.weight", (ffn, hidden)) for part in ("gate", "up"))
     rules = [Rule(f"{megatron}mlp.linear_fc1.weight", Kind.GATED, gated)]
-    if architecture.mlp_bias:
+    if facts.mlp_bias:
         biases = tuple(HuggingFaceTensor(f"{prefix}mlp.{part}_proj.bias", (ffn,)) for part in ("gate", "up"))
         rules.append(Rule(f"{megatron}mlp.linear_fc1.bias", Kind.GATED, biases))
     down = HuggingFaceTensor(f"{prefix}mlp.down_proj.weight", (hidden, ffn))
     rules.append(Rule(f"{megatron}mlp.linear_fc2.weight", Kind.ROW, (down,)))
-    if architecture.mlp_bias:
+    if facts.mlp_bias:
         bias = HuggingFaceTensor(f"{prefix}mlp.down_proj.bias", (hidden,))
         rules.append(Rule(f"{megatron}mlp.linear_fc2.bias", Kind.REPLICATED, (bias,)))
     return tuple(rules)

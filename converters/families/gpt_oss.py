@@ -16,28 +16,28 @@ from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, TensorLocatio
 from converters.model_config.mixture import MixtureOfExperts, Routing, read_mixture
 
 if TYPE_CHECKING:
-    from converters.model_config.architecture import Architecture
+    from converters.model_config.architecture import ModelFacts
 
 _NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj", router="router")
 # the factor inside the sigmoid of Megatron-Core's gate, which its settings cannot change
 _ALPHA = 1.702
 
 
-def _layer_rules(architecture: Architecture, layer: int) -> tuple[Rule, ...]:
+def _layer_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
     """All parameters of one layer, in forward order."""
-    assert architecture.mixture is not None
-    sinks = HuggingFaceTensor(f"model.layers.{layer}.self_attn.sinks", (architecture.num_attention_heads,))
+    assert facts.mixture is not None
+    sinks = HuggingFaceTensor(f"model.layers.{layer}.self_attn.sinks", (facts.num_attention_heads,))
     return (
-        *dense.attention_rules(architecture, layer),
+        *dense.attention_rules(facts, layer),
         Rule(f"decoder.layers.{layer}.self_attention.core_attention.softmax_offset", Kind.COLUMN, (sinks,)),
-        dense.mlp_norm_rule(architecture, layer),
-        *router_rules(architecture, architecture.mixture, layer, _NAMES),
-        *_expert_rules(architecture, architecture.mixture, layer),
+        dense.mlp_norm_rule(facts, layer),
+        *router_rules(facts, facts.mixture, layer, _NAMES),
+        *_expert_rules(facts, facts.mixture, layer),
     )
 
 
-def _expert_rules(architecture: Architecture, mixture: MixtureOfExperts, layer: int) -> Iterator[Rule]:
-    hidden, width = architecture.hidden_size, mixture.ffn_hidden_size
+def _expert_rules(facts: ModelFacts, mixture: MixtureOfExperts, layer: int) -> Iterator[Rule]:
+    hidden, width = facts.hidden_size, mixture.ffn_hidden_size
     for expert in range(mixture.num_experts):
         megatron = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}."
         tensors = _ExpertTensors(f"model.layers.{layer}.mlp.experts", expert, mixture.num_experts)

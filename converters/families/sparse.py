@@ -15,7 +15,7 @@ from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, TensorLocatio
 from converters.model_config.mixture import MixtureOfExperts, read_mixture
 
 if TYPE_CHECKING:
-    from converters.model_config.architecture import Architecture
+    from converters.model_config.architecture import ModelFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +66,24 @@ def _read_sparse_layers(config: Mapping[str, object], num_layers: int, problems:
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 
 
-def layer_rules(architecture: Architecture, layer: int, names: MixtureNames) -> tuple[Rule, ...]:
+def layer_rules(facts: ModelFacts, layer: int, names: MixtureNames) -> tuple[Rule, ...]:
     """All parameters of one layer, in forward order; those of a dense layer where there are no experts."""
-    mixture = architecture.mixture
-    if mixture is None or not architecture.is_sparse(layer):
-        return dense.layer_rules(architecture, layer)
+    mixture = facts.mixture
+    if mixture is None or not facts.is_sparse(layer):
+        return dense.layer_rules(facts, layer)
     return (
-        *dense.attention_rules(architecture, layer),
-        dense.mlp_norm_rule(architecture, layer),
-        *router_rules(architecture, mixture, layer, names),
-        *_expert_rules(architecture, mixture, layer, names),
-        *(_shared_expert_rules(architecture, mixture, layer, names) if mixture.shared_ffn_hidden_size else ()),
+        *dense.attention_rules(facts, layer),
+        dense.mlp_norm_rule(facts, layer),
+        *router_rules(facts, mixture, layer, names),
+        *_expert_rules(facts, mixture, layer, names),
+        *(_shared_expert_rules(facts, mixture, layer, names) if mixture.shared_ffn_hidden_size else ()),
     )
 
 
-def router_rules(architecture: Architecture, mixture: MixtureOfExperts, layer: int, names: MixtureNames) -> Iterator[Rule]:
+def router_rules(facts: ModelFacts, mixture: MixtureOfExperts, layer: int, names: MixtureNames) -> Iterator[Rule]:
     """Return the rules of the weights of a router and its biases."""
     experts = mixture.num_experts
-    tensors: list[tuple[str, str, tuple[int, ...]]] = [("weight", "weight", (experts, architecture.hidden_size))]
+    tensors: list[tuple[str, str, tuple[int, ...]]] = [("weight", "weight", (experts, facts.hidden_size))]
     if mixture.routing.has_bias:
         tensors.append(("bias", "bias", (experts,)))
     if mixture.routing.has_correction_bias:
@@ -95,8 +95,8 @@ def router_rules(architecture: Architecture, mixture: MixtureOfExperts, layer: i
         yield Rule(f"decoder.layers.{layer}.mlp.router.{megatron}", Kind.REPLICATED, (tensor,))
 
 
-def _expert_rules(architecture: Architecture, mixture: MixtureOfExperts, layer: int, names: MixtureNames) -> Iterator[Rule]:
-    hidden, width, experts = architecture.hidden_size, mixture.ffn_hidden_size, mixture.num_experts
+def _expert_rules(facts: ModelFacts, mixture: MixtureOfExperts, layer: int, names: MixtureNames) -> Iterator[Rule]:
+    hidden, width, experts = facts.hidden_size, mixture.ffn_hidden_size, mixture.num_experts
     blocks = tuple(f"model.layers.{layer}.{block}.experts" for block in names.blocks)
     gate_up, down = (experts, 2 * width, hidden), (experts, hidden, width)
     for expert in range(experts):
@@ -110,9 +110,9 @@ def _expert_rules(architecture: Architecture, mixture: MixtureOfExperts, layer: 
         yield Rule(f"{megatron}linear_fc2.weight", Kind.ROW, (part,))
 
 
-def _shared_expert_rules(architecture: Architecture, mixture: MixtureOfExperts, layer: int, names: MixtureNames) -> Iterator[Rule]:
+def _shared_expert_rules(facts: ModelFacts, mixture: MixtureOfExperts, layer: int, names: MixtureNames) -> Iterator[Rule]:
     """Return the rules of the expert that every token goes through. Megatron-Core cuts it as it cuts a dense MLP, not as routed experts."""
-    hidden, width = architecture.hidden_size, mixture.shared_ffn_hidden_size
+    hidden, width = facts.hidden_size, mixture.shared_ffn_hidden_size
     megatron, prefix = f"decoder.layers.{layer}.mlp.shared_experts.", f"model.layers.{layer}.{names.blocks[0]}.{names.shared}"
     gated = tuple(HuggingFaceTensor(f"{prefix}.{name}.weight", (width, hidden)) for name in (names.gate, names.up))
     yield Rule(f"{megatron}linear_fc1.weight", Kind.GATED, gated)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from converters.mapping.rule import HuggingFaceTensor, Kind, Rule
 
 if TYPE_CHECKING:
-    from converters.model_config.architecture import Architecture
+    from converters.model_config.architecture import ModelFacts
 
 OUTPUT_LAYER = "output_layer.weight"
 _LANGUAGE_MODEL = "ForCausalLM"
@@ -64,12 +64,12 @@ def read_head(config: Mapping[str, object], architecture_class: str, problems: l
     return ScoreHead(labels, bias)
 
 
-def head_rules(rules: tuple[Rule, ...], architecture: Architecture) -> tuple[Rule, ...]:
+def head_rules(rules: tuple[Rule, ...], facts: ModelFacts) -> tuple[Rule, ...]:
     """The rules of a model's parameters outside its layers, with the score layer in place of the output layer if it has one."""
-    head = architecture.head
+    head = facts.head
     if head is None:
         return rules
-    weight = HuggingFaceTensor("score.weight", (head.labels, architecture.hidden_size))
+    weight = HuggingFaceTensor("score.weight", (head.labels, facts.hidden_size))
     scoring = [Rule(OUTPUT_LAYER, Kind.REPLICATED, (weight,))]
     if head.bias:
         scoring.append(Rule("output_layer.bias", Kind.REPLICATED, (HuggingFaceTensor("score.bias", (head.labels,)),)))

@@ -16,7 +16,7 @@ from converters.mapping.rule import HuggingFaceTensor, Kind, Rule
 from converters.model_config.sizes import read_size
 
 if TYPE_CHECKING:
-    from converters.model_config.architecture import Architecture
+    from converters.model_config.architecture import ModelFacts
 
 NORM_EPSILON = 1e-6
 """Epsilon of the norms between the projections: transformers gives them that of its norm class, whatever ``rms_norm_eps`` says."""
@@ -87,10 +87,10 @@ def read_latent_attention(config: Mapping[str, object], problems: list[str]) -> 
     return latent
 
 
-def attention_rules(architecture: Architecture, layer: int) -> tuple[Rule, ...]:
+def attention_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
     """Latent attention and the norm before it."""
-    latent, heads, hidden = architecture.latent_attention, architecture.num_attention_heads, architecture.hidden_size
-    assert latent is not None, architecture.family
+    latent, heads, hidden = facts.latent_attention, facts.num_attention_heads, facts.hidden_size
+    assert latent is not None, facts.family
     query = (heads * latent.qk_head_dim, hidden)
     rows: list[tuple[str, Kind, str, tuple[int, ...]]] = [("input_layernorm", Kind.REPLICATED, "input_layernorm", (hidden,))]
     if latent.q_lora_rank is None:

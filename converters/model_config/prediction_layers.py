@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from converters.mapping.rule import HuggingFaceTensor, Kind, Rule
 
 if TYPE_CHECKING:
-    from converters.model_config.architecture import Architecture
+    from converters.model_config.architecture import Architecture, ModelFacts
 
 CONFIG_KEYS = frozenset({"num_nextn_predict_layers", "num_mtp_layers"})
 """Config keys that ``read_prediction_layers`` consumes; the second is the first by another name."""
@@ -38,15 +38,15 @@ def read_prediction_layers(config: Mapping[str, object], problems: list[str]) ->
     return value
 
 
-def prediction_rules(architecture: Architecture, index: int, layer_rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+def prediction_rules(facts: ModelFacts, index: int, layer_rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """All parameters of one prediction layer.
 
     Args:
-        architecture: the model.
+        facts: the model.
         index: of the prediction layer, from 0.
         layer_rules: of the ordinary layer of index ``num_layers + index``.
     """
-    layer, hidden = architecture.num_layers + index, architecture.hidden_size
+    layer, hidden = facts.num_layers + index, facts.hidden_size
     megatron, prefix = f"mtp.layers.{index}.", f"model.layers.{layer}."
     rules = []
     for theirs, ours in _OUTSIDE:
@@ -65,12 +65,12 @@ def usual_name(megatron_name: str) -> str:
     return _NAME.sub(rf"\g<1>{_INNER}\2", megatron_name)
 
 
-def copies(architecture: Architecture) -> Iterator[tuple[str, str]]:
+def copies(facts: ModelFacts) -> Iterator[tuple[str, str]]:
     """Tensors that a prediction layer may repeat, each with the tensor that it repeats: embedding and output layer, which are shared."""
-    for index in range(architecture.prediction_layers):
-        prefix = f"model.layers.{architecture.num_layers + index}."
+    for index in range(facts.prediction_layers):
+        prefix = f"model.layers.{facts.num_layers + index}."
         yield f"{prefix}embed_tokens.weight", "model.embed_tokens.weight"
-        head = "model.embed_tokens.weight" if architecture.tied_embeddings else "lm_head.weight"
+        head = "model.embed_tokens.weight" if facts.tied_embeddings else "lm_head.weight"
         yield f"{prefix}shared_head.head.weight", head
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from megarl.config.model_facts import ModelFacts
+from converters.model_config.architecture import ModelFacts
 
 _SCALE = 4
 """Of a norm a float32 factor a token, and of attention a float32 normaliser a token and head."""
@@ -68,8 +68,8 @@ def _attention_bytes(facts: ModelFacts, kept: Operations, recomputed: bool) -> t
     """Return what attention keeps of a token beside its input: whole on each tensor rank, and divided over them. What goes into the core of
     attention, and its output, are there whether it is recomputed or not."""
     heads, normaliser = facts.num_attention_heads, 0 if recomputed else _SCALE * facts.num_attention_heads
-    if facts.latent is not None:
-        latent, vectors = facts.latent, (facts.latent.q_lora_rank or 0) + facts.latent.kv_lora_rank
+    if facts.latent_attention is not None:
+        latent, vectors = facts.latent_attention, (facts.latent_attention.q_lora_rank or 0) + facts.latent_attention.kv_lora_rank
         # kernels want keys and values of one width: the narrower ones are filled up, and the output is cut
         wide = max(latent.qk_head_dim, latent.v_head_dim)
         numbers = heads * (4 * wide + latent.v_head_dim * (latent.qk_head_dim != latent.v_head_dim))
@@ -78,7 +78,7 @@ def _attention_bytes(facts: ModelFacts, kept: Operations, recomputed: bool) -> t
     query, key = heads * facts.head_dim, facts.num_key_value_heads * facts.head_dim
     # queries and keys after their rotation, values, output; and beside the values those before it
     numbers = 3 * (query + key) if kept.joined else 2 * (query + key)
-    norms = kept.norm * (query + key) + _SCALE * (heads + facts.num_key_value_heads) if facts.features.qk_norm else 0
+    norms = kept.norm * (query + key) + _SCALE * (heads + facts.num_key_value_heads) if facts.qk_norm else 0
     return 0, numbers * kept.element + norms + normaliser
 
 
@@ -98,7 +98,7 @@ def sparse_layer_activation_bytes(
     and its weight; and for each chosen expert its input (whole on each of the expert's tensor ranks), its weight and what its MLP keeps.
     """
     mixture = facts.mixture
-    assert mixture is not None, facts.model_type
+    assert mixture is not None, facts.family
     sizes, attention = (tokens, tensor, sequence_parallel, kept), [part for part in recomputed if part == "core_attn"]
     if "moe" in recomputed:
         return layer_activation_bytes(replace(facts, ffn_hidden_size=0), *sizes, attention)

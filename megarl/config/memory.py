@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from converters.model_config.latent_attention import LatentAttention
-from converters.model_config.mixture import MixtureOfExperts
+from converters.model_config.architecture import ModelFacts
 from megarl.config.activations import (
     Operations,
     head_activation_bytes,
@@ -22,7 +21,7 @@ from megarl.config.activations import (
 from megarl.config.arithmetic import BatchPlan, padded_vocabulary
 from megarl.config.backend import enabled_backend
 from megarl.config.layout import Layout, stage_layer_counts
-from megarl.config.model_facts import ModelFacts
+from megarl.config.parameters import expert_layer_parameters, layer_parameters, stage_layers, stage_parameters
 from megarl.models.generation.engines import is_engine
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -70,103 +69,6 @@ class RankMemory:
     def state(self) -> int:
         """What training cannot do without, whatever the batches: weights, gradients and optimizer state."""
         return self.weights + self.gradients + self.optimizer
-
-
-def layer_parameters(facts: ModelFacts, tensor: int) -> int:
-    """Parameters of one dense layer on one tensor-parallel rank: attention, gated MLP, norms.
-
-    Source: the shapes of Megatron-Core's ``SelfAttention`` and ``MLP``; output biases and norms are on every rank, all else is divided.
-    """
-    divided = 3 * facts.hidden_size * facts.ffn_hidden_size + 2 * facts.ffn_hidden_size * facts.features.mlp_bias
-    return attention_parameters(facts, tensor) + divided // tensor + facts.hidden_size * facts.features.mlp_bias
-
-
-def attention_parameters(facts: ModelFacts, tensor: int) -> int:
-    """Parameters of one layer on one tensor-parallel rank without its MLP: attention and norms."""
-    features = facts.features
-    if facts.latent is not None:
-        return _latent_attention_parameters(facts, facts.latent, tensor) + 2 * facts.hidden_size
-    query = facts.num_attention_heads * facts.head_dim
-    key_value = 2 * facts.num_key_value_heads * facts.head_dim
-    divided = facts.hidden_size * (query + key_value) + query * facts.hidden_size + (query + key_value) * features.qkv_bias
-    divided += facts.num_attention_heads * features.sinks
-    whole = 2 * facts.hidden_size + 2 * facts.head_dim * features.qk_norm + facts.hidden_size * features.attention_output_bias
-    return divided // tensor + whole
-
-
-def _latent_attention_parameters(facts: ModelFacts, latent: LatentAttention, tensor: int) -> int:
-    """Parameters of one layer's latent attention on one tensor-parallel rank, its norms included, without the norm before it.
-
-    Source: the shapes of Megatron-Core's ``MLASelfAttention``; norms are on every rank, all else is divided.
-    """
-    hidden, heads, queries = facts.hidden_size, facts.num_attention_heads, latent.q_lora_rank or 0
-    query = queries * (hidden + heads * latent.qk_head_dim) if queries else hidden * heads * latent.qk_head_dim
-    down = hidden * (latent.kv_lora_rank + latent.qk_rope_head_dim)
-    up = latent.kv_lora_rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
-    return (query + down + up + heads * latent.v_head_dim * hidden) // tensor + queries + latent.kv_lora_rank
-
-
-def sparse_layer_parameters(facts: ModelFacts, tensor: int) -> int:
-    """Parameters of one layer with experts on one tensor-parallel rank: attention, norms, router, shared expert, but no routed ones.
-
-    Source: the shapes of Megatron-Core's ``TopKRouter``, which every rank has, and of its ``SharedExpertMLP``, whose gate, where it has
-    one, every rank has.
-    """
-    mixture = _mixture_of(facts)
-    whole = facts.hidden_size * (mixture.num_experts + mixture.has_shared_gate) + mixture.num_experts * mixture.routing.has_bias
-    return attention_parameters(facts, tensor) + 3 * facts.hidden_size * mixture.shared_ffn_hidden_size // tensor + whole
-
-
-def expert_layer_parameters(facts: ModelFacts, expert: int, expert_tensor: int) -> int:
-    """Parameters of the routed experts of one layer on one rank; 0 for a dense model.
-
-    Args:
-        facts: sizes of the model.
-        expert: ranks that the experts are divided over.
-        expert_tensor: ranks that each of them is cut over.
-    """
-    mixture = facts.mixture
-    if mixture is None:
-        return 0
-    width = mixture.ffn_hidden_size // expert_tensor
-    biases = (2 * width + facts.hidden_size) * facts.features.mlp_bias
-    return mixture.num_experts // expert * (3 * facts.hidden_size * width + biases)
-
-
-def _mixture_of(facts: ModelFacts) -> MixtureOfExperts:
-    assert facts.mixture is not None, facts.model_type
-    return facts.mixture
-
-
-def stage_layers(facts: ModelFacts, stage: int, layers: list[int]) -> tuple[int, int]:
-    """Dense layers of one pipeline stage, and those with experts."""
-    first = sum(layers[:stage])
-    sparse = sum(facts.is_sparse(layer) for layer in range(first, first + layers[stage]))
-    return layers[stage] - sparse, sparse
-
-
-def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: list[int]) -> int:
-    """Parameters on one tensor-parallel rank of one pipeline stage, without routed experts.
-
-    The first stage holds the embedding, the last one the final norm and the output layer; when both are tied and there are several stages,
-    the last one holds a copy of the embedding. A model that scores has one row in the place of the output layer. The vocabulary is padded
-    to a multiple of ``tensor``.
-    """
-    vocabulary = padded_vocabulary(facts.vocab_size, tensor) // tensor * facts.hidden_size
-    dense, sparse = stage_layers(facts, stage, layers)
-    count = dense * layer_parameters(facts, tensor)
-    if sparse:
-        count += sparse * sparse_layer_parameters(facts, tensor)
-    first, last = stage == 0, stage == len(layers) - 1
-    if first:
-        count += vocabulary
-    if last:
-        count += facts.hidden_size
-        if facts.scores:
-            count += facts.hidden_size
-        elif not (facts.tied and first):
-            count += vocabulary
-    return count
 
 
 def optimizer_bytes(optimizer: Mapping[str, Any], weight_bytes: int, gradient_bytes: int) -> int:
@@ -331,7 +233,7 @@ def logit_bytes(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, pl
     are wider than the layers is their gradient copied for the products. In chunks there are the logits of one chunk, and the weight's
     gradient is summed up in float32, beside the part of a chunk. What a model that scores gives of a token is not worth counting.
     """
-    if facts.scores:
+    if facts.head is not None:
         return _Logits()
     columns, own = padded_vocabulary(facts.vocab_size, layout.tensor) // layout.tensor, BYTES[policy["precision"]]
     training, scoring = (-(-tokens // layout.context) for tokens in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan)))
@@ -359,7 +261,7 @@ def generation_cache_bytes(layers: int, policy: Mapping[str, Any], facts: ModelF
         return 0
     tokens = policy["generation_batch_size"] * policy["max_total_sequence_length"]
     # of latent attention keys and values of all heads, not what they are projected up from
-    width = 2 * facts.head_dim if facts.latent is None else facts.latent.qk_head_dim + facts.latent.v_head_dim
+    width = 2 * facts.head_dim if facts.latent_attention is None else facts.latent_attention.qk_head_dim + facts.latent_attention.v_head_dim
     return int(layers * facts.num_key_value_heads * width // layout.tensor * element * tokens)
 
 
@@ -383,7 +285,7 @@ def estimate_sharded(policy: Mapping[str, Any], facts: ModelFacts, layout: Layou
         reference: whether there is a reference policy.
     """
     element, shards, backend = BYTES[policy["precision"]], layout.data * layout.context, enabled_backend(policy)
-    whole, layer = stage_parameters(facts, layout.tensor, 0, [facts.num_layers]), layer_parameters(facts, layout.tensor)
+    whole, layer = stage_parameters(facts, layout.tensor, 0, [facts.num_layers]), layer_parameters(facts, 0, layout.tensor)
     parameters = -(-whole // shards)
     gathered = (GATHERED_LAYERS * layer + whole - facts.num_layers * layer) * element
     device_share = 0 if _offloads(policy) else 4 * parameters

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from converters.model_config.architecture import ModelFacts
 from megarl.config.algorithms import generates, own_section
 from megarl.config.backend import enabled_backend
-from megarl.config.memory import BYTES, MOMENTS, RankMemory, expert_layer_parameters, stage_layers, stage_parameters
-from megarl.config.model_facts import ModelFacts, facts_of_policy
+from megarl.config.memory import BYTES, MOMENTS, RankMemory
+from megarl.config.model_facts import facts_of_policy
 from megarl.config.models import model_sections
 from megarl.config.nested import at
+from megarl.config.parameters import model_parameters
 from megarl.models.generation.engines import is_engine
 
 GIB = 2**30
@@ -147,13 +149,6 @@ def _moment_bytes(policy: Mapping[str, Any], rank: RankMemory) -> int:
     in_float32 = policy["megatron_cfg"]["distributed_data_parallel_config"]["grad_reduce_in_fp32"] or element == 4
     copies = (element < 4) + (not in_float32)
     return rank.optimizer * moments // max(moments + copies, 1)
-
-
-def model_parameters(facts: ModelFacts, tensor: int = 1) -> int:
-    """Parameters of the whole model, or of one of the ``tensor`` ranks that share it."""
-    layers = [facts.num_layers]
-    experts = stage_layers(facts, 0, layers)[1] * expert_layer_parameters(facts, 1, tensor)
-    return stage_parameters(facts, tensor, 0, layers) + experts
 
 
 def host_memory(config: Mapping[str, Any], ranks: Sequence[RankMemory], beside: Iterable[Sequence[RankMemory]] = ()) -> int:

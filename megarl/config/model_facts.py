@@ -5,16 +5,17 @@ For the models of the recipes they are at hand, so that a dry run can size them 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from converters.families import FAMILIES
-from converters.families.base import PLAIN, Family, Features, read_windows
-from converters.model_config.latent_attention import LatentAttention
-from converters.model_config.mixture import MixtureOfExperts
+from converters.families.base import Family, read_windows
+from converters.families.usual import USUAL
+from converters.model_config.architecture import ModelFacts
+from converters.model_config.heads import ScoreHead
 from converters.model_config.sizes import SIZE_NEEDED
 from megarl.config.backend import scores
 from megarl.config.known_models import KNOWN_MODELS
@@ -30,61 +31,6 @@ _SIZES = (
     "intermediate_size",
     "vocab_size",
 )
-# families that the torch backends alone run
-_NORMALISED_HEADS = frozenset({"gemma3_text", "gemma3"})
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """Sizes of a model.
-
-    Attributes:
-        model_type: name of the architecture.
-        num_layers: transformer layers.
-        hidden_size: width of the residual stream.
-        num_attention_heads: query heads.
-        num_key_value_heads: key and value heads.
-        head_dim: width of a head.
-        ffn_hidden_size: width of the gated MLP of dense layers.
-        vocab_size: rows of the embedding, unpadded.
-        tied: the output layer is the embedding.
-        max_position: longest sequence the model was made for; None when it does not say.
-        features: which of its layers' tensors that a family may leave out there are.
-        mixture: its experts; None for a dense model.
-        latent: widths of latent attention; None for ordinary attention.
-        windows: for each layer, how many tokens a token sees, itself among them; None for all before it. Empty where no layer has one.
-        scores: a linear layer with one output is in the place of its output layer.
-    """
-
-    model_type: str
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    ffn_hidden_size: int
-    vocab_size: int
-    tied: bool
-    max_position: int | None = None
-    features: Features = PLAIN
-    mixture: MixtureOfExperts | None = None
-    latent: LatentAttention | None = None
-    windows: tuple[int | None, ...] = ()
-    scores: bool = False
-
-    @property
-    def num_experts(self) -> int:
-        """Experts of a layer that has them; 0 for a dense model."""
-        return 0 if self.mixture is None else self.mixture.num_experts
-
-    def is_sparse(self, layer: int) -> bool:
-        """Whether the layer of that index has experts instead of a dense MLP."""
-        return self.mixture is not None and self.mixture.sparse_layers[layer]
-
-    @property
-    def has_dense_layers(self) -> bool:
-        """Whether some layer has a dense MLP."""
-        return self.mixture is None or not all(self.mixture.sparse_layers)
 
 
 def read_model_facts(model_name: str) -> ModelFacts | None:
@@ -117,7 +63,9 @@ def read_model_facts(model_name: str) -> ModelFacts | None:
 def facts_of_policy(policy: Mapping[str, Any]) -> ModelFacts | None:
     """The facts of the model that a checked ``policy`` section describes; as ``read_model_facts`` otherwise."""
     facts = read_model_facts(policy["model_name"])
-    return None if facts is None else replace(facts, scores=scores(policy))
+    if facts is None or not scores(policy):
+        return facts
+    return dataclasses.replace(facts, head=ScoreHead(labels=1, bias=False), tied_embeddings=False)
 
 
 def published_config(model_name: str) -> dict[str, Any] | None:
@@ -180,68 +128,38 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
             raise ValueError(f"{key} = {text[key]}, at least 1 is needed")
     heads, num_layers = int(text["num_attention_heads"]), int(text["num_hidden_layers"])
     model_type = str(text.get("model_type") or content["model_type"])
-    features, mixture, latent = _read_family(text, model_type, num_layers)
-    return ModelFacts(
-        model_type=model_type,
-        num_layers=num_layers,
-        hidden_size=int(text["hidden_size"]),
-        num_attention_heads=heads,
-        num_key_value_heads=int(text.get("num_key_value_heads") or heads),
-        head_dim=int(text.get("head_dim") or int(text["hidden_size"]) // heads),
-        ffn_hidden_size=int(text["intermediate_size"]),
-        vocab_size=int(text["vocab_size"]),
-        tied=bool(text.get("tie_word_embeddings", content.get("tie_word_embeddings", False))),
-        max_position=_max_position(text),
-        features=features,
-        mixture=mixture,
-        latent=latent,
-        windows=_windows(text, FAMILIES.get(model_type), num_layers),
-    )
-
-
-def _read_family(
-    text: dict[str, Any], model_type: str, num_layers: int
-) -> tuple[Features, MixtureOfExperts | None, LatentAttention | None]:
-    family = FAMILIES.get(model_type)
-    if family is None:
-        return *_read_unknown_family(text, model_type, num_layers), None
+    family = FAMILIES.get(model_type, USUAL)
+    config = {**family.defaults, **text, "model_type": model_type}
     problems: list[str] = []
-    config = {**family.defaults, **text}
     mixture, latent = family.read_mixture(config, num_layers, problems), family.read_latent_attention(config, problems)
     # what else there is to say is about Megatron-Core, which another backend need not care about
     sizes = [problem for problem in problems if problem.endswith(SIZE_NEEDED)]
     if sizes:
         raise ValueError("; ".join(sizes))
-    return family.read_features(config), mixture, latent
-
-
-def _windows(text: dict[str, Any], family: Family | None, num_layers: int) -> tuple[int | None, ...]:
-    """Of a family that ``converters`` does not know, what ``layer_types`` says."""
-    if family is None:
-        found = read_windows(text, num_layers, uniform=False, by_layer=bool(text.get("layer_types")))
-    else:
-        config = {**family.defaults, **text}
-        by_layer = "layer_types" in family.config_keys
-        found = read_windows(config, num_layers, uniform=family.has_uniform_window, by_layer=by_layer)
-    return found if any(found) else ()
-
-
-def _read_unknown_family(text: dict[str, Any], model_type: str, num_layers: int) -> tuple[Features, MixtureOfExperts | None]:
-    """By the keys that most families use; experts in every layer, which no backend runs."""
-    biased = bool(text.get("attention_bias"))
-    norms = model_type in _NORMALISED_HEADS or bool(text.get("use_qk_norm"))
-    features = Features(qkv_bias=biased, attention_output_bias=biased, mlp_bias=bool(text.get("mlp_bias")), qk_norm=norms)
-    experts = next((int(text[key]) for key in ("num_experts", "num_local_experts", "n_routed_experts") if text.get(key)), 0)
-    if not experts:
-        return features, None
-    return features, MixtureOfExperts(
-        num_experts=experts,
-        experts_per_token=int(text.get("num_experts_per_tok") or 1),
-        ffn_hidden_size=int(text.get("moe_intermediate_size") or text["intermediate_size"]),
-        normalized=True,
-        sparse_layers=(True,) * num_layers,
-        auxiliary_loss_coefficient=0.0,
+    windows = _windows(config, family, num_layers)
+    return ModelFacts(
+        family=model_type,
+        num_layers=num_layers,
+        hidden_size=int(text["hidden_size"]),
+        num_attention_heads=heads,
+        num_key_value_heads=int(text.get("num_key_value_heads") or heads),
+        head_dim=latent.qk_rope_head_dim if latent else int(text.get("head_dim") or int(text["hidden_size"]) // heads),
+        ffn_hidden_size=int(text["intermediate_size"]),
+        vocab_size=int(text["vocab_size"]),
+        tied_embeddings=bool(text.get("tie_word_embeddings", content.get("tie_word_embeddings", False))),
+        max_position=_max_position(text),
+        **dataclasses.asdict(family.read_features(config)),
+        sliding_window=next((window for window in windows if window is not None), None),
+        window_layers=tuple(window is not None for window in windows) if any(windows) and not all(windows) else None,
+        mixture=mixture,
+        latent_attention=latent,
     )
+
+
+def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer; of a family that ``converters`` does not know, where ``layer_types`` says so."""
+    by_layer = bool(config.get("layer_types")) if family is USUAL else "layer_types" in family.config_keys
+    return read_windows(config, num_layers, uniform=family.has_uniform_window, by_layer=by_layer)
 
 
 def _max_position(text: dict[str, Any]) -> int | None:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from converters.model_config.architecture import ModelFacts
 from megarl.config.algorithms import generates, roles, rows_of_record, step_size
 from megarl.config.arithmetic import BatchPlan
 from megarl.config.backend import enabled_backend
 from megarl.config.layout import Layout
 from megarl.config.memory import RankMemory, estimate, estimate_sharded
 from megarl.config.memory_run import GIB, EngineMemory, Moment, device_gib, device_ledger, process_rest
-from megarl.config.model_facts import ModelFacts, facts_of_policy
+from megarl.config.model_facts import facts_of_policy
 from megarl.config.models import model_sections
 from megarl.config.nested import at, put
 from megarl.config.rules.models import with_model_as_policy

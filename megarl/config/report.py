@@ -9,6 +9,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from converters.model_config.architecture import ModelFacts
 from megarl.config.algorithms import generates, rows_of_record
 from megarl.config.arithmetic import BatchPlan
 from megarl.config.layout import Layout
@@ -22,7 +23,6 @@ from megarl.config.memory_run import (
     disk_bytes,
     host_memory,
 )
-from megarl.config.model_facts import ModelFacts
 from megarl.config.plan import batch_plan, engine_memory_of, ledger, memory_of_models, memory_of_run, size_text
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View

@@ -8,9 +8,10 @@ from typing import Any
 
 from converters.errors import ConversionError
 from converters.family_file import load_family_file
+from converters.model_config.architecture import ModelFacts
 from megarl.config.algorithms import ORDER
 from megarl.config.defaults import complete_policy, complete_run
-from megarl.config.model_facts import ModelFacts, read_model_facts
+from megarl.config.model_facts import read_model_facts
 from megarl.config.models import POLICY, model_sections, renamed
 from megarl.config.nested import at
 from megarl.config.other_trainers import without_foreign_keys

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megarl.config.model_facts import ModelFacts
+from converters.model_config.architecture import ModelFacts
+from megarl.config.parameters import multiplied
 
 Lengths = NDArray[np.float64]
 
@@ -58,24 +59,21 @@ class ModelFlops:
     def of(cls, facts: ModelFacts) -> ModelFlops:
         """The operations of a model of these sizes.
 
-        Source: the shapes of its matrices, as in ``megarl.config.memory``; latent attention as in DeepSeek-V2 (arXiv 2405.04434, section
-        2.1) with keys and values projected up.
+        Source: the mapping rules; latent attention as in DeepSeek-V2 (arXiv 2405.04434, section 2.1) with keys and values projected up.
         """
-        layers = range(facts.num_layers)
-        sparse = sum(facts.is_sparse(layer) for layer in layers)
-        experts = sparse * _sparse_mlp(facts) if sparse else 0
-        dense = (facts.num_layers - sparse) * 3 * facts.hidden_size * facts.ffn_hidden_size
-        mixture = facts.mixture
-        routed = 0 if mixture is None else sum(mixture.sparse_layers) * facts.hidden_size * mixture.num_experts
-        windows = Counter(facts.windows or [None] * facts.num_layers)
+        matrices: Counter[str] = Counter()
+        for is_sparse, layers in Counter(map(facts.is_sparse, range(facts.num_layers))).items():
+            layer = next(each for each in range(facts.num_layers) if facts.is_sparse(each) == is_sparse)
+            matrices.update({part: layers * elements for part, elements in multiplied(facts, layer).items()})
+        windows = Counter(facts.windows)
         query_width, value_width = _head_widths(facts)
         pair = 2 * facts.num_attention_heads * (query_width + value_width)
         return cls(
-            token=2.0 * (facts.num_layers * _projections(facts) + dense + experts),
-            dense_mlps=2.0 * dense,
-            experts=2.0 * experts,
-            routers=2.0 * routed,
-            logits=2.0 * facts.hidden_size * (1 if facts.scores else facts.vocab_size),
+            token=2.0 * (matrices["attention"] + matrices["dense"] + matrices["experts"]),
+            dense_mlps=2.0 * matrices["dense"],
+            experts=2.0 * matrices["experts"],
+            routers=2.0 * matrices["router"],
+            logits=2.0 * facts.hidden_size * (facts.vocab_size if facts.head is None else 1),
             pairs=tuple((window, float(count * pair)) for window, count in windows.items()),
         )
 
@@ -126,30 +124,8 @@ class ModelFlops:
         return first + decoded * (self.token + self.routers + self.logits) + self.attention(read) - self.attention(starts)
 
 
-def _projections(facts: ModelFacts) -> int:
-    """Elements of the matrices of a layer's attention."""
-    hidden, heads = facts.hidden_size, facts.num_attention_heads
-    latent = facts.latent
-    if latent is None:
-        return hidden * facts.head_dim * (2 * heads + 2 * facts.num_key_value_heads)
-    query_width = heads * latent.qk_head_dim
-    query = hidden * query_width if latent.q_lora_rank is None else latent.q_lora_rank * (hidden + query_width)
-    down = hidden * (latent.kv_lora_rank + latent.qk_rope_head_dim)
-    up = latent.kv_lora_rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
-    return query + down + up + heads * latent.v_head_dim * hidden
-
-
 def _head_widths(facts: ModelFacts) -> tuple[int, int]:
     """Widths of a head's query and value."""
-    if facts.latent is None:
+    if facts.latent_attention is None:
         return facts.head_dim, facts.head_dim
-    return facts.latent.qk_head_dim, facts.latent.v_head_dim
-
-
-def _sparse_mlp(facts: ModelFacts) -> int:
-    """Elements of the matrices that a token meets in a layer with experts, without the router."""
-    mixture = facts.mixture
-    assert mixture is not None
-    width = mixture.experts_per_token * mixture.ffn_hidden_size + mixture.shared_ffn_hidden_size
-    gate = facts.hidden_size if mixture.shared_ffn_hidden_size and mixture.has_shared_gate else 0
-    return 3 * facts.hidden_size * width + gate
+    return facts.latent_attention.qk_head_dim, facts.latent_attention.v_head_dim

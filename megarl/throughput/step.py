@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from converters.model_config.architecture import ModelFacts
 from megarl.config.backend import enabled_backend
-from megarl.config.model_facts import ModelFacts
 from megarl.observe.timing import GENERATION, STEP_SECONDS, TRAIN, TRAIN_CRITIC, Sequences
 from megarl.throughput.flops import ModelFlops
 

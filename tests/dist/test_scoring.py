@@ -10,8 +10,8 @@ import torch
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.algorithms.value_losses import PreferenceLoss, ValueLoss, last_values
-from megarl.config.memory import stage_parameters
 from megarl.config.model_facts import facts_of_policy
+from megarl.config.parameters import stage_parameters
 from megarl.parity.pool import WorkerPool
 from tests.dist import reference, scoring_jobs
 from tests.dist.batches import make_batch
@@ -240,7 +240,7 @@ def test_in_16_bit_values_are_near(pool: WorkerPool, models: dict[str, Path], la
 def test_the_memory_estimate_counts_its_parameters(pool: WorkerPool, models: dict[str, Path], layout: str) -> None:
     world, config = config_for(layout, models["llama"], "fixed")
     facts = facts_of_policy(config)
-    assert facts is not None and facts.scores
+    assert facts is not None and facts.head is not None
     held = pool.run(world, scoring_jobs.held_parameters, config)
     if layout in MEGATRON:
         assert held == [stage_parameters(facts, 2, stage, [2, 1]) for stage in (0, 0, 1, 1)]

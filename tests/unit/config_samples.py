@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from converters.families.base import Features
+from converters.model_config.architecture import ModelFacts
 from converters.model_config.mixture import MixtureOfExperts
 from megarl.config import complete_run
-from megarl.config.model_facts import ModelFacts
 
 FACTS = ModelFacts(
-    model_type="qwen2",
+    family="qwen2",
     num_layers=10,
     hidden_size=96,
     num_attention_heads=12,
@@ -19,9 +18,12 @@ FACTS = ModelFacts(
     head_dim=8,
     ffn_hidden_size=180,
     vocab_size=1003,
-    tied=False,
+    tied_embeddings=False,
     max_position=700,
-    features=Features(qkv_bias=True, attention_output_bias=False, mlp_bias=False, qk_norm=False),
+    qkv_bias=True,
+    attention_output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
 )
 
 

@@ -13,14 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
+from converters.model_config.architecture import ModelFacts
 from megarl.config.activations import head_activation_bytes, in_flight, layer_activation_bytes, operations
 from megarl.config.arithmetic import BatchPlan
 from megarl.config.known_models import KNOWN_MODELS
 from megarl.config.layout import Layout, layers_per_stage
 from megarl.config.load import load_config
-from megarl.config.memory import estimate, layer_parameters, optimizer_bytes, stage_parameters
-from megarl.config.memory_run import GRAPHS, checkpoint_bytes, checkpoints_kept, disk_bytes, host_memory, model_parameters
-from megarl.config.model_facts import ModelFacts, facts_of, read_model_facts
+from megarl.config.memory import estimate, optimizer_bytes
+from megarl.config.memory_run import GRAPHS, checkpoint_bytes, checkpoints_kept, disk_bytes, host_memory
+from megarl.config.model_facts import facts_of, read_model_facts
+from megarl.config.parameters import layer_parameters, model_parameters, stage_parameters
 from megarl.config.plan import memory_of_run
 from megarl.config.rules.view import View
 from megarl.config.validate import validate_config
@@ -77,7 +79,7 @@ def test_ranks_and_stages_hold_each_parameter_once(name: str, stages: list[int],
         if "embed_tokens" in key or "lm_head" in key:
             count = padded * facts.hidden_size
         expected += count * (tensor if any(part in key for part in replicated) else 1)
-    if facts.tied and len(stages) > 1:
+    if facts.tied_embeddings and len(stages) > 1:
         expected += padded * facts.hidden_size
     assert sum(stage_parameters(facts, tensor, stage, stages) * tensor for stage in range(len(stages))) == expected
 
@@ -143,7 +145,7 @@ def estimate_of(changes: dict[str, Any], reference: bool = True) -> Any:
 def test_estimate_of_two_stages() -> None:
     first, last = estimate_of({})
     assert [first.layers, last.layers] == layers_per_stage(10, 2)
-    layers = 5 * layer_parameters(FACTS, 2)
+    layers = 5 * layer_parameters(FACTS, 0, 2)
     vocabulary = 502 * 96
     assert (first.parameters, last.parameters) == (layers + vocabulary, layers + vocabulary + 96)
     assert (first.weights, first.gradients) == (2 * first.parameters, 2 * first.parameters)
@@ -202,7 +204,7 @@ def test_facts_of_experts_and_of_a_text_config_inside(tmp_path: Path) -> None:
     facts = read_model_facts(str(tmp_path))
     assert facts is not None
     assert dataclasses.astuple(facts)[:2] == ("gemma3_text", 6)
-    assert (facts.num_experts, facts.tied, facts.head_dim) == (4, True, 4)
+    assert (facts.num_experts, facts.tied_embeddings, facts.head_dim) == (4, True, 4)
 
 
 ROOT = Path(__file__).parents[2]
@@ -291,7 +293,7 @@ def test_an_engine_whose_rows_are_not_known_takes_vllm_s_own_number() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_fullest_stage_of_an_engine_is_counted_by_hand(tied: bool) -> None:
     """Ten layers over four stages: the most are three, and an end has a matrix of the vocabulary beside them."""
-    facts = dataclasses.replace(FACTS, tied=tied)
+    facts = dataclasses.replace(FACTS, tied_embeddings=tied)
     generation = {"vllm_cfg": {**ENGINE, "tensor_parallel_size": 2, "pipeline_parallel_size": 4}}
     engine = engine_memory(generation, {"device_memory_gib": 80.0}, facts)
     vocabulary = 1003 * 96 // 2
@@ -302,7 +304,7 @@ def test_the_fullest_stage_of_an_engine_is_counted_by_hand(tied: bool) -> None:
 
 
 def test_an_engine_without_room_for_one_longest_sequence_is_refused() -> None:
-    facts = dataclasses.replace(FACTS, tied=True)
+    facts = dataclasses.replace(FACTS, tied_embeddings=True)
     weights, token = 2 * model_parameters(facts), 10 * 4 * 8 * 2 * 2
     for tokens, refused in ((609, True), (611, False)):
         # 60 rows over 12 engines

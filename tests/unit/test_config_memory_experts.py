@@ -25,19 +25,13 @@ from transformers import (
 
 from converters.families import FAMILIES
 from converters.families.read import read_architecture
+from converters.model_config.architecture import ModelFacts
 from megarl.config.activations import layer_activation_bytes, operations, sparse_layer_activation_bytes
 from megarl.config.arithmetic import BatchPlan
 from megarl.config.layout import Layout
-from megarl.config.memory import (
-    attention_parameters,
-    estimate,
-    expert_layer_parameters,
-    layer_parameters,
-    sparse_layer_parameters,
-    stage_layers,
-    stage_parameters,
-)
-from megarl.config.model_facts import ModelFacts, facts_of, read_model_facts
+from megarl.config.memory import estimate
+from megarl.config.model_facts import facts_of, read_model_facts
+from megarl.config.parameters import expert_layer_parameters, layer_parameters, stage_layers, stage_parameters
 from megarl.errors import ConfigError
 from tests.tiers import sampled
 from tests.unit.config_samples import complete, raw_grpo
@@ -113,9 +107,10 @@ def test_what_a_file_leaves_out_is_what_transformers_fills_in(name: str) -> None
     said = {key: value for key, value in config.to_dict().items() if key not in family.defaults}
     said |= {"model_type": name, **_VALID.get(name, {})}
     architecture, facts = read_architecture(said), facts_of(said)
-    assert (facts.mixture, facts.latent) == (architecture.mixture, architecture.latent_attention)
-    names = ("qkv_bias", "attention_output_bias", "mlp_bias", "qk_norm", "sinks")
-    assert all(getattr(facts.features, name) == getattr(architecture, name) for name in names)
+    assert facts.windows == architecture.windows
+    # megarl trains no prediction layers, and counts the longest sequence with the rotary scaling
+    names = {field.name for field in dataclasses.fields(facts)} - {"sliding_window", "window_layers", "prediction_layers", "max_position"}
+    assert {name: getattr(facts, name) for name in names} == {name: getattr(architecture, name) for name in names}
 
 
 def real_model(name: str, folder: Path) -> tuple[ModelFacts, Any]:
@@ -145,11 +140,11 @@ def test_ranks_and_stages_hold_each_parameter_once(
         count = padded * facts.hidden_size if "embed_tokens" in key or "lm_head" in key else parameter.numel()
         everywhere = "norm" in key or ".router." in key or key.endswith(("gate.weight", "o_proj.bias"))
         outside += count * (tensor if everywhere else 1)
-    if facts.tied and len(stages) > 1:
+    if facts.tied_embeddings and len(stages) > 1:
         outside += padded * facts.hidden_size
     assert outside == sum(stage_parameters(facts, tensor, stage, stages) * tensor for stage in range(len(stages)))
     sparse = sum(stage_layers(facts, stage, stages)[1] for stage in range(len(stages)))
-    if facts.features.mlp_bias:  # such experts are not cut
+    if facts.mlp_bias:  # such experts are not cut
         expert_tensor = 1
     assert inside == sparse * expert_layer_parameters(facts, expert, expert_tensor) * expert * expert_tensor
     assert [facts.is_sparse(layer) for layer in range(6)] == [hasattr(layer.mlp, "experts") for layer in model.model.layers]
@@ -164,7 +159,7 @@ def test_facts_of_experts() -> None:
     assert facts.mixture is not None
     assert (facts.num_experts, facts.mixture.experts_per_token, facts.mixture.ffn_hidden_size) == (8, 3, 28)
     assert [facts.is_sparse(layer) for layer in range(6)] == [True, False, True, True, True, True]
-    assert (facts.has_dense_layers, facts.ffn_hidden_size, facts.features.qk_norm) == (True, 132, True)
+    assert (facts.has_dense_layers, facts.ffn_hidden_size, facts.qk_norm) == (True, 132, True)
     dense = facts_of({**qwen, "mlp_only_layers": list(range(6))})
     assert (dense.num_experts, dense.mixture, dense.has_dense_layers) == (0, None, True)
 
@@ -208,11 +203,10 @@ def test_a_shared_expert_is_counted_like_the_mlp_of_a_dense_layer() -> None:
     """Its gate and the scores that it weighs are each rank's own."""
     assert SHARED.mixture is not None
     without = dataclasses.replace(SHARED, mixture=dataclasses.replace(SHARED.mixture, shared_ffn_hidden_size=0))
-    features = SHARED.features
-    assert (features.qkv_bias, features.attention_output_bias, features.qk_norm) == (True, False, False)
+    assert (SHARED.qkv_bias, SHARED.attention_output_bias, SHARED.qk_norm) == (True, False, False)
     assert (SHARED.mixture.shared_ffn_hidden_size, SHARED.mixture.has_shared_gate) == (36, True)
     assert facts_of({**SHAPE, "model_type": "qwen2_moe", **EXPERTS, "num_experts": 0}).mixture is None
-    assert sparse_layer_parameters(SHARED, 3) - sparse_layer_parameters(without, 3) == 3 * 36 // 3 * 48 + 48
+    assert layer_parameters(SHARED, 0, 3) - layer_parameters(without, 0, 3) == 3 * 36 // 3 * 48 + 48
     tokens, tensor, element = 24, 2, 2
     listed = [tokens * 36 // tensor] * 3 + [tokens // tensor * 48, tokens // tensor]
     difference = sparse_layer_activation_bytes(SHARED, tokens, tensor, True, 1, GPU) - sparse_layer_activation_bytes(
@@ -251,5 +245,4 @@ def test_recomputation_keeps_the_largest_layer() -> None:
     plain, checkpointed = memory(4, 1)[0], memory(4, 1, activation_checkpointing=True)[0]
     assert checkpointed.activations < plain.activations
     dense = memory(4, 1, dataclasses.replace(FACTS, mixture=None))[0]
-    assert dense.parameters == 3 * layer_parameters(FACTS, 2) + 51 * 48
-    assert layer_parameters(FACTS, 2) - attention_parameters(FACTS, 2) == 3 * 48 * 132 // 2
+    assert dense.parameters == 3 * layer_parameters(dataclasses.replace(FACTS, mixture=None), 0, 2) + 51 * 48

@@ -44,7 +44,13 @@ def test_an_id_in_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     facts = read_model_facts("owner/tiny")
     assert facts is not None
-    assert (facts.num_layers, facts.num_key_value_heads, facts.head_dim, facts.tied, facts.max_position) == (3, 5, 4, False, None)
+    assert (facts.num_layers, facts.num_key_value_heads, facts.head_dim, facts.tied_embeddings, facts.max_position) == (
+        3,
+        5,
+        4,
+        False,
+        None,
+    )
 
 
 @pytest.mark.parametrize("name", ["-dash", "a--b", "white space", ""])

@@ -77,8 +77,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("recomputed_parts", {**SELECTIVE, "m.recompute_modules": ["core_attn", "moe"]}, {}, {"m.recompute_modules"}),
     ("recomputed_parts", {**SELECTIVE, "m.recompute_modules": ["mlp"]}, MIXTURE, {"m.recompute_modules"}),
     ("transformer_engine_needs_a_gpu", {"m.transformer_engine": True, "cluster.device": "cpu"}, {}, {"m.transformer_engine"}),
-    ("dtensor_context_parallel", {**ON_DTENSOR, "d.context_parallel_size": 3}, {"model_type": "gemma3_text"}, {"d.context_parallel_size"}),
-    ("dtensor_plan", {**ON_DTENSOR, "d.sequence_parallel": True}, {"model_type": "phi3"}, {"d.sequence_parallel"}),
+    ("dtensor_context_parallel", {**ON_DTENSOR, "d.context_parallel_size": 3}, {"family": "gemma3_text"}, {"d.context_parallel_size"}),
+    ("dtensor_plan", {**ON_DTENSOR, "d.sequence_parallel": True}, {"family": "phi3"}, {"d.sequence_parallel"}),
     ("dtensor_plan", {**ON_DTENSOR, "d.sequence_parallel": True, "d.tensor_parallel_size": 1}, {}, {"d.sequence_parallel"}),
     ("fsdp1_limits", {**ON_FSDP1, "policy.precision": "float16"}, {}, {"policy.precision"}),
     ("ranks_divide", {"cluster.gpus_per_node": 5}, {}, {"cluster.gpus_per_node"}),
@@ -124,7 +124,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     (
         "sinks_are_gathered",
         {"m.context_parallel_size": 2, "m.context_parallel_comm_type": "p2p"},
-        {"model_type": "gpt_oss"},
+        {"family": "gpt_oss"},
         {"m.context_parallel_comm_type"},
     ),
     ("layers_divide", {}, {"num_layers": 11}, {"m.pipeline_model_parallel_size"}),
@@ -784,8 +784,8 @@ SAID_ANYWAY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "the class of the model": ({"m.converter_type": "Qwen2ForCausalLM"}, {}),
-    "the type of the model": ({"m.converter_type": "qwen3_moe"}, {"model_type": "qwen3_moe"}),
-    "the class of a mixture": ({"m.converter_type": "Qwen3MoeForCausalLM"}, {"model_type": "qwen3_moe"}),
+    "the type of the model": ({"m.converter_type": "qwen3_moe"}, {"family": "qwen3_moe"}),
+    "the class of a mixture": ({"m.converter_type": "Qwen3MoeForCausalLM"}, {"family": "qwen3_moe"}),
     "the model once more": ({"g.model_name": "owner/a-model-that-is-on-no-disk"}, {}),
     "no devices of its own": ({"g.colocated": {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}}}, {}),
     "no losses of routers": ({"m.moe_aux_loss_coeff": 0.0, "m.moe_z_loss_coeff": 0.0, "m.freeze_moe_router": False}, {}),
@@ -813,7 +813,7 @@ def test_what_is_so_anyway_may_be_written_down(case: str) -> None:
 def test_the_class_of_every_known_family_is_accepted_as_its_converter() -> None:
     for model_type, family in FAMILIES.items():
         config = complete(raw_grpo(), {f"{MEGATRON}.converter_type": family.architecture_class})
-        assert keys_named("converter_is_the_model_s", config, dataclasses.replace(FACTS, model_type=model_type)) == set()
+        assert keys_named("converter_is_the_model_s", config, dataclasses.replace(FACTS, family=model_type)) == set()
 
 
 def test_no_rule_is_untested() -> None:

@@ -150,9 +150,11 @@ def test_attention_is_counted_within_the_window_of_each_layer(name: str) -> None
     config_class, options = CONFIGS[name]
     facts = facts_of(config_class(**{**SIZES, **options}).to_dict())
     flops, lengths = ModelFlops.of(facts), [0, 7, 31]
-    widths = 2 * facts.head_dim if facts.latent is None else facts.latent.qk_head_dim + facts.latent.v_head_dim
+    widths = (
+        2 * facts.head_dim if facts.latent_attention is None else facts.latent_attention.qk_head_dim + facts.latent_attention.v_head_dim
+    )
     pairs = 0
-    for window in facts.windows or (None,) * facts.num_layers:
+    for window in facts.windows:
         pairs += sum(query - key < (window or query + 1) for length in lengths for query in range(length) for key in range(query + 1))
     assert flops.attention(lengths) == 2 * facts.num_attention_heads * widths * pairs
 
@@ -161,10 +163,7 @@ def test_attention_is_counted_within_the_window_of_each_layer(name: str) -> None
 def test_windows_of_a_file_are_those_of_the_converted_model(name: str) -> None:
     config_class, options = CONFIGS[name]
     content = config_class(**{**SIZES, **options}).to_dict()
-    architecture = read_architecture(content)
-    sliding = architecture.window_layers or (True,) * architecture.num_layers
-    windows = tuple(architecture.sliding_window if slides else None for slides in sliding)
-    assert facts_of(content).windows == (windows if any(windows) else ())
+    assert facts_of(content).windows == read_architecture(content).windows
     # a file that leaves out what its class fills in
     short = {key: value for key, value in content.items() if key != "layer_types"}
     if "layer_types" not in options:

@@ -19,8 +19,8 @@ from converters.model_config.heads import ScoreHead
 from converters.model_config.prediction_layers import as_stored
 from megarl.algorithms.model_check import check_model
 from megarl.config.defaults import complete_policy
-from megarl.config.memory import stage_parameters
 from megarl.config.model_facts import facts_of_policy
+from megarl.config.parameters import stage_parameters
 from megarl.errors import ModelError
 from megarl.models.engine.scoring import SCORE, said_of_scoring, scoring_config, scoring_source
 from megarl.throughput.flops import ModelFlops

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from converters.model_config.architecture import ModelFacts
 from megarl.algorithms.train_results import scored_tokens
-from megarl.config.model_facts import ModelFacts, facts_of
+from megarl.config.model_facts import facts_of
 from megarl.errors import StateError
 from megarl.observe.step_line import throughput_line
 from megarl.observe.timing import PhaseTimer, Sequences

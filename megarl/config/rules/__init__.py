@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any
 
+from converters.model_config.architecture import ModelFacts
 from megarl.config.algorithms import run_type
-from megarl.config.model_facts import ModelFacts
 from megarl.config.models import model_sections, renamed
 from megarl.config.nested import at
 from megarl.config.rules.backends import BACKEND_RULES

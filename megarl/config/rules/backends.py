@@ -61,7 +61,7 @@ def switches_of_fsdp1(view: View) -> Iterator[Violation]:
 def converter_is_the_model_s(view: View) -> Iterator[Violation]:
     """The weights are converted by the rules of the model's own family; a name may be written down, but only the right one."""
     view.require(backend_of(view) == "megatron")
-    key, family = f"{MEGATRON}.converter_type", view.facts.model_type
+    key, family = f"{MEGATRON}.converter_type", view.facts.family
     named = view[key].lower().removesuffix("forcausallm").replace("_", "")
     known = FAMILIES.get(family)
     # Kimi-K2's model type is its own, and its class DeepSeek-V3's.
@@ -104,7 +104,7 @@ def dtensor_context_parallel(view: View) -> Iterator[Violation]:
     view.require(backend_of(view) == "dtensor")
     key = f"{DTENSOR}.context_parallel_size"
     view.require(view[key] > 1)
-    if view.facts.model_type.startswith("gemma3"):
+    if view.facts.family.startswith("gemma3"):
         yield Violation(key, view[key], "Gemma 3 mixes attention kinds that context parallelism does not offer", "set it to 1")
 
 
@@ -115,8 +115,8 @@ def dtensor_plan(view: View) -> Iterator[Violation]:
         yield Violation(
             f"{DTENSOR}.sequence_parallel", True, "it shards between tensor-parallel ranks and there is only one", "set it to false"
         )
-    elif view[f"{DTENSOR}.custom_parallel_plan"] is None and view.facts.model_type not in HAND_WRITTEN_PLANS:
-        bound = f"there is no plan with it for {view.facts.model_type!r}"
+    elif view[f"{DTENSOR}.custom_parallel_plan"] is None and view.facts.family not in HAND_WRITTEN_PLANS:
+        bound = f"there is no plan with it for {view.facts.family!r}"
         yield Violation(f"{DTENSOR}.sequence_parallel", True, bound, "set it to false, or give custom_parallel_plan")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from converters.model_config.architecture import ModelFacts
 from megarl.config.backend import scores
-from megarl.config.model_facts import ModelFacts
 from megarl.config.models import POLICY, as_of_policy
 from megarl.config.nested import at
 from megarl.config.rules.backends import BACKEND_RULES
@@ -63,7 +63,7 @@ def model_has_the_head_of_its_section(view: View) -> Iterator[Violation]:
 
 
 _BACKBONE = (
-    "model_type",
+    "family",
     "num_layers",
     "hidden_size",
     "num_attention_heads",

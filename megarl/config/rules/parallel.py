@@ -210,9 +210,9 @@ def widths_divide(view: View) -> Iterator[Violation]:
     tensor, facts = view[key], view.facts
     view.require(tensor >= 1)
     widths = {"attention heads": facts.num_attention_heads, "key-value heads": facts.num_key_value_heads}
-    if facts.latent is not None and key == TENSOR:
-        widths["columns of latent keys and values"] = facts.latent.kv_lora_rank + facts.latent.qk_rope_head_dim
-        widths["columns of latent queries"] = facts.latent.q_lora_rank or 0
+    if facts.latent_attention is not None and key == TENSOR:
+        widths["columns of latent keys and values"] = facts.latent_attention.kv_lora_rank + facts.latent_attention.qk_rope_head_dim
+        widths["columns of latent queries"] = facts.latent_attention.q_lora_rank or 0
     if facts.has_dense_layers:
         widths["MLP columns"] = facts.ffn_hidden_size
     if facts.mixture is not None and facts.mixture.shared_ffn_hidden_size:
@@ -234,9 +234,9 @@ def hidden_divides(view: View) -> Iterator[Violation]:
 
 def sinks_are_gathered(view: View) -> Iterator[Violation]:
     """Attention with sinks has no ring: the sink is in the denominator of every rank's part."""
-    view.require(backend_of(view) == "megatron" and view.facts.model_type in WITH_SINKS)
+    view.require(backend_of(view) == "megatron" and view.facts.family in WITH_SINKS)
     if view[CONTEXT] > 1 and view.get(EXCHANGE) == "p2p":
-        bound = f"the attention of {view.facts.model_type} has sinks and does not send keys and values round"
+        bound = f"the attention of {view.facts.family} has sinks and does not send keys and values round"
         yield Violation(EXCHANGE, "p2p", bound, "write all_gather")
 
 
@@ -303,7 +303,7 @@ def expert_widths_divide(view: View) -> Iterator[Violation]:
     if width % size:
         bound, candidates = f"it must divide the {width} columns of the model's experts", each_of(EXPERT_TENSOR, divisors_near(width, size))
         yield Violation(EXPERT_TENSOR, size, bound, "write a divisor of that", candidates)
-    if size > 1 and view.facts.features.mlp_bias:
+    if size > 1 and view.facts.mlp_bias:
         yield Violation(EXPERT_TENSOR, size, "Megatron-Core does not cut experts that have biases", f"write 1; raise {EXPERT} instead")
 
 
@@ -363,7 +363,7 @@ def router_options_fit(view: View) -> Iterator[Violation]:
     """What a router adds to choose experts by stays as it was loaded, and a coefficient needs a loss."""
     _of_a_mixture(view)
     if view.get(BIAS_RATE, 0):
-        bound = f"no bias of the routers of {view.facts.model_type} is updated in training: it stays as it was loaded, where there is one"
+        bound = f"no bias of the routers of {view.facts.family} is updated in training: it stays as it was loaded, where there is one"
         yield Violation(BIAS_RATE, view[BIAS_RATE], bound, f"write 0; to balance the experts set {BALANCING}")
     if view.get(COEFFICIENT) and view.get(BALANCING) == "none":
         yield Violation(COEFFICIENT, view[COEFFICIENT], f"{BALANCING} is none", "write null, or choose aux_loss")

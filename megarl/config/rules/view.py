@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from converters.model_config.architecture import ModelFacts
 from megarl.config.algorithms import algorithm_class
-from megarl.config.model_facts import ModelFacts
 from megarl.errors import ConfigError, Violation
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path, load_object
 
 if TYPE_CHECKING:
+    from converters.model_config.architecture import ModelFacts
     from megarl.config.memory_run import EngineMemory
-    from megarl.config.model_facts import ModelFacts
     from megarl.config.rules.view import Rule
     from megarl.distributed.virtual_cluster import RayVirtualCluster
     from megarl.models.generation.interfaces import RolloutEngine

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from converters.model_config.architecture import ModelFacts
 from megarl.config.arithmetic import divisors_near, each_of, multiples_near
 from megarl.config.defaults import fill
-from megarl.config.memory import BYTES, expert_layer_parameters
-from megarl.config.memory_run import GIB, GRAPHS, EngineMemory, device_gib, model_parameters
-from megarl.config.model_facts import ModelFacts
+from megarl.config.memory import BYTES
+from megarl.config.memory_run import GIB, GRAPHS, EngineMemory, device_gib
+from megarl.config.parameters import expert_layer_parameters, model_parameters
 from megarl.config.rules.generation import LONGEST
 from megarl.config.rules.parallel import GENERATION, generation_shape, training_shape
 from megarl.config.rules.view import NotApplicableError, Rule, View
@@ -117,7 +118,7 @@ def engine_memory(generation: Mapping[str, Any], cluster: Mapping[str, Any], fac
     if stages > 1:
         # the first and the last stage have a matrix of the vocabulary each, a tied one too, beside the most layers that a stage has
         vocabulary = facts.vocab_size * facts.hidden_size // tensor
-        of_layers = parameters - (1 if facts.tied else 2) * vocabulary
+        of_layers = parameters - (1 if facts.tied_embeddings else 2) * vocabulary
         parameters = -(-of_layers * layers // facts.num_layers) + vocabulary
     counters = 4 * (generation.get("vllm_kwargs") or {}).get("max_num_seqs", MAX_NUM_SEQS) * facts.vocab_size
     rest = counters + GRAPHS * (not settings.get("enforce_eager"))
@@ -129,8 +130,8 @@ def engine_memory(generation: Mapping[str, Any], cluster: Mapping[str, Any], fac
 def _cached_width(facts: ModelFacts, tensor: int) -> int:
     """Numbers that a rank of an engine keeps of a token in each layer: keys and values of its heads, or of latent attention what these are
     projected up from, which each rank has as a whole."""
-    if facts.latent is not None:
-        return facts.latent.kv_lora_rank + facts.latent.qk_rope_head_dim
+    if facts.latent_attention is not None:
+        return facts.latent_attention.kv_lora_rank + facts.latent_attention.qk_rope_head_dim
     return 2 * -(-facts.num_key_value_heads // tensor) * facts.head_dim
 
 

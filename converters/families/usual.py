@@ -1,0 +1,55 @@
+"""A family that is not known: its sizes by the keys that most families use, its layers as Llama's or, with experts, Mixtral's.
+
+It is not converted. The torch backends run such models as transformers has them, and what they take is estimated of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from converters.families.base import Family, Features
+from converters.families.dense import model_rules
+from converters.families.sparse import MixtureNames, layer_rules
+from converters.model_config.mixture import MixtureOfExperts
+
+_NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj")
+_NORMALISED_HEADS = frozenset({"gemma3_text", "gemma3"})
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def _read_features(config: Mapping[str, object]) -> Features:
+    biased = bool(config.get("attention_bias"))
+    norms = config.get("model_type") in _NORMALISED_HEADS or bool(config.get("use_qk_norm"))
+    return Features(qkv_bias=biased, attention_output_bias=biased, mlp_bias=bool(config.get("mlp_bias")), qk_norm=norms)
+
+
+def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
+    """The experts, which are taken to be in every layer."""
+    del problems
+    experts = next((_number(config[key]) for key in _EXPERTS if config.get(key)), 0)
+    if not experts:
+        return None
+    return MixtureOfExperts(
+        num_experts=experts,
+        experts_per_token=_number(config.get("num_experts_per_tok") or 1),
+        ffn_hidden_size=_number(config.get("moe_intermediate_size") or config["intermediate_size"]),
+        normalized=True,
+        sparse_layers=(True,) * num_layers,
+        auxiliary_loss_coefficient=0.0,
+    )
+
+
+def _number(value: object) -> int:
+    return int(str(value))
+
+
+USUAL = Family(
+    model_type="",
+    architecture_class="",
+    config_keys=frozenset(),
+    read_features=_read_features,
+    model_rules=model_rules,
+    layer_rules=partial(layer_rules, names=_NAMES),
+    read_mixture=_read_mixture,
+)

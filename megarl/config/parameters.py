@@ -1,0 +1,117 @@
+"""Parameters of a model and of its ranks: sums over the mapping rules of the converters, so that there is one description of a model."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import lru_cache
+
+from converters.families import FAMILIES
+from converters.families.base import Family
+from converters.families.usual import USUAL
+from converters.mapping.rule import Kind, Rule, expert_index, is_expert
+from converters.model_config.architecture import ModelFacts
+from converters.model_config.heads import head_rules
+from megarl.config.arithmetic import padded_vocabulary
+
+# a buffer, which no gradient reaches
+_NO_PARAMETER = ".router.expert_bias"
+
+
+def stage_layers(facts: ModelFacts, stage: int, layers: list[int]) -> tuple[int, int]:
+    """Dense layers of one pipeline stage, and those with experts."""
+    first = sum(layers[:stage])
+    sparse = sum(facts.is_sparse(layer) for layer in range(first, first + layers[stage]))
+    return layers[stage] - sparse, sparse
+
+
+def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: list[int]) -> int:
+    """Parameters on one tensor-parallel rank of one pipeline stage, without routed experts.
+
+    The first stage holds the embedding, the last one the final norm and the output layer; when both are tied and there are several stages,
+    the last one holds a copy of the embedding. A model that scores has one row in the place of the output layer. The vocabulary is padded
+    to a multiple of ``tensor``.
+    """
+    first, last, start = stage == 0, stage == len(layers) - 1, sum(layers[:stage])
+    rules = [rule for rule in _model_rules(facts) if (first if rule.megatron_name.startswith("embedding.") else last)]
+    outside = sum(_on_a_rank(rule, tensor) for rule in rules if rule.emits or not first)
+    return outside + sum(layer_parameters(facts, layer, tensor) for layer in range(start, start + layers[stage]))
+
+
+def layer_parameters(facts: ModelFacts, layer: int, tensor: int) -> int:
+    """Parameters of one layer on one tensor-parallel rank, without routed experts."""
+    return sum(_on_a_rank(rule, tensor) for rule in _layer_rules(facts, layer) if not is_expert(rule.megatron_name))
+
+
+def expert_layer_parameters(facts: ModelFacts, expert: int, expert_tensor: int) -> int:
+    """Parameters of the routed experts of one layer on one rank; 0 for a dense model.
+
+    Args:
+        facts: sizes of the model.
+        expert: ranks that the experts are divided over.
+        expert_tensor: ranks that each of them is cut over.
+    """
+    if facts.mixture is None:
+        return 0
+    rules = _layer_rules(facts, facts.mixture.sparse_layers.index(True))
+    return facts.num_experts // expert * sum(_on_a_rank(rule, expert_tensor) for rule in rules if _is_of_first_expert(rule))
+
+
+def model_parameters(facts: ModelFacts, tensor: int = 1) -> int:
+    """Parameters of the whole model, or of one of the ``tensor`` ranks that share it."""
+    layers = [facts.num_layers]
+    return stage_parameters(facts, tensor, 0, layers) + stage_layers(facts, 0, layers)[1] * expert_layer_parameters(facts, 1, tensor)
+
+
+def multiplied(facts: ModelFacts, layer: int) -> Counter[str]:
+    """Elements of the matrices that a token is multiplied with in a layer: of ``attention``, ``dense`` MLP, ``experts`` (those that it goes
+    to, and the shared one) and ``router``."""
+    found: Counter[str] = Counter()
+    for rule in _layer_rules(facts, layer):
+        elements = sum(math.prod(part.shape) for part in rule.parts if len(part.shape) == 2)
+        if _is_of_first_expert(rule):
+            assert facts.mixture is not None
+            found["experts"] += elements * facts.mixture.experts_per_token
+        elif not is_expert(rule.megatron_name):
+            found[_part_of(rule, facts.is_sparse(layer))] += elements
+    return found
+
+
+def _part_of(rule: Rule, is_sparse: bool) -> str:
+    if ".mlp." not in rule.megatron_name:
+        return "attention"
+    if ".router." in rule.megatron_name:
+        return "router"
+    return "experts" if is_sparse else "dense"
+
+
+def _is_of_first_expert(rule: Rule) -> bool:
+    return is_expert(rule.megatron_name) and expert_index(rule.megatron_name) == 0
+
+
+def _on_a_rank(rule: Rule, tensor: int) -> int:
+    """Elements of a parameter on one of ``tensor`` ranks."""
+    if rule.kind is Kind.VOCAB:
+        [(rows, columns)] = [part.shape for part in rule.parts]
+        return padded_vocabulary(rows, tensor) // tensor * columns
+    elements = sum(math.prod(part.shape) for part in rule.parts)
+    return elements if rule.kind is Kind.REPLICATED else elements // tensor
+
+
+def _family(facts: ModelFacts) -> Family:
+    return FAMILIES.get(facts.family, USUAL)
+
+
+def _model_rules(facts: ModelFacts) -> tuple[Rule, ...]:
+    return head_rules(_family(facts).model_rules(facts), facts)
+
+
+def _layer_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
+    """The rules of one layer; dense layers are alike, and so are those with experts."""
+    sparse = facts.is_sparse(layer)
+    return _rules_of_kind(facts, next(each for each in range(facts.num_layers) if facts.is_sparse(each) == sparse))
+
+
+@lru_cache(maxsize=16)
+def _rules_of_kind(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
+    return tuple(rule for rule in _family(facts).layer_rules(facts, layer) if not rule.megatron_name.endswith(_NO_PARAMETER))
