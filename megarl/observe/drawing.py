@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Their contrast is at least 3 to both a white and a dark page.
 COLOURS = ("#4a6fa5", "#2a9d8f", "#b8860b", "#d9772b", "#d1495b", "#5b8c3e", "#8e6bb0", "#3a8fb7", "#c8649a", "#9c6b3f")
-REWARD_COLOUR, VALIDATION_COLOUR, LOSS_COLOUR, GRAD_COLOUR, OTHER_COLOUR = "#2a9d8f", "#e76f51", "#264653", "#b5651d", "#8a9299"
+OTHER_COLOUR = "#8a9299"
 GRID_COLOUR = "#dddddd"
 STEP = f"timing/{STEP_SECONDS}"
 MOST_BARS = MOST_DOTS = 60

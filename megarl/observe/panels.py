@@ -80,6 +80,10 @@ class Panel:
         found = (series[name] for name in curve.metrics if name in series)
         return next((each for each in found if (any(each.values) if self.zero_is_absent else each.steps)), None)
 
+    def is_shown(self, series: Mapping[str, Series]) -> bool:
+        """Return whether a run has any of the curves."""
+        return any(self.shown(curve, series) for curve in self.curves)
+
 
 PANELS = (
     Panel(
@@ -190,8 +194,14 @@ def draw_all(runs: Runs, restarts: Sequence[int] = ()) -> dict[str, str]:
     pictures: dict[str, str] = {}
     with matplotlib.rc_context(_STYLE):
         for panel in PANELS:
-            figure, axes = _figure()
-            if _draw_panel(figure, axes, panel, runs, restarts):
+            if any(map(panel.is_shown, runs.values())):
+                figure, axes = _figure()
+                handles = draw_panel(axes, panel, runs)
+                for number, step in enumerate(restarts):
+                    line = axes.axvline(step, color="#888888", linewidth=1, linestyle=":", label="restart")
+                    handles += [line] if number == 0 else []
+                finish_axes(axes, panel.unit)
+                _set_legend(figure, handles, [str(handle.get_label()) for handle in handles])
                 pictures[panel.title] = _svg(figure, panel.title)
         timed = {label: series for label, series in runs.items() if phase_names(series)}
         if timed:
@@ -211,8 +221,12 @@ def _draw_timing(runs: Runs) -> str:
     return _svg(figure, "phases")
 
 
-def _draw_panel(figure: Figure, axes: Axes, panel: Panel, runs: Runs, restarts: Sequence[int]) -> bool:
-    """False when no run has any of the panel's metrics."""
+def draw_panel(axes: Axes, panel: Panel, runs: Runs) -> list[Any]:
+    """Draw the curves that the runs have of a panel; of several runs the handles tell the kinds of curves, and the page tells the runs.
+
+    Returns:
+        The handles of a legend.
+    """
     drawn: list[float] = []
     kinds: dict[int, Line2D] = {}
     for run_colour, series in zip(run_colours(len(runs)), runs.values(), strict=True):
@@ -225,9 +239,12 @@ def _draw_panel(figure: Figure, axes: Axes, panel: Panel, runs: Runs, restarts: 
                 kinds[index] = _draw_beside_others(axes, curve, found, run_colour, _LINES[index])
             else:
                 _draw_alone(axes, curve, found, (COLOURS[1], COLOURS[4], COLOURS[0])[index])
-    if not drawn:
-        return False
-    low, high = min(drawn), max(drawn)
+    _set_limits(axes, panel, min(drawn), max(drawn))
+    return [_without_colour(line) for line in kinds.values()] if kinds else axes.get_legend_handles_labels()[0]
+
+
+def _set_limits(axes: Axes, panel: Panel, low: float, high: float) -> None:
+    """Set the range of the vertical axis, and how its numbers are written."""
     if panel.fraction and low >= 0 and high <= 1:
         axes.set_ylim(-0.03, 1.03)
     elif panel.from_zero and low >= 0:
@@ -242,13 +259,6 @@ def _draw_panel(figure: Figure, axes: Axes, panel: Panel, runs: Runs, restarts: 
         axes.ticklabel_format(axis="y", useOffset=False)
     else:
         axes.yaxis.set_major_formatter("{x:,.0f}")
-    for number, step in enumerate(restarts):
-        axes.axvline(step, color="#888888", linewidth=1, linestyle=":", label="restart" if number == 0 else None)
-    finish_axes(axes, panel.unit)
-    # Of several runs it tells the kinds of curves; the page tells the runs.
-    handles = [_without_colour(line) for line in kinds.values()] if kinds else axes.get_legend_handles_labels()[0]
-    _set_legend(figure, handles, [str(handle.get_label()) for handle in handles])
-    return True
 
 
 def _set_legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str], title: str | None = None) -> None:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.errors import DataError
 from megarl.observe.drawing import (
     COLOURS,
-    GRAD_COLOUR,
-    LOSS_COLOUR,
-    REWARD_COLOUR,
-    VALIDATION_COLOUR,
     cycled_colours,
     draw_phases,
-    draw_smoothed,
     finish_axes,
     marker_of,
     one_panel,
@@ -26,23 +21,26 @@ from megarl.observe.drawing import (
     stacked_panels,
 )
 from megarl.observe.metrics_file import FILE_NAME, read_metrics, stream_metrics
-from megarl.observe.series import Series, collect_series, mean_over_runs
+from megarl.observe.panels import PANELS, draw_panel
+from megarl.observe.series import collect_series, mean_over_runs
 from megarl.observe.step_line import ACCURACY_NAMES, REWARD_NAMES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _REWARDS = tuple(name for name in REWARD_NAMES if "/" in name)
+_PICTURES = {"reward.png": ("Reward", ("Reward",)), "loss.png": ("Loss", ("Loss", "Gradient norm"))}
+"""Title and panels of the pictures of a run."""
 
 
 @plain_text()
 def plot_run(run_dir: str | Path) -> list[Path]:
     """Draw a run's curves into its directory.
 
-    ``reward.png`` (reward of the samples and validation accuracy; only when the run logged one of them), ``loss.png`` (loss,
-    validation loss, gradient norm) and ``timing.png`` (seconds of every phase, stacked); each only when there is something to
-    draw. Several ``metrics*.jsonl`` in the directory are read as one run, a later step row winning. A directory without any
-    whose children are runs is plotted child by child.
+    These are panels of the report: ``reward.png`` (reward of the samples and validation accuracy), ``loss.png`` (loss, validation loss,
+    gradient norm) and ``timing.png`` (seconds of every phase, stacked); each only when there is something to draw. Several
+    ``metrics*.jsonl`` in the directory are read as one run, a later step row winning. A directory without any whose children are runs is
+    plotted child by child.
 
     Returns:
         The files written.
@@ -60,8 +58,19 @@ def plot_run(run_dir: str | Path) -> list[Path]:
         return [path for child in children for path in plot_run(child)]
     series = collect_series(row for file in files for row in stream_metrics(file))
     name = run_labels([directory])[directory]
-    drawn = {"reward.png": _draw_reward(series, name), "loss.png": _draw_loss(series, name), "timing.png": _draw_timing(series, name)}
-    written = [_save(figure, directory / file) for file, figure in drawn.items() if figure is not None]
+    written = []
+    for file, (title, parts) in _PICTURES.items():
+        panels = [panel for panel in PANELS if panel.title in parts and panel.is_shown(series)]
+        if panels:
+            figure, grid = stacked_panels(f"{title}: {name}", len(panels))
+            for panel, axes in zip(panels, grid, strict=True):
+                draw_panel(axes, panel, {str(name): series})
+                finish_axes(axes, panel.unit, legend=True, last=axes is grid[-1])
+            written.append(_save(figure, directory / file))
+    if phase_names(series):
+        figure, axes = one_panel(f"Time of a step: {name}")
+        axes.legend(**draw_phases(axes, series), loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+        written.append(_save(figure, directory / "timing.png"))
     if not written:
         raise DataError(
             f"{files[0]} holds no reward, loss or timing ({len(series)} other metrics). Fix: let the run finish a step of training"
@@ -117,56 +126,6 @@ def overlay_runs(run_dirs: Sequence[str | Path], metrics: Sequence[str], out_png
             axes.plot(series[metric].steps, series[metric].values, color=colour, linewidth=width, linestyle=style, label=labels[run_dir])
         finish_axes(axes, metric.split("/", 1)[1].replace("_", " "), legend=axes is panels[0], last=axes is panels[-1])
     return _save(figure, Path(out_png))
-
-
-def _draw_reward(series: Mapping[str, Series], run_name: str) -> Figure | None:
-    reward, accuracy = _first(series, _REWARDS), _first(series, ACCURACY_NAMES)
-    if reward is None and accuracy is None:
-        return None
-    figure, axes = one_panel(f"Reward: {run_name}")
-    if reward is not None:
-        draw_smoothed(axes, reward, REWARD_COLOUR, "reward of sampled answers")
-    if accuracy is not None:
-        axes.plot(
-            accuracy.steps, accuracy.values, color=VALIDATION_COLOUR, linewidth=2, marker="o", markersize=5, label="validation accuracy"
-        )
-    drawn = [value for curve in (reward, accuracy) if curve is not None for value in curve.values]
-    if min(drawn) >= 0 and max(drawn) <= 1:
-        axes.set_ylim(-0.03, 1.03)
-    finish_axes(axes, "reward, accuracy (fraction)", legend=True)
-    return figure
-
-
-def _draw_loss(series: Mapping[str, Series], run_name: str) -> Figure | None:
-    loss, validation, grad_norm = (series.get(name) for name in ("train/loss", "validation/loss", "train/grad_norm"))
-    if loss is None and grad_norm is None and validation is None:
-        return None
-    two_panels = grad_norm is not None and (loss is not None or validation is not None)
-    figure, panels = stacked_panels(f"Loss: {run_name}", 2 if two_panels else 1)
-    if loss is not None:
-        draw_smoothed(panels[0], loss, LOSS_COLOUR, "training loss")
-    if validation is not None:
-        panels[0].plot(
-            validation.steps, validation.values, color=VALIDATION_COLOUR, linewidth=2, marker="o", markersize=5, label="validation loss"
-        )
-    if loss is not None or validation is not None:
-        finish_axes(panels[0], "loss", legend=True, last=not two_panels)
-    if grad_norm is not None:
-        draw_smoothed(panels[-1], grad_norm, GRAD_COLOUR, "gradient norm")
-        finish_axes(panels[-1], "gradient norm (L2)", legend=True)
-    return figure
-
-
-def _draw_timing(series: Mapping[str, Series], run_name: str) -> Figure | None:
-    if not phase_names(series):
-        return None
-    figure, axes = one_panel(f"Time of a step: {run_name}")
-    axes.legend(**draw_phases(axes, series), loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
-    return figure
-
-
-def _first(series: Mapping[str, Series], names: Iterable[str]) -> Series | None:
-    return next((series[name] for name in names if name in series), None)
 
 
 def _save(figure: Figure, path: Path) -> Path:
