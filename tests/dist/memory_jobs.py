@@ -139,11 +139,25 @@ def load_weights_and_count(config: Mapping[str, Any], directory: Path) -> dict[s
 
 def kept_for_backward(config: Mapping[str, Any], batch: Mapping[str, Any]) -> float:
     """MiB that autograd holds at most in a step."""
-    worker = jobs.build(config, init_reference_model=False)
+    worker = build(config, init_reference_model=False)
     with saved_for_backward() as saved:
         worker.train(data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss())
     worker.backend.close()
     return saved.peak
+
+
+def peaks_of_steps(config: Mapping[str, Any], batch: Mapping[str, Any]) -> list[int]:
+    """Most bytes that one step, and six steps, make and have at a time, after a first step, which makes the optimizer's state."""
+    worker = build(config, init_reference_model=False)
+    share = jobs.my_share(worker, batch, config["train_global_batch_size"])
+    peaks = []
+    for steps in (1, 1, 6):
+        with Allocations() as counted:
+            for _ in range(steps):
+                worker.train(data=share, loss_fn=NLLLoss())
+        peaks.append(counted.peak)
+    worker.backend.close()
+    return peaks[1:]
 
 
 # what a step moves

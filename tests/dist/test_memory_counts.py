@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.models.megatron.state_stream import boxes
 from megarl.parity.pool import WorkerPool
 from tests.dist.batches import make_batch
-from tests.dist.memory_jobs import kept_for_backward, load_and_count, load_weights_and_count, save_and_count
+from tests.dist.dtensor_jobs import dtensor_config
+from tests.dist.fsdp1_jobs import fsdp1_config
+from tests.dist.memory_jobs import kept_for_backward, load_and_count, load_weights_and_count, peaks_of_steps, save_and_count
 from tests.dist.save_jobs import differences, files_of, largest_piece
 from tests.models import LAYERS, policy_config, tiny_config
 from tests.tiers import newest_megatron, sampled
@@ -126,3 +129,21 @@ def test_recomputed_parts_keep_less(pool: WorkerPool, tiny_models: dict[str, Pat
     width = tiny_config("qwen3", tied=False).intermediate_size
     # one MLP is there again while its layer goes back
     assert kept["nothing"] - kept["mlp"] >= (LAYERS - 1) * rows * length * 4 * width * 4 / MEBIBYTE, kept
+
+
+@pytest.mark.parametrize("make", [policy_config, dtensor_config])
+def test_context_ranks_keep_their_share(pool: WorkerPool, tiny_models: dict[str, Path], make: Callable[..., Any]) -> None:
+    """Of one sequence; where keys and values are gathered, also those of the other ranks."""
+    batch = make_batch(1, 40, seed=0)
+    batch["input_lengths"][:] = 40
+    sizes = {"gbs": 1, "mbs": 1, "multiple": 8}
+    (alone,) = pool.run(1, kept_for_backward, make(tiny_models["qwen3"], **sizes), batch)
+    for comm, ranks, share in (("p2p", 2, 0.55), ("p2p", 4, 0.275), ("all_gather", 2, 0.59), ("all_gather", 4, 0.32)):
+        kept = pool.run(ranks, kept_for_backward, make(tiny_models["qwen3"], cp=ranks, comm=comm, **sizes), batch)
+        assert max(kept) <= share * alone, (comm, ranks)
+
+
+@pytest.mark.parametrize("make", [policy_config, dtensor_config, fsdp1_config])
+def test_memory_does_not_grow_with_steps(pool: WorkerPool, tiny_models: dict[str, Path], make: Callable[..., Any]) -> None:
+    ((one, many),) = pool.run(1, peaks_of_steps, make(tiny_models["qwen3"]), make_batch(8, 9, seed=0))
+    assert one == many > 0

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.cases.logprob_passes import passes
 from megarl.models.engine import logprob_kernels, logprobs
 from megarl.models.engine.logprobs import SoftmaxSums, VocabularyShard, vocab_parallel_logprobs, vocab_parallel_scores
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.patched import patched
 from tests.kept_tokens import _kept
+from tests.unit.logit_passes import VARIANTS, passes_of_kernels
 
 BLOCK = logprob_kernels.LARGEST_BLOCK
 
@@ -146,4 +146,5 @@ if __name__ == "__main__":
     assert logprob_kernels.INTERPRETED and logprobs._kernels("cpu"), "set TRITON_INTERPRET=1 and MEGARL_LOGPROB_KERNEL=1"
     found = {name: errors(*case, with_entropies=False) for name, *case in cases()}
     found |= {f"{name}, entropies": errors(*case, with_entropies=True) for name, *case in cases()}
-    print(json.dumps({"errors": found, "finite": without_finite_logits(), "ignored": ignored_targets(), "passes": passes()}))
+    passes = {variant: passes_of_kernels(variant) for variant in VARIANTS}
+    print(json.dumps({"errors": found, "finite": without_finite_logits(), "ignored": ignored_targets(), "passes": passes}))
