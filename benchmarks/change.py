@@ -66,13 +66,6 @@ def larger_is_better(unit: str) -> bool:
     return "speed" in unit or "a second" in unit or "filled" in unit
 
 
-def spread_of(summary: Summary) -> float:
-    """Of the repeats, relative to their median. Earlier results lack it: of normally scattered repeats it is less than half their range."""
-    if "spread" in summary:
-        return float(summary["spread"])
-    return (summary["max"] - summary["min"]) / abs(summary["median"]) / 2 if summary["median"] else 0.0
-
-
 def name_of(parameters: Mapping[str, Any]) -> str:
     """A point's parameters in words."""
     return " ".join(f"{name}={value}" for name, value in parameters.items())
@@ -112,7 +105,7 @@ def joined(runs: Sequence[Summary]) -> Summary:
         "median": middle,
         "min": min(run["min"] for run in runs),
         "max": max(run["max"] for run in runs),
-        "spread": max(map(spread_of, runs)),
+        "spread": max(run["spread"] for run in runs),
         "between": (max(medians) - min(medians)) / middle,
         "runs": len(runs),
     }
@@ -127,7 +120,7 @@ def judged(case: str, point: str, metric: str, before: Summary, after: Summary |
         after: of the later run; None where it has none.
         usual: what earlier runs of ratios of this case are apart.
     """
-    spread = spread_of(before)
+    spread = before["spread"]
     reach = REACH / _MEAN_RANGES[min(before.get("runs", 2) - 2, len(_MEAN_RANGES) - 1)]
     allowed = max(FLOOR, TIMES * spread, reach * before.get("between", 0.0), reach * usual)
     if after is None or after["median"] <= 0:
@@ -137,7 +130,7 @@ def judged(case: str, point: str, metric: str, before: Summary, after: Summary |
     verdict = SAME
     if worse - 1 > allowed:
         verdict = FELL
-    elif spread_of(after) > spread + allowed:
+    elif after["spread"] > spread + allowed:
         verdict = UNSTEADY
     elif better - 1 > allowed:
         verdict = GAINED

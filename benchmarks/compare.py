@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.baseline import unusable_cases
-from benchmarks.change import BAD, FELL, MISSING, SAME, Change, changes, spread_of
+from benchmarks.change import BAD, FELL, MISSING, SAME, Change, changes
 from benchmarks.marks import is_loaded, marks_of
 from benchmarks.tables import number, share, table
 
@@ -115,7 +115,7 @@ def _row(change: Change) -> tuple[str, ...]:
 
 
 def _with_spread(summary: Mapping[str, Any]) -> str:
-    return f"{number(summary['median'])} ({100 * spread_of(summary):.0f} %)"
+    return f"{number(summary['median'])} ({100 * summary['spread']:.0f} %)"
 
 
 def _notes(before: Sequence[Result], after: Sequence[Result]) -> list[str]:

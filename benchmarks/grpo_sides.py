@@ -60,9 +60,6 @@ class Ours:
         config: of the policy.
         task: what every side does; its prompts divide among the ranks.
         on_policy: the ratio is exactly 1 (``loss_fn.force_on_policy_ratio``), which needs no log-probabilities before training.
-
-    Attributes:
-        rollouts: of the latest step.
     """
 
     def __init__(self, config: Any, task: Task, on_policy: bool = False) -> None:
@@ -72,7 +69,7 @@ class Ours:
         from benchmarks.subject import config_of
         from megarl.algorithms.loss_functions import ClippedPGLossFn
         from megarl.data.datasets import Example
-        from megarl.rollout.collector import Collector, Rollouts
+        from megarl.rollout.collector import Collector
 
         self.worker = tiny.worker_of(config)
         self.task, self.phases = task, Phases(*(phase for phase in PHASES if not (on_policy and phase == "logprobs")))
@@ -85,7 +82,6 @@ class Ours:
         vocabulary = config_of(task.model).vocab_size
         ids = [[token % vocabulary for token in tokenizer(text)["input_ids"]] for text in task.prompts[self.share]]
         self.records = [Example(index, tuple(prompt), (), "") for index, prompt in enumerate(ids)]
-        self.rollouts: Rollouts | None = None
         self.loss_fn = ClippedPGLossFn({**tiny.CLIPPED_LOSS, "force_on_policy_ratio": on_policy})  # type: ignore[arg-type]
         timer: Any = self.phases
         self.collector = Collector(_OneRank(self.worker), tokenizer, _Digits(), timer, stop_token_ids=[])
@@ -99,8 +95,7 @@ class Ours:
             self.steps += 1
             of_all, answers = sampling_seeds(1, self.steps, len(self.task.prompts), self.task.answers), self.task.answers
             seeds = of_all[self.share.start * answers : self.share.stop * answers]
-            self.rollouts = self.collector.collect(self.records, self.task.answers, seeds)
-            batch = self._batch(self.rollouts.samples)
+            batch = self._batch(self.collector.collect(self.records, self.task.answers, seeds).samples)
             with self.phases.phase("training"):
                 self.worker.prepare_for_training()
                 result = self.worker.train(data=batch, loss_fn=self.loss_fn)

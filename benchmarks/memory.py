@@ -40,15 +40,6 @@ def use_pages(mebibytes: int = 1024) -> None:
     torch.empty(mebibytes * MEBIBYTE, dtype=torch.uint8).fill_(1)
 
 
-def in_use(device: str = "cpu") -> float:
-    """MiB that this process has now, without garbage and free blocks: resident ones, or those allocated on the CUDA device."""
-    gc.collect()
-    if device == "cuda":
-        return torch.cuda.memory_allocated() / MEBIBYTE
-    ctypes.CDLL(None).malloc_trim(0)
-    return _kibibytes("VmRSS") / 1024
-
-
 def _kibibytes(key: str) -> int:
     for line in _STATUS.read_text(encoding="ascii").splitlines():
         if line.startswith(key + ":"):

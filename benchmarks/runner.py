@@ -113,7 +113,7 @@ def _serve(case: Case, quick: bool, options: Options, results: Connection, outpu
     # before torch is imported, which reads the first once
     os.environ.update({"OMP_NUM_THREADS": "1", "MEGARL_DEVICE": options.device, "TOKENIZERS_PARALLELISM": "false"})
     try:
-        measure = importlib.import_module(case.module).measure
+        measure = getattr(importlib.import_module(case.module), case.function)
         for point in measure(quick, options) if case.takes else measure(quick):
             results.send(point)
         results.send(None)

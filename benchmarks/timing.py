@@ -123,16 +123,3 @@ def in_turn(
             if collect:
                 gc.collect()
     return seconds
-
-
-def cpu_in_turn(actions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """CPU seconds of this process for a call of each action, as ``in_turn``, after a round that is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in actions}
-    with collector_off():
-        for turn in range(repeats + 1):
-            for name, action in actions.items():
-                begun = time.process_time()
-                action()
-                if turn:
-                    seconds[name].append(time.process_time() - begun)
-    return seconds

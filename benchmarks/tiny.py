@@ -116,13 +116,3 @@ def worker_of(config: Mapping[str, Any]) -> Any:
     backend = next((name for name in BACKENDS if (config.get(f"{name}_cfg") or {}).get("enabled")), "fsdp1")
     module, name = WORKERS[backend].rsplit(".", 1)
     return getattr(importlib.import_module(module), name)(config, None, init_reference_model=False)
-
-
-def make_batch(seed: int) -> dict[str, torch.Tensor]:
-    """``ROWS`` sequences of uneven length, every token after the first a target."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(LENGTH // 2, LENGTH + 1, (ROWS,), generator=generator)
-    lengths[0] = LENGTH
-    inside = torch.arange(LENGTH)[None] < lengths[:, None]
-    ids = torch.randint(2, VOCABULARY, (ROWS, LENGTH), generator=generator) * inside
-    return {"input_ids": ids, "input_lengths": lengths, "token_mask": inside.float(), "sample_mask": torch.ones(ROWS)}

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from benchmarks.conversion import save_llama
+from benchmarks.cases.conversion import save_llama
 from converters.families.read import read_architecture
 from converters.mapping.rules import hf_tensors
 from tests.tiers import sampled, slow
@@ -42,7 +42,7 @@ def convert(argv: list[str], out: Path) -> None:
 def server() -> Iterator[ForkServerContext]:
     """Has torch in memory already: a process begins with its work, and not with ten seconds of imports."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["converters.command", "converters.importing", "converters.exporting", "benchmarks.conversion"])
+    context.set_forkserver_preload(["converters.command", "converters.importing", "converters.exporting", "benchmarks.cases.conversion"])
     yield context
 
 

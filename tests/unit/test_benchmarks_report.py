@@ -27,16 +27,15 @@ def point(backend: str, **parameters: Any) -> dict[str, Any]:
 
 
 def test_a_page_of_what_was_committed_needs_no_network_and_closes_what_it_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few = [RESULTS / name for name in ("generation-cpu.json", "step-overhead-cpu.json")]
-    for path in few:
-        (tmp_path / path.name).write_text(path.read_text())
+    for name in ("generation.json", "scaling.ranks.json"):
+        (tmp_path / name).write_text((RESULTS / name).read_text())
     assert command.main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     read = Page(text)
     assert not read.open and not read.fetched
     assert len(pictures(text)) == 2
-    assert "micro batches" in words(pictures(text)[1])
+    assert "ranks" in words(pictures(text)[1])
 
 
 def test_names_are_text_and_never_elements() -> None:

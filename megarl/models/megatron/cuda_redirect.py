@@ -6,8 +6,7 @@ Everything that is redirected is listed here and nowhere else. It happens in thr
   streams and events do nothing, and the CUDA random-number functions work on the CPU generator. They cost nothing in a forward pass.
   ``Tensor.record_stream`` is among them: it looks at the type of its argument before any function mode is asked.
 * ``CudaLiterals``, a ``TorchFunctionMode`` that rewrites ``device="cuda"``, ``.cuda()``, ``pin_memory`` and the answer of
-  ``Tensor.type()``. It costs one to three microseconds for each torch call made under it
-  (``python -m benchmarks run redirect.cost``), so ``cuda_literals`` is entered only where
+  ``Tensor.type()``. It costs one to three microseconds for each torch call made under it, so ``cuda_literals`` is entered only where
   Megatron-Core uses such literals (building, optimizer step, schedule bookkeeping, checkpoints) and ``plain_torch`` leaves it again
   inside the model's forward and backward pass. Modes are thread-local: a helper thread has to enter it itself.
 * ``without_compiler``, around the import of Megatron-Core, which gives small functions to ``torch.compile`` (its fused activations,

@@ -49,13 +49,18 @@ print(json.dumps({"peak_memory": peak}))
 """
 
 
-def measure(direction: str, quick: bool) -> Iterator[Point]:
-    """A model of 0.1 GB, with one worker and with two.
+def measure_import(quick: bool) -> Iterator[Point]:
+    """From Hugging Face to Megatron-Core."""
+    return _measured("import", quick)
 
-    Args:
-        direction: ``import`` or ``export``.
-        quick: once.
-    """
+
+def measure_export(quick: bool) -> Iterator[Point]:
+    """From Megatron-Core to Hugging Face."""
+    return _measured("export", quick)
+
+
+def _measured(direction: str, quick: bool) -> Iterator[Point]:
+    """A model of 0.1 GB, with one worker and with two."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("MEGARL_BENCHMARK_DIR")) as temporary:
         root = Path(temporary)
         written = save_llama(root / "hf", 100_000_000)

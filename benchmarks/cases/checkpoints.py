@@ -1,0 +1,163 @@
+"""Checkpoints of one rank as a run writes and reads them: a save, a load, and how long training stands still for an asynchronous save.
+
+Each against the same bytes by themselves: one raw write with fsync, one raw read, one copy. Megatron is measured; each of the other
+backends would take as long again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.options import Options
+from benchmarks.point import Metric, Point, sides
+from benchmarks.timing import Spent, collector_off, spent_in_turn
+
+if TYPE_CHECKING:
+    from megarl.checkpoint.manager import CheckpointManager
+    from megarl.checkpoint.node_memory import OwnMemory, OwnWrite
+
+BACKEND = "megatron"
+_LONGEST_S = 120.0
+
+
+def measure_save(quick: bool, options: Options) -> Iterator[Point]:
+    """Saves until the checkpoint has its name."""
+    with _trained(quick, options) as (worker, manager, directory):
+        content = _content_of(_save(worker, manager, 1))
+        saves, writes = Spent(), Spent()
+        with collector_off():
+            for turn in range(1 if quick else 3):
+                with saves.repeat():
+                    saved = _save(worker, manager, 2 + turn)
+                with writes.repeat():
+                    _write_raw(directory / "raw", content)
+                manager.verify_checkpoint(saved)
+                shutil.rmtree(saved)
+                (directory / "raw").unlink()
+        yield _point(sides("save", saves, "a raw write with fsync", writes), content)
+
+
+def measure_load(quick: bool, options: Options) -> Iterator[Point]:
+    """A checkpoint verified, byte by byte, and loaded; both from memory."""
+    from benchmarks.memory import use_pages
+
+    with _trained(quick, options) as (worker, manager, _):
+        saved = _save(worker, manager, 1)
+        use_pages()
+        spent = spent_in_turn(
+            {
+                "verify": lambda: manager.verify_checkpoint(saved),
+                "load": lambda: worker.load_checkpoint(*_parts_of(saved)),
+                "raw": lambda: _content_of(saved),
+            },
+            repeats=1 if quick else 3,
+        )
+        read = "a raw read"
+        metrics = {**sides("load", spent["load"], read, spent["raw"]), **sides("verify", spent["verify"], read, spent["raw"])}
+        yield _point(metrics, _content_of(saved))
+
+
+def measure_stall(quick: bool, options: Options) -> Iterator[Point]:
+    """The stall of an asynchronous save.
+
+    It ends when the tensors lie in shared memory, which the rank has from an earlier save, and the process that writes their files has
+    opened it. That the checkpoint becomes whole is waited for outside of what is measured.
+    """
+    import torch
+
+    from megarl.checkpoint.node_memory import OwnMemory
+
+    with _trained(quick, options) as (worker, manager, _):
+        memory = OwnMemory(manager.checkpoint_dir)
+        content = _content_of(_save(worker, manager, 1))
+        source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        target = torch.empty_like(source)
+        stalls, copies, behind = Spent(), Spent(), []
+        with collector_off():
+            for turn in range(2 if quick else 4):
+                with stalls.repeat(turn > 0):
+                    path, write = _begin(worker, manager, memory, 2 + turn, len(content))
+                behind.append(write.wait(_LONGEST_S))
+                saved = manager.finalize_checkpoint(path, is_sealed=True)
+                manager.verify_checkpoint(saved)
+                shutil.rmtree(saved)
+                with copies.repeat(turn > 0):
+                    target.copy_(source)
+        behind_seconds = {"behind_seconds": Metric.of("s until all is on the disk", behind[1:])}
+        yield _point({**sides("stall", stalls, "one copy of the bytes", copies), **behind_seconds}, content)
+
+
+def _point(metrics: dict[str, Metric], content: bytes) -> Point:
+    return Point({"backend": BACKEND}, {**metrics, "mebibytes": Metric.of("MiB of a checkpoint", [len(content) / 2**20])})
+
+
+@contextlib.contextmanager
+def _trained(quick: bool, options: Options) -> Iterator[tuple[Any, CheckpointManager, Path]]:
+    """A worker of one rank after one step, so that its optimizer has a state; the manager of its checkpoints; a directory.
+
+    The model is the one that was chosen, or has four million weights, whose checkpoint is some 70 MB, or half a million where it is to be
+    quick.
+    """
+    import torch.distributed as dist
+
+    from benchmarks import tiny
+    from benchmarks.steps import step_of
+    from benchmarks.subject import NARROW, Work, batch_of, model_of
+    from megarl.checkpoint.manager import CheckpointManager
+
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        dist.init_process_group("gloo", init_method=f"file://{directory / 'store'}", rank=0, world_size=1)
+        try:
+            model = model_of(options, directory / "model", tiny.LENGTH, **(NARROW if quick else {}))
+            worker = tiny.worker_of(tiny.policy_config(model, micro_batch=4, backend=BACKEND))
+            work = Work(tiny.ROWS, 8)
+            step_of(worker, batch_of(model, work), work.rows)()
+            yield worker, CheckpointManager({"checkpoint_dir": directory / BACKEND}), directory
+            worker.backend.close()
+        finally:
+            dist.destroy_process_group()
+
+
+def _save(worker: Any, manager: CheckpointManager, step: int) -> Path:
+    """A checkpoint as a run writes it: begun, written, synced, hashed, and given its name."""
+    path = manager.init_tmp_checkpoint(step, {"step": step, "sampler": {}})
+    worker.save_checkpoint(*_parts_of(path))
+    return manager.finalize_checkpoint(path)
+
+
+def _begin(worker: Any, manager: CheckpointManager, memory: OwnMemory, step: int, needed: int) -> tuple[Path, OwnWrite]:
+    """What a run does before it goes on."""
+    path = manager.init_tmp_checkpoint(step, {"step": step, "sampler": {}})
+    assert memory.take(needed), f"there is no memory for {needed} bytes"
+    worker.save_checkpoint(*_parts_of(memory.directories("actor")))
+    memory.hold()
+    return path, memory.write(path)
+
+
+def _parts_of(checkpoint: Path) -> tuple[str, str]:
+    """Directories of weights and optimizer in a checkpoint."""
+    return str(checkpoint / "policy" / "weights"), str(checkpoint / "policy" / "optimizer")
+
+
+def _content_of(checkpoint: Path) -> bytes:
+    """All of its bytes, one file after the other."""
+    return b"".join(path.read_bytes() for path in sorted(checkpoint.rglob("*")) if path.is_file())
+
+
+def _write_raw(path: Path, content: bytes) -> None:
+    """One file, that is on the disk afterwards."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        remaining = memoryview(content)
+        while remaining:
+            remaining = remaining[os.write(descriptor, remaining) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,261 @@
+"""A refit of as many bytes in few and in many tensors: handed to an engine on the same device, and sent to an engine apart.
+
+Against one flat copy of the bytes to a second process, and one flat broadcast over the same group. Beside them the ways that take every
+tensor for itself: copied into shared memory of its own, whose handle travels by pickle, and broadcast after its name, shape and dtype have
+travelled by pickle.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.memory import peak_of
+from benchmarks.point import Metric, Point
+from benchmarks.timing import in_turn
+from megarl.distributed.device import DeviceRuntime
+from megarl.distributed.virtual_cluster import free_port
+from megarl.models.engine.gather_stream import FullTensor, GatherStream, InFlightBucket, UnshardPlan, in_buckets
+from megarl.weight_sync.broadcast import BUFFERS, WeightBroadcaster, WeightListener
+from megarl.weight_sync.colocated import WeightReceiver, WeightSender
+from megarl.weight_sync.layout import Copy
+from megarl.weight_sync.manifest import BUCKET_BYTES, LIST_BYTES, Manifest, buffer_bytes
+from megarl.weight_sync.transfer_group import TransferGroup
+
+COUNTS = (300, 10_000)
+# of both buffers
+BUFFER_GIB = 0.125
+CALLS = 3
+"""That make one number: a handover takes some milliseconds, of which a process that wakes up late is a tenth."""
+HOST = "127.0.0.1"
+CPU = torch.device("cpu")
+
+
+def measure_handover(quick: bool) -> Iterator[Point]:
+    """One point for each number of tensors, an engine on the same device."""
+    # thousands of handles are more than a process may have open files
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    with tempfile.TemporaryDirectory() as directory:
+        dist.init_process_group("gloo", init_method=f"file://{Path(directory) / 'store'}", rank=0, world_size=1)
+        try:
+            yield from _points(_handed_over, quick)
+        finally:
+            dist.destroy_process_group()
+
+
+def measure_broadcast(quick: bool) -> Iterator[Point]:
+    """One point for each number of tensors, an engine apart."""
+    return _points(_sent, quick)
+
+
+def _points(measured: Callable[[int, int, int], dict[str, Metric]], quick: bool) -> Iterator[Point]:
+    nbytes, repeats = (16 * 2**20, 2) if quick else (128 * 2**20, 5)
+    for count in COUNTS:
+        yield Point({"tensors": count, "mebibytes": nbytes >> 20}, measured(nbytes, count, repeats))
+
+
+class _RandomWeights:
+    """bfloat16 weights of one size.
+
+    Args:
+        nbytes: of all of them, and of what is left over.
+        count: of the weights.
+
+    Attributes:
+        flat: uint8, all bytes.
+        named: weights in that memory by name.
+    """
+
+    def __init__(self, nbytes: int, count: int) -> None:
+        self.flat = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
+        elements = nbytes // 2 // count
+        memory = self.flat.view(torch.bfloat16)[: elements * count]
+        names = [f"model.layers.{index}.weight" for index in range(count)]
+        self.named = dict(zip(names, memory.split(elements), strict=True))
+        buckets = list(in_buckets(names, lambda name: self.named[name].nbytes, BUCKET_BYTES))
+        shards = memory.split([elements * len(bucket) for bucket in buckets])
+        self._buckets = [(_lying_together(bucket, elements), part.view(1, -1)) for bucket, part in zip(buckets, shards, strict=True)]
+
+    def delivery(self) -> GatherStream:
+        """All weights as Megatron and DTensor give them: in buckets of which it is known where each weight lies. Here none of them has to
+        be put together from shards first; ``refit.export`` measures that."""
+        return GatherStream(InFlightBucket(assembly, shards, None) for assembly, shards in self._buckets)
+
+    def singly(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights as FSDP1 gives them."""
+        return iter(self.named.items())
+
+
+def _lying_together(names: Sequence[str], elements: int) -> UnshardPlan:
+    return UnshardPlan(FullTensor(name, (elements,), (Copy.run_of(elements, index * elements, 0),)) for index, name in enumerate(names))
+
+
+def _metrics_of(nbytes: int, seconds: Mapping[str, Sequence[float]], memory: float) -> dict[str, Metric]:
+    """Of one number of tensors.
+
+    Args:
+        nbytes: of all weights.
+        seconds: a number a repeat of ``flat``, all bytes as one piece; of ``refit``; of ``singly``, a refit whose weights come one by one;
+            and of ``each``, every tensor handed over for itself.
+        memory: MiB that the refit took above the model.
+    """
+    return {
+        "speed": Metric.of("GB/s", [nbytes / 1e9 / one for one in seconds["refit"]]),
+        "against_flat": Metric.ratio("the speed of all bytes as one piece", seconds["flat"], seconds["refit"]),
+        "singly_against_flat": Metric.ratio("the speed of all bytes as one piece", seconds["flat"], seconds["singly"]),
+        "against_each": Metric.ratio("the speed of every tensor for itself", seconds["each"], seconds["refit"]),
+        "beyond_flat": Metric.of("ms", [1e3 * (one - flat) for one, flat in zip(seconds["refit"], seconds["flat"], strict=True)]),
+        "memory": Metric.of("MiB above the model", [memory]),
+        "buffer": Metric.of("MiB configured", [BUFFER_GIB * 1024]),
+    }
+
+
+def _handed_over(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
+    weights = _RandomWeights(nbytes, count)
+    target = torch.empty_like(weights.flat)
+    streams = {"refit": weights.delivery, "singly": weights.singly}
+    senders = {way: WeightSender(stream, DeviceRuntime(CPU, "gloo"), buffer_gib=BUFFER_GIB) for way, stream in streams.items()}
+    context = multiprocessing.get_context("spawn")
+    connection, there = context.Pipe()
+    engine = context.Process(target=_handover_engine, args=(there, senders["refit"].manifest.description()), daemon=True)
+    engine.start()
+    connection.recv()
+    actions = {
+        "flat": lambda: target.copy_(weights.flat),
+        "refit": lambda: _refit("refit", senders, connection),
+        "singly": lambda: _refit("singly", senders, connection),
+    }
+    try:
+        # the first one alone takes memory
+        memory = peak_of(actions["refit"])
+        seconds = in_turn(actions, repeats=repeats, calls=CALLS, collect=True)
+        # in turns of its own: PyTorch's manager clears its files away while what comes next runs already
+        seconds |= in_turn({"each": lambda: _one_handle_each(weights.named, connection)}, repeats=repeats, collect=True)
+    finally:
+        connection.send(None)
+        engine.join()
+        for sender in senders.values():
+            sender.close()
+    return _metrics_of(nbytes, seconds, memory)
+
+
+def _refit(way: str, senders: dict[str, WeightSender], connection: Connection) -> None:
+    """All groups, each acknowledged before the one after the next is written, as the driver does it."""
+    sender = senders[way]
+    # names do not leave the driver, which has a manifest too
+    manifest, room = sender.manifest, sender.begin(1)
+    waiting = 0
+    for keys in manifest.names_within(room):
+        group = manifest.group_named(keys)
+        [payload] = sender.send_part(group.first, group.count).values()
+        if waiting:
+            _expect(connection, "read")
+        connection.send((way, payload))
+        waiting = 1
+    _expect(connection, "read")
+
+
+def _one_handle_each(weights: dict[str, torch.Tensor], connection: Connection) -> None:
+    copies = {name: tensor.clone().share_memory_() for name, tensor in weights.items()}
+    connection.send(("handles", bytes(ForkingPickler.dumps(copies))))
+    _expect(connection, "read")
+
+
+def _expect(connection: Connection, answer: str) -> None:
+    found = connection.recv()
+    if found != answer:
+        raise RuntimeError(f"the engine says {found!r} where {answer!r} was expected")
+
+
+def _handover_engine(connection: Connection, description: dict[str, Any]) -> None:
+    """Takes every weight as a tensor that it could load; it copies none, which is the engine's own business."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    receivers = {way: WeightReceiver(Manifest.from_description(description), CPU) for way in ("refit", "singly")}
+    connection.send("ready")
+    while (message := connection.recv()) is not None:
+        way, content = message
+        if way in receivers:
+            with receivers[way].group(content) as tensors:
+                found = len(tensors)
+        else:
+            found = len(ForkingPickler.loads(content))
+        connection.send("read" if found else "nothing")
+    for receiver in receivers.values():
+        receiver.close()
+
+
+def _sent(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
+    weights = _RandomWeights(nbytes, count)
+    manifest = Manifest.of(weights.singly())
+    # the weights need not be gathered here
+    room = buffer_bytes(BUFFER_GIB, BUFFERS, lists=LIST_BYTES * count, gathered=0, largest=manifest.largest[1])
+    port = free_port(HOST)
+    context = multiprocessing.get_context("spawn")
+    orders, there = context.Pipe()
+    engine = context.Process(target=_broadcast_engine, args=(there, manifest.description(), port, nbytes), daemon=True)
+    engine.start()
+    group = TransferGroup(HOST, port, 2, 0, digest=manifest.digest, device=CPU, buffer_bytes=room, handshake_s=120.0)
+    made: list[WeightBroadcaster] = []
+
+    def first() -> None:
+        made.append(WeightBroadcaster(group, manifest))
+        _ordered(orders, "refit", lambda: made[0].send(weights.delivery(), 0))
+
+    # the first one alone takes memory
+    memory = peak_of(first)
+    actions = {
+        "flat": lambda: _ordered(orders, "flat", lambda: group.broadcast(weights.flat).wait()),
+        "refit": lambda: _ordered(orders, "refit", lambda: made[0].send(weights.delivery(), 0)),
+        "singly": lambda: _ordered(orders, "refit", lambda: made[0].send(weights.singly(), 0)),
+        "each": lambda: _ordered(orders, "each", lambda: _one_broadcast_each(group, weights.named, orders)),
+    }
+    try:
+        seconds = in_turn(actions, repeats=repeats)
+    finally:
+        orders.send(None)
+        engine.join()
+        made[0].close()
+    return _metrics_of(nbytes, seconds, memory)
+
+
+def _ordered(orders: Connection, what: str, action: Any) -> None:
+    """Do one side of it, the engine the other; over when both are."""
+    orders.send(what)
+    action()
+    found = orders.recv()
+    if found != what:
+        raise RuntimeError(f"the engine says {found!r} where {what!r} was expected")
+
+
+def _one_broadcast_each(group: TransferGroup, weights: dict[str, torch.Tensor], orders: Connection) -> None:
+    for name, tensor in weights.items():
+        orders.send(pickle.dumps((name, tuple(tensor.shape), tensor.dtype)))
+        group.broadcast(tensor).wait()
+
+
+def _broadcast_engine(orders: Connection, description: dict[str, Any], port: int, nbytes: int) -> None:
+    """Takes every weight as a tensor that it could load; it copies none, which is the engine's own business."""
+    manifest = Manifest.from_description(description)
+    group = TransferGroup(HOST, port, 2, 1, digest=manifest.digest, device=CPU, handshake_s=120.0)
+    listener = WeightListener(group, manifest)
+    target = torch.empty(nbytes, dtype=torch.uint8)
+    while (what := orders.recv()) is not None:
+        if what == "flat":
+            group.broadcast(target).wait()
+        elif what == "refit":
+            listener.receive(lambda _: None)
+        else:
+            for _ in manifest.tensors:
+                _, shape, dtype = pickle.loads(orders.recv())
+                group.broadcast(torch.empty(shape, dtype=dtype)).wait()
+        orders.send(what)
+    listener.close()
