@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
+from benchmarks.curves import ACCURACY, exported, rows_of
 
 SPEAKERS = (
     "{% for message in messages %}{% if message['role'] == 'user' %}user: {{ message['content'] }}\n"
@@ -24,7 +25,6 @@ SPEAKERS = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 TEMPLATES = {"messages": None, "messages, speakers named": SPEAKERS}
-ACCURACY = "validation/accuracy"
 
 
 def right(prompt: str, response: str, record: Mapping[str, Any]) -> dict[str, float]:
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _weights(run_dir: Path) -> bytes:
-    return (sorted((run_dir / "grpo" / "hf").iterdir())[-1] / "model.safetensors").read_bytes()
+    return (exported(run_dir / "grpo") / "model.safetensors").read_bytes()
 
 
 def _as_conversations(seed: int, plain: Path, work: Path, template: str | None) -> dict[str, Any]:
@@ -88,17 +88,16 @@ def _as_conversations(seed: int, plain: Path, work: Path, template: str | None) 
         common.append("data.max_input_seq_length=56")
     sft = [f"run_dir={work / 'sft'}", f"policy.model_name={plain / 'model'}", f"data.train={sources['demonstrations']}"]
     run(load_config(CONFIGS / "sft.yaml", [*common, *sft]))
-    exported = sorted((work / "sft" / "hf").iterdir())[-1]
     data = [f"data.{key}={sources[key]}" for key in ("train", "validation")]
-    grpo = [f"run_dir={work / 'grpo'}", f"policy.model_name={exported}", *data, f"env.reward={Path(__file__).resolve()}:right"]
+    taught = exported(work / "sft")
+    grpo = [f"run_dir={work / 'grpo'}", f"policy.model_name={taught}", *data, f"env.reward={Path(__file__).resolve()}:right"]
     run(load_config(CONFIGS / "grpo.yaml", [*common, *grpo]))
     rendered = work / "rendered.jsonl"
     rows = [json.loads(line) for line in (plain / "data" / "validation.jsonl").read_text().splitlines()]
     if template is not None:
         rows = [{**row, "prompt": f"user: {row['prompt']}\nassistant: "} for row in rows]
     rendered.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = sorted((work / "grpo" / "hf").iterdir())[-1]
-    return _figures(work / "grpo", evaluate_checkpoint(model, rendered, max_new_tokens=3))
+    return _figures(work / "grpo", evaluate_checkpoint(exported(work / "grpo"), rendered, max_new_tokens=3))
 
 
 def _source(problems: Path, work: Path) -> str:
@@ -113,8 +112,7 @@ def _source(problems: Path, work: Path) -> str:
 
 def _figures(run_dir: Path, by_transformers: float) -> dict[str, Any]:
     """Greedy accuracy of a run at every validation, and that of its export under plain transformers."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return {"accuracy": [row[ACCURACY] for row in rows if row.get(ACCURACY) is not None], "transformers": by_transformers}
+    return {"accuracy": [row[ACCURACY] for row in rows_of(run_dir) if row.get(ACCURACY) is not None], "transformers": by_transformers}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,328 @@
+"""``python -m benchmarks.curves``: the quickstart's second part in many ways, with several seeds, as figures and pictures.
+
+* ``algorithms``: every algorithm, and the first seed once more in each other layout, with what its curves then differ by.
+* ``backends``: GRPO on the three backends, each of which generates its own answers. Where two drew a different token, everything after it
+  would differ.
+* ``generation``: GRPO with answers of the policy, and of vLLM colocated and apart. Two engines draw different random numbers, so that their
+  answers, and what is learned from them, are equal in distribution only.
+
+All runs start from the same model, which has learned from a careless pupil. Runs that are finished in ``--work`` are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import environment
+
+ACCURACY = "validation/accuracy"
+LOSS, NORM, REWARD, ENTROPY = "train/loss", "train/grad_norm", "train/reward", "train/approx_entropy"
+MISMATCH = ("train/mismatch_mean", "train/mismatch_max", "train/mismatch_share_above_0.05", "train/token_mult_prob_error")
+COMPARED = (REWARD, LOSS, NORM, ENTROPY, "train/generation_length", ACCURACY)
+SEVERAL_UPDATES = ("policy.train_global_batch_size=64", "policy.learning_rate=5.0e-4")
+"""Four updates a step, so that the policy moves away from the one that has sampled, and clipped ratios mean something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run the quickstart's second part.
+
+    Attributes:
+        recipe: the quickstart's configuration.
+        layers: files that are laid over it.
+        changes: of single keys.
+        measures: metrics whose curves are kept.
+        exports: whether its model is wanted afterwards.
+        greedy: whether plain transformers judge the greedy answers of its model, before and after.
+        models: what another way has left with the first seed, by the key that it is named under.
+        against: another way whose first seed's curves are compared with these.
+    """
+
+    recipe: str = "grpo.yaml"
+    layers: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+    measures: tuple[str, ...] = (ACCURACY,)
+    exports: bool = False
+    greedy: bool = False
+    models: Mapping[str, str] = field(default_factory=dict)
+    against: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """Runs whose curves belong in one picture.
+
+    Attributes:
+        ways: by name.
+        pictures: by what is added to the file's name: a title, and for each panel, by its label, the ways in it and their measures.
+        steps: of each run.
+        seeds: of each way.
+        layouts: files that are laid over a recipe, and changes of keys, in the place of Megatron's tensor parallel 2.
+    """
+
+    ways: Mapping[str, Way]
+    pictures: Mapping[str, tuple[str, Mapping[str, Mapping[str, str]]]]
+    steps: int = 60
+    seeds: tuple[int, ...] = (1, 2, 3)
+    layouts: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
+
+
+SAMPLED = {
+    "GRPO": Way(changes=(*SEVERAL_UPDATES, "grpo.normalize_rewards=true", "grpo.use_leave_one_out_baseline=false"), exports=True),
+    "GSPO": Way(layers=("../base/gspo.yaml",), changes=SEVERAL_UPDATES),
+    "CISPO": Way(layers=("../base/cispo.yaml",), changes=SEVERAL_UPDATES),
+    "Dr.GRPO": Way(layers=("../base/dr-grpo.yaml",), changes=SEVERAL_UPDATES),
+    "RLOO": Way(layers=("../base/rloo.yaml",), changes=SEVERAL_UPDATES),
+    "REINFORCE++": Way(layers=("../base/reinforce-plus-plus.yaml",), changes=SEVERAL_UPDATES),
+    "DAPO": Way(layers=("../base/dapo.yaml",), changes=SEVERAL_UPDATES),
+    "PPO": Way("ppo.yaml", changes=SEVERAL_UPDATES),
+}
+OTHERS = {
+    "DPO": Way("dpo.yaml", measures=(ACCURACY, "validation/rewards_margin_mean"), exports=True, greedy=True),
+    "reward model": Way("rm.yaml", measures=(ACCURACY, "validation/margin")),
+    "distillation": Way("distillation.yaml", measures=("train/sampled_reverse_kl", ACCURACY), models={"teacher.model_name": "GRPO"}),
+}
+PACKED = (
+    "policy.megatron_cfg.tensor_model_parallel_size=1",
+    "+policy.sequence_packing={enabled: true, train_mb_tokens: 512, logprob_mb_tokens: 512}",
+)
+BACKENDS = {
+    "Megatron": Way(measures=COMPARED),
+    "DTensor": Way(layers=("dtensor.yaml",), measures=COMPARED, against="Megatron"),
+    "FSDP1": Way(layers=("fsdp1.yaml",), measures=COMPARED, against="Megatron"),
+}
+ENGINES = {
+    "Megatron": Way(measures=(ACCURACY, REWARD, *MISMATCH)),
+    "vLLM": Way(layers=("vllm.yaml",), measures=(ACCURACY, REWARD, *MISMATCH)),
+    "vLLM, apart": Way(layers=("vllm-apart.yaml",), measures=(ACCURACY, REWARD, *MISMATCH)),
+}
+EXPERIMENTS: Mapping[str, Experiment] = {
+    "algorithms": Experiment(
+        {**SAMPLED, **OTHERS},
+        {
+            "": ("The quickstart's second part by its algorithms", {"greedy validation accuracy": dict.fromkeys(SAMPLED, ACCURACY)}),
+            "-others": ("By their own measures", {f"{name}:\n{way.measures[0]}": {name: way.measures[0]} for name, way in OTHERS.items()}),
+        },
+        layouts={"DTensor, tensor parallel 2": (("dtensor.yaml",), ()), "Megatron, data parallel 2, packed": ((), PACKED)},
+    ),
+    "backends": Experiment(
+        BACKENDS,
+        {"": ("GRPO on three backends", {measure: dict.fromkeys(BACKENDS, measure) for measure in (LOSS, NORM, REWARD)})},
+        steps=20,
+        seeds=(1,),
+    ),
+    "generation": Experiment(
+        ENGINES,
+        {"": ("GRPO with three engines", {measure: dict.fromkeys(ENGINES, measure) for measure in (ACCURACY, REWARD, MISMATCH[1])})},
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0; figures and pictures lie where ``--out`` says."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__.splitlines()[0])
+    parser.add_argument("experiment", choices=list(EXPERIMENTS))
+    parser.add_argument("--only", nargs="+", metavar="WAY", help="these ways alone, by the names in the figures")
+    parser.add_argument("--seeds", type=int, nargs="+", help="one run of each way for each seed (default 1 2 3; backends: 1)")
+    parser.add_argument("--steps", type=int, help="of each run (default 60; backends: 20)")
+    parser.add_argument("--work", type=Path, help="directory of the runs (default runs/EXPERIMENT)")
+    parser.add_argument("--out", type=Path, help="figures FILE.json and pictures FILE*.png (default benchmarks/results/EXPERIMENT)")
+    chosen = parser.parse_args(arguments)
+    from megarl.algorithms.start import start_ray
+
+    experiment = EXPERIMENTS[chosen.experiment]
+    if unknown := set(chosen.only or ()) - experiment.ways.keys():
+        parser.error(f"--only: no such way: {', '.join(sorted(unknown))}. Fix: choose from {', '.join(experiment.ways)}")
+    out = chosen.out or Path("benchmarks/results") / chosen.experiment
+    steps = chosen.steps or experiment.steps
+    runs = Runs(experiment, chosen.work or Path("runs") / chosen.experiment, chosen.seeds or experiment.seeds, steps)
+    result: dict[str, Any] = {"commit": environment.commit(), "environment": environment.describe(), "steps": steps, "ways": {}}
+    with ExitStack() as stack:
+        start_ray(stack)
+        for name in chosen.only or experiment.ways:
+            result["ways"][name] = runs.figures_of(name)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            sys.stdout.write(f"{name:14} {json.dumps(result['ways'][name]['mean'])} {json.dumps(result['ways'][name]['differences'])}\n")
+    for suffix, (title, panels) in experiment.pictures.items():
+        _draw(out.with_name(f"{out.name}{suffix}.png"), title, panels, result["ways"])
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs of an experiment in a directory, made when their figures are asked for.
+
+    Attributes:
+        experiment: which ways and layouts there are.
+        work: holds the runs, their data and the model that all of them start from.
+        seeds: of each way; the first one is compared in other layouts.
+        steps: of each run.
+    """
+
+    experiment: Experiment
+    work: Path
+    seeds: Sequence[int]
+    steps: int
+
+    def figures_of(self, name: str) -> dict[str, Any]:
+        """Means over the seeds, curves, and what the first seed's differ by in other layouts and from another way, ready for JSON."""
+        way = self.experiment.ways[name]
+        curves = {seed: _curves(self._rows(name, seed), way) for seed in self.seeds}
+        values = {measure: [each[measure][1] for each in curves.values()] for measure in way.measures}
+        mean = {
+            "first": {measure: statistics.mean(of_seed[0] for of_seed in of_seeds) for measure, of_seeds in values.items()},
+            "last": {measure: statistics.mean(of_seed[-1] for of_seed in of_seeds) for measure, of_seeds in values.items()},
+            "largest": {measure: max(map(max, of_seeds)) for measure, of_seeds in values.items()},
+        }
+        others = {layout: self._rows(name, self.seeds[0], layout) for layout in self.experiment.layouts}
+        if way.against:
+            others[way.against] = self._rows(way.against, self.seeds[0])
+        own = self._rows(name, self.seeds[0])
+        result = {"mean": mean, "seeds": curves, "differences": {other: differences(own, rows) for other, rows in others.items()}}
+        if way.greedy:
+            result["greedy_accuracy_by_transformers"] = self._greedy([self.work / _run_name(name, seed) for seed in self.seeds])
+        return result
+
+    def _rows(self, name: str, seed: int, layout: str | None = None) -> list[dict[str, Any]]:
+        """The log of a run, which is run unless it is there."""
+        way, run_dir = self.experiment.ways[name], self.work / _run_name(name, seed, layout)
+        if (run_dir / "metrics.jsonl").exists() and (rows := rows_of(run_dir)) and rows[-1]["step"] == self.steps:
+            return rows
+        from megarl.algorithms.run import run
+        from megarl.config import load_config
+        from megarl.quickstart.__main__ import CONFIGS
+
+        train, validation = ("pairs", "validation-pairs") if way.recipe in {"dpo.yaml", "rm.yaml"} else ("train", "validation")
+        files, of_layout = self.experiment.layouts[layout] if layout else ((), ())
+        changes = [
+            f"run_dir={run_dir}",
+            f"policy.model_name={taught_model(self.work)}",
+            f"data.train.path={self.work / train}.jsonl",
+            f"data.validation.path={self.work / validation}.jsonl",
+            *([] if way.exports else ["checkpointing.enabled=false"]),
+            *way.changes,
+            *of_layout,
+            f"seed={seed}",
+            f"{Path(way.recipe).stem}.max_num_steps={self.steps}",
+            *(f"{key}={self._model_of(other)}" for key, other in way.models.items()),
+        ]
+        run(load_config(CONFIGS / way.recipe, changes, [CONFIGS / layer for layer in (*way.layers, *files)]))
+        return rows_of(run_dir)
+
+    def _model_of(self, name: str) -> Path:
+        self._rows(name, 1)
+        return exported(self.work / _run_name(name, 1))
+
+    def _greedy(self, run_dirs: Sequence[Path]) -> dict[str, Any]:
+        """Exact match of the greedy answers of the model before and of what each run exported, by plain transformers."""
+        from megarl.quickstart.material import evaluate_checkpoint
+
+        problems = self.work / "validation.jsonl"
+        after = [evaluate_checkpoint(exported(run_dir), problems, max_new_tokens=3) for run_dir in run_dirs]
+        return {"before": evaluate_checkpoint(taught_model(self.work), problems, max_new_tokens=3), "after": after}
+
+
+def _run_name(name: str, seed: int, layout: str | None = None) -> str:
+    words = [name, *([layout] if layout else []), f"seed {seed}"]
+    return "-".join(words).lower().replace(", ", "-").replace(" ", "-")
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of a run's log."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def exported(run_dir: Path) -> Path:
+    """The model that a run left at its last step."""
+    return max((run_dir / "hf").iterdir(), key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def taught_model(work: Path) -> Path:
+    """The quickstart's model after its supervised part, made on the first call beside the data of the second part."""
+    from megarl.algorithms.run import run
+    from megarl.config import load_config
+    from megarl.quickstart.__main__ import CARELESS_SHARE, CONFIGS, TRAIN_PROBLEMS, VALIDATION_PROBLEMS, VALIDATION_SEED
+    from megarl.quickstart.material import make_model, write_pairs, write_problems
+
+    model = work / "sft" / "hf" / "step_250"
+    if not model.exists():
+        work.mkdir(parents=True, exist_ok=True)
+        make_model(work / "model", 1)
+        write_problems(work / "demonstrations.jsonl", TRAIN_PROBLEMS, 5001, mistake_share=CARELESS_SHARE)
+        write_problems(work / "train.jsonl", TRAIN_PROBLEMS, 1)
+        write_problems(work / "validation.jsonl", VALIDATION_PROBLEMS, VALIDATION_SEED, "validation")
+        write_pairs(work / "pairs.jsonl", TRAIN_PROBLEMS, 1)
+        write_pairs(work / "validation-pairs.jsonl", VALIDATION_PROBLEMS, VALIDATION_SEED, "validation")
+        changes = [f"run_dir={work / 'sft'}", f"policy.model_name={work / 'model'}", f"data.train.path={work / 'demonstrations.jsonl'}"]
+        run(load_config(CONFIGS / "sft.yaml", changes))
+    return model
+
+
+def _curves(rows: Sequence[Mapping[str, Any]], way: Way) -> dict[str, tuple[list[int], list[float]]]:
+    """Steps and values of each measure, where it was logged."""
+    found = {}
+    for measure in way.measures:
+        at = [row for row in rows if row.get(measure) is not None]
+        found[measure] = ([row["step"] for row in at], [float(row[measure]) for row in at])
+    return found
+
+
+def differences(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the curves of two runs of one seed differ by.
+
+    A token whose random number lies within rounding of the bound between two tokens is drawn otherwise, and with it all that follows. So
+    the largest difference of a metric, by its largest value, is that over the steps before the first one with another sample.
+    """
+    both = list(zip(ours, theirs, strict=True))
+    apart = min((one["step"] for one, other in both if not _same_samples(one, other)), default=ours[-1]["step"] + 1)
+    largest = {}
+    for metric in COMPARED:
+        pairs = [(one[metric], other[metric]) for one, other in both if one["step"] < apart and one.get(metric) is not None]
+        if pairs:
+            largest[metric] = max(abs(one - other) for one, other in pairs) / (max(abs(one) for one, _ in pairs) or 1.0)
+    return {
+        "steps_with_equal_samples": apart - 1,
+        "largest_difference": largest,
+        "last": [rows[-1].get(ACCURACY) for rows in (ours, theirs)],
+    }
+
+
+def _same_samples(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two steps show no sign of another token: rewards, numbers of tokens, and means over tokens of their log-probability, or of
+    how far it is from the teacher's, which one of some 600 moves by more than rounding does."""
+    if any(one.get(metric) != other.get(metric) for metric in (REWARD, "train/num_tokens")):
+        return False
+    means = [metric for metric in (ENTROPY, "train/sampled_reverse_kl") if one.get(metric) is not None]
+    return all(abs(one[metric] - other[metric]) < 3e-5 for metric in means)
+
+
+def _draw(path: Path, title: str, panels: Mapping[str, Mapping[str, str]], ways: Mapping[str, Any]) -> None:
+    """A line for each way in a panel, mean and range over its seeds; ways that were not run are left out."""
+    from megarl.observe.drawing import cycled_colours, finish_axes, stacked_panels
+
+    present = {label: {name: measure for name, measure in lines.items() if name in ways} for label, lines in panels.items()}
+    present = {label: lines for label, lines in present.items() if lines}
+    if not present:
+        return
+    figure, all_axes = stacked_panels(title, len(present))
+    for axes, (label, lines) in zip(all_axes, present.items(), strict=True):
+        for colour, (name, measure) in zip(cycled_colours(len(lines)), lines.items(), strict=True):
+            curves = [each[measure] for each in ways[name]["seeds"].values()]
+            steps, values = curves[0][0], list(zip(*(curve[1] for curve in curves), strict=True))
+            axes.fill_between(steps, [min(each) for each in values], [max(each) for each in values], color=colour, alpha=0.12, linewidth=0)
+            axes.plot(steps, [statistics.mean(each) for each in values], color=colour, linewidth=2, label=name)
+        finish_axes(axes, label.replace("_", " "), legend=len(lines) > 1, last=axes is all_axes[-1])
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
