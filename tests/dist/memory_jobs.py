@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from benchmarks.memory import MEBIBYTE, Allocations, saved_for_backward
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.config.backend import enabled_backend
 from megarl.distributed.device import DeviceRuntime
@@ -25,6 +24,7 @@ from megarl.parity.jobs import WORKERS
 from megarl.patched import patched
 from tests.dist import jobs
 from tests.dist.batches import make_batch
+from tests.dist.counted_memory import MEBIBYTE, Allocations, saved_for_backward
 from tests.dist.save_jobs import OLD_WAY
 
 

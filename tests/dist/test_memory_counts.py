@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.memory import MEBIBYTE, Allocations
 from converters.checkpoint.safetensors_file import part
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.models.megatron.state_stream import boxes
 from megarl.parity.pool import WorkerPool
 from tests.dist.batches import make_batch
+from tests.dist.counted_memory import MEBIBYTE, Allocations, saved_for_backward
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
 from tests.dist.memory_jobs import kept_for_backward, load_and_count, load_weights_and_count, peaks_of_steps, save_and_count
@@ -44,6 +44,38 @@ def test_allocations_are_counted_while_they_last() -> None:
         emptied.untyped_storage().resize_(0)
         torch.ones(90)
     assert counted.peak == 4 * 100
+
+
+class Doubled(torch.autograd.Function):
+    """Saves two views of one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        double = value * 2
+        ctx.save_for_backward(double[:1], double[1:])
+        return double.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.cat(ctx.saved_tensors) * gradient
+
+
+def test_what_autograd_saves_counts_once_and_as_long_as_it_is_saved() -> None:
+    value = torch.ones(4, MEBIBYTE // 16, requires_grad=True)  # 1 MiB
+    weight = torch.nn.Parameter(torch.ones(MEBIBYTE // 16, 8))
+    with saved_for_backward() as saved:
+        for _ in range(3):
+            Doubled.apply(value).backward()
+        assert saved.peak == 1.0, "one at a time"
+        losses = [Doubled.apply(value) for _ in range(3)]
+        assert saved.peak == 3.0
+        del losses
+    with saved_for_backward() as saved:
+        product = value @ weight + value @ weight.t().t()
+        assert saved.peak == 1.0, "the value once, the parameter and its views not at all"
+        del product
+    exact = torch.full_like(value, 2.0 * 3)
+    assert value.grad is not None and torch.equal(value.grad, exact), "counting changes no gradient"
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from benchmarks import __main__ as command
 from benchmarks import runner
 from benchmarks.cases import CASES, Case
 from benchmarks.lengths import PROFILES, draw_lengths
-from benchmarks.memory import MEBIBYTE, peak_of, saved_for_backward
+from benchmarks.memory import MEBIBYTE, peak_of
 from benchmarks.point import Metric, Point
 from benchmarks.timing import in_turn
 from tests.tiers import slow
@@ -174,38 +173,6 @@ def test_drawn_lengths_have_the_mean_and_the_cap_of_their_profile(name: str) -> 
     assert min(lengths) >= 1
     assert max(lengths) <= profile.longest
     assert lengths == draw_lengths(profile, 2000, seed=7) != draw_lengths(profile, 2000, seed=8)
-
-
-class Doubled(torch.autograd.Function):
-    """Saves two views of one tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        double = value * 2
-        ctx.save_for_backward(double[:1], double[1:])
-        return double.sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return torch.cat(ctx.saved_tensors) * gradient
-
-
-def test_what_autograd_saves_counts_once_and_as_long_as_it_is_saved() -> None:
-    value = torch.ones(4, MEBIBYTE // 16, requires_grad=True)  # 1 MiB
-    weight = torch.nn.Parameter(torch.ones(MEBIBYTE // 16, 8))
-    with saved_for_backward() as saved:
-        for _ in range(3):
-            Doubled.apply(value).backward()
-        assert saved.peak == 1.0, "one at a time"
-        losses = [Doubled.apply(value) for _ in range(3)]
-        assert saved.peak == 3.0
-        del losses
-    with saved_for_backward() as saved:
-        product = value @ weight + value @ weight.t().t()
-        assert saved.peak == 1.0, "the value once, the parameter and its views not at all"
-        del product
-    exact = torch.full_like(value, 2.0 * 3)
-    assert value.grad is not None and torch.equal(value.grad, exact), "counting changes no gradient"
 
 
 def test_the_kernel_sees_the_worst_moment_and_no_earlier_one() -> None:
