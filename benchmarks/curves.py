@@ -315,11 +315,13 @@ def _draw(path: Path, title: str, panels: Mapping[str, Mapping[str, str]], ways:
         return
     figure, all_axes = stacked_panels(title, len(present))
     for axes, (label, lines) in zip(all_axes, present.items(), strict=True):
-        for colour, (name, measure) in zip(cycled_colours(len(lines)), lines.items(), strict=True):
+        for place, (colour, (name, measure)) in enumerate(zip(cycled_colours(len(lines)), lines.items(), strict=True)):
             curves = [each[measure] for each in ways[name]["seeds"].values()]
             steps, values = curves[0][0], list(zip(*(curve[1] for curve in curves), strict=True))
             axes.fill_between(steps, [min(each) for each in values], [max(each) for each in values], color=colour, alpha=0.12, linewidth=0)
-            axes.plot(steps, [statistics.mean(each) for each in values], color=colour, linewidth=2, label=name)
+            # a few curves may be equal: then broad lines are seen below narrow ones
+            width = 2 + 2.5 * (len(lines) - 1 - place) if len(lines) < 4 else 2
+            axes.plot(steps, [statistics.mean(each) for each in values], color=colour, linewidth=width, label=name)
         finish_axes(axes, label.replace("_", " "), legend=len(lines) > 1, last=axes is all_axes[-1])
     figure.savefig(path)
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from megarl.errors import DataError
 from megarl.observe.drawing import (
-    COLOURS,
     cycled_colours,
     draw_phases,
     finish_axes,
@@ -101,30 +100,6 @@ def compare_runs(run_dirs: Sequence[str | Path], out_png: str | Path) -> Path:
     if len(runs) > 1 and mean.steps:
         axes.plot(mean.steps, mean.values, color="black", linewidth=2.6, marker=marker_of(mean), label="mean over common steps")
     finish_axes(axes, metric.split("/", 1)[1].replace("_", " ") + " (fraction)", legend=True)
-    return _save(figure, Path(out_png))
-
-
-@plain_text()
-def overlay_runs(run_dirs: Sequence[str | Path], metrics: Sequence[str], out_png: str | Path) -> Path:
-    """Draw runs that should be equal over one another, a panel for each metric, broad lines below and narrow ones above.
-
-    Raises:
-        DataError: a run has no metrics file or lacks a metric.
-        MegarlError: matplotlib is not installed.
-    """
-    runs = {str(run_dir): collect_series(read_metrics(Path(run_dir) / FILE_NAME)) for run_dir in run_dirs}
-    for run_dir, series in runs.items():
-        for metric in metrics:
-            if metric not in series:
-                raise DataError(f"{run_dir} has no metric {metric}. Fix: name one of {', '.join(sorted(series))}")
-    figure, panels = stacked_panels(f"{len(runs)} runs over one another", len(metrics))
-    labels = run_labels(list(runs))
-    for metric, axes in zip(metrics, panels, strict=True):
-        for index, (run_dir, series) in enumerate(runs.items()):
-            width, style = 2.0 + 3.5 * (len(runs) - 1 - index), "-" if index == 0 else (0, (3 - index % 2, 1 + index))
-            colour = COLOURS[(2 * index + 1) % len(COLOURS)]
-            axes.plot(series[metric].steps, series[metric].values, color=colour, linewidth=width, linestyle=style, label=labels[run_dir])
-        finish_axes(axes, metric.split("/", 1)[1].replace("_", " "), legend=axes is panels[0], last=axes is panels[-1])
     return _save(figure, Path(out_png))
 
 
