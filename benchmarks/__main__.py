@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--model", metavar="CONFIG", help="a recipe, or a Hugging Face config.json or its directory")
     run.add_argument("--layout", type=_checked(layout_of), metavar="tp=2,pp=2", help="the one layout to measure")
     run.add_argument("--tokens", type=_checked(numbers_of), metavar="N,N", help="lengths of sequences")
-    run.add_argument("--rows", type=_checked(numbers_of), metavar="N,N", help="rows of data, prompts of a validation")
+    run.add_argument("--rows", type=_checked(numbers_of), metavar="N,N", help="rows of data")
     report = commands.add_parser("report", help="one page of tables and plots")
     report.add_argument("results", type=Path, metavar="DIR", help="what 'run --out' wrote; the page goes beside it")
     report.add_argument("--out", type=Path, metavar="FILE.html", help="the page (default DIR/report.html)")
