@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import __main__ as command
 from benchmarks import collectives, device, tiny
-from benchmarks.bare_loop import BareLoop
 from benchmarks.cases import CASES, grpo_step
 from benchmarks.flops import forward_flops, training_flops
 from benchmarks.options import ONE_RANK, Layout, Options, layout_of, numbers_of
@@ -104,13 +102,6 @@ def test_the_peak_of_a_cuda_device_leaves_out_what_was_there_and_earlier_peaks()
     assert device.peak_of(action, "cuda", cuda) == 3.0
 
 
-def test_the_rate_of_products_is_that_of_the_best_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(device.PRODUCT, "cpu", 64)
-    seconds = iter([9.0, 4.0, 2.0, 3.0])
-    monkeypatch.setattr(device, "clock_of", lambda _: SimpleNamespace(start=lambda: None, seconds=lambda: next(seconds)))
-    assert device.gemm_rate("cpu", repeats=3) == 2 * 64**3 / 2.0
-
-
 def test_phases_add_up_and_the_rest_is_what_no_phase_covers() -> None:
     phases = Phases("generation", "training")
     for counts in (False, True):
@@ -144,17 +135,6 @@ def test_operations_are_those_of_torch_s_own_count(tmp_path: Path) -> None:
     square = 2 * model.config.num_hidden_layers * model.config.hidden_size * 64 * 64
     assert forward_flops(model.config, [64]) + square == pytest.approx(counter.get_total_flops(), rel=0.01)
     assert training_flops(model.config, [64]) == 3 * forward_flops(model.config, [64])
-
-
-def test_the_bare_loop_takes_the_same_step_in_one_and_in_several_micro_batches(tmp_path: Path) -> None:
-    model = tiny.save_model(tmp_path, 16, **NARROW)
-    batch = batch_of(model, Work(4, 16))
-    whole, parts = BareLoop(model, 4), BareLoop(model, 1)
-    losses = [(whole.step(batch), parts.step(batch)) for _ in range(3)]
-    for one, other in losses:
-        assert one == pytest.approx(other, rel=1e-5)
-    assert losses[-1][0] < losses[0][0]
-    assert whole.optimizer.defaults["fused"] is True
 
 
 def test_a_policy_has_the_layout_that_was_asked_for(tmp_path: Path) -> None:
