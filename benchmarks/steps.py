@@ -13,7 +13,7 @@ from benchmarks.timing import Spent, over_ranks
 if TYPE_CHECKING:
     from benchmarks.options import Layout
     from benchmarks.subject import Work
-    from megarl.models.policy import PolicyConfig
+    from megarl.config.policy import PolicyConfig
 
 # the sums in another order, carried on through the optimizer steps of all repeats
 TOLERANCE = {"cpu": 1e-5, "cuda": 2e-2}

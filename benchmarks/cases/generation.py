@@ -16,7 +16,7 @@ from benchmarks.point import Metric, Point
 from megarl.parity.pool import WorkerPool
 
 if TYPE_CHECKING:
-    from megarl.models.policy import PolicyConfig
+    from megarl.config.policy import PolicyConfig
 
 VOCABULARY, NEW_TOKENS, LONGEST = 379, 8, 80
 SIZES = {

@@ -25,7 +25,7 @@ from benchmarks.timing import Spent, over_ranks
 if TYPE_CHECKING:
     from benchmarks.grpo_sides import Task
     from benchmarks.ranks import Ranks
-    from megarl.models.policy import PolicyConfig
+    from megarl.config.policy import PolicyConfig
 
 BACKENDS = ("megatron", "dtensor")
 ANSWERS, NEW_TOKENS = 8, 8

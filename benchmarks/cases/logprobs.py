@@ -17,7 +17,7 @@ from benchmarks.timing import Spent
 
 if TYPE_CHECKING:
     from benchmarks.subject import Work
-    from megarl.models.policy import PolicyConfig
+    from megarl.config.policy import PolicyConfig
 
 # of float32, and of matrix products in bfloat16, at log-probabilities around -10
 TOLERANCE = {"cpu": 1e-4, "cuda": 0.2}

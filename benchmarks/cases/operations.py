@@ -37,7 +37,7 @@ from megarl.parity.pool import WorkerPool
 from megarl.patched import patched
 
 if TYPE_CHECKING:
-    from megarl.models.policy import PolicyConfig
+    from megarl.config.policy import PolicyConfig
 
 TOKENS = 512
 SEQUENCES = (2, 16, 64)

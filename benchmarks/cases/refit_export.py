@@ -17,7 +17,7 @@ from megarl.parity.pool import WorkerPool
 if TYPE_CHECKING:
     import torch
 
-    from megarl.models.policy import PolicyConfig
+    from megarl.config.policy import PolicyConfig
 
 LAYERS, HIDDEN = 8, 64
 # experts of a layer; times the width of an expert it is always about the same

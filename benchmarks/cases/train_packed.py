@@ -16,7 +16,7 @@ from benchmarks.point import Metric, Point
 from megarl.parity.pool import WorkerPool
 
 if TYPE_CHECKING:
-    from megarl.models.policy import PolicyConfig
+    from megarl.config.policy import PolicyConfig
 
 LONGEST = 160
 ROWS = 16

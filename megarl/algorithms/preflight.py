@@ -27,6 +27,7 @@ from megarl import env
 from megarl.algorithms.start import engine_of
 from megarl.checkpoint.manifest import read_signing_key
 from megarl.config.data_sources import sources_of
+from megarl.config.engines import KEY as GENERATION_BACKEND
 from megarl.config.environments import environment_class, environments_of, rewards_of
 from megarl.config.memory_run import disk_bytes
 from megarl.config.model_facts import facts_of_policy
@@ -40,7 +41,6 @@ from megarl.distributed import nvml
 from megarl.distributed.node_choice import local_slots
 from megarl.errors import ConfigError, MachineError, Violation, numbered
 from megarl.import_path import is_import_path
-from megarl.models.generation.engines import KEY as GENERATION_BACKEND
 from megarl.redaction import redacted_text
 from megarl.rollout.rewards import RewardSpec, get_reward
 

@@ -30,8 +30,8 @@ from megarl.errors import (
 from megarl.redaction import redacted
 
 if TYPE_CHECKING:
-    from megarl.algorithms.algorithm import Role
     from megarl.checkpoint.manager import CheckpointManager
+    from megarl.config.plugins import Role
     from megarl.models.policy.interfaces import PolicyInterface
 
 logger = logging.getLogger(__name__)

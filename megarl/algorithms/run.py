@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 
 from converters.checkpoint.files import first_special, rename_surely
-from megarl.algorithms.algorithm import ACTOR, Parts, Role
+from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts, Role
 from megarl.algorithms.earlier_launch import CONFIG_FILE, keep_template_date, kept_configs, require_same_recipe
 from megarl.algorithms.inputs import Inputs, read_inputs, require_a_step_of_records
 from megarl.algorithms.loop import Reporting, Schedule, run_loop, total_steps
@@ -229,7 +229,7 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
             samples = _open_samples(config, run_dir, start, reporting.sinks, inputs.tokenizer, stack)
         read = inputs.tokenizer, inputs.environment, inputs.train, inputs.validation
         parts = Parts(launch.placed, models, refit, *read, sampler, reporting.timer, skipped, samples, turns)
-        algorithm = algorithm_class(config["algorithm"])(parts)
+        algorithm = cast("type[Algorithm]", algorithm_class(config["algorithm"]))(parts)
         memory = None if manager is None else _checkpoint_memory(launch, manager, models, stack)
         writer = _writer(manager, models, turns, config, launch.attempt, samples, memory)
         if writer is not None:

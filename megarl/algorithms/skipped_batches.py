@@ -16,8 +16,8 @@ from megarl.errors import BatchError, NonFiniteError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megarl.algorithms.algorithm import Role
     from megarl.algorithms.interfaces import LossFunction
+    from megarl.config.plugins import Role
     from megarl.data.datasets import Example
     from megarl.distributed.batched_data_dict import BatchedDataDict
     from megarl.models.policy.interfaces import PolicyInterface

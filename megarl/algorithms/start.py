@@ -19,6 +19,7 @@ from megarl.algorithms.resume import ResumePoint
 from megarl.checkpoint.background import CheckpointMemory
 from megarl.checkpoint.node_memory import OwnMemory
 from megarl.config.algorithms import algorithm_class, generates
+from megarl.config.engines import engine_kind, is_engine
 from megarl.config.models import model_roles
 from megarl.config.nested import at
 from megarl.config.plan import has_reference_policy, size_text
@@ -27,7 +28,7 @@ from megarl.config.rules.run import POLICY_WORKERS
 from megarl.config.rules.view import View
 from megarl.distributed import nvml
 from megarl.errors import ConfigError, Violation
-from megarl.models.generation.engines import EngineKind, engine_kind, is_engine, started_on_empty_devices
+from megarl.models.generation.engines import EngineKind, started_on_empty_devices
 from megarl.observe.progress import phase
 
 if TYPE_CHECKING:

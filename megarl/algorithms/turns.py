@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megarl.algorithms.algorithm import Role
+    from megarl.config.plugins import Role
     from megarl.models.policy.lm_policy import Policy
 
 

@@ -16,7 +16,7 @@ from megarl.import_path import is_import_path, load_object
 from megarl.key import Key, keys_of, section_types
 
 if TYPE_CHECKING:
-    from megarl.algorithms.algorithm import Algorithm, ModelSection, Role
+    from megarl.config.plugins import AlgorithmSpec, ModelSection, Role
 
 KEY = "algorithm"
 
@@ -66,7 +66,7 @@ OF_ALGORITHMS = ("grpo", "sft", "dpo", "rm", "ppo", "critic", "reward_model", "d
 
 
 @cache
-def algorithm_class(name: str) -> type[Algorithm]:
+def algorithm_class(name: str) -> type[AlgorithmSpec]:
     """The algorithm of that name or import path.
 
     Raises:
@@ -87,7 +87,7 @@ def algorithm_class(name: str) -> type[Algorithm]:
     return found
 
 
-def _fault_of(algorithm: type[Algorithm]) -> tuple[str, str] | None:
+def _fault_of(algorithm: type[AlgorithmSpec]) -> tuple[str, str] | None:
     """What is wrong with a class, and what to do; None where nothing is."""
     abstract = sorted(getattr(algorithm, "__abstractmethods__", ()))
     if abstract:

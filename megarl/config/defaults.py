@@ -12,10 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.algorithms import ORDER, built_in_sections, sections_of
 from megarl.config.arithmetic import sequence_share
+from megarl.config.engines import engine_kind, is_engine
 from megarl.config.environments import BUILT_IN_REWARDS, EnvConfig, named_environments
+from megarl.config.generation import GenerationConfig
 from megarl.config.losses import ClippedPGLossConfig
 from megarl.config.models import in_full, model_sections
 from megarl.config.nested import at, put
+from megarl.config.policy import (
+    DTensorConfig,
+    MegatronConfig,
+    MegatronDDPConfig,
+    MegatronOptimizerConfig,
+    MegatronSchedulerConfig,
+    PolicyConfig,
+    PytorchOptimizerConfig,
+    RewardModelConfig,
+)
 from megarl.config.sections import (
     CheckpointingConfig,
     ClusterConfig,
@@ -30,21 +42,9 @@ from megarl.config.sections import (
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path
 from megarl.key import defaults_of, keys_of, section_types
-from megarl.models.generation.engines import engine_kind, is_engine
-from megarl.models.generation.interfaces import GenerationConfig
-from megarl.models.policy import (
-    DTensorConfig,
-    MegatronConfig,
-    MegatronDDPConfig,
-    MegatronOptimizerConfig,
-    MegatronSchedulerConfig,
-    PolicyConfig,
-    PytorchOptimizerConfig,
-    RewardModelConfig,
-)
 
 if TYPE_CHECKING:
-    from megarl.algorithms.algorithm import ModelSection
+    from megarl.config.plugins import ModelSection
 
 _SECTIONS: Mapping[str, Any] = {
     "loss_fn": ClippedPGLossConfig,

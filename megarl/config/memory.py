@@ -20,9 +20,9 @@ from megarl.config.activations import (
 )
 from megarl.config.arithmetic import BatchPlan, padded_vocabulary
 from megarl.config.backend import enabled_backend
+from megarl.config.engines import is_engine
 from megarl.config.layout import Layout, stage_layer_counts
 from megarl.config.parameters import expert_layer_parameters, layer_parameters, stage_layers, stage_parameters
-from megarl.models.generation.engines import is_engine
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

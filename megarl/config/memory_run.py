@@ -11,12 +11,13 @@ from typing import Any
 from converters.model_config.architecture import ModelFacts
 from megarl.config.algorithms import generates, own_section
 from megarl.config.backend import enabled_backend
+from megarl.config.engines import is_engine
 from megarl.config.memory import BYTES, MOMENTS, RankMemory
 from megarl.config.model_facts import facts_of_policy
 from megarl.config.models import model_sections
 from megarl.config.nested import at
 from megarl.config.parameters import model_parameters
-from megarl.models.generation.engines import is_engine
+from megarl.config.plugins import EngineMemory
 
 GIB = 2**30
 MIB = 2**20
@@ -36,32 +37,6 @@ GRAPHS = GIB
 SLOT_BYTES, GATHERED_BYTES = GIB // 2, 5 * 64 * 2**20
 """Bytes of a half of a refit's buffer, and of the weights that are gathered for it, where neither a configured size nor a larger weight
 says more."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineMemory:
-    """Memory of a device of a rollout engine.
-
-    Attributes:
-        weights: its part of the model.
-        budget: what the engine may take of the device.
-        token: keys and values of one token.
-        share: the budget in words.
-        rest: what else the engine takes of it: counters of its sampler, CUDA graphs.
-        experts: its part of the routed experts of one layer.
-    """
-
-    weights: int
-    budget: int
-    token: int
-    share: str
-    rest: int = 0
-    experts: int = 0
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens whose keys and values have room beside the weights and the rest; 0 where there is none."""
-        return max(0, self.budget - self.weights - self.rest) // max(self.token, 1)
 
 
 @dataclass(frozen=True, slots=True)

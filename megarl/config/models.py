@@ -17,7 +17,7 @@ from megarl.config.sections import Config
 from megarl.errors import Violation
 
 if TYPE_CHECKING:
-    from megarl.algorithms.algorithm import ModelSection, Role
+    from megarl.config.plugins import ModelSection, Role
 
 POLICY = "policy"
 _OF_POLICY = re.compile(rf"\b{POLICY}(?=\.\w|\[)")

@@ -12,17 +12,18 @@ from converters.model_config.architecture import ModelFacts
 from megarl.config.algorithms import generates, roles, rows_of_record, step_size
 from megarl.config.arithmetic import BatchPlan
 from megarl.config.backend import enabled_backend
+from megarl.config.engines import engine_kind, is_engine
 from megarl.config.layout import Layout
 from megarl.config.memory import RankMemory, estimate, estimate_sharded
-from megarl.config.memory_run import GIB, EngineMemory, Moment, device_gib, device_ledger, process_rest
+from megarl.config.memory_run import GIB, Moment, device_gib, device_ledger, process_rest
 from megarl.config.model_facts import facts_of_policy
 from megarl.config.models import model_sections
 from megarl.config.nested import at, put
+from megarl.config.plugins import EngineMemory
 from megarl.config.rules.models import with_model_as_policy
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import NotApplicableError, View
 from megarl.errors import Violation
-from megarl.models.generation.engines import engine_kind, is_engine
 
 
 def batch_plan(config: Mapping[str, Any], layout: Layout) -> BatchPlan:

@@ -13,13 +13,13 @@ from megarl.config.algorithms import ORDER, run_type, sections_of
 from megarl.config.environments import EnvConfig, named_environments
 from megarl.config.models import POLICY, as_of_policy, in_full, model_sections
 from megarl.config.nested import at, has
+from megarl.config.policy import PolicyConfig
 from megarl.errors import Violation
 from megarl.import_path import is_import_path
 from megarl.key import keys_of, named_section_types, section_types
-from megarl.models.policy import PolicyConfig
 
 if TYPE_CHECKING:
-    from megarl.algorithms.algorithm import ModelSection
+    from megarl.config.plugins import ModelSection
 
 _VLLM, _MEGATRON = "policy.generation.vllm_cfg", "policy.megatron_cfg"
 _LATER = "not in this version: remove it"

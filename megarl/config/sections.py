@@ -1,4 +1,4 @@
-"""The shape of a run's configuration: one TypedDict a section. The policy's own section is in ``megarl.models.policy``."""
+"""The shape of a run's configuration: one TypedDict a section. The policy's own section is in ``megarl.config.policy``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing_extensions import TypedDict
 from megarl.config.data_sources import DEFAULT_CACHE_GIB
 from megarl.config.environments import EnvConfig
 from megarl.config.losses import ClippedPGLossConfig
+from megarl.config.policy import PolicyConfig
 from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, POSITIVE_SHARE, Key, Range
-from megarl.models.policy import PolicyConfig
 
 
 class DataSource(TypedDict):

@@ -15,10 +15,10 @@ import psutil
 from packaging.requirements import Requirement
 
 from megarl import __version__
+from megarl.config.engines import ENGINES, engine_kind
 from megarl.distributed import nvml
 from megarl.doctor.check import Check, Verdict
 from megarl.env import DISTRIBUTION, installed_version
-from megarl.models.generation.engines import ENGINES, engine_kind
 
 ROOM = "versions"
 SHOWN = ("torch", "megatron-core", "transformers", "ray")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.models.generation.engines import engine_kind
+from megarl.config.engines import engine_kind
 from tests.system.whole_runs import CONFIGS, ROOT, make_material
 from tests.tiers import slow
 

@@ -13,9 +13,10 @@ import pytest
 from megarl.algorithms import start
 from megarl.algorithms.start import start_engines
 from megarl.config.load import load_config
-from megarl.config.memory_run import CONTEXT_REST, ENGINE_REST, EngineMemory, device_gib, device_ledger, process_rest
+from megarl.config.memory_run import CONTEXT_REST, ENGINE_REST, device_gib, device_ledger, process_rest
 from megarl.config.model_facts import read_model_facts
 from megarl.config.plan import ledger, memory_of_run
+from megarl.config.plugins import EngineMemory
 from megarl.config.validate import validate_config
 from megarl.models.generation.engines import EngineKind
 from megarl.models.generation.vllm.configuration import memory_of_engine

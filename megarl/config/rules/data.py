@@ -7,13 +7,13 @@ from typing import Any
 
 from megarl.config.data_sources import FIELD_KEYS, NAMED_SETS, PAIR_KEYS, fields_of_key, is_file, key_steps, set_module, sources_of
 from megarl.config.environments import fault_of_name, faults_of_ranges
+from megarl.config.generation import GenerationConfig
 from megarl.config.rules.view import Rule, View
 from megarl.config.schema import ABSENT
 from megarl.config.sections import ValidationSource
 from megarl.config.validation_sets import GENERATIONS, SAMPLING_KEYS, TEMPERATURE, TOP_K, TOP_P, set_name
 from megarl.errors import Violation
 from megarl.key import defaults_of
-from megarl.models.generation.interfaces import GenerationConfig
 
 _SETS = ("train", "validation")
 

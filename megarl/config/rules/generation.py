@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config.arithmetic import each_of
+from megarl.config.engines import engine_kind, is_engine
 from megarl.config.rules.backends import backend_of
 from megarl.config.rules.parallel import FOR_TRAINING, GENERATION
 from megarl.config.rules.view import Rule, View, apply_rules
 from megarl.errors import ConfigError, Violation
-from megarl.models.generation.engines import engine_kind, is_engine
 
 LONGEST = "policy.max_total_sequence_length"
 PROMPT = "data.max_input_seq_length"

@@ -17,7 +17,7 @@ from megarl.config.rules.view import NotApplicableError, Rule, View
 from megarl.errors import Violation
 
 if TYPE_CHECKING:
-    from megarl.algorithms.algorithm import ModelSection
+    from megarl.config.plugins import ModelSection
 
 _WANTED = "wanted_head"
 """Stands beside the sections of a view: whether its model is to score."""

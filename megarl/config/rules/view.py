@@ -10,7 +10,7 @@ from megarl.config.algorithms import algorithm_class
 from megarl.errors import ConfigError, Violation
 
 if TYPE_CHECKING:
-    from megarl.algorithms.algorithm import Algorithm
+    from megarl.config.plugins import AlgorithmSpec
 
 
 class NotApplicableError(Exception):
@@ -80,7 +80,7 @@ class View:
         return self._facts
 
     @property
-    def algorithm(self) -> type[Algorithm]:
+    def algorithm(self) -> type[AlgorithmSpec]:
         """The algorithm of the run."""
         try:
             return algorithm_class(self["algorithm"])

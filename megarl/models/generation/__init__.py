@@ -9,7 +9,7 @@ from megarl.data.stop_tokens import stop_tokens_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.models.generation.interfaces import GenerationConfig
+    from megarl.config.generation import GenerationConfig
 
 
 def configure_generation_config(

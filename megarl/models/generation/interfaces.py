@@ -1,206 +1,41 @@
-"""Interfaces of generation engines: configuration, input, output, and the check of right padding."""
+"""Interfaces of generation engines: input, output, what an engine does, and the check of right padding."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypeAlias
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypeAlias
 
 from typing_extensions import TypedDict
 
+from megarl.config.generation import ColocationConfig, GenerationConfig, ResourcesConfig, VllmConfig
 from megarl.errors import BatchError, ConfigError, Violation
-from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, POSITIVE_SHARE, Key
 
 if TYPE_CHECKING:
     import ray
     import torch
 
     from megarl.distributed.batched_data_dict import BatchedDataDict
-    from megarl.models.generation.engines import SharesDevices
     from megarl.weight_sync.slices import WantedSlices
 
 Sampling: TypeAlias = Mapping[str, Any]
 """How tokens are drawn: ``temperature``, ``top_p`` and ``top_k``, as in a generation configuration."""
 
+__all__ = [
+    "ColocationConfig",
+    "GenerationConfig",
+    "GenerationDatumSpec",
+    "GenerationInterface",
+    "GenerationOutputSpec",
+    "ResourcesConfig",
+    "RolloutEngine",
+    "Sampling",
+    "SharesDevices",
+    "VllmConfig",
+    "verify_right_padding",
+]
+
 LENGTH_KEYS = (("input_ids", "input_lengths"), ("output_ids", "unpadded_sequence_lengths"))
-
-
-class ResourcesConfig(TypedDict):
-    """Resources of a generation engine of its own."""
-
-    gpus_per_node: NotRequired[Annotated[int | None, Key("its worker ranks a node; null for all of a node.")]]
-    num_nodes: NotRequired[Annotated[int | None, Key("its nodes; null for a part of the only node.")]]
-
-
-class ColocationConfig(TypedDict):
-    """Whether generation shares its devices with training."""
-
-    enabled: Annotated[bool, Key("the same devices serve both, in turn.")]
-    resources: NotRequired[Annotated[ResourcesConfig, Key("the engine's own devices when ``enabled`` is false.")]]
-
-
-class VllmConfig(TypedDict):
-    """vLLM engines."""
-
-    tensor_parallel_size: NotRequired[
-        Annotated[
-            int,
-            Key(
-                "ranks that share each layer; an engine has them times ``pipeline_parallel_size``, and as many engines are started as "
-                "the places allow. They are on one node, or fill whole nodes: 32 are an engine over four nodes of 8.",
-                AT_LEAST_1,
-                default=1,
-            ),
-        ]
-    ]
-    pipeline_parallel_size: NotRequired[
-        Annotated[int, Key("parts of the layers, each on ranks of its own; 1 on a CPU.", AT_LEAST_1, default=1)]
-    ]
-    expert_parallel_size: NotRequired[
-        Annotated[
-            int,
-            Key(
-                "ranks that the experts of a mixture are divided over: 1 cuts each of them over ``tensor_parallel_size`` ranks, "
-                "``tensor_parallel_size`` gives each rank whole ones; 1 on a CPU.",
-                AT_LEAST_1,
-                default=1,
-            ),
-        ]
-    ]
-    fast_sampling: NotRequired[
-        Annotated[
-            bool,
-            Key(
-                "one seed an engine and call instead of one a response, with which the fast sampler of vLLM's first model runner runs; "
-                "GPUs take the second one, where it would gain nothing and is refused. Given up: that a response is the same whatever "
-                "else is in the batch and however many engines there are.",
-                default=False,
-            ),
-        ]
-    ]
-    async_engine: NotRequired[Annotated[Literal[False], Key("false: a batch of prompts is answered as a whole.", default=False)]]
-    precision: NotRequired[
-        Annotated[Literal["float32", "bfloat16", "float16"], Key("type of the engine's weights; the policy's when absent.")]
-    ]
-    max_model_len: NotRequired[
-        Annotated[int, Key("most tokens of prompt and answer together; the policy's longest sequence when absent.", AT_LEAST_1)]
-    ]
-    gpu_memory_utilization: NotRequired[
-        Annotated[float, Key("share of a GPU's memory that an engine may take, weights and cache together.", POSITIVE_SHARE, default=0.6)]
-    ]
-    kv_cache_gb: NotRequired[
-        Annotated[
-            float | None,
-            Key(
-                "GiB of an engine's cache of keys and values; null for what ``gpu_memory_utilization`` leaves, and 1 on a CPU.",
-                ABOVE_0,
-                default=None,
-            ),
-        ]
-    ]
-    enforce_eager: NotRequired[
-        Annotated[bool, Key("run without compiling the model: starts sooner and generates more slowly.", default=False)]
-    ]
-    load_format: NotRequired[
-        Annotated[
-            Literal["dummy", "auto"],
-            Key(
-                "``dummy``: weights come with the first refit alone; ``auto``: they are read from the model's files before that too.",
-                default="dummy",
-            ),
-        ]
-    ]
-    env_vars: NotRequired[Annotated[dict[str, str] | None, Key("environment variables of the engines.", default={})]]
-
-
-class GenerationConfig(TypedDict):
-    """Generation of responses."""
-
-    backend: NotRequired[
-        Annotated[
-            str,
-            Key(
-                "`megatron` or `hf` (DTensor and FSDP1): the policy itself, also when absent; `vllm`; or the import path "
-                "of an engine, `path/to/file.py:KIND`, see `megarl.models.generation.engines`."
-            ),
-        ]
-    ]
-    max_new_tokens: Annotated[int, Key("longest answer in tokens.", AT_LEAST_1)]
-    temperature: NotRequired[
-        Annotated[
-            float,
-            Key(
-                "logits are divided by it, in sampling and wherever log-probabilities are computed.",
-                ABOVE_0,
-                default=1.0,
-                advice="sample at 1.0; greedy decoding is asked for call by call",
-            ),
-        ]
-    ]
-    top_p: NotRequired[
-        Annotated[
-            float,
-            Key(
-                "smallest set of tokens with at least this probability is kept, in sampling and in log-probabilities; 1 keeps all.",
-                POSITIVE_SHARE,
-                default=1.0,
-            ),
-        ]
-    ]
-    top_k: NotRequired[
-        Annotated[
-            int | None,
-            Key(
-                "only this many tokens are kept, in sampling and in log-probabilities; null keeps all.",
-                AT_LEAST_1,
-                default=None,
-                advice="write null to keep all tokens",
-            ),
-        ]
-    ]
-    val_temperature: NotRequired[
-        Annotated[
-            float,
-            Key(
-                "the temperature of a validation; 0 takes the likeliest token always. A source of ``data.validation`` may have its own, "
-                "and its own ``val_top_p`` and ``val_top_k``.",
-                AT_LEAST_0,
-                default=0.0,
-            ),
-        ]
-    ]
-    val_top_p: NotRequired[Annotated[float, Key("``top_p`` of a validation that samples.", POSITIVE_SHARE, default=1.0)]]
-    val_top_k: NotRequired[
-        Annotated[
-            int | None,
-            Key(
-                "``top_k`` of a validation that samples; null keeps all.", AT_LEAST_1, default=None, advice="write null to keep all tokens"
-            ),
-        ]
-    ]
-    model_name: NotRequired[Annotated[str, Key("model of the engine; the policy's, also when absent.")]]
-    stop_token_ids: NotRequired[
-        Annotated[
-            list[int] | None,
-            Key(
-                "tokens that end a response; null or absent for all that the tokenizer, `generation_config.json`, `config.json` and the "
-                "chat template name.",
-                default=None,
-            ),
-        ]
-    ]
-    stop_strings: NotRequired[Annotated[list[str] | None, Key("texts that end an answer.", default=None)]]
-    pad_token_id: NotRequired[Annotated[int, Key("fills answers up; the tokenizer's when absent.", AT_LEAST_0)]]
-    colocated: NotRequired[Annotated[ColocationConfig, Key("whether training and generation share devices.", default={"enabled": True})]]
-    vllm_cfg: NotRequired[Annotated[VllmConfig, Key("vLLM engines; read where ``backend`` is vllm.")]]
-    vllm_kwargs: NotRequired[
-        Annotated[
-            dict[str, Any],
-            Key(
-                "further arguments of vLLM's ``LLM``, over what ``vllm_cfg`` gives it; not those that refits and log-probabilities rest on."
-            ),
-        ]
-    ]
 
 
 class GenerationDatumSpec(TypedDict):
@@ -343,6 +178,16 @@ class GenerationInterface(ABC):
     def update_weights_from_collective(self) -> list[ray.ObjectRef[Any]]:
         """Take weights from the process group of ``init_collective``. Returns futures."""
         raise NotImplementedError
+
+
+class SharesDevices(Protocol):
+    """What shares its devices with engines: a policy."""
+
+    def offload_after_refit(self) -> None:
+        """Leave the devices."""
+
+    def prepare_for_lp_inference(self) -> None:
+        """Take them again, as far as log-probabilities need."""
 
 
 class RolloutEngine(GenerationInterface):

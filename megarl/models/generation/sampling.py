@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from megarl.config.generation import GenerationConfig
 from megarl.key import defaults_of
-from megarl.models.generation.interfaces import GenerationConfig
 
 
 @dataclass(frozen=True, slots=True)

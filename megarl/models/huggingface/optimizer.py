@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
+from megarl.config.policy import PytorchOptimizerConfig
 from megarl.config.rules.optimizer import milestone_faults
 from megarl.errors import ConfigError, Violation
 from megarl.key import defaults_of
 from megarl.models.engine.backend import log_changed_rate
-from megarl.models.policy import PytorchOptimizerConfig
 
 OPTIMIZER = "policy.optimizer"
 SCHEDULER = "policy.scheduler"

@@ -20,6 +20,8 @@ from megarl import env
 from megarl.algorithms.interfaces import check_loss
 from megarl.config import validate_policy_config
 from megarl.config.backend import enabled_backend, scores
+from megarl.config.engines import is_engine
+from megarl.config.policy import PolicyConfig
 from megarl.distributed.allocator import fast_pinning
 from megarl.distributed.batch_checks import check_batch, check_scored_tokens
 from megarl.distributed.batched_data_dict import BatchedDataDict, DealtRows
@@ -31,10 +33,8 @@ from megarl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder
 from megarl.errors import BatchError, ConfigError, NonFiniteError, RefitError, StateError
 from megarl.models.engine.microbatches import chosen_size
 from megarl.models.generation import configure_generation_config
-from megarl.models.generation.engines import is_engine
 from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec, Sampling
 from megarl.models.generation.stopping import stop_strings_of_rows
-from megarl.models.policy import PolicyConfig
 from megarl.models.policy.batch_plan import ShardedBatch, shard_batch
 from megarl.models.policy.interfaces import (
     ColocatablePolicyInterface,

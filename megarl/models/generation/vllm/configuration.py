@@ -9,16 +9,17 @@ from typing import Any
 from converters.model_config.architecture import ModelFacts
 from megarl.config.arithmetic import divisors_near, each_of, multiples_near
 from megarl.config.defaults import fill
+from megarl.config.generation import GenerationConfig, VllmConfig
 from megarl.config.memory import BYTES
-from megarl.config.memory_run import GIB, GRAPHS, EngineMemory, device_gib
+from megarl.config.memory_run import GIB, GRAPHS, device_gib
 from megarl.config.parameters import expert_layer_parameters, model_parameters
+from megarl.config.plugins import EngineMemory
 from megarl.config.rules.generation import LONGEST
 from megarl.config.rules.parallel import GENERATION, generation_shape, training_shape
 from megarl.config.rules.view import NotApplicableError, Rule, View
 from megarl.config.sections import Config
 from megarl.errors import Violation
 from megarl.key import defaults_of
-from megarl.models.generation.interfaces import GenerationConfig, VllmConfig
 
 VLLM = f"{GENERATION}.vllm_cfg"
 _SIZES, _SHARES = (2, 4, 8, 16, 32, 64), (0.7, 0.8, 0.9)

@@ -1,0 +1,547 @@
+"""The shape of the ``policy`` section of a configuration.
+
+Plain TypedDicts: importing this module imports neither torch nor ray. ``megarl.config.schema`` checks values against them,
+``megarl.config.defaults`` holds the value of every optional key, ``megarl.config.rules`` the rules between keys.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias
+
+from typing_extensions import TypedDict
+
+from megarl.config.generation import GenerationConfig
+from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, DECAY, SHARE, Key, Range
+
+Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
+
+
+class DTensorConfig(TypedDict):
+    """The DTensor/FSDP2 backend."""
+
+    enabled: Annotated[bool, Key("use this backend.")]
+    cpu_offload: NotRequired[
+        Annotated[bool, Key("keep parameters, gradients and optimizer state in host memory between uses.", default=False)]
+    ]
+    sequence_parallel: NotRequired[
+        Annotated[bool, Key("shard the activations between tensor-parallel regions over the sequence.", default=False)]
+    ]
+    activation_checkpointing: NotRequired[Annotated[bool, Key("recompute every layer in the backward pass.", default=False)]]
+    tensor_parallel_size: NotRequired[Annotated[int, Key("ranks that share one layer.", AT_LEAST_1, default=1)]]
+    context_parallel_size: NotRequired[Annotated[int, Key("ranks that share one sequence.", AT_LEAST_1, default=1)]]
+    context_parallel_comm_type: NotRequired[
+        Annotated[
+            Literal["all_gather", "p2p"] | None,
+            Key(
+                "how attention gets at the keys and values of the other ranks: ``all_gather``, the faster, has all of them "
+                "on every rank; ``p2p``, ring attention, never more than two ranks' parts, for long sequences. null is "
+                "all_gather.",
+                default=None,
+            ),
+        ]
+    ]
+    custom_parallel_plan: NotRequired[
+        Annotated[
+            str | None,
+            Key(
+                "import path of a plan or of a function that returns one; null takes the built-in plan of the model. It is applied as "
+                "it is: a whole parameter whose module works on a part of an activation, such as a norm of heads, needs "
+                "``replicated_with_grad_allreduce`` or ``sequence_parallel``, or its gradient is wrong.",
+                default=None,
+            ),
+        ]
+    ]
+    env_vars: NotRequired[Annotated[dict[str, str] | None, Key("environment variables of the workers.", default={})]]
+
+
+class SequencePackingConfig(TypedDict):
+    """Several sequences in one row, at most ``*_mb_tokens`` tokens a micro-batch."""
+
+    enabled: Annotated[bool, Key("pack sequences.")]
+    train_mb_tokens: NotRequired[Annotated[int, Key("tokens a micro-batch in training.", AT_LEAST_1)]]
+    logprob_mb_tokens: NotRequired[Annotated[int, Key("tokens a micro-batch when log-probabilities are computed.", AT_LEAST_1)]]
+    algorithm: NotRequired[
+        Annotated[
+            Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing", "best_fit_decreasing"],
+            Key("how sequences are laid together; best_fit_decreasing when absent."),
+        ]
+    ]
+
+
+class DynamicBatchingConfig(TypedDict):
+    """Micro-batches of sequences of like length, at most ``*_mb_tokens`` padded tokens each."""
+
+    enabled: Annotated[bool, Key("form micro-batches by length.")]
+    train_mb_tokens: NotRequired[Annotated[int, Key("tokens a micro-batch in training, padding included.", AT_LEAST_1)]]
+    logprob_mb_tokens: NotRequired[Annotated[int, Key("the same when log-probabilities are computed.", AT_LEAST_1)]]
+    sequence_length_round: NotRequired[Annotated[int, Key("sequence lengths are rounded up to a multiple of this.", AT_LEAST_1)]]
+
+
+class MegatronOptimizerConfig(TypedDict):
+    """Megatron-Core's optimizer."""
+
+    lr: Annotated[float, Key("largest learning rate.", ABOVE_0)]
+    optimizer: NotRequired[Annotated[Literal["adam", "sgd"], Key("kind of optimizer.", default="adam")]]
+    min_lr: NotRequired[Annotated[float, Key("learning rate at the end of the decay.", AT_LEAST_0, default=0.0)]]
+    weight_decay: NotRequired[
+        Annotated[float, Key("decoupled weight decay; ``scheduler`` may change it over time.", AT_LEAST_0, default=0.01)]
+    ]
+    bf16: NotRequired[
+        Annotated[bool, Key("the model's weights are bfloat16, the optimizer keeps float32 copies; must follow ``policy.precision``.")]
+    ]
+    fp16: NotRequired[Annotated[bool, Key("the same for float16, with loss scaling.")]]
+    params_dtype: NotRequired[Annotated[Precision, Key("type of the parameters that the optimizer updates.", default="float32")]]
+    adam_beta1: NotRequired[Annotated[float, Key("decay of the mean of the gradient.", DECAY, default=0.9)]]
+    adam_beta2: NotRequired[Annotated[float, Key("decay of the mean of its square.", DECAY, default=0.999)]]
+    adam_eps: NotRequired[Annotated[float, Key("added to the root of the mean square.", ABOVE_0, default=1e-08)]]
+    sgd_momentum: NotRequired[Annotated[float, Key("momentum of SGD.", DECAY, default=0.9)]]
+    use_distributed_optimizer: NotRequired[Annotated[bool, Key("shard the optimizer state over the data-parallel ranks.", default=True)]]
+    use_precision_aware_optimizer: NotRequired[
+        Annotated[bool, Key("optimizer state below float32; needs Transformer Engine.", default=False)]
+    ]
+    optimizer_cpu_offload: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "keep and update optimizer state in host memory, by Megatron-Core's own hybrid optimizer. Refused: that wants Transformer "
+                "Engine, and takes a step with random gradients before it reads a checkpoint, which changes the weights.",
+                default=False,
+            ),
+        ]
+    ]
+    optimizer_offload_fraction: NotRequired[Annotated[float, Key("share of the state that is there.", SHARE, default=0.0)]]
+    clip_grad: NotRequired[Annotated[float, Key("largest norm of the gradient of the whole model; 0 turns clipping off.", AT_LEAST_0)]]
+
+
+class MegatronSchedulerConfig(TypedDict):
+    """Learning rate and weight decay over time; the unit of ``*_iters`` is one call of ``train``."""
+
+    start_weight_decay: NotRequired[Annotated[float, Key("weight decay at the start.", AT_LEAST_0)]]
+    end_weight_decay: NotRequired[Annotated[float, Key("weight decay at the end.", AT_LEAST_0)]]
+    weight_decay_incr_style: NotRequired[
+        Annotated[Literal["constant", "linear", "cosine"], Key("how it goes from one to the other.", default="constant")]
+    ]
+    lr_decay_style: NotRequired[
+        Annotated[
+            Literal["constant", "linear", "cosine", "inverse-square-root"],
+            Key("how the learning rate goes from ``lr`` to ``min_lr``.", default="constant"),
+        ]
+    ]
+    lr_decay_iters: NotRequired[
+        Annotated[
+            int | None,
+            Key("calls until ``min_lr`` is reached; null is allowed only with a constant learning rate.", AT_LEAST_1, default=None),
+        ]
+    ]
+    lr_warmup_iters: NotRequired[Annotated[int, Key("calls of linear warm-up.", AT_LEAST_0, default=0)]]
+    lr_warmup_init: NotRequired[Annotated[float, Key("learning rate at the start of the warm-up.", AT_LEAST_0, default=0.0)]]
+
+
+class MegatronDDPConfig(TypedDict):
+    """Megatron-Core's data parallelism."""
+
+    grad_reduce_in_fp32: NotRequired[Annotated[bool, Key("accumulate and reduce gradients in float32.", default=False)]]
+    overlap_grad_reduce: NotRequired[
+        Annotated[
+            bool | None,
+            Key(
+                "reduce gradients while the backward pass runs; null where several data- or context-parallel ranks have them.", default=None
+            ),
+        ]
+    ]
+    overlap_param_gather: NotRequired[
+        Annotated[bool, Key("gather parameters while the forward pass runs; needs the distributed optimizer.", default=False)]
+    ]
+    average_in_collective: NotRequired[
+        Annotated[bool, Key("must be false: losses are normalised globally, so that gradients have to be summed.", default=False)]
+    ]
+    bucket_size: NotRequired[
+        Annotated[
+            int | None,
+            Key(
+                "parameters that are reduced or gathered in one collective, with overlap; null for Megatron's choice.",
+                AT_LEAST_1,
+                default=None,
+            ),
+        ]
+    ]
+    use_custom_fsdp: NotRequired[Annotated[bool, Key("Megatron's own FSDP.", default=False)]]
+    data_parallel_sharding_strategy: NotRequired[
+        Annotated[
+            Literal["no_shard", "optim", "optim_grads", "optim_grads_params"],
+            Key("what Megatron's own FSDP shards; ``no_shard`` without it.", default="no_shard"),
+        ]
+    ]
+
+
+class MegatronConfig(TypedDict):
+    """The Megatron-Core backend."""
+
+    enabled: Annotated[bool, Key("use this backend.")]
+    empty_unused_memory_level: NotRequired[
+        Annotated[
+            Literal[0, 1, 2],
+            Key("give cached device memory back: 0 never, 1 after forward and backward, 2 also after the optimizer step.", default=0),
+        ]
+    ]
+    activation_checkpointing: NotRequired[
+        Annotated[bool, Key("recompute layers, or parts of them, in the backward pass instead of keeping what is inside.", default=False)]
+    ]
+    recompute_granularity: NotRequired[
+        Annotated[
+            Literal["full", "selective"],
+            Key(
+                "what ``activation_checkpointing`` recomputes: ``full`` every layer, ``selective`` the parts of it that "
+                "``recompute_modules`` names.",
+                default="full",
+            ),
+        ]
+    ]
+    recompute_modules: NotRequired[
+        Annotated[
+            list[Literal["core_attn", "mlp", "moe"]],
+            Key(
+                "parts of a layer: ``core_attn`` attention between its projections, ``mlp`` a dense layer's MLP, ``moe`` router and "
+                "experts of the others.",
+                default=["core_attn"],
+            ),
+        ]
+    ]
+    converter_type: NotRequired[
+        Annotated[str, Key("accepted for old configurations, where it names the model's own family (``Qwen2ForCausalLM``), which decides.")]
+    ]
+    family_file: NotRequired[
+        Annotated[
+            str | None,
+            Key(
+                "Python file that defines the model's family (``megarl convert --family-file``), on every machine; it is run. Null for the "
+                "built-in families.",
+                default=None,
+            ),
+        ]
+    ]
+    ignore_config_keys: NotRequired[
+        Annotated[
+            list[str],
+            Key(
+                "keys of the model's ``config.json`` that it does not depend on and that would be refused otherwise "
+                "(``megarl convert --ignore-config-key``).",
+                default=[],
+            ),
+        ]
+    ]
+    tensor_model_parallel_size: NotRequired[Annotated[int, Key("ranks that share one layer.", AT_LEAST_1, default=1)]]
+    pipeline_model_parallel_size: NotRequired[Annotated[int, Key("stages the layers are divided into.", AT_LEAST_1, default=1)]]
+    virtual_pipeline_model_parallel_size: NotRequired[
+        Annotated[int | None, Key("model chunks a stage; null for one.", AT_LEAST_1, default=None)]
+    ]
+    pipeline_model_parallel_layout: NotRequired[
+        Annotated[
+            str | None,
+            Key(
+                'which layers each model chunk holds, in Megatron-Core\'s notation (``"Et*2|(tt|)*2tL"``); null for what '
+                "the other keys say.",
+                default=None,
+            ),
+        ]
+    ]
+    num_layers_in_first_pipeline_stage: NotRequired[Annotated[int | None, Key("null divides evenly.", AT_LEAST_1, default=None)]]
+    num_layers_in_last_pipeline_stage: NotRequired[Annotated[int | None, Key("null divides evenly.", AT_LEAST_1, default=None)]]
+    context_parallel_size: NotRequired[Annotated[int, Key("ranks that share one sequence.", AT_LEAST_1, default=1)]]
+    context_parallel_comm_type: NotRequired[
+        Annotated[
+            Literal["all_gather", "p2p"] | None,
+            Key(
+                "how attention gets at the keys and values of the other ranks: ``all_gather``, the faster, has all of them "
+                "on every rank; ``p2p``, ring attention, never more than two ranks' parts, for long sequences. null is "
+                "all_gather, and with Transformer Engine its own choice, p2p.",
+                default=None,
+            ),
+        ]
+    ]
+    pipeline_dtype: NotRequired[Annotated[Precision, Key("type of the activations sent between stages; must be ``policy.precision``.")]]
+    sequence_parallel: NotRequired[
+        Annotated[bool, Key("shard the activations between tensor-parallel regions over the sequence.", default=False)]
+    ]
+    expert_tensor_parallel_size: NotRequired[Annotated[int, Key("tensor-parallel ranks of one expert.", AT_LEAST_1, default=1)]]
+    expert_model_parallel_size: NotRequired[Annotated[int, Key("ranks the experts are divided over.", AT_LEAST_1, default=1)]]
+    moe_token_dispatcher_type: NotRequired[
+        Annotated[
+            Literal["allgather", "alltoall", "flex"],
+            Key(
+                "how tokens get to their experts: ``alltoall`` sends them to the ranks that have their experts, "
+                "``allgather`` gives every rank all of them, ``flex`` sends them once to each rank, by the kernels of DeepEP (GPUs, "
+                "bfloat16; not run on one).",
+                default="alltoall",
+            ),
+        ]
+    ]
+    moe_permute_fusion: NotRequired[
+        Annotated[
+            bool,
+            Key("sort tokens by their experts in kernels of Transformer Engine, which needs GPUs (not run on one).", default=False),
+        ]
+    ]
+    moe_grouped_gemm: NotRequired[
+        Annotated[
+            bool | None,
+            Key(
+                "run the experts of a rank in one grouped matrix product, not one after another; null where a CUDA device computes. "
+                "Checkpoints are the same.",
+                default=None,
+            ),
+        ]
+    ]
+    freeze_moe_router: NotRequired[Annotated[bool, Key("do not train the routers.", default=False)]]
+    moe_router_dtype: NotRequired[
+        Annotated[Literal["fp32", "fp64"] | None, Key("type the routers compute in; null for the model's.", default=None)]
+    ]
+    moe_router_load_balancing_type: NotRequired[
+        Annotated[
+            Literal["none", "aux_loss", "seq_aux_loss"],
+            Key(
+                "load-balancing loss of the routers: ``aux_loss`` over the global batch (a further forward pass of each "
+                "micro-batch counts where its tokens go), ``seq_aux_loss`` over each sequence.",
+                default="none",
+            ),
+        ]
+    ]
+    moe_aux_loss_coeff: NotRequired[
+        Annotated[
+            float | None,
+            Key("its weight in the loss, for each layer; null for the model's own ``router_aux_loss_coef``.", AT_LEAST_0, default=None),
+        ]
+    ]
+    moe_z_loss_coeff: NotRequired[
+        Annotated[
+            float | None,
+            Key("weight of the mean squared log-sum-exp of the routers' logits, for each layer; null for none.", AT_LEAST_0, default=None),
+        ]
+    ]
+    moe_router_bias_update_rate: NotRequired[
+        Annotated[
+            float,
+            Key("step of the routers' bias update; 0 for the families here, whose routers have no such bias.", AT_LEAST_0, default=0.0),
+        ]
+    ]
+    transformer_engine: NotRequired[
+        Annotated[
+            Literal["auto"] | bool,
+            Key(
+                "layers of Transformer Engine: auto takes them where the ranks run on GPUs and it works on all of them, but for dense "
+                "models in bfloat16, which were measured to train faster without; true refuses to start where it does not work, with its "
+                "error; false takes the portable layers.",
+                default="auto",
+            ),
+        ]
+    ]
+    float32_logits: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "the logits of 16-bit weights stay as their products were added up, in float32, and are not rounded to 16 bits; they take "
+                "twice the memory.",
+                default=False,
+            ),
+        ]
+    ]
+    apply_rope_fusion: NotRequired[Annotated[bool, Key("fused rotary embedding, where its kernel exists.")]]
+    env_vars: NotRequired[Annotated[dict[str, str] | None, Key("environment variables of the workers.", default={})]]
+    optimizer: NotRequired[Annotated[MegatronOptimizerConfig, Key("the optimizer; may be absent when the policy is never trained.")]]
+    scheduler: NotRequired[Annotated[MegatronSchedulerConfig, Key("learning rate and weight decay over time.")]]
+    distributed_data_parallel_config: NotRequired[Annotated[MegatronDDPConfig, Key("data parallelism.")]]
+
+
+class RewardModelConfig(TypedDict):
+    """A model that scores: a linear layer with one output in the place of the output layer, ``score.weight`` of transformers'
+    ``...ForSequenceClassification``. A language model gets a new one, drawn from the seed."""
+
+    enabled: Annotated[bool, Key("the model scores; it has no log-probabilities, generates nothing, and is trained with losses of values.")]
+    reward_model_type: NotRequired[
+        Annotated[
+            Literal["bradley_terry"],
+            Key("``bradley_terry``: one score, without a bias, whose differences are log-odds of preferences.", default="bradley_terry"),
+        ]
+    ]
+
+
+class TokenizerConfig(TypedDict):
+    """The tokenizer."""
+
+    name: Annotated[str, Key("Hugging Face id or local directory.")]
+    chat_template: NotRequired[
+        Annotated[str | None, Key("a Jinja template, \"default\" for the tokenizer's own, null to concatenate the messages' contents.")]
+    ]
+    chat_template_kwargs: NotRequired[
+        Annotated[dict[str, Any] | None, Key("values that the chat template reads, for example ``{enable_thinking: false}``.")]
+    ]
+    template_date: NotRequired[
+        Annotated[
+            str | None,
+            Key(
+                "day that a chat template reads from its clock, as `2026-11-27`; null or absent for the day of the run's first start, "
+                "which its checkpoints keep."
+            ),
+        ]
+    ]
+
+
+class PytorchOptimizerConfig(TypedDict):
+    """An optimizer of the torch backends."""
+
+    name: Annotated[str, Key("import path of the class, for example ``torch.optim.AdamW``.")]
+    kwargs: Annotated[
+        dict[str, Any],
+        Key(
+            "its keyword arguments. Without ``fused``, ``foreach``, ``capturable`` and ``differentiable``, Adam and AdamW take torch's "
+            "fused kernel, and a resumed run the kernel that its checkpoint was written with."
+        ),
+    ]
+    weight_decay_on_vectors: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "biases and norms (parameters of one dimension) decay as ``kwargs.weight_decay`` says, as in torch; false "
+                "leaves them out, as Megatron does.",
+                default=True,
+            ),
+        ]
+    ]
+
+
+class SinglePytorchSchedulerConfig(TypedDict):
+    """A learning-rate scheduler of the torch backends."""
+
+    name: Annotated[str, Key("import path of the class, for example ``torch.optim.lr_scheduler.LinearLR``.")]
+    kwargs: Annotated[dict[str, Any], Key("its keyword arguments.")]
+
+
+SchedulerMilestones: TypeAlias = dict[str, list[int]]
+"""``{"milestones": [...]}``: the steps at which the next scheduler of a list takes over."""
+
+
+class PolicyConfig(TypedDict):
+    """A policy: its model, its batches and the backend it runs on. Exactly one backend may be enabled; with none, FSDP1 is meant."""
+
+    model_name: Annotated[str, Key("Hugging Face id or local directory.")]
+    tokenizer: Annotated[TokenizerConfig, Key("the tokenizer.")]
+    trust_remote_code: NotRequired[Annotated[bool, Key("run Python code that comes with the model. Off unless set.", default=False)]]
+    train_global_batch_size: Annotated[int, Key("samples (DPO: pairs) an optimizer step, over all ranks.", AT_LEAST_1)]
+    train_micro_batch_size: Annotated[int, Key("samples (DPO: pairs) a forward pass on one data-parallel rank.", AT_LEAST_1)]
+    learning_rate: NotRequired[
+        Annotated[
+            float,
+            Key(
+                "read by nothing itself: a value for an optimizer's ``${policy.learning_rate}``, whichever backend's it "
+                "is; where it is given, it must be the learning rate that the optimizer has."
+            ),
+        ]
+    ]
+    logprob_batch_size: NotRequired[Annotated[int, Key("samples a forward pass when log-probabilities are computed.", AT_LEAST_1)]]
+    logprob_chunk_size: NotRequired[
+        Annotated[
+            int | None,
+            Key(
+                "positions of a rank whose logits are there at a time, in training and log-probabilities: the output layer and they "
+                "are computed together, and in the backward pass the logits once more; null keeps those of a whole micro-batch.",
+                AT_LEAST_1,
+                default=None,
+            ),
+        ]
+    ]
+    generation: NotRequired[
+        Annotated[GenerationConfig | None, Key("generation; null or absent for a policy that never generates.", default=None)]
+    ]
+    generation_batch_size: NotRequired[Annotated[int, Key("samples a rank generates at a time.", AT_LEAST_1)]]
+    precision: Annotated[Precision, Key("type of the weights and activations in the model.")]
+    reward_model_cfg: NotRequired[
+        Annotated[RewardModelConfig | None, Key("a model that scores; null or absent for a language model.", default=None)]
+    ]
+    dtensor_cfg: NotRequired[Annotated[DTensorConfig, Key("the DTensor/FSDP2 backend.", default={"enabled": False})]]
+    megatron_cfg: NotRequired[Annotated[MegatronConfig, Key("the Megatron-Core backend.", default={"enabled": False})]]
+    dynamic_batching: NotRequired[Annotated[DynamicBatchingConfig, Key("micro-batches by length.", default={"enabled": False})]]
+    sequence_packing: NotRequired[Annotated[SequencePackingConfig, Key("several sequences a row.", default={"enabled": False})]]
+    make_sequence_length_divisible_by: NotRequired[Annotated[int, Key("batches are padded to a multiple of this.", AT_LEAST_1, default=1)]]
+    max_total_sequence_length: Annotated[int, Key("longest sequence, prompt and answer together, in tokens.", Range(low=2))]
+    max_grad_norm: NotRequired[
+        Annotated[
+            float | None,
+            Key(
+                "largest norm of the gradient of the whole model; null turns clipping off.",
+                ABOVE_0,
+                default=1.0,
+                advice="write null to turn clipping off",
+            ),
+        ]
+    ]
+    on_nonfinite: NotRequired[
+        Annotated[
+            Literal["skip", "raise"],
+            Key(
+                "what follows a loss or a gradient that is not finite on any rank: ``skip`` takes no step after that "
+                "global batch, ``raise`` ends the run. Weights, optimizer and schedule are left as they are, and the batch "
+                "is kept in the run's directory.",
+                default="skip",
+            ),
+        ]
+    ]
+    deterministic: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "on GPUs: the same run on the same kind and number of devices, layout and versions gives the same bits, as it does on CPUs "
+                "anyway. It takes slower kernels, and an operation that has no deterministic one ends the run with its name. What "
+                "vLLM generates is not covered. Not tried on a GPU yet.",
+                default=False,
+            ),
+        ]
+    ]
+    max_consecutive_skips: NotRequired[
+        Annotated[
+            int,
+            Key(
+                "the run ends when this many steps in a row were skipped so, or had no answer to train on, as where all were cut off.",
+                AT_LEAST_1,
+                default=3,
+            ),
+        ]
+    ]
+    offload_optimizer_for_logprob: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "gradients and optimizer state leave a GPU for host memory while log-probabilities are computed and the policy itself "
+                "generates, 24 bytes a parameter there and back each step. They leave it anyway for an engine that shares it.",
+                default=False,
+            ),
+        ]
+    ]
+    refit_buffer_size_gb: NotRequired[
+        Annotated[
+            float | None,
+            Key(
+                "GiB that a refit may take on a rank of the policy: the buffer in which weights are handed to an engine on "
+                "the same device, both halves together, or to engines elsewhere two buffers, as large on each of their "
+                "ranks; what is gathered for them; and on a CPU lists of them. A parameter that takes more than a "
+                "sixteenth of it is gathered all the same, and FSDP1 gathers a layer at a time, whatever it takes. null "
+                "takes half a GiB for each half (on a GPU less, when less is free), as much more as the largest weight "
+                "needs, and 64 MiB for each of up to five buckets that are gathered.",
+                ABOVE_0,
+                default=None,
+            ),
+        ]
+    ]
+    refit_checksum: NotRequired[
+        Annotated[bool, Key("each group of weights carries a checksum, and an engine refuses one that arrives changed.", default=False)]
+    ]
+    fsdp_offload_enabled: NotRequired[Annotated[bool, Key("FSDP1 only: parameters in host memory between uses.", default=False)]]
+    activation_checkpointing_enabled: NotRequired[Annotated[bool, Key("FSDP1 only: recompute layers in the backward pass.", default=False)]]
+    optimizer: NotRequired[
+        Annotated[PytorchOptimizerConfig | None, Key("optimizer of the torch backends; null with Megatron.", default=None)]
+    ]
+    scheduler: NotRequired[
+        Annotated[
+            list[SinglePytorchSchedulerConfig | SchedulerMilestones] | SinglePytorchSchedulerConfig | None,
+            Key("learning-rate schedule of the torch backends; null keeps it constant.", default=None),
+        ]
+    ]
