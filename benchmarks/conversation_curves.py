@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/conversations"), help="directory of the runs (default runs/conversations)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/conversations.json"), help="the figures")
     chosen = parser.parse_args(arguments)
-    from megarl.algorithms.start import start_ray
     from megarl.quickstart.__main__ import main as quickstart
+    from megarl.run.start import start_ray
 
     with ExitStack() as stack:
         start_ray(stack)
@@ -75,10 +75,10 @@ def _weights(run_dir: Path) -> bytes:
 
 def _as_conversations(seed: int, plain: Path, work: Path, template: str | None) -> dict[str, Any]:
     """Figures of both parts of the quickstart on its own problems and its own model of a seed, as conversations."""
-    from megarl.algorithms.run import run
     from megarl.config import load_config
     from megarl.quickstart.__main__ import CONFIGS
     from megarl.quickstart.material import evaluate_checkpoint
+    from megarl.run.run import run
 
     work.mkdir(parents=True, exist_ok=True)
     sources = {name: _source(plain / "data" / f"{name}.jsonl", work) for name in ("demonstrations", "train", "validation")}

@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, help="directory of the runs (default runs/EXPERIMENT)")
     parser.add_argument("--out", type=Path, help="figures FILE.json and pictures FILE*.png (default benchmarks/results/EXPERIMENT)")
     chosen = parser.parse_args(arguments)
-    from megarl.algorithms.start import start_ray
+    from megarl.run.start import start_ray
 
     experiment = EXPERIMENTS[chosen.experiment]
     if unknown := set(chosen.only or ()) - experiment.ways.keys():
@@ -197,9 +197,9 @@ class Runs:
         way, run_dir = self.experiment.ways[name], self.work / _run_name(name, seed, layout)
         if (run_dir / "metrics.jsonl").exists() and (rows := rows_of(run_dir)) and rows[-1]["step"] == self.steps:
             return rows
-        from megarl.algorithms.run import run
         from megarl.config import load_config
         from megarl.quickstart.__main__ import CONFIGS
+        from megarl.run.run import run
 
         train, validation = ("pairs", "validation-pairs") if way.recipe in {"dpo.yaml", "rm.yaml"} else ("train", "validation")
         files, of_layout = self.experiment.layouts[layout] if layout else ((), ())
@@ -248,10 +248,10 @@ def exported(run_dir: Path) -> Path:
 
 def taught_model(work: Path) -> Path:
     """The quickstart's model after its supervised part, made on the first call beside the data of the second part."""
-    from megarl.algorithms.run import run
     from megarl.config import load_config
     from megarl.quickstart.__main__ import CARELESS_SHARE, CONFIGS, TRAIN_PROBLEMS, VALIDATION_PROBLEMS, VALIDATION_SEED
     from megarl.quickstart.material import make_model, write_pairs, write_problems
+    from megarl.run.run import run
 
     model = work / "sft" / "hf" / "step_250"
     if not model.exists():

@@ -426,7 +426,7 @@ def list_keys(words: Sequence[str]) -> int:
 
 def _time(text: str) -> float:
     """Unix seconds of an option's time."""
-    from megarl.algorithms.time_left import read_time
+    from megarl.run.time_left import read_time
 
     try:
         return read_time(text)
@@ -469,7 +469,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if doubt is not None:
         print(f"megarl: warning: {doubt}", file=sys.stderr)
     note(f"run directory {config['run_dir']}")
-    from megarl.algorithms.run import run
+    from megarl.run.run import run
 
     return int(run(config, stop_at=arguments.stop_at) or 0)
 
@@ -478,8 +478,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluate a model on the validation sets of a configuration."""
     chosen = [] if arguments.model is None else [f"policy.model_name={json.dumps(arguments.model)}"]
     config = load_arguments(arguments, chosen)
-    from megarl.algorithms.evaluate import run
     from megarl.observe.progress import ProgressConsole, progress_shown
+    from megarl.run.evaluate import run
 
     with progress_shown(ProgressConsole()):
         return run(config, arguments.checkpoint, arguments.json, dry_run=arguments.dry_run)
@@ -489,17 +489,17 @@ def show(config: Config, data: bool) -> None:
     """Check and print what a run would do, and with ``data`` what it would read; all checks come first."""
     from rich.console import Console
 
-    from megarl.algorithms.model_check import check_models_on_disk
-    from megarl.algorithms.preflight import findings, print_findings, require_files_of_models
     from megarl.config.model_facts import facts_of_policy, published_config
     from megarl.config.report import WIDTH, print_report
     from megarl.config.validate import doubt_of_memory
+    from megarl.run.model_check import check_models_on_disk
+    from megarl.run.preflight import findings, print_findings, require_files_of_models
 
     check_models_on_disk(config)
     lacking, found = findings(config), []
     if data:
         require_files_of_models(lacking)
-        from megarl.algorithms.inputs import describe_inputs
+        from megarl.run.inputs import describe_inputs
 
         # reading completes the configuration; the report shows it as it was given
         found = describe_inputs(copy.deepcopy(config))

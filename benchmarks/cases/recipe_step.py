@@ -24,10 +24,10 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
     """One point, the recipe's; with ``--tokens`` one for each length."""
     import ray
 
-    from megarl.algorithms.resume import ResumePoint
-    from megarl.algorithms.start import start_policy
     from megarl.data.tokenization import get_tokenizer
     from megarl.distributed.ray_runtime import init_ray
+    from megarl.run.resume import ResumePoint
+    from megarl.run.start import start_policy
 
     config = recipe(options)
     section = config["policy"]

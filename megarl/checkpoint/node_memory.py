@@ -5,7 +5,7 @@ a run that is killed leaves nothing, whatever it was doing. It is no child of an
 workers with them.
 
 Each node writes and hashes its own files. Who has asked for them writes the manifest and gives the checkpoint its name: the driver, which
-has the memory of its own node (``OwnMemory``), and where ranks are elsewhere an actor on each node (``megarl.algorithms.memory_of_nodes``).
+has the memory of its own node (``OwnMemory``), and where ranks are elsewhere an actor on each node (``megarl.run.memory_of_nodes``).
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_all(chosen: argparse.Namespace, console: Console, stack: ExitStack) -> int:
     """Run every seed on one Ray, which both parts of each share; the exit code."""
-    from megarl.algorithms.start import start_ray
+    from megarl.run.start import start_ray
 
     try:
         start_ray(stack)
@@ -170,8 +170,8 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
 
 def _train(config: Config) -> None:
     """Run one part; the next one needs what it leaves, so that a part that was stopped ends the whole."""
-    from megarl.algorithms.run import run
     from megarl.observe.progress import ProgressConsole, progress_shown
+    from megarl.run.run import run
 
     with progress_shown(ProgressConsole()):
         code = run(config)

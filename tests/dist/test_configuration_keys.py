@@ -14,13 +14,13 @@ import yaml
 from transformers import AutoConfig
 
 from converters.families.read import read_architecture
-from megarl.algorithms.inputs import tokenizer_of
 from megarl.config import load_config, validate_policy_config
 from megarl.data.tokenization import PromptEncoder, get_tokenizer
 from megarl.errors import ConfigError
 from megarl.models.megatron import settings
 from megarl.models.megatron.transformer_engine import Finding
 from megarl.parity.pool import WorkerPool
+from megarl.run.inputs import tokenizer_of
 from tests.dist import key_observations, key_tables, key_tables_megatron
 from tests.dist.key_demonstrations import BACKENDS, AsItIs, Changes, Refused, ShownBy, differs, leaves
 from tests.dist.key_models import make_models

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from converters.errors import ConversionError
-from megarl.algorithms.model_check import check_model
 from megarl.parity.converted import logprobs_by
 from megarl.parity.pool import WorkerPool
+from megarl.run.model_check import check_model
 from tests.tiers import sampled
 from tests.unit.converters_tiny import save_tiny
 from tests.unit.published_models import CLASS_OF, published, save_published

@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megarl.algorithms.stopping import STOPPED
 from megarl.errors import MicroBatchMemoryError, NonFiniteError, WorkerLostError
+from megarl.run.stopping import STOPPED
 
 DRIVER = "driver"
 ANY, INIT = "any", "init"

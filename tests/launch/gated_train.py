@@ -15,10 +15,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from megarl import env
-from megarl.algorithms import run
-from megarl.algorithms.run import PolicyFactory
-from megarl.algorithms.stopping import STOP_FILE, this_attempt
 from megarl.cli import main
+from megarl.run import run
+from megarl.run.run import PolicyFactory
+from megarl.run.stopping import STOP_FILE, this_attempt
 from tests.unit.driver_runs import PolicyMaker
 
 if TYPE_CHECKING:

@@ -46,10 +46,10 @@ TABLE: Mapping[str, Row] = {
         "megarl/data/tokenization.py", "> 2 * limit + _FEW_TOKENS:", "> 0:", ("unit/test_odd_files.py",)
     ),
     "restarts: one more than allowed": Row(
-        "megarl/algorithms/restarts.py", "self.workers >= self.most", "self.workers > self.most", ("unit/test_restarts.py",)
+        "megarl/run/restarts.py", "self.workers >= self.most", "self.workers > self.most", ("unit/test_restarts.py",)
     ),
     "restarts: what the lost workers logged stays": Row(
-        "megarl/algorithms/run.py",
+        "megarl/run/run.py",
         "sinks.truncate_after(start.step if start.step else -1)",
         "sinks.truncate_after(start.step if start.step else -1) if launch.restarts.workers == 0 else None",
         ("unit/test_restarts.py",),
@@ -61,7 +61,7 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_observe_sinks.py",),
     ),
     "restarts: the start of Ray counts again": Row(
-        "megarl/algorithms/start.py",
+        "megarl/run/start.py",
         '_ray_start["seconds"], 0.0',
         '_ray_start["seconds"], _ray_start["seconds"]',
         ("unit/test_restarts.py",),
@@ -175,7 +175,7 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_converters_hostile.py", "dist/test_checkpoint_payloads.py"),
     ),
     "resume: damaged checkpoints are forgotten": Row(
-        "megarl/algorithms/resume.py", 'if damaged and resume != "never":', "if False:", ("unit/test_drivers.py",)
+        "megarl/run/resume.py", 'if damaged and resume != "never":', "if False:", ("unit/test_drivers.py",)
     ),
     "policy: vectors decay whatever is asked": Row(
         "megarl/models/huggingface/optimizer.py",
@@ -220,10 +220,10 @@ TABLE: Mapping[str, Row] = {
         ("dist/test_memory_plan.py",),
     ),
     "run: a profile ends with the run": Row(
-        "megarl/algorithms/profiling.py", "        if step + 1 not in self._steps:", "        if False:", ("unit/test_drivers.py",)
+        "megarl/run/profiling.py", "        if step + 1 not in self._steps:", "        if False:", ("unit/test_drivers.py",)
     ),
     "run: checkpoints are ranked by a metric of no step": Row(
-        "megarl/algorithms/loop.py", "            checkpoints.require_metric(metrics)", "            pass", ("unit/test_drivers.py",)
+        "megarl/run/loop.py", "            checkpoints.require_metric(metrics)", "            pass", ("unit/test_drivers.py",)
     ),
     "policy: calls of one that is gone": Row(
         "megarl/distributed/worker_groups.py",
@@ -262,7 +262,7 @@ TABLE: Mapping[str, Row] = {
         ("system/test_virtual_cluster.py",),
     ),
     "checkpoints: a save that fails ends the run": Row(
-        "megarl/algorithms/resume.py", "len(self.failed) < self.most_failed", "False", ("unit/test_failed_saves.py",)
+        "megarl/run/resume.py", "len(self.failed) < self.most_failed", "False", ("unit/test_failed_saves.py",)
     ),
     "checkpoints: any signature is taken": Row(
         "converters/checkpoint/signature.py",
@@ -292,7 +292,7 @@ TABLE: Mapping[str, Row] = {
         ("dist/test_checkpoint_collective.py",),
     ),
     "checkpoints: two are written at a time": Row(
-        "megarl/algorithms/resume.py", "        self.settle(wait=True)\n        info =", "        info =", ("unit/test_async_saves.py",)
+        "megarl/run/resume.py", "        self.settle(wait=True)\n        info =", "        info =", ("unit/test_async_saves.py",)
     ),
     "checkpoints: ranks of another node find no directory": Row(
         "megarl/checkpoint/collective.py",
@@ -319,7 +319,7 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_staging.py",),
     ),
     "stopping: what ends a run inside Ray ends it with 1": Row(
-        "megarl/algorithms/stopping.py", "raise SystemExit(self._ended_with) from None", "raise", ("unit/test_stopping.py",)
+        "megarl/run/stopping.py", "raise SystemExit(self._ended_with) from None", "raise", ("unit/test_stopping.py",)
     ),
     "rewards: a parameter of any name is given something": Row(
         "megarl/config/reward_arguments.py",
@@ -328,7 +328,7 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_reward_arguments.py",),
     ),
     "algorithms: checkpoints one step late": Row(
-        "megarl/algorithms/resume.py",
+        "megarl/run/resume.py",
         "step % self.save_period == 0",
         "step % self.save_period == 1",
         ("unit/test_drivers.py", "unit/test_stopping.py"),
@@ -340,13 +340,13 @@ TABLE: Mapping[str, Row] = {
         "megarl/distributed/ray_keeper.py", "os.kill(process, signal.SIGKILL)", "pass", ("unit/test_ray_processes.py",)
     ),
     "signals: Ctrl-C ends like SIGTERM": Row(
-        "megarl/algorithms/stopping.py", "INTERRUPTED if self._signal is signal.SIGINT else STOPPED", "STOPPED", ("unit/test_stopping.py",)
+        "megarl/run/stopping.py", "INTERRUPTED if self._signal is signal.SIGINT else STOPPED", "STOPPED", ("unit/test_stopping.py",)
     ),
     "signals: a closed terminal is written to": Row(
-        "megarl/algorithms/stopping.py", "            os.dup2(nowhere, descriptor)\n", "            pass\n", ("unit/test_stopping.py",)
+        "megarl/run/stopping.py", "            os.dup2(nowhere, descriptor)\n", "            pass\n", ("unit/test_stopping.py",)
     ),
     "signals: time for a step, and none for its checkpoint": Row(
-        "megarl/algorithms/time_left.py",
+        "megarl/run/time_left.py",
         "_SAFETY * (step + max(self._saves, default=step))",
         "_SAFETY * step",
         ("unit/test_time_left.py",),
@@ -534,7 +534,7 @@ TABLE: Mapping[str, Row] = {
         "megarl/distributed/device.py", 'if wanted == "cpu" or not available:', "if not available:", ("unit/test_device.py",)
     ),
     "devices: the CPU takes over in a job of Slurm": Row(
-        "megarl/algorithms/start.py", "    if job is None and not present:", "    if not present:", ("unit/test_device.py",)
+        "megarl/run/start.py", "    if job is None and not present:", "    if not present:", ("unit/test_device.py",)
     ),
     "devices: products may be added up in 16 bits": Row(
         "megarl/distributed/device.py",
@@ -675,7 +675,7 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_observe_sinks.py", "system/test_resume.py"),
     ),
     "run: a resumed run begins its records anew": Row(
-        "megarl/algorithms/run.py", "sampler.load_state(start.sampler_state)", "pass", ("unit/test_drivers.py", "system/test_resume.py")
+        "megarl/run/run.py", "sampler.load_state(start.sampler_state)", "pass", ("unit/test_drivers.py", "system/test_resume.py")
     ),
     "cli: every error ends with 1": Row(
         "megarl/cli.py",

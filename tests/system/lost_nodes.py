@@ -18,9 +18,9 @@ from unittest.mock import patch
 import ray
 from ray.cluster_utils import Cluster
 
-from megarl.algorithms.run import run
 from megarl.config.load import load_config
 from megarl.config.validate import validate_config
+from megarl.run.run import run
 from tests.system.whole_runs import read_rows
 
 LOOK_S = 0.1

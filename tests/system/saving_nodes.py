@@ -103,8 +103,8 @@ def train(mode: str, config: str, run_dir: Path, *overrides: str) -> int:
     """Exit code of ``megarl train``."""
     import ray
 
-    from megarl.algorithms.memory_of_nodes import MemoryOfNodes, WriteOfNodes
     from megarl.cli import main
+    from megarl.run.memory_of_nodes import MemoryOfNodes, WriteOfNodes
 
     real, count = MemoryOfNodes.write, 0
     real_need, other = MemoryOfNodes._needed_on, ""

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.algorithms import run as algorithms_run
 from megarl.cli import main
+from megarl.run import run as algorithms_run
 from tests.system.whole_runs import Launches, Material, make_material, write_config
 from tests.tiers import sampled, slow
 

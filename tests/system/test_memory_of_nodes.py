@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import ray
 
-from megarl.algorithms.memory_of_nodes import MemoryOfNodes
 from megarl.checkpoint.background import memory_of, take_memory
 from megarl.checkpoint.manifest import verify
 from megarl.distributed.ray_nodes import alive_nodes
 from megarl.errors import CheckpointError
+from megarl.run.memory_of_nodes import MemoryOfNodes
 from tests.node_writers import LONGEST_S, await_end, writer_of, writers
 from tests.tiers import slow
 

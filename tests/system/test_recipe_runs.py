@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.algorithms.run import run
+from megarl.run.run import run
 from tests.small_recipes import RECIPES, STEPS, make_small_model, small
 from tests.tiers import slow
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.algorithms.stopping import STOPPED
 from megarl.checkpoint.background import memory_of
 from megarl.checkpoint.manifest import verify
+from megarl.run.stopping import STOPPED
 from tests.system.whole_runs import STEPS, Launch, Launches, Material, comparable, read_rows, write_config
 from tests.tiers import slow
 from tests.unpickling.watch import PickleWatch

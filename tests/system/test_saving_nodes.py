@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from megarl import env
-from megarl.algorithms.stopping import STOPPED
 from megarl.checkpoint.background import memory_of
 from megarl.checkpoint.manifest import MANIFEST_NAME, verify
 from megarl.checkpoint.restricted import METADATA_FILE, read_plain_index
 from megarl.checkpoint.staged_file import description_name
 from megarl.observe.launches import WORKERS, read_launches
+from megarl.run.stopping import STOPPED
 from tests.node_writers import await_end, writers
 from tests.system.test_resume import check_same
 from tests.system.whole_runs import LONGEST_WAIT_S, ROOT, Material, read_rows, write_config

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.algorithms.stopping import INTERRUPTED, STOPPED
 from megarl.checkpoint.manifest import verify
 from megarl.errors import WorkerLostError
 from megarl.observe.launches import read_launches
+from megarl.run.stopping import INTERRUPTED, STOPPED
 from tests.faults.workers import ranks_of
 from tests.system.test_resume import on_one_rank
 from tests.system.whole_runs import Launch, Launches, Material, comparable, write_config

@@ -20,10 +20,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.cases.messages import slices_read
 from megarl import env
-from megarl.algorithms.evaluate import evaluate, result_of, weights_to_evaluate
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.algorithms.refit import Refit, connect, refit_policy_generation
-from megarl.algorithms.run import run
 from megarl.config import validate_config
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.virtual_cluster import RayVirtualCluster
@@ -31,6 +29,8 @@ from megarl.errors import BatchError, ConfigError, MegarlError, MismatchError, R
 from megarl.models.generation.vllm.generation import VllmGeneration
 from megarl.models.policy.lm_policy import Policy
 from megarl.patched import patched
+from megarl.run.evaluate import evaluate, result_of, weights_to_evaluate
+from megarl.run.run import run
 from megarl.weight_sync.manifest import Manifest
 from tests.dist.batches import make_batch
 from tests.dist.key_models import SPECIAL, tokenizer_of_words

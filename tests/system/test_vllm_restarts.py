@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.algorithms.run import run
 from megarl.models.generation.vllm.generation import VllmGeneration
 from megarl.observe.launches import ENGINES, FINISHED, read_launches
+from megarl.run.run import run
 from megarl.watch.run_state import read_run_state
 from megarl.watch.status import as_plain
 from tests.dist.key_models import SPECIAL, tokenizer_of_words

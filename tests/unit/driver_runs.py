@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.algorithms.algorithm import ACTOR, Role
-from megarl.algorithms.resume import ResumePoint
 from megarl.config.nested import at
+from megarl.run.resume import ResumePoint
 from tests.unit.reference_policy import ReferencePolicy
 
 STEPS = 4

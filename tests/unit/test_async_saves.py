@@ -11,7 +11,6 @@ from unittest import mock
 import psutil
 import pytest
 
-from megarl.algorithms.run import run
 from megarl.checkpoint import background, node_memory
 from megarl.checkpoint.background import free_memory, memory_of, take_memory
 from megarl.checkpoint.lock import RunLock
@@ -19,6 +18,7 @@ from megarl.checkpoint.manager import CheckpointManager
 from megarl.checkpoint.manifest import MANIFEST_NAME, verify
 from megarl.checkpoint.node_memory import NodeMemory, OwnMemory, OwnWrite
 from megarl.errors import CheckpointError, DeadlineError
+from megarl.run.run import run
 from tests.node_writers import LONGEST_S, writer_of
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, make_config
 from tests.unit.reference_policy import ReferencePolicy

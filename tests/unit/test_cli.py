@@ -153,7 +153,7 @@ def test_missing_configuration(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_train_hands_the_checked_configuration_to_run(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    stand_in(monkeypatch, "megarl.algorithms.run", run=lambda config, stop_at: seen.append(config) or 0)
+    stand_in(monkeypatch, "megarl.run.run", run=lambda config, stop_at: seen.append(config) or 0)
     assert main(["train", str(config_file), "seed=8"]) == 0
     assert seen == [validate_config({**load_config(config_file, ["seed=8"]), "recipe": config_file.stem}, config_file.stem)]
 
@@ -169,7 +169,7 @@ def test_exit_codes_of_a_failed_run(
     def run(config: Any, stop_at: float | None) -> int:
         raise error
 
-    stand_in(monkeypatch, "megarl.algorithms.run", run=run)
+    stand_in(monkeypatch, "megarl.run.run", run=run)
     assert main(["train", str(config_file)]) == code
     assert (str(error) or "interrupted") in capsys.readouterr().err
 
@@ -181,7 +181,7 @@ def test_a_fault_of_the_user_that_a_worker_found_is_shown_without_its_traceback(
     def run(config: Any, stop_at: float | None) -> int:
         raise WorkerError(f"[tp0] {cause}\n--- traceback of the worker ---\nFile 1") from cause
 
-    stand_in(monkeypatch, "megarl.algorithms.run", run=run)
+    stand_in(monkeypatch, "megarl.run.run", run=run)
     assert main(["train", str(config_file)]) == code
     shown = capsys.readouterr().err
     assert str(cause) in shown and ("File 1" in shown) == (code == 1)
@@ -191,7 +191,7 @@ def test_an_unforeseen_error_keeps_its_traceback(config_file: Path, monkeypatch:
     def run(config: Any, stop_at: float | None) -> int:
         raise ZeroDivisionError("bug")
 
-    stand_in(monkeypatch, "megarl.algorithms.run", run=run)
+    stand_in(monkeypatch, "megarl.run.run", run=run)
     with pytest.raises(ZeroDivisionError):
         main(["train", str(config_file)])
 
@@ -205,7 +205,7 @@ def test_the_exit_code_tells_the_fault_also_when_nobody_reads(tmp_path: Path, mo
 
 
 def test_the_exit_code_of_a_run_is_returned(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch, "megarl.algorithms.run", run=lambda config, stop_at: 3)
+    stand_in(monkeypatch, "megarl.run.run", run=lambda config, stop_at: 3)
     assert main(["train", str(config_file)]) == 3
 
 

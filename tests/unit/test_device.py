@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algorithms.start import uses_gpus
 from megarl.distributed import nvml
 from megarl.distributed.device import DeviceRuntime, runtime, will_use_cuda
 from megarl.errors import ConfigError
 from megarl.models.megatron import cuda_redirect
+from megarl.run.start import uses_gpus
 from tests.dist.batches import make_batch
 from tests.gpu import conftest as gpu_tests
 from tests.gpu import jobs

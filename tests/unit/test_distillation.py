@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from megarl.algorithms.algorithm import ACTOR
 from megarl.algorithms.distillation import Distillation
-from megarl.algorithms.run import run
 from megarl.config.distillation import source_key, teachers_of_sources
 from megarl.config.rules import check
 from megarl.errors import ConfigError, ModelError
+from megarl.run.run import run
 from tests.tiers import sampled, slow
 from tests.unit.config_samples import FACTS, changed, complete, raw_distillation
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, final_weights, make_config, rows

@@ -18,9 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megarl.algorithms import reference_logprobs
-from megarl.algorithms.inputs import describe_inputs, read_inputs
 from megarl.algorithms.reference_logprobs import ReferenceLogprobs
-from megarl.algorithms.run import run
 from megarl.config.plan import batch_plan
 from megarl.config.report import print_report
 from megarl.config.rules.parallel import layout_of
@@ -29,6 +27,8 @@ from megarl.config.validate import validate_config
 from megarl.data.datasets import Dataset
 from megarl.distributed.token_batches import supervised_batch
 from megarl.errors import ModelError
+from megarl.run.inputs import describe_inputs, read_inputs
+from megarl.run.run import run
 from tests.unit.driver_runs import Crash, PolicyMaker, comparable, final_weights, make_config, rows
 from tests.unit.reference_policy import ReferencePolicy
 

@@ -15,10 +15,6 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.algorithms import run as algorithms_run
-from megarl.algorithms.inputs import read_inputs
-from megarl.algorithms.loop import total_steps
-from megarl.algorithms.run import run
 from megarl.checkpoint.lock import RunLock
 from megarl.cli import report
 from megarl.config.resume_changes import check_changes
@@ -29,6 +25,10 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import BatchError, CheckpointError, ConfigError, DataError, MismatchError, StateError, UnusableCheckpointError
 from megarl.observe.launches import read_launches
 from megarl.observe.sample_files import list_samples, read_samples
+from megarl.run import run as algorithms_run
+from megarl.run.inputs import read_inputs
+from megarl.run.loop import total_steps
+from megarl.run.run import run
 from tests.tiers import sampled, slow
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, cut_off, final_weights, make_config, rows
 from tests.unit.reference_policy import ReferencePolicy

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.run import run
 from megarl.cli import report
 from megarl.data.sampler import MixtureSampler, ResumableSampler
 from megarl.distributed.batched_data_dict import BatchedDataDict
@@ -21,6 +20,7 @@ from megarl.errors import RewardError
 from megarl.rollout.collector import Rollouts
 from megarl.rollout.dynamic_sampling import DynamicSampling, Filled, Signal, joined, signals
 from megarl.rollout.samples import sampling_seeds, seeds_from
+from megarl.run.run import run
 from tests.tiers import slow
 from tests.unit.driver_runs import Crash, PolicyMaker, comparable, make_config, rows
 from tests.unit.reference_policy import ReferencePolicy

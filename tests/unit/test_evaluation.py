@@ -17,10 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algorithms import evaluate as evaluation_command
-from megarl.algorithms.evaluate import evaluate, result_of, weights_to_evaluate
-from megarl.algorithms.resume import CheckpointWriter
-from megarl.algorithms.run import run
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.cli import main
 from megarl.config import validate_config
@@ -32,6 +28,10 @@ from megarl.rollout.collector import Rollouts
 from megarl.rollout.environment import final_answers, make_environment
 from megarl.rollout.evaluation import ValidatedSet, estimates_of, half_interval, majority, metrics_of_set, pass_at, validation_metrics
 from megarl.rollout.samples import validation_seeds
+from megarl.run import evaluate as evaluation_command
+from megarl.run.evaluate import evaluate, result_of, weights_to_evaluate
+from megarl.run.resume import CheckpointWriter
+from megarl.run.run import run
 from tests.tiers import sampled
 from tests.unit.driver_runs import PolicyMaker, make_config, rows
 from tests.unit.reference_policy import ReferencePolicy

@@ -13,12 +13,12 @@ from unittest import mock
 import pytest
 import torch
 
-from megarl.algorithms import run as run_module
-from megarl.algorithms.run import run
-from megarl.algorithms.stopping import STOP_FILE
 from megarl.checkpoint import background
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.errors import WORKER_TRACE, CheckpointError, ConfigError, DeadlineError
+from megarl.run import run as run_module
+from megarl.run.run import run
+from megarl.run.stopping import STOP_FILE
 from tests.unit.driver_runs import STEPS, PolicyMaker, comparable, final_weights, make_config
 from tests.unit.reference_policy import ReferencePolicy
 

@@ -159,7 +159,7 @@ RULES = {
     "time is measured by monotonic clocks; the wall clock is for people, their limits, and files that others have written": (
         wall_clocks,
         {
-            "megarl/algorithms/time_left.py",
+            "megarl/run/time_left.py",
             "megarl/data/table.py",
             "megarl/observe/launches.py",
             "megarl/observe/sinks.py",
@@ -310,7 +310,7 @@ def test_every_module_says_its_one_job() -> None:
 
 
 # a run starts Ray before it loads them: Ray's processes take as long to come up
-LIGHT = ["megarl", "megarl.errors", "megarl.env", "megarl.config.validate", "megarl.config.load", "megarl.cli", "megarl.algorithms.run"]
+LIGHT = ["megarl", "megarl.errors", "megarl.env", "megarl.config.validate", "megarl.config.load", "megarl.cli", "megarl.run.run"]
 
 
 @pytest.mark.parametrize("module", LIGHT)

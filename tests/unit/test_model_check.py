@@ -12,9 +12,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from converters.errors import ConversionError
-from megarl.algorithms.model_check import check_model, check_model_on_disk
 from megarl.cli import main
 from megarl.errors import ConfigError, ModelError
+from megarl.run.model_check import check_model, check_model_on_disk
 from tests.models import VOCABULARY, make_tiny
 from tests.unit.config_samples import raw_grpo
 

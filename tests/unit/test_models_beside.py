@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from megarl.algorithms.algorithm import ACTOR, CRITIC, Role
-from megarl.algorithms.model_check import check_models_beside
 from megarl.algorithms.turns import Turns
 from megarl.config.algorithms import run_type
 from megarl.config.defaults import complete_run
@@ -24,6 +23,7 @@ from megarl.config.validate import unusual_values, validate_config
 from megarl.data.tokenization import get_tokenizer
 from megarl.errors import ConfigError, ModelError, Violation
 from megarl.quickstart.material import make_model
+from megarl.run.model_check import check_models_beside
 from tests.unit.config_samples import FACTS, changed, raw_grpo
 
 ALGORITHM = """

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from megarl.algorithms.run import run
 from megarl.config.load import load_config
 from megarl.data import datasets as data_sets
 from megarl.data import rows as data_rows
@@ -21,6 +20,7 @@ from megarl.data.rows import LONGEST_LINE, rows_of
 from megarl.data.table import StoredValues
 from megarl.data.tokenization import PromptEncoder, get_tokenizer
 from megarl.errors import ConfigError, DataError, ModelError
+from megarl.run.run import run
 from megarl.watch.run_state import read_run_state
 from tests.memory_limit import status_bytes
 from tests.unit.driver_runs import PolicyMaker, make_config

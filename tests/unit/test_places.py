@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from megarl.algorithms.run import run
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manifest import verify, write_manifest
 from megarl.cli import main
@@ -23,6 +22,7 @@ from megarl.config.places import places_of, read_in_time, require_answers
 from megarl.errors import StateError
 from megarl.observe.launches import read_launches
 from megarl.observe.sinks import MetricSinks
+from megarl.run.run import run
 from megarl.watch.run_state import read_run_state
 from megarl.watch.status import as_plain
 from tests.tiers import sampled

@@ -18,9 +18,9 @@ from converters.families.plain import plain_families
 from converters.families.read import read_architecture, read_plain
 from converters.model_config.architecture import Architecture
 from converters.model_config.inert_keys import INERT_KEYS
-from megarl.algorithms import model_check
 from megarl.config.known_models import KNOWN_MODELS
 from megarl.errors import MegarlError
+from megarl.run import model_check
 from tests.tiers import sampled
 from tests.unit.converters_tiny import CONFIGS, save_tiny, tiny_config
 

@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from megarl.algorithms.advantages import explained_variance, rewards_of_tokens
 from megarl.algorithms.algorithm import ACTOR, CRITIC, Role
 from megarl.algorithms.ppo import PPO
-from megarl.algorithms.resume import ResumePoint
-from megarl.algorithms.run import run
 from megarl.algorithms.train_results import metrics_of_epochs, step_metrics
 from megarl.config.rules import check
 from megarl.config.validate import validate_config
 from megarl.errors import BatchError, ConfigError, NonFiniteError, StateError
 from megarl.observe.metrics import Reduction
+from megarl.run.resume import ResumePoint
+from megarl.run.run import run
 from tests.tiers import sampled
 from tests.unit.config_samples import FACTS, complete, raw_ppo
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, cut_off, final_weights, make_config, rows

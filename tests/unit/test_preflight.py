@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl.algorithms import preflight
-from megarl.algorithms.preflight import findings, print_findings, require_this_machine
-from megarl.algorithms.run import run
 from megarl.cli import load_and_check, main
 from megarl.config.nested import put
 from megarl.config.recipes import recipes
 from megarl.config.validate import validate_config
 from megarl.errors import DataError, MachineError
+from megarl.run import preflight
+from megarl.run.preflight import findings, print_findings, require_this_machine
+from megarl.run.run import run
 from tests.unit.driver_runs import make_config
 
 CONFIG = Mapping[str, Any]
@@ -78,7 +78,7 @@ def test_data_are_not_read_for_a_model_that_is_not_there(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
-    monkeypatch.setattr("megarl.algorithms.inputs.describe_inputs", lambda _: pytest.fail("the data were read"))
+    monkeypatch.setattr("megarl.run.inputs.describe_inputs", lambda _: pytest.fail("the data were read"))
     assert main(["train", "grpo-qwen2.5-1.5b-1gpu-megatron", "--dry-run", "--data"]) == 2
     assert "policy.model_name = 'Qwen/Qwen2.5-1.5B': it is not on this disk" in capsys.readouterr().err
 
@@ -224,7 +224,7 @@ def test_a_refused_start_leaves_nothing(tmp_path: Path, model: str) -> None:
 
 
 def test_a_real_start_that_is_refused_starts_no_ray(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.algorithms.run.start_ray", lambda *_: pytest.fail("Ray was started"))
+    monkeypatch.setattr("megarl.run.run.start_ray", lambda *_: pytest.fail("Ray was started"))
     config["cluster"]["device"] = "cuda"
     with pytest.raises(MachineError, match=r"1 error on this machine, where nothing was started:\n  1\. cluster.device = 'cuda'"):
         run(config)

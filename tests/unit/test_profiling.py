@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.algorithms.profiling import tell_worker_groups
 from megarl.config.load import with_environment
 from megarl.distributed.device import DeviceRuntime
 from megarl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
 from megarl.errors import ConfigError, StateError
 from megarl.models.engine.worker import StepTrace
+from megarl.run.profiling import tell_worker_groups
 
 
 def test_a_trace_holds_what_was_computed_between_start_and_stop(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import ray
 
-from megarl.algorithms import run as algorithms_run
-from megarl.algorithms import start
 from megarl.config import complete_run
 from megarl.distributed import ray_runtime
 from megarl.errors import ClusterError, DataError
+from megarl.run import run as algorithms_run
+from megarl.run import start
 from tests.unit.config_samples import raw_grpo
 
 LONGEST = 60

@@ -12,7 +12,6 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from megarl.algorithms.run import run
 from megarl.cli import load_and_check
 from megarl.config import load_config
 from megarl.config.environments import rewards_of
@@ -23,6 +22,7 @@ from megarl.data.records import read_records
 from megarl.data.tokenization import get_tokenizer
 from megarl.distributed.token_batches import supervised_batch
 from megarl.rollout.rewards import RewardSpec, Task, get_reward
+from megarl.run.run import run
 from tests.small_recipes import ANSWERS, RECIPES, ROWS, STEPS, make_small_model, small
 from tests.tiers import sampled
 from tests.unit.driver_runs import PolicyMaker, rows

@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl import redaction
-from megarl.algorithms.run import CONFIG_FILE, run
 from megarl.checkpoint.manager import CONFIG_NAME, CheckpointManager
 from megarl.cli import main
 from megarl.config import OverridesError, load_config, parse_hydra_overrides
@@ -38,6 +37,7 @@ from megarl.redaction import (
     redacted_text,
     shown,
 )
+from megarl.run.run import CONFIG_FILE, run
 from tests.tiers import sampled
 from tests.unit.driver_runs import PolicyMaker, make_config
 

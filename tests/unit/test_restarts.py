@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algorithms import start
-from megarl.algorithms.restarts import SLURM_RESTARTS, Restarts, await_places, most_restarts, patience_for_places
-from megarl.algorithms.resume import ResumePoint
-from megarl.algorithms.run import run
 from megarl.distributed import virtual_cluster
 from megarl.distributed.node_choice import RayNode, ResourceInsufficientError
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.errors import BatchError, DeadlineError, MegarlError, MicroBatchMemoryError, WorkerLostError
 from megarl.observe.launches import FINISHED, WORKERS, LaunchOutcome, read_launches, restarts_within
 from megarl.observe.metrics_file import FILE_NAME
+from megarl.run import start
+from megarl.run.restarts import SLURM_RESTARTS, Restarts, await_places, most_restarts, patience_for_places
+from megarl.run.resume import ResumePoint
+from megarl.run.run import run
 from megarl.watch.run_state import read_run_state
 from megarl.watch.status import as_plain
 from tests.full_disk import full_disk

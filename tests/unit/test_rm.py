@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megarl.algorithms.algorithm import ACTOR, REWARD_MODEL, Role
-from megarl.algorithms.inputs import describe_inputs
-from megarl.algorithms.run import run
 from megarl.config import validate_config
 from megarl.errors import BatchError, ConfigError, DataError, NonFiniteError
+from megarl.run.inputs import describe_inputs
+from megarl.run.run import run
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, final_weights, make_config, rows
 
 

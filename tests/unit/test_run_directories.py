@@ -13,7 +13,6 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from megarl.algorithms.earlier_launch import keep_template_date, kept_configs, require_same_recipe
 from megarl.cli import load_and_check, main
 from megarl.config.defaults import complete_run
 from megarl.config.engines import engine_kind, is_engine
@@ -21,6 +20,7 @@ from megarl.config.load import load_config
 from megarl.config.recipes import find, misnamed_directory, name_of, recipes
 from megarl.config.resume_changes import check_changes
 from megarl.errors import ConfigError
+from megarl.run.earlier_launch import keep_template_date, kept_configs, require_same_recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [recipe.name for recipe in recipes()]

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.run import run
 from megarl.config.validation_sets import SetPlan
 from megarl.data.datasets import Example, SourceRange
 from megarl.distributed.batched_data_dict import BatchedDataDict
@@ -25,6 +24,7 @@ from megarl.rollout.collector import Rollouts
 from megarl.rollout.evaluation import ValidatedSet
 from megarl.rollout.sample_log import SampleLog
 from megarl.rollout.samples import mismatch_metrics, row_mismatch
+from megarl.run.run import run
 from tests.tiers import slow
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, final_weights, make_config, rows
 

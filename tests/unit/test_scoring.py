@@ -17,12 +17,12 @@ from converters.checkpoint.source import open_source
 from converters.families.read import read_architecture
 from converters.model_config.heads import ScoreHead
 from converters.model_config.prediction_layers import as_stored
-from megarl.algorithms.model_check import check_model
 from megarl.config.defaults import complete_policy
 from megarl.config.model_facts import facts_of_policy
 from megarl.config.parameters import stage_parameters
 from megarl.errors import ModelError
 from megarl.models.engine.scoring import SCORE, said_of_scoring, scoring_config, scoring_source
+from megarl.run.model_check import check_model
 from megarl.throughput.flops import ModelFlops
 from tests.models import make_tiny, policy_config, tiny_config
 from tests.prediction_layers import add_prediction_layers

@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from megarl import redaction
-from megarl.algorithms.run import run
 from megarl.cli import main
 from megarl.config import load_config
 from megarl.errors import ConfigError
 from megarl.redaction import HIDDEN
+from megarl.run.run import run
 from tests.unit.driver_runs import PolicyMaker, make_config
 
 PLANTED = {

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algorithms.run import run
 from megarl.config import check
 from megarl.config.validate import validate_config
 from megarl.distributed.batched_data_dict import BatchedDataDict
@@ -19,6 +18,7 @@ from megarl.errors import BatchError, ConfigError, RewardError
 from megarl.rollout import collector
 from megarl.rollout.environment import EnvironmentReturn, SingleTurn, Turn, find_faults, make_environment
 from megarl.rollout.rewards import RewardSpec, get_reward, overlong_penalty
+from megarl.run.run import run
 from tests.tiers import slow
 from tests.unit.config_samples import complete, raw_grpo
 from tests.unit.driver_runs import PolicyMaker, make_config, rows

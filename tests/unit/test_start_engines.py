@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from megarl.algorithms import start
-from megarl.algorithms.start import start_engines
 from megarl.config.load import load_config
 from megarl.config.memory_run import CONTEXT_REST, ENGINE_REST, device_gib, device_ledger, process_rest
 from megarl.config.model_facts import read_model_facts
@@ -20,6 +18,8 @@ from megarl.config.plugins import EngineMemory
 from megarl.config.validate import validate_config
 from megarl.models.generation.engines import EngineKind
 from megarl.models.generation.vllm.configuration import memory_of_engine
+from megarl.run import start
+from megarl.run.start import start_engines
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GIB = 2**30

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algorithms.run import run
-from megarl.algorithms.stopping import (
+from megarl.run.run import run
+from megarl.run.stopping import (
     INTERRUPTED,
     LAST_CHECKPOINT_FILE,
     STOP_FILE,
@@ -28,7 +28,7 @@ from megarl.algorithms.stopping import (
     listening_for_stop,
     this_attempt,
 )
-from megarl.algorithms.time_left import TimeLeft
+from megarl.run.time_left import TimeLeft
 from tests.tiers import sampled
 from tests.unit.driver_runs import STEPS, PolicyMaker, comparable, final_weights, make_config
 
@@ -245,7 +245,7 @@ def test_a_run_stops_while_there_is_time_for_it(
     """The end of its Slurm job is an hour away, and the second step takes longer than that; or less than half, and its save, of which
     nothing is known before the first, turns out to be so quick that others fit."""
     now = [1_000_000.0]
-    monkeypatch.setattr("megarl.algorithms.run.time_left", lambda stop_at: TimeLeft(stop_at, "limit", lambda: now[0]))
+    monkeypatch.setattr("megarl.run.run.time_left", lambda stop_at: TimeLeft(stop_at, "limit", lambda: now[0]))
     step_took = StopRequest.step_took
 
     def slow_second_step(request: StopRequest, seconds: float) -> None:
@@ -295,7 +295,7 @@ def test_a_signal_that_the_program_was_started_to_ignore_stays_ignored(tmp_path:
 ON_A_TERMINAL = """
 import sys
 from pathlib import Path
-from megarl.algorithms.stopping import Attempt, listening_for_stop
+from megarl.run.stopping import Attempt, listening_for_stop
 from megarl.observe.console import TrainingConsole
 
 directory = Path(sys.argv[1])

@@ -15,13 +15,13 @@ from unittest import mock
 import pytest
 
 from converters.errors import ConversionError
-from megarl.algorithms.evaluate import weights_to_evaluate
-from megarl.algorithms.resume import CheckpointWriter, find_resume_point, report_changes
 from megarl.checkpoint import storage
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.checkpoint.manifest import verify
 from megarl.checkpoint.storage import PAUSES_S, read_again, said_of_space, tree_bytes
 from megarl.errors import StorageError, UnusableCheckpointError
+from megarl.run.evaluate import weights_to_evaluate
+from megarl.run.resume import CheckpointWriter, find_resume_point, report_changes
 from megarl.watch.run_state import _checkpoint_state
 
 TRIES = len(PAUSES_S) + 1

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.time_left import ENDING_SECONDS, TimeLeft, read_time, time_left
+from megarl.run.time_left import ENDING_SECONDS, TimeLeft, read_time, time_left
 
 SECONDS = st.floats(min_value=0.01, max_value=5000)
 

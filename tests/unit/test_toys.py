@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algorithms.run import run
 from megarl.config.memory_run import checkpoints_kept
 from megarl.config.validate import validate_config
 from megarl.data.datasets import Example
@@ -22,6 +21,7 @@ from megarl.observe.timing import PhaseTimer
 from megarl.rollout.collector import Collector, add_metrics
 from megarl.rollout.environment import EnvironmentReturn, Turn
 from megarl.rollout.samples import sampling_seeds
+from megarl.run.run import run
 from tests.unit.driver_runs import PolicyMaker, comparable, final_weights, make_config, rows
 from tests.unit.reference_policy import ReferencePolicy
 

@@ -16,32 +16,7 @@ import yaml
 
 from converters.checkpoint.files import first_special, rename_surely
 from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts, Role
-from megarl.algorithms.earlier_launch import CONFIG_FILE, keep_template_date, kept_configs, require_same_recipe
-from megarl.algorithms.inputs import Inputs, read_inputs, require_a_step_of_records
-from megarl.algorithms.loop import Reporting, Schedule, run_loop, total_steps
-from megarl.algorithms.preflight import require_this_machine
-from megarl.algorithms.profiling import DIRECTORY as PROFILES
-from megarl.algorithms.profiling import StepProfiler, tell_worker_groups
-from megarl.algorithms.restarts import Restarts, await_places, most_restarts, patience_for_places
-from megarl.algorithms.resume import (
-    CheckpointWriter,
-    ResumePoint,
-    find_resume_point,
-    report_changes,
-)
 from megarl.algorithms.skipped_batches import DIRECTORY, SkippedBatches
-from megarl.algorithms.start import (
-    check_places,
-    checkpoint_memory,
-    decided_device,
-    start_engines,
-    start_models,
-    start_policy,
-    start_ray,
-    watched_memory,
-)
-from megarl.algorithms.stopping import listening_for_stop, this_attempt
-from megarl.algorithms.time_left import time_left
 from megarl.algorithms.turns import Turns
 from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
 from megarl.checkpoint.background import CheckpointMemory
@@ -68,15 +43,40 @@ from megarl.observe.sample_files import SampleFiles
 from megarl.observe.sinks import open_sinks
 from megarl.observe.timing import PhaseTimer
 from megarl.redaction import redacted
+from megarl.run.earlier_launch import CONFIG_FILE, keep_template_date, kept_configs, require_same_recipe
+from megarl.run.inputs import Inputs, read_inputs, require_a_step_of_records
+from megarl.run.loop import Reporting, Schedule, run_loop, total_steps
+from megarl.run.preflight import require_this_machine
+from megarl.run.profiling import DIRECTORY as PROFILES
+from megarl.run.profiling import StepProfiler, tell_worker_groups
+from megarl.run.restarts import Restarts, await_places, most_restarts, patience_for_places
+from megarl.run.resume import (
+    CheckpointWriter,
+    ResumePoint,
+    find_resume_point,
+    report_changes,
+)
+from megarl.run.start import (
+    check_places,
+    checkpoint_memory,
+    decided_device,
+    start_engines,
+    start_models,
+    start_policy,
+    start_ray,
+    watched_memory,
+)
+from megarl.run.stopping import listening_for_stop, this_attempt
+from megarl.run.time_left import time_left
 from megarl.throughput.step import Devices, StepThroughput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.algorithms.stopping import Attempt, StopRequest
     from megarl.models.policy.lm_policy import Policy
     from megarl.observe.sinks import MetricSinks
     from megarl.rollout.sample_log import SampleLog
+    from megarl.run.stopping import Attempt, StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def run(config: Config, make_policy: PolicyFactory | None = None, stop_at: float
 
     Leaves in ``run_dir``: ``config.yaml`` (resolved), ``metrics.jsonl``, ``launches.jsonl``, ``checkpoints/step_N`` and, with
     ``checkpointing.export_hf``, ``hf/step_N``. However it ends, the workers are gone afterwards. Asked to stop (see
-    ``megarl.algorithms.stopping``), it ends after the step it is in, with a checkpoint. After a loss of workers it goes on with new ones
+    ``megarl.run.stopping``), it ends after the step it is in, with a checkpoint. After a loss of workers it goes on with new ones
     from the newest checkpoint, ``cluster.max_restarts`` times.
 
     Args:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from converters.python_file import modules_from_files
 from megarl import env
 from megarl.algorithms.algorithm import ACTOR, Role
-from megarl.algorithms.resume import ResumePoint
 from megarl.checkpoint.background import CheckpointMemory
 from megarl.checkpoint.node_memory import OwnMemory
 from megarl.config.algorithms import algorithm_class, generates
@@ -30,6 +29,7 @@ from megarl.distributed import nvml
 from megarl.errors import ConfigError, Violation
 from megarl.models.generation.engines import EngineKind, started_on_empty_devices
 from megarl.observe.progress import phase
+from megarl.run.resume import ResumePoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -256,7 +256,7 @@ def checkpoint_memory(checkpoint_dir: Path, models: Mapping[Role, Policy], stack
     nodes = {role.name: model.worker_group.nodes for role, model in models.items() if role.directory is not None}
     if all(node == ray.get_runtime_context().get_node_id() for of_role in nodes.values() for node in of_role):
         return OwnMemory(checkpoint_dir)
-    from megarl.algorithms.memory_of_nodes import MemoryOfNodes
+    from megarl.run.memory_of_nodes import MemoryOfNodes
 
     memory = MemoryOfNodes(checkpoint_dir, nodes)
     stack.callback(memory.close)

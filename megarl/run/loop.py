@@ -8,18 +8,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.stopping import StopRequest
 from megarl.distributed.deadlines import at_step, validating
 from megarl.errors import StateError
 from megarl.observe.timing import STEP_SECONDS
+from megarl.run.stopping import StopRequest
 
 if TYPE_CHECKING:
     from megarl.algorithms.algorithm import Algorithm
-    from megarl.algorithms.profiling import StepProfiler
-    from megarl.algorithms.resume import CheckpointWriter
     from megarl.observe.console import TrainingConsole
     from megarl.observe.sinks import MetricSinks
     from megarl.observe.timing import PhaseTimer
+    from megarl.run.profiling import StepProfiler
+    from megarl.run.resume import CheckpointWriter
     from megarl.throughput.step import StepThroughput
 
 STEP_TOKENS = "num_tokens"

@@ -24,8 +24,8 @@ from typing import NoReturn
 
 from converters.checkpoint.files import rename_surely
 from megarl import env
-from megarl.algorithms.time_left import TimeLeft
 from megarl.checkpoint.atomic import write_bytes_durably
+from megarl.run.time_left import TimeLeft
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megarl import env
-from megarl.algorithms.model_check import check_model, check_models_beside, check_tokens
 from megarl.config.algorithms import algorithm_class, generates, step_size
 from megarl.config.validation_sets import set_name, validation_sources
 from megarl.data.chat_template import reads_clock
@@ -26,6 +25,7 @@ from megarl.import_path import is_import_path
 from megarl.models.generation import configure_generation_config
 from megarl.observe.progress import phase
 from megarl.rollout.environment import Environment, find_faults, make_environment
+from megarl.run.model_check import check_model, check_models_beside, check_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,12 +18,6 @@ from rich.table import Table
 
 from megarl import __version__
 from megarl.algorithms.algorithm import ACTOR
-from megarl.algorithms.earlier_launch import keep_template_date
-from megarl.algorithms.inputs import read_validation
-from megarl.algorithms.preflight import findings, print_findings, require_this_machine
-from megarl.algorithms.resume import ResumePoint
-from megarl.algorithms.run import Config, PolicyFactory
-from megarl.algorithms.start import engine_of, start_engines, start_policy, start_ray
 from megarl.checkpoint.atomic import write_bytes_durably
 from megarl.checkpoint.manager import CONFIG_NAME, faults_of_checkpoint, read_info
 from megarl.checkpoint.manifest import read_signing_key
@@ -37,6 +31,12 @@ from megarl.errors import CheckpointError, ConfigError, StorageError, UnusableCh
 from megarl.observe.progress import phase
 from megarl.observe.timing import PhaseTimer
 from megarl.redaction import redacted, redacted_text
+from megarl.run.earlier_launch import keep_template_date
+from megarl.run.inputs import read_validation
+from megarl.run.preflight import findings, print_findings, require_this_machine
+from megarl.run.resume import ResumePoint
+from megarl.run.run import Config, PolicyFactory
+from megarl.run.start import engine_of, start_engines, start_policy, start_ray
 
 if TYPE_CHECKING:
     from megarl.rollout.collector import Collector
@@ -263,7 +263,7 @@ def run(config: Config, checkpoint: Path | None, out: Path | None, *, dry_run: b
 
 def _describe(config: Config, weights: ResumePoint, path: Path, console: Console) -> None:
     """Say what would be evaluated by what; the model's files are looked at."""
-    from megarl.algorithms.model_check import check_model_on_disk
+    from megarl.run.model_check import check_model_on_disk
 
     check_model_on_disk(config["policy"])
     kind = engine_of(config)

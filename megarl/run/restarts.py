@@ -18,8 +18,8 @@ from megarl.errors import DeadlineError, MegarlError, WorkerLostError
 from megarl.observe.launches import ENGINES, WORKERS
 
 if TYPE_CHECKING:
-    from megarl.algorithms.stopping import StopRequest
     from megarl.observe.launches import LaunchOutcome
+    from megarl.run.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ import psutil
 from rich.console import Console
 
 from megarl import env
-from megarl.algorithms.start import engine_of
 from megarl.checkpoint.manifest import read_signing_key
 from megarl.config.data_sources import sources_of
 from megarl.config.engines import KEY as GENERATION_BACKEND
@@ -43,6 +42,7 @@ from megarl.errors import ConfigError, MachineError, Violation, numbered
 from megarl.import_path import is_import_path
 from megarl.redaction import redacted_text
 from megarl.rollout.rewards import RewardSpec, get_reward
+from megarl.run.start import engine_of
 
 Config = Mapping[str, Any]
 
