@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from megarl.config.losses import ESTIMATOR
 from megarl.errors import BatchError
+from megarl.import_path import load_object
 
 PART = "reward/"
 """Begins the names of columns and metrics of the parts of a reward."""
@@ -92,6 +96,40 @@ def group_advantages(
     return torch.where(agreed, 0.0, advantages / torch.where(agreed, 1.0, deviation))
 
 
+@dataclass(frozen=True, slots=True)
+class AdvantageInputs:
+    """What an estimator of advantages reads: all samples of a step, B answers of S positions with their prompts.
+
+    Attributes:
+        settings: a ``GRPOConfig``; ``settings["adv_estimator"]["options"]`` has the keys of an estimator of one's own.
+        prompts: [B, P] int, padded alike within a group: answers to the same prompt.
+        rewards: [B] float.
+        compared: [B], 1 for answers that others of their group are compared with.
+        mask: [B, S], 1 for tokens that are trained on: sampled by the policy, in answers that count.
+        penalties: [B, S] float, taken from the rewards, 0 at tokens that do not count; None for none.
+        parts: [B] float of each of several rewards by name, without its weight; NaN for an answer that has no such reward.
+        weights: of the parts, by name.
+    """
+
+    settings: Mapping[str, Any]
+    prompts: Tensor
+    rewards: Tensor
+    compared: Tensor
+    mask: Tensor
+    penalties: Tensor | None
+    parts: Mapping[str, Tensor]
+    weights: Mapping[str, float]
+
+    @property
+    def net_rewards(self) -> Tensor:
+        """[B] rewards less the penalties of all tokens."""
+        return self.rewards if self.penalties is None else self.rewards - self.penalties.sum(dim=1)
+
+
+Estimator: TypeAlias = Callable[[AdvantageInputs], Tensor]
+"""Advantages [B] of answers, or [B, S] of tokens. What is not trained on is set to 0 afterwards."""
+
+
 def estimated_advantages(
     settings: Mapping[str, Any],
     samples: Mapping[str, Any],
@@ -99,7 +137,7 @@ def estimated_advantages(
     token_penalties: Tensor | None = None,
     reward_weights: Mapping[str, float] | None = None,
 ) -> Tensor:
-    """Advantages of a step's samples, [B, 1] float32, or where those of tokens differ [B, S] float32; 0 where nothing counts.
+    """Advantages of a step's samples, [B, 1], or where those of tokens differ [B, S], in the dtype of the rewards; 0 where nothing counts.
 
     Args:
         settings: a ``GRPOConfig``: ``adv_estimator`` and what it reads.
@@ -107,24 +145,64 @@ def estimated_advantages(
         sample_mask: [B], 1 for rows that are trained on. ``samples`` may have more of them, which are then in the groups alone.
         token_penalties: [B, S] float, taken from the rewards, 0 at tokens that do not count; None for none.
         reward_weights: of the parts of the reward, ``reward/NAME``, by name.
+
+    Raises:
+        BatchError: an estimator of the user's own returned something else.
     """
-    kind, prompts, rewards, valid = settings["adv_estimator"]["name"], samples["prompt_ids"], samples["reward"], samples["sample_mask"]
-    if kind == "reinforce_plus_plus":
-        mask = samples["token_mask"] * sample_mask.unsqueeze(1)
-        compared = valid if settings["adv_estimator"]["minus_baseline"] else None
-        advantages = reinforce_plus_plus_advantages(prompts, rewards, mask, compared, token_penalties)
-        return advantages.to(rewards.dtype)
-    if token_penalties is not None:
-        rewards = rewards - token_penalties.sum(dim=1)
+    inputs = AdvantageInputs(
+        settings,
+        samples["prompt_ids"],
+        samples["reward"],
+        samples["sample_mask"],
+        samples["token_mask"] * sample_mask.unsqueeze(1),
+        token_penalties,
+        {name.removeprefix(PART): values for name, values in samples.items() if name.startswith(PART)},
+        reward_weights or {},
+    )
+    name = settings["adv_estimator"]["name"]
+    found = _ESTIMATORS[name](inputs) if name in _ESTIMATORS else _checked(load_object(name, ESTIMATOR)(inputs), inputs, name)
+    by_token = found.unsqueeze(1) if found.ndim == 1 else found
+    return torch.where((sample_mask.unsqueeze(1) if found.ndim == 1 else inputs.mask) == 0, 0.0, by_token).to(inputs.rewards.dtype)
+
+
+def _checked(found: Any, inputs: AdvantageInputs, name: str) -> Tensor:
+    """What an estimator of the user's own returned, 0 where nothing is trained on, when it is what it has to be."""
+    shapes = [inputs.mask.shape[:1], inputs.mask.shape]
+    if not isinstance(found, Tensor) or found.shape not in shapes:
+        kind = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise BatchError(f"{name} returned {kind}. Fix: return advantages of answers {list(shapes[0])} or of tokens {list(shapes[1])}")
+    counts = inputs.mask.any(dim=1) if found.ndim == 1 else inputs.mask != 0
+    wrong = int((counts & ~found.isfinite()).sum())
+    if wrong:
+        raise BatchError(f"{name} returned {wrong} advantages that are not finite. Nothing was trained on them. Fix: return finite numbers")
+    return torch.where(counts, found, 0.0)
+
+
+def _grpo(inputs: AdvantageInputs) -> Tensor:
+    settings = inputs.settings
     leave_one_out, normalize = settings["use_leave_one_out_baseline"], settings["normalize_rewards"]
-    if kind == "rloo":
-        by_row = group_advantages(prompts, rewards, valid, leave_one_out_baseline=True, normalize_rewards=False)
-    elif kind == "gdpo":
-        parts = {name.removeprefix(PART): values for name, values in samples.items() if name.startswith(PART)}
-        by_row = gdpo_advantages(prompts, parts, reward_weights or {}, valid, leave_one_out, normalize, settings["std"]).to(rewards.dtype)
-    else:
-        by_row = group_advantages(prompts, rewards, valid, leave_one_out, normalize, settings["std"])
-    return torch.where(sample_mask == 0, 0.0, by_row).unsqueeze(1)
+    return group_advantages(inputs.prompts, inputs.net_rewards, inputs.compared, leave_one_out, normalize, settings["std"])
+
+
+def _rloo(inputs: AdvantageInputs) -> Tensor:
+    return group_advantages(inputs.prompts, inputs.net_rewards, inputs.compared, leave_one_out_baseline=True, normalize_rewards=False)
+
+
+def _gdpo(inputs: AdvantageInputs) -> Tensor:
+    settings = inputs.settings
+    leave_one_out, normalize = settings["use_leave_one_out_baseline"], settings["normalize_rewards"]
+    found = gdpo_advantages(inputs.prompts, inputs.parts, inputs.weights, inputs.compared, leave_one_out, normalize, settings["std"])
+    return found.to(inputs.rewards.dtype)
+
+
+def _reinforce_plus_plus(inputs: AdvantageInputs) -> Tensor:
+    compared = inputs.compared if inputs.settings["adv_estimator"]["minus_baseline"] else None
+    return reinforce_plus_plus_advantages(inputs.prompts, inputs.rewards, inputs.mask, compared, inputs.penalties)
+
+
+_ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
+    {"grpo": _grpo, "rloo": _rloo, "gdpo": _gdpo, "reinforce_plus_plus": _reinforce_plus_plus}
+)
 
 
 def gdpo_advantages(

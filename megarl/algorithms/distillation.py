@@ -77,12 +77,10 @@ class Distillation(Sampled):
 
     def __init__(self, parts: Parts) -> None:
         from megarl.algorithms.distillation_loss import DistillationLossFn
-        from megarl.algorithms.loss_functions import ClippedPGLossFn
+        from megarl.algorithms.loss_functions import policy_loss
 
         self.is_topk = parts.config["distillation"]["mode"] == TOPK
-        super().__init__(
-            parts, DistillationLossFn(parts.config["distillation"]) if self.is_topk else ClippedPGLossFn(parts.config["loss_fn"])
-        )
+        super().__init__(parts, DistillationLossFn(parts.config["distillation"]) if self.is_topk else policy_loss(parts.config["loss_fn"]))
         self.teachers = {role.section.rpartition(".")[2]: role for role in _teacher_roles(parts.config)}
         self.teacher_of_source = teachers_of_sources(parts.config)
 
@@ -96,21 +94,21 @@ class Distillation(Sampled):
         """Sample responses to the next prompts, ask the teachers, and train on them."""
         from megarl.rollout.collector import add_metrics, part_metrics
 
-        rollouts = self._next_answers(step)
+        rollouts = self.sample(step).rollouts
         samples, records = rollouts.samples, [record.index for record in rollouts.records]
         batch, of_pass = self._own_columns(samples)
         rows_of = dict(self._rows_of_teachers(records))
         teacher_logprobs = self._ask_teachers(batch, rows_of)
         apart = (teacher_logprobs - batch["generation_logprobs"]) * batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
         if not self.is_topk:
-            batch["advantages"], of_advantages = self._advantages(batch, teacher_logprobs)
+            batch["advantages"], of_advantages = self.advantages(batch, teacher_logprobs)
             of_pass |= of_advantages
         if self.sample_log is not None:
             means = apart.sum(dim=1) / batch["token_mask"].sum(dim=1).clamp(min=1)
             self.sample_log.train(step, rollouts, means, batch.get("prev_logprobs"), self.train_data.sources)
         self.turns.take(ACTOR)
         self.empty_steps.look(batch, samples, step)
-        trained = self._train_policy(batch, step, rollouts)
+        trained = self.train_policy(batch, step, rollouts)
         self.done_steps = step
         own = {
             **trained,
@@ -129,8 +127,8 @@ class Distillation(Sampled):
         from megarl.rollout.samples import mismatch_metrics
 
         if self.is_topk:
-            return self._batch_of(samples, previous=False, reference=False), {}
-        batch = self._batch_of(samples, previous=True, reference=bool(self.loss_fn.kl_penalty))
+            return self.batch_of(samples, previous=False, reference=False), {}
+        batch = self.batch_of(samples, previous=True, reference=bool(self.run_config["loss_fn"]["reference_policy_kl_penalty"]))
         counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
         return batch, mismatch_metrics(batch["generation_logprobs"], batch["prev_logprobs"], counts)
 
@@ -174,7 +172,7 @@ class Distillation(Sampled):
             batch[TOPK_LOGITS], batch[TOPK_INDICES] = columns["topk_logits"], columns["topk_indices"]
         return columns["logprobs"]
 
-    def _advantages(self, batch: BatchedDataDict[Any], teacher_logprobs: Tensor) -> tuple[Tensor, dict[str, float]]:
+    def advantages(self, batch: BatchedDataDict[Any], teacher_logprobs: Tensor) -> tuple[Tensor, dict[str, float]]:
         """[B, S] float32, log p_teacher - log p_policy of each token that counts, within their bounds (MOPD, equation 8); and their
         extremes. They are numbers: nothing of the policy's gradient goes through them."""
         from megarl.algorithms.advantages import clipped

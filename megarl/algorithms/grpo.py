@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired
 from typing_extensions import TypedDict
 
 from megarl.algorithms.algorithm import ACTOR, REFERENCE, REWARD_MODEL, ModelSection, Parts, Role
-from megarl.algorithms.sampled import Sampled, SampledConfig, answer_metrics, mean
+from megarl.algorithms.sampled import Sampled, SampledConfig, Sampling, answer_metrics, mean
 from megarl.config.environments import EnvConfig, weights_of_rewards
 from megarl.config.losses import ClippedPGLossConfig
 from megarl.config.models import model_sections
@@ -29,13 +29,15 @@ class AdvEstimatorConfig(TypedDict):
     """How advantages are made of rewards."""
 
     name: Annotated[
-        Literal["grpo", "rloo", "gdpo", "reinforce_plus_plus"],
+        str,
         Key(
             "`grpo`: an answer against the others of its prompt, as ``normalize_rewards``, ``std`` and ``use_leave_one_out_baseline`` "
             "say; `rloo`: minus the mean of the others; `gdpo`: each of several rewards as with `grpo`, and their sum whitened over "
-            "the batch; `reinforce_plus_plus`: rewards whitened over all tokens of the batch.",
+            "the batch; `reinforce_plus_plus`: rewards whitened over all tokens of the batch; or the import path of a function of one's "
+            "own, `path/to/file.py:name`, from ``AdvantageInputs`` to a tensor (`megarl.algorithms.advantages`).",
         ),
     ]
+    options: NotRequired[Annotated[dict[str, Any], Key("keys of an estimator of one's own.", default={})]]
     minus_baseline: NotRequired[
         Annotated[
             bool,
@@ -101,7 +103,7 @@ class GRPOConfig(RewardedConfig):
     adv_estimator: NotRequired[
         Annotated[
             AdvEstimatorConfig,
-            Key("how advantages are made of rewards.", default={"name": "grpo", "minus_baseline": False}),
+            Key("how advantages are made of rewards.", default={"name": "grpo", "options": {}, "minus_baseline": False}),
         ]
     ]
     advantage_clip_low: NotRequired[Annotated[float | None, Key("the least advantage; null for no bound.", Range(high=0), default=None)]]
@@ -164,9 +166,10 @@ class GRPO(Sampled):
     GENERATIONS = "grpo.num_generations_per_prompt"
 
     def __init__(self, parts: Parts) -> None:
-        from megarl.algorithms.loss_functions import ClippedPGLossFn
+        from megarl.algorithms.loss_functions import policy_loss
 
-        super().__init__(parts, ClippedPGLossFn(parts.config["loss_fn"]))
+        self.loss_config = parts.config["loss_fn"]
+        super().__init__(parts, policy_loss(self.loss_config))
         self.reward_model = parts.models.get(REWARD_MODEL)
         self.reward_weights = {**weights_of_rewards(parts.config["env"]), REWARD_MODEL.name: self.config["reward_model_weight"]}
         self.pad_token_id = parts.tokenizer.pad_token_id
@@ -183,20 +186,20 @@ class GRPO(Sampled):
         from megarl.rollout.collector import add_metrics, part_metrics
 
         self.turns.take(ACTOR)
-        rollouts, judged, of_sampling = self._sampled(step)
-        samples = rollouts.samples
-        batch = self._scored_batch(samples)
+        sampled = self.sample(step)
+        rollouts, judged, samples = sampled.rollouts, sampled.judged, sampled.rollouts.samples
+        batch = self.score(samples)
         if self.config["overlong_filtering"]:
             batch["sample_mask"] = batch["sample_mask"] * (~samples["truncated"]).float()
         mismatch: dict[str, float] = {}
         refusal: MismatchError | None = None
         if self.needs_previous_logprobs:
             try:
-                mismatch = self._judge_mismatch(batch, step)
+                mismatch = self.judge_mismatch(batch, step)
             except MismatchError as error:
                 refusal = error
         with self.timer.phase("reward"):
-            advantages, of_rewards = self._advantages(samples, batch)
+            advantages, of_rewards = self.advantages(samples, batch)
         if self.sample_log is not None:
             # also where nothing is trained on them: then they are needed most
             previous, sources = batch.get("prev_logprobs"), self.train_data.sources
@@ -206,23 +209,19 @@ class GRPO(Sampled):
         self.empty_steps.look(batch, samples, step)
         warn_of_no_signal(step, samples, advantages, rollouts.records, self.run_config)
         batch["advantages"] = advantages.expand_as(batch["token_mask"])
-        trained = self._trained(batch, step, rollouts)
+        trained = self.train(batch, step, rollouts)
         self.done_steps = step
         of_samples = {**_sample_metrics(judged, samples, advantages), **part_metrics([judged])}
-        own = {**trained, **of_samples, **of_sampling, **mismatch, **of_rewards, "epoch": self.sampler.epoch}
+        own = {**trained, **of_samples, **sampled.metrics, **mismatch, **of_rewards, "epoch": self.sampler.epoch}
         return add_metrics(own, [rollouts.metrics])
 
-    def _trained(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> dict[str, float]:
+    def train(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> dict[str, float]:
         """Train on a batch with its advantages, so often; the metrics of that."""
-        return self._train_policy(batch, step, rollouts, epochs)
+        return self.train_policy(batch, step, rollouts, epochs)
 
-    def _sampled_at_once(self, step: int) -> tuple[Rollouts, BatchedDataDict[Any], dict[str, float]]:
-        rollouts = self._next_answers(step)
-        return rollouts, rollouts.samples, {}
-
-    def _collected(self, indices: list[int], seeds: list[int], step: int) -> Rollouts:
+    def collect(self, indices: list[int], seeds: list[int], step: int) -> Rollouts:
         """Answers to some prompts, with the score of the reward model in their rewards, where there is one."""
-        rollouts = super()._collected(indices, seeds, step)
+        rollouts = super().collect(indices, seeds, step)
         if self.reward_model is not None:
             self.turns.take(REWARD_MODEL)
             with self.timer.phase("reward_model"):
@@ -257,18 +256,18 @@ class GRPO(Sampled):
         samples[f"{PART}{REWARD_MODEL.name}"] = scores
         samples["reward"] = torch.where(samples["masked"], samples["reward"], weights[0] * samples["reward"] + weights[1] * scores)
 
-    def _sampled(self, step: int) -> tuple[Rollouts, BatchedDataDict[Any], dict[str, float]]:
-        """The samples that a step trains on, all that were judged before its last one, and metrics of how they were found."""
+    def sample(self, step: int) -> Sampling:
+        """Sample answers to the next prompts; with dynamic sampling, until enough of them have a signal."""
         from megarl.rollout.dynamic_sampling import DynamicSampling
         from megarl.rollout.samples import seeds_from
 
         if not self.config["use_dynamic_sampling"]:
-            return self._sampled_at_once(step)
+            return super().sample(step)
         prompts, generations = self.config["num_prompts_per_step"], self.config["num_generations_per_prompt"]
 
         def collect(indices: list[int], ordinal: int) -> Rollouts:
             seeds = seeds_from(self.seed, ordinal, len(indices), generations, prompts)
-            return self._collected(indices, seeds, step)
+            return self.collect(indices, seeds, step)
 
         sampling = DynamicSampling(
             prompts,
@@ -280,7 +279,8 @@ class GRPO(Sampled):
         )
         filled = sampling.fill(step, self.sampler, collect)
         trained = filled.rollouts.samples
-        return filled.rollouts, filled.judged, {**filled.metrics, "filtered_reward": mean(trained["reward"][~trained["masked"]])}
+        metrics = {**filled.metrics, "filtered_reward": mean(trained["reward"][~trained["masked"]])}
+        return Sampling(filled.rollouts, filled.judged, metrics)
 
     @property
     def needs_previous_logprobs(self) -> bool:
@@ -290,9 +290,9 @@ class GRPO(Sampled):
         rewards depend on them.
         """
         bounds = [self.config[key] for key in ("max_token_mult_prob_error", "seq_logprob_error_threshold")]
-        return not self.loss_fn.force_on_policy_ratio or self.loss_fn.use_kl_in_reward or bounds != [None, None]
+        return not self.loss_config["force_on_policy_ratio"] or self.loss_config["use_kl_in_reward"] or bounds != [None, None]
 
-    def _judge_mismatch(self, batch: BatchedDataDict[Any], step: int) -> dict[str, float]:
+    def judge_mismatch(self, batch: BatchedDataDict[Any], step: int) -> dict[str, float]:
         """How far generation and policy are apart. Leaves sequences that are too far apart out of the batch, by its ``sample_mask``.
 
         Raises:
@@ -312,7 +312,7 @@ class GRPO(Sampled):
         check_mismatch(kept, self.config["max_token_mult_prob_error"], step, self.section())
         return metrics
 
-    def _advantages(self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]) -> tuple[Tensor, dict[str, float]]:
+    def advantages(self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]) -> tuple[Tensor, dict[str, float]]:
         """[B, 1] or, of tokens, [B, S] float32, 0 in rows and at tokens that do not count; and metrics of the rewards they are made of.
 
         Groups are those of all rewarded samples, also where the mismatch has left a row out of training.
@@ -324,28 +324,32 @@ class GRPO(Sampled):
         # two records with equal prompts are two groups
         place = torch.arange(len(samples["reward"])) // self.config["num_generations_per_prompt"]
         grouped = {**samples, "prompt_ids": place.unsqueeze(1)}
-        penalties, metrics = self._penalties(samples, batch)
+        penalties, metrics = self.penalties_of(samples, batch)
         advantages = estimated_advantages(self.config, grouped, batch["sample_mask"], penalties, self.reward_weights)
         return clipped(advantages, self.config["advantage_clip_low"], self.config["advantage_clip_high"]), metrics
 
-    def _penalties(self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]) -> tuple[Tensor | None, dict[str, float]]:
+    def penalties_of(self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]) -> tuple[Tensor | None, dict[str, float]]:
         """[B, S] what the divergence from the reference takes from the reward of each token, None where it takes nothing; and metrics.
 
         Responses left out of training keep theirs, because they stay in the groups that the others are compared with.
         """
-        if not self.loss_fn.use_kl_in_reward:
+        from megarl.algorithms.loss_functions import kl_of_tokens
+
+        if not self.loss_config["use_kl_in_reward"]:
             return None, {}
-        divergence = self.loss_fn.kl_of_tokens({**batch, "sample_mask": samples["sample_mask"]})
+        divergence = kl_of_tokens(self.loss_config, {**batch, "sample_mask": samples["sample_mask"]})
         # What the error threshold left out may be NaN, which would make the whole group NaN.
         divergence = divergence.where(divergence.isfinite() | (batch["sample_mask"] != 0)[:, None], 0.0)
         counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
         mean = (divergence * counts).sum() / counts[:, 1:].sum().clamp(min=1)
-        return self.loss_fn.kl_penalty * divergence, {"kl_in_reward": float(mean)}
+        return self.loss_config["reference_policy_kl_penalty"] * divergence, {"kl_in_reward": float(mean)}
 
-    def _scored_batch(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    def score(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         """A ``ClippedPGLossDataDict`` but for its advantages, with the log-probabilities of the policy before the update, and of the
         reference, where needed."""
-        return self._batch_of(samples, previous=self.needs_previous_logprobs, reference=bool(self.loss_fn.kl_penalty))
+        return self.batch_of(
+            samples, previous=self.needs_previous_logprobs, reference=bool(self.loss_config["reference_policy_kl_penalty"])
+        )
 
 
 def _means_of_rows(advantages: Tensor, batch: BatchedDataDict[Any]) -> Tensor:

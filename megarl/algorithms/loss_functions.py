@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ from typing_extensions import TypedDict
 
 from megarl.algorithms.interfaces import LossFunction, LossInputType, LossType
 from megarl.algorithms.utils import calculate_kl, masked_mean
-from megarl.config.losses import ClippedPGLossConfig, DPOLossConfig, faults_of_loss
+from megarl.config.losses import CLIPPED_PG, FUNCTION, ClippedPGLossConfig, DPOLossConfig, faults_of_loss
 from megarl.errors import BatchError, ConfigError, Violation
+from megarl.import_path import load_object
 from megarl.key import defaults_of
 from megarl.observe.metrics import FAR, MISMATCH_MAX, MISMATCH_MEAN, MISMATCH_SHARE, Reduction
 
@@ -278,17 +279,6 @@ class ClippedPGLossFn:
             }
         return loss, metrics
 
-    def kl_of_tokens(self, data: Mapping[str, Tensor]) -> Tensor:
-        """The KL estimate of every token before the update, [B, S], without its coefficient, 0 where nothing counts: what
-        ``use_kl_in_reward`` takes from the rewards.
-
-        Args:
-            data: ``prev_logprobs``, ``reference_policy_logprobs``, ``token_mask`` [B, S] and ``sample_mask`` [B].
-        """
-        counts = (data["token_mask"] * data["sample_mask"].unsqueeze(1)) != 0
-        previous, reference = (torch.where(counts, data[key], 0.0) for key in ("prev_logprobs", "reference_policy_logprobs"))
-        return calculate_kl(previous, reference, self.kl_type, self.kl_input_bound, self.kl_output_bound)
-
     def _of_level(self, log_ratios: Tensor, mask: Tensor) -> Tensor:
         """Log ratios [B, S-1] of tokens, or with ratios of sequences each sequence's mean in the place of those of its tokens."""
         if not self.sequence_level_ratios:
@@ -349,6 +339,31 @@ class ClippedPGLossFn:
             return slope
         # 1 - exp(d) is -(k3 + d): bounded as k3 is, or a token that is hardly ever sampled would have a gradient of exp(20).
         return torch.maximum(slope, -(self.kl_output_bound + difference.clamp(min=0.0)))
+
+
+def policy_loss(cfg: ClippedPGLossConfig) -> Any:
+    """The loss that ``loss_fn.function`` names: the clipped policy gradient, or a class of the user's own, made of the section.
+
+    Raises:
+        ConfigError: nothing can be imported under that name.
+    """
+    name = cfg.get("function", CLIPPED_PG)
+    return ClippedPGLossFn(cfg) if name == CLIPPED_PG else load_object(name, FUNCTION)(cfg)
+
+
+def kl_of_tokens(cfg: ClippedPGLossConfig, data: Mapping[str, Tensor]) -> Tensor:
+    """The KL estimate of every token before the update, [B, S], without its coefficient, 0 where nothing counts: what
+    ``use_kl_in_reward`` takes from the rewards.
+
+    Args:
+        cfg: with the type of the estimate and its clamps.
+        data: ``prev_logprobs``, ``reference_policy_logprobs``, ``token_mask`` [B, S] and ``sample_mask`` [B].
+    """
+    counts = (data["token_mask"] * data["sample_mask"].unsqueeze(1)) != 0
+    previous, reference = (torch.where(counts, data[key], 0.0) for key in ("prev_logprobs", "reference_policy_logprobs"))
+    filled: dict[str, Any] = {**defaults_of(ClippedPGLossConfig), **cfg}
+    bounds = filled["kl_input_clamp_value"], filled["kl_output_clamp_value"]
+    return calculate_kl(previous, reference, filled["reference_policy_kl_type"], *bounds)
 
 
 class NLLLoss:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NotRequired
 
 from megarl.algorithms.algorithm import ACTOR, CRITIC, ModelSection, Parts, Role
 from megarl.algorithms.grpo import GRPO, RewardedConfig
+from megarl.algorithms.sampled import Sampled, Sampling
 from megarl.config.environments import EnvConfig
 from megarl.config.losses import ClippedPGLossConfig
 from megarl.errors import NonFiniteError
@@ -114,14 +115,15 @@ class PPO(GRPO):
         """Whether the critic alone is trained."""
         return bool(step <= self.config["critic_warmup_steps"])
 
-    def _sampled(self, step: int) -> tuple[Rollouts, BatchedDataDict[Any], dict[str, float]]:
-        return self._sampled_at_once(step)
+    def sample(self, step: int) -> Sampling:
+        """Sample answers to the next prompts: no answer is compared with others, so that each has a signal."""
+        return Sampled.sample(self, step)
 
-    def _scored_batch(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """With ``values`` [B, S] as well: what the critic says at each token, before it is trained."""
+    def score(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        """Score samples; with ``values`` [B, S] as well: what the critic says at each token, before it is trained."""
         from megarl.distributed.batched_data_dict import BatchedDataDict
 
-        batch = super()._scored_batch(samples)
+        batch = super().score(samples)
         self.turns.take(CRITIC)
         with self.timer.phase("values"):
             self.critic.prepare_for_lp_inference()
@@ -130,7 +132,7 @@ class PPO(GRPO):
             self.timer.passed(Sequences(samples["input_lengths"].numpy(), scored=0))
         return batch
 
-    def _advantages(self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]) -> tuple[Tensor, dict[str, float]]:
+    def advantages(self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]) -> tuple[Tensor, dict[str, float]]:
         """[B, S] float32, 0 at tokens that do not count; and metrics. The batch gets what the critic learns: ``prev_values``, its word on
         the state before each token, and ``returns``, both [B, S] float32.
 
@@ -158,7 +160,7 @@ class PPO(GRPO):
                 "is not finite. Nothing was trained on these answers. Fix: lower critic.megatron_cfg.optimizer.lr, or take "
                 "critic.precision=float32"
             )
-        penalties, metrics = self._penalties(samples, batch)
+        penalties, metrics = self.penalties_of(samples, batch)
         advantages, returns = generalized_advantages(
             rewards_of_tokens(samples["reward"], counts, penalties),
             before,
@@ -173,7 +175,7 @@ class PPO(GRPO):
             advantages = whitened(advantages, counts)
         return advantages.float(), metrics
 
-    def _trained(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> dict[str, float]:
+    def train(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> dict[str, float]:
         """Train the critic, and behind its first ``critic_warmup_steps`` the actor."""
         from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.samples import MODEL_INPUTS
@@ -193,4 +195,4 @@ class PPO(GRPO):
         self.turns.take(ACTOR)
         if self.is_warming_up(step):
             return metrics
-        return {**super()._trained(batch, step, rollouts, self.config["ppo_epochs"]), **metrics}
+        return {**super().train(batch, step, rollouts, self.config["ppo_epochs"]), **metrics}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 from typing_extensions import TypedDict
@@ -62,8 +63,26 @@ class SampledConfig(TypedDict):
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """What a step has sampled.
+
+    Attributes:
+        rollouts: what it trains on.
+        judged: columns [B] of all answers that were judged for it, those that it does not train on among them.
+        metrics: figures of how they were found.
+    """
+
+    rollouts: Rollouts
+    judged: BatchedDataDict[Any]
+    metrics: Mapping[str, float]
+
+
 class Sampled(Algorithm):
     """One step samples answers to some prompts and trains on them; a validation judges answers to those of its own data.
+
+    A step of an algorithm that learns from rewards is made of four: ``sample``, ``score``, ``advantages``, ``train``. A variant overrides
+    the one that it does otherwise.
 
     Args:
         parts: what it is made of.
@@ -102,20 +121,21 @@ class Sampled(Algorithm):
             self.sample_log.validation(self.done_steps, validated, self.validation_data.sources)
         return validation_metrics(validated)
 
-    def _next_answers(self, step: int) -> Rollouts:
-        """Answers to the next prompts, all of which the step trains on."""
+    def sample(self, step: int) -> Sampling:
+        """Sample answers to the next prompts, all of which the step trains on."""
         from megarl.rollout.samples import sampling_seeds
 
         prompts, generations = self.config["num_prompts_per_step"], self.config["num_generations_per_prompt"]
-        return self._collected(self.sampler.take(prompts), sampling_seeds(self.seed, step, prompts, generations), step)
+        rollouts = self.collect(self.sampler.take(prompts), sampling_seeds(self.seed, step, prompts, generations), step)
+        return Sampling(rollouts, rollouts.samples, {})
 
-    def _collected(self, indices: list[int], seeds: list[int], step: int) -> Rollouts:
+    def collect(self, indices: list[int], seeds: list[int], step: int) -> Rollouts:
         """Answers to some prompts."""
         self.turns.take(ACTOR)
         generations = self.config["num_generations_per_prompt"]
         return self.collector.collect(self.train_data.select(indices), generations, seeds, weight_version=step - 1)
 
-    def _batch_of(self, samples: BatchedDataDict[Any], *, previous: bool, reference: bool) -> BatchedDataDict[Any]:
+    def batch_of(self, samples: BatchedDataDict[Any], *, previous: bool, reference: bool) -> BatchedDataDict[Any]:
         """What the loss reads of samples: the model's inputs and ``generation_logprobs``; where asked for, the log-probabilities of the
         policy before the update, ``prev_logprobs``, and those of the reference, ``reference_policy_logprobs``."""
         from megarl.algorithms.train_results import scored_tokens
@@ -139,7 +159,7 @@ class Sampled(Algorithm):
                 self.timer.passed(passed)
         return batch
 
-    def _train_policy(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> dict[str, float]:
+    def train_policy(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> dict[str, float]:
         """Train on a batch, so often; the metrics of that. Global batches in which nothing counts are left out."""
         from megarl.algorithms.train_results import trained_sequences
 

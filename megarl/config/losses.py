@@ -11,11 +11,27 @@ from megarl.errors import Violation
 from megarl.key import ABOVE_0, AT_LEAST_0, SHARE, Key, Range, defaults_of
 
 SECTION = "loss_fn"
+FUNCTION = f"{SECTION}.function"
+CLIPPED_PG = "clipped_pg"
+ESTIMATOR = "grpo.adv_estimator.name"
+ESTIMATORS = ("grpo", "rloo", "gdpo", "reinforce_plus_plus")
+"""Built-in estimators of advantages."""
 
 
 class ClippedPGLossConfig(TypedDict):
     """Clipped policy-gradient loss."""
 
+    function: NotRequired[
+        Annotated[
+            str,
+            Key(
+                "`clipped_pg`, which the keys below are about; or the import path of a class of one's own, `path/to/file.py:Name`, made of "
+                "this section: a ``LossFunction`` (`megarl.algorithms.interfaces`).",
+                default=CLIPPED_PG,
+            ),
+        ]
+    ]
+    options: NotRequired[Annotated[dict[str, Any], Key("keys of a loss of one's own.", default={})]]
     reference_policy_kl_penalty: Annotated[
         float, Key("weight of the divergence from the reference policy; 0 needs no reference policy.", AT_LEAST_0)
     ]

@@ -98,9 +98,9 @@ def with_signals_made(case: Case, batch: Mapping[str, torch.Tensor]) -> Mapping[
 def _made(case: Case, data: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     batch, algorithm = dict(data), _algorithm(case)
     if case.advantages_kind == "teacher":
-        return {"advantages": algorithm._advantages(batch, data["teacher_logprobs"])[0]}
+        return {"advantages": algorithm.advantages(batch, data["teacher_logprobs"])[0]}
     # responses that are left out of training stay in their groups
-    advantages, _ = algorithm._advantages({**data, "sample_mask": data["rewarded"]}, batch)
+    advantages, _ = algorithm.advantages({**data, "sample_mask": data["rewarded"]}, batch)
     if case.loss_kind == "value":
         return {name: batch[name] for name in ("prev_values", "returns")}
     return {"advantages": advantages.expand_as(data["token_mask"])}

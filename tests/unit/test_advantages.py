@@ -21,7 +21,7 @@ from megarl.algorithms.advantages import (
     whitened,
 )
 from megarl.algorithms.grpo import GRPO, GRPOConfig
-from megarl.algorithms.loss_functions import ClippedPGLossFn
+from megarl.config.losses import ClippedPGLossConfig
 from megarl.errors import BatchError
 from megarl.key import defaults_of
 
@@ -149,7 +149,7 @@ def test_base_grpo_is_larger_than_trl_by_a_factor(count: int, factor: float) -> 
     prompts, valid, found = torch.zeros(count, 1, dtype=torch.int64), torch.ones(count, dtype=torch.float64), {}
     for layer in ("grpo", "trl"):
         settings = {**defaults_of(GRPOConfig), **yaml.safe_load((BASE / f"{layer}.yaml").read_text())["grpo"]}
-        samples = {"prompt_ids": prompts, "reward": rewards, "sample_mask": valid}
+        samples = {"prompt_ids": prompts, "reward": rewards, "sample_mask": valid, "token_mask": valid.unsqueeze(1)}
         found[layer] = estimated_advantages(settings, samples, valid).squeeze(1)
     torch.testing.assert_close(found["trl"], expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found["grpo"], expected * (count / (count - 1)) ** 1.5, rtol=1e-12, atol=1e-12)
@@ -285,12 +285,11 @@ class Rewarded:
         self.algorithm.config = {**settings_of(name, **settings), **clips, "num_generations_per_prompt": 3}
         self.algorithm.reward_weights = {}
         divergence = {"reference_policy_kl_penalty": 0.5, "use_kl_in_reward": True, "reference_policy_kl_type": "k1"}
-        clip: Any = {"ratio_clip_min": 0.2, "ratio_clip_max": 0.2, "ratio_clip_c": None, "token_level_loss": True}
-        weights: Any = {"use_on_policy_kl_approximation": False, "use_importance_sampling_correction": False}
-        self.algorithm.loss_fn = ClippedPGLossFn({**divergence, **clip, **weights})
+        self.algorithm.loss_config = {**defaults_of(ClippedPGLossConfig), **divergence}
         self.samples = {
             "reward": torch.tensor([1.0, 0.0, 2.0, 0.0, 1.0, 1.0], dtype=torch.float64),
             "sample_mask": torch.tensor([1.0, 1, 1, 1, 1, 0], dtype=torch.float64),
+            "token_mask": torch.tensor([[0.0, 1, 1]] * 6, dtype=torch.float64),
         }
         self.above = torch.tensor([[0.1, 0.3], [0.5, 0.4], [1.0, 2.0], [0.2, 0.2], [-0.4, 0.0], [7.0, 7.0]], dtype=torch.float64)
         reference = -torch.ones(6, 3, dtype=torch.float64)
@@ -303,7 +302,7 @@ class Rewarded:
         }
 
     def advantages(self) -> tuple[list[float], dict[str, float]]:
-        found, metrics = self.algorithm._advantages(self.samples, self.batch)
+        found, metrics = self.algorithm.advantages(self.samples, self.batch)
         return found.flatten().tolist(), metrics
 
 
@@ -405,3 +404,44 @@ def test_advantages_are_clipped_where_there_are_bounds() -> None:
     assert clipped(values, None, None) is values
     assert clipped(values, -1.0, None).tolist() == [-1.0, -0.5, 0.0, 2.0]
     assert clipped(values, None, 1.0).tolist() == [-3.0, -0.5, 0.0, 1.0]
+
+
+OWN = """
+import torch
+
+def by_token(inputs):
+    return inputs.mask * torch.arange(inputs.mask.shape[1], dtype=inputs.rewards.dtype)
+
+def one(inputs):
+    return inputs.rewards.sum()
+
+def nothing(inputs):
+    return None
+
+def infinite(inputs):
+    return inputs.rewards / 0.0
+
+def of_what_does_not_count(inputs):
+    return torch.where(inputs.mask.any(dim=1), 1.0, float("nan"))
+"""
+
+
+def test_an_estimator_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    samples = step_samples(3)
+
+    def found(name: str) -> torch.Tensor:
+        return estimated_advantages(settings_of(f"{tmp_path}/own.py:{name}"), samples, samples["trained"])
+
+    mask = samples["token_mask"] * samples["trained"][:, None]
+    assert torch.equal(found("by_token"), mask * torch.arange(mask.shape[1]))
+    assert torch.equal(found("of_what_does_not_count").squeeze(1), (mask.any(dim=1)).double())
+    rows, length = mask.shape
+    for name, said in (
+        ("one", r"returned a tensor \[\]"),
+        ("nothing", "returned NoneType"),
+        ("infinite", "advantages that are not finite"),
+    ):
+        with pytest.raises(BatchError, match=said) as error:
+            found(name)
+        assert name == "infinite" or f"of answers [{rows}] or of tokens [{rows}, {length}]" in str(error.value)

@@ -245,6 +245,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {"grpo.max_num_epochs"},
     ),
     ("entropy_can_be_raised", {"loss_fn.entropy_coef": 0.01, "g.top_k": 1}, {}, {"loss_fn.entropy_coef"}),
+    ("estimator_is_known", {"grpo.adv_estimator.name": "rlo"}, {}, {"grpo.adv_estimator.name"}),
+    ("estimator_is_known", {"grpo.adv_estimator.name": "nowhere.py:name"}, {}, {"grpo.adv_estimator.name"}),
+    ("estimator_is_known", {"grpo.adv_estimator.name": "math:pi"}, {}, {"grpo.adv_estimator.name"}),
+    ("estimator_is_known", {"grpo.adv_estimator": {"name": "grpo", "options": {"scale": 2.0}}}, {}, {"grpo.adv_estimator.options"}),
+    ("loss_is_known", {"loss_fn.function": "dapo"}, {}, {"loss_fn.function"}),
+    ("loss_is_known", {"loss_fn.options": {"scale": 2.0}}, {}, {"loss_fn.options"}),
     ("estimator_is_told_what_it_reads", {"grpo.num_generations_per_prompt": 1}, {}, {"grpo.num_generations_per_prompt"}),
     (
         "estimator_is_told_what_it_reads",

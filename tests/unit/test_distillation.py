@@ -129,14 +129,14 @@ def test_advantages_are_differences_of_log_probabilities(
 ) -> None:
     """Of each sampled token at the temperature of sampling, within the bounds, 0 elsewhere; and they pass no gradient."""
     seen: list[tuple[Any, Any]] = []
-    original = Distillation._advantages
+    original = Distillation.advantages
 
     def watched(self: Any, batch: Any, teacher_logprobs: Any) -> Any:
         found = original(self, batch, teacher_logprobs)
         seen.append((batch, found[0]))
         return found
 
-    monkeypatch.setattr(Distillation, "_advantages", watched)
+    monkeypatch.setattr(Distillation, "advantages", watched)
     config = distillation_config(
         tmp_path, model, data, teacher, mode="reverse_kl_advantage", advantage_clip_low=-0.7, advantage_clip_high=0.4, max_num_steps=1
     )

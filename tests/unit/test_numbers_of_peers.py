@@ -214,7 +214,7 @@ def test_divergences(kind: str, expected: float) -> None:
 def test_on_policy_distillation() -> None:
     """NeMo-RL's ``OPDAdvantageEstimator`` and slime's on-policy distillation: log p_teacher - log p_student of each token."""
     algorithm: Any = SimpleNamespace(config={"advantage_clip_low": None, "advantage_clip_high": None})
-    found, _ = Distillation._advantages(algorithm, {**SAMPLES, "prev_logprobs": PREVIOUS}, TEACHER)  # type: ignore[arg-type]
+    found, _ = Distillation.advantages(algorithm, {**SAMPLES, "prev_logprobs": PREVIOUS}, TEACHER)  # type: ignore[arg-type]
     close(torch.cat([found[0, 1:], found[1, 1:3]]), [0.1, -0.1, 0.2, 0.0, -0.2, 0.6, -0.1])
     assert policy_loss(found)[0] == pytest.approx(0.0003111567074116446, rel=1e-7)
 

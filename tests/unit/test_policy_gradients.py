@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algorithms.loss_functions import ClippedPGLossFn
+from megarl.algorithms.loss_functions import ClippedPGLossFn, kl_of_tokens
 from megarl.config.losses import ClippedPGLossConfig, faults_of_loss
 from megarl.errors import BatchError, ConfigError
 from megarl.key import defaults_of
@@ -286,7 +286,7 @@ def test_a_bonus_without_its_entropies_is_refused(given: dict[str, torch.Tensor]
 def test_the_divergence_that_is_taken_from_rewards() -> None:
     data = policy_gradient_batch(2)
     settings = PG_CONFIG | {"use_kl_in_reward": True, "reference_policy_kl_type": "k1", "use_on_policy_kl_approximation": False}
-    found = ClippedPGLossFn(settings | {"kl_output_clamp_value": 0.3}).kl_of_tokens(data)  # type: ignore[arg-type]
+    found = kl_of_tokens(settings | {"kl_output_clamp_value": 0.3}, data)  # type: ignore[arg-type]
     counts = data["token_mask"] * data["sample_mask"][:, None]
     expected = (data["prev_logprobs"] - data["reference_policy_logprobs"]).clamp(-0.3, 0.3) * counts
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
@@ -434,5 +434,5 @@ def _outcome(settings: dict[str, Any], seed: int) -> list[Any]:
     value, gradient, _ = value_and_gradient(_batch(seed), settings)
     of_rewards = gradient
     if settings["use_kl_in_reward"]:
-        of_rewards = settings["reference_policy_kl_penalty"] * ClippedPGLossFn(settings).kl_of_tokens(_batch(seed))
+        of_rewards = settings["reference_policy_kl_penalty"] * kl_of_tokens(settings, _batch(seed))
     return [value, gradient.tolist(), of_rewards.tolist()]

@@ -52,6 +52,47 @@ def test_an_algorithm_and_an_environment_of_ones_own(tmp_path: Path, model: str,
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+VARIANTS = TOYS / "variants.py"
+
+
+def weights_after(run_dir: Path, model: str, data: str, changes: dict[str, Any], name: str = "grpo") -> dict[str, torch.Tensor]:
+    """Weights after a GRPO run with other settings of its own section and its loss."""
+    config = make_config("grpo", run_dir, model, data, val_period=0, val_at_start=False, **changes.get("grpo", {}))
+    config["loss_fn"] |= {"reference_policy_kl_penalty": 0.0, **changes.get("loss_fn", {})}
+    environment = {"environment": f"{TOYS}/as_long.py:AsLong", "options": {"farthest": 7}}
+    assert run({**config, "algorithm": name, "env": environment}, PolicyMaker()) == 0
+    return final_weights(run_dir)
+
+
+def assert_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=2e-6)
+
+
+def test_an_estimator_of_ones_own_trains_as_the_built_in_one_that_it_repeats(tmp_path: Path, model: str, data: str) -> None:
+    expected = weights_after(tmp_path / "rloo", model, data, {"grpo": {"adv_estimator": {"name": "rloo"}}})
+    own = {"name": f"{VARIANTS}:above_the_others"}
+    assert_alike(weights_after(tmp_path / "own", model, data, {"grpo": {"adv_estimator": own}}), expected)
+    other = weights_after(tmp_path / "scaled", model, data, {"grpo": {"adv_estimator": {**own, "options": {"scale": -1.0}}}})
+    assert any(not torch.allclose(other[name], expected[name], rtol=0, atol=1e-4) for name in expected)
+
+
+def test_a_loss_of_ones_own_trains_as_the_built_in_one_that_it_repeats(tmp_path: Path, model: str, data: str) -> None:
+    expected = weights_after(tmp_path / "built-in", model, data, {"loss_fn": {"disable_ppo_ratio": True}})
+    own = {"function": f"{VARIANTS}:PlainGradient"}
+    assert_alike(weights_after(tmp_path / "own", model, data, {"loss_fn": own}), expected)
+    other = weights_after(tmp_path / "scaled", model, data, {"loss_fn": {**own, "options": {"scale": -1.0}}})
+    assert any(not torch.allclose(other[name], expected[name], rtol=0, atol=1e-4) for name in expected)
+
+
+def test_a_variant_of_an_algorithm_overrides_one_part_of_its_step(tmp_path: Path, model: str, data: str) -> None:
+    weights_after(tmp_path / "variant", model, data, {}, f"{VARIANTS}:OnlyBetter")
+    weights_after(tmp_path / "grpo", model, data, {})
+    found, expected = rows(tmp_path / "variant")[0], rows(tmp_path / "grpo")[0]
+    assert expected["train/advantages_min"] < 0 == found["train/advantages_min"]
+    assert found["train/advantages_max"] == expected["train/advantages_max"] and found["train/reward"] == expected["train/reward"]
+
+
 def test_the_section_of_an_algorithm_is_checked(tmp_path: Path, model: str, data: str) -> None:
     config = reinforce(tmp_path, model, data)
     config["reinforce"] = {"prompts": "six", "max_num_steps": 4, "scales": 1.0}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import inspect
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.config.algorithms import OF_ALGORITHMS, algorithm_class
@@ -25,8 +26,16 @@ from megarl.config.environments import (
     faults_of_rewards,
     named_environments,
 )
+from megarl.config.losses import (
+    CLIPPED_PG,
+    ESTIMATORS,
+    FUNCTION,
+    ClippedPGLossConfig,
+    DPOLossConfig,
+    faults_of_loss,
+    faults_of_preference_loss,
+)
 from megarl.config.losses import SECTION as LOSS
-from megarl.config.losses import ClippedPGLossConfig, DPOLossConfig, faults_of_loss, faults_of_preference_loss
 from megarl.config.rules.backends import MEGATRON, backend_of
 from megarl.config.rules.parallel import axis_sizes, layout_of, sequence_parallel_key, training_shape
 from megarl.config.rules.view import NotApplicableError, Rule, View
@@ -171,6 +180,37 @@ def preference_loss_goes_together(view: View) -> Iterator[Violation]:
     yield from faults_of_preference_loss(view[section], section)
 
 
+def loss_is_known(view: View) -> Iterator[Violation]:
+    """The loss is the built-in one, or one at an import path that can be made of the section."""
+    view.require(view.algorithm.SECTIONS.get(LOSS) is ClippedPGLossConfig)
+    yield from _known_or_own(view, FUNCTION, (CLIPPED_PG,), f"{LOSS}.options", "Name")
+
+
+def estimator_is_known(view: View) -> Iterator[Violation]:
+    """The estimator of advantages is a built-in one, or a function at an import path."""
+    yield from _known_or_own(view, f"{ESTIMATOR}.name", ESTIMATORS, f"{ESTIMATOR}.options", "name")
+
+
+def _known_or_own(view: View, key: str, built_in: Sequence[str], options: str, called: str) -> Iterator[Violation]:
+    """A key names something built in, or the import path of what can be called; the options are read by the latter alone."""
+    name = view[key]
+    if name in built_in:
+        if view.get(options):
+            yield Violation(options, view[options], f"{key} is {name}, which does not read it", "remove it")
+    elif not is_import_path(name):
+        near = difflib.get_close_matches(name, built_in, n=1)
+        fix = f"did you mean {near[0]!r}?" if near else f"write one of those names, or path/to/file.py:{called}"
+        yield Violation(key, name, f"it must be {', '.join(built_in)} or an import path", fix)
+    else:
+        try:
+            found = load_object(name, key)
+        except ConfigError as error:
+            yield from error.violations
+            return
+        if not callable(found):
+            yield Violation(key, name, f"it is a {type(found).__name__}, which cannot be called", "name a function or a class")
+
+
 ESTIMATOR = "grpo.adv_estimator"
 _READ_BY = {
     "rloo": {"use_leave_one_out_baseline": True, "std": "population"},
@@ -182,13 +222,14 @@ _READ_BY = {
 def estimator_is_told_what_it_reads(view: View) -> Iterator[Violation]:
     """Advantages are made as they are told, and nothing that is told does nothing."""
     kind, minus_baseline = view[f"{ESTIMATOR}.name"], view[f"{ESTIMATOR}.minus_baseline"]
-    whitens_alone = kind == "reinforce_plus_plus" and not minus_baseline
+    # an estimator of one's own may need no group
+    whitens_alone = kind not in ESTIMATORS or (kind == "reinforce_plus_plus" and not minus_baseline)
     key = "grpo.num_generations_per_prompt"
     if view.get(key) == 1 and not whitens_alone:
         fix = "write 2 or more: an answer is judged against the others of its prompt"
         yield Violation(key, 1, "it must be at least 2", fix)
     if minus_baseline and kind != "reinforce_plus_plus":
-        bound = f"{ESTIMATOR}.name is {kind}, which has a baseline of its own"
+        bound = f"{ESTIMATOR}.name is {kind}, which {'has a baseline of its own' if kind in ESTIMATORS else 'has options instead'}"
         yield Violation(f"{ESTIMATOR}.minus_baseline", True, bound, "write false, or name: reinforce_plus_plus")
     for name, default in _READ_BY.get(kind, {}).items():
         if view.get(f"grpo.{name}", default) != default:
@@ -205,6 +246,7 @@ def ratios_of_sequences_meet_advantages_of_tokens(view: View) -> Iterator[Violat
     ratios, gradient, forced = (f"{LOSS}.{key}" for key in ("sequence_level_importance_ratios", "sequence_level_ratio_gradient", _FORCED))
     view.require(view["algorithm"] == "grpo" and view.get(ratios, False))
     kind = view[f"{ESTIMATOR}.name"]
+    view.require(kind in ESTIMATORS)
     view.require(kind != "reinforce_plus_plus" or not view.get(f"{LOSS}.use_kl_in_reward", False))
     without = f" without {LOSS}.use_kl_in_reward" if kind == "reinforce_plus_plus" else ""
     reason = f"{ESTIMATOR}.name is {kind}{without}: all tokens of an answer have one advantage"
@@ -449,9 +491,11 @@ RUN_RULES: tuple[Rule, ...] = (
     validation_has_data,
     metric_of_checkpoints_has_a_prefix,
     single_turn,
+    loss_is_known,
     loss_goes_together,
     entropy_can_be_raised,
     preference_loss_goes_together,
+    estimator_is_known,
     estimator_is_told_what_it_reads,
     ratios_of_sequences_meet_advantages_of_tokens,
     dynamic_sampling_is_told_what_it_reads,
