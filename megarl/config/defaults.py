@@ -156,7 +156,10 @@ def _complete_engine(generation: Config, policy: Config) -> Config:
     """
     filled = fill(generation, {"model_name": policy.get("model_name")})
     try:
-        return engine_kind(filled["backend"]).complete(filled, policy)
+        kind = engine_kind(filled["backend"])
+        if kind.section is not None:
+            filled["engine_cfg"] = fill(_section(filled, "engine_cfg"), defaults_of(kind.section))
+        return kind.complete(filled, policy)
     except ConfigError:
         return filled
     except Exception as error:

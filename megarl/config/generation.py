@@ -188,3 +188,6 @@ class GenerationConfig(TypedDict):
             ),
         ]
     ]
+    engine_cfg: NotRequired[
+        Annotated[dict[str, Any], Key("keys of an engine of one's own, which the ``section`` of its kind says (`megarl.config.plugins`).")]
+    ]

@@ -32,6 +32,7 @@ def test_a_program_of_toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capf
         "policy.model_name": str(material.model),
         "policy.train_global_batch_size": "8",
         "policy.generation.backend": backend,
+        "+policy.generation.engine_cfg": "{threads: 2}",
         "+policy.generation.colocated": "{enabled: false, resources: {gpus_per_node: 1}}",
         "cluster.gpus_per_node": "3",
         "data.train.path": str(material.train),

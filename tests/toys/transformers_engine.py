@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
+from typing_extensions import TypedDict
+
+from megarl.key import AT_LEAST_1, Key
 from megarl.models.generation.engines import EngineKind
 from megarl.models.generation.interfaces import RolloutEngine
+
+
+class TransformersConfig(TypedDict):
+    """The engine's own keys, ``policy.generation.engine_cfg``."""
+
+    threads: NotRequired[Annotated[int, Key("of torch, while it generates.", AT_LEAST_1, default=1)]]
 
 
 class TransformersEngine(RolloutEngine):
@@ -78,6 +87,7 @@ class TransformersEngine(RolloutEngine):
         from megarl.distributed.token_batches import pad_rows
 
         rows, scores = [], []
+        torch.set_num_threads(self.generation["engine_cfg"]["threads"])
         for row, length in enumerate(data["input_lengths"].tolist()):
             ids, logprobs = data["input_ids"][row, :length].tolist(), [0.0] * length
             generator = torch.Generator().manual_seed(int(data["sampling_seeds"][row]) if "sampling_seeds" in data else 0)
@@ -110,4 +120,4 @@ class TransformersEngine(RolloutEngine):
         return True
 
 
-KIND = EngineKind("transformers", start=lambda cluster, config: TransformersEngine(config))
+KIND = EngineKind("transformers", start=lambda cluster, config: TransformersEngine(config), section=TransformersConfig)

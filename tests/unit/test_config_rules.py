@@ -36,6 +36,7 @@ B = {"path": "b.jsonl", **KEYS}
 MIXTURE = {"mixture": mixture()}
 SEQUENCES = {"loss_fn.sequence_level_importance_ratios": True, "loss_fn.token_level_loss": False}
 TOKENS = {"loss_fn.sequence_level_ratio_gradient": "token"}
+OWN_ENGINE = {"g.backend": "tests/toys/transformers_engine.py:KIND"}
 ONCE = {"loss_fn.force_on_policy_ratio": True, "policy.train_global_batch_size": 60}
 IN_REWARD = {"loss_fn.use_kl_in_reward": True, "loss_fn.reference_policy_kl_type": "k1"}
 FLEX = {"m.moe_token_dispatcher_type": "flex"}
@@ -245,6 +246,9 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
         {"grpo.max_num_epochs"},
     ),
     ("entropy_can_be_raised", {"loss_fn.entropy_coef": 0.01, "g.top_k": 1}, {}, {"loss_fn.entropy_coef"}),
+    ("engine_takes_its_section", {"g.engine_cfg": {"threads": 2}}, {}, {"g.engine_cfg"}),
+    ("engine_takes_its_section", {**OWN_ENGINE, "g.engine_cfg": {"thread": 2}}, {}, {"g.engine_cfg.thread"}),
+    ("engine_takes_its_section", {**OWN_ENGINE, "g.engine_cfg": {"threads": 0}}, {}, {"g.engine_cfg.threads"}),
     ("estimator_is_known", {"grpo.adv_estimator.name": "rlo"}, {}, {"grpo.adv_estimator.name"}),
     ("estimator_is_known", {"grpo.adv_estimator.name": "nowhere.py:name"}, {}, {"grpo.adv_estimator.name"}),
     ("estimator_is_known", {"grpo.adv_estimator.name": "math:pi"}, {}, {"grpo.adv_estimator.name"}),

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 from megarl.config.arithmetic import each_of
 from megarl.config.engines import engine_kind, is_engine
+from megarl.config.environments import faults_of_ranges
 from megarl.config.rules.backends import backend_of
 from megarl.config.rules.parallel import FOR_TRAINING, GENERATION
 from megarl.config.rules.view import Rule, View, apply_rules
+from megarl.config.schema import check_section
 from megarl.errors import ConfigError, Violation
 
 LONGEST = "policy.max_total_sequence_length"
@@ -38,13 +40,23 @@ def engine_is_known(view: View) -> Iterator[Violation]:
 
 
 def engine_takes_its_section(view: View) -> Iterator[Violation]:
-    """The rules of the engine itself."""
-    view.require(is_engine(view[f"{GENERATION}.backend"]))
+    """The engine's own keys are those of its kind, and its rules are kept."""
+    backend, key = view[f"{GENERATION}.backend"], f"{GENERATION}.engine_cfg"
+    given = view.get(key, {})
     try:
-        kind = engine_kind(view[f"{GENERATION}.backend"])
+        kind = engine_kind(backend) if is_engine(backend) else None
     except ConfigError:
         return
-    yield from apply_rules(kind.rules, view)
+    if kind is None or kind.section is None:
+        if given:
+            yield Violation(key, given, f"{GENERATION}.backend is {backend}, which has no keys of its own there", "remove it")
+        yield from () if kind is None else apply_rules(kind.rules, view)
+        return
+    faults = check_section(given, kind.section, prefix=key) or list(faults_of_ranges(given, kind.section, key))
+    yield from faults
+    # a rule that reads a key of the wrong type would fail
+    if not faults:
+        yield from apply_rules(kind.rules, view)
 
 
 def megatron_generates_in_place(view: View) -> Iterator[Violation]:
