@@ -59,7 +59,8 @@ class DataSource(TypedDict):
             str,
             Key(
                 "field that holds a whole conversation. The last turn of the assistant is the answer, what is before it the prompt; in "
-                "SFT every turn of the assistant is learned. With ``answer_key``, which the answer is then taken from, it is the prompt.",
+                "SFT every turn of the assistant is learned, but for messages with ``weight: 0``. With ``answer_key``, which the answer is "
+                "then taken from, it is the prompt.",
             ),
         ]
     ]

@@ -45,7 +45,7 @@ _SHOWN = 5
 _MOST_IN_MEMORY = 8 * 2**20
 """Bytes of a source's tokens above which they go to files."""
 
-_FORM = 5
+_FORM = 6
 """Number of the form of a kept table; another one is made anew."""
 
 _COLUMNS = {"prompt": "int32", "answer": "int32", "text": "uint8", "targets": "int32", "fields": "uint8", "chat": "uint8"}
@@ -523,7 +523,7 @@ class _Tokenization:
         self._note(record, where, text)
         if self._reading.pairs:
             self._note_silence(made, where)
-        elif record.last is not None and targets and len(targets) // 2 < (turns := _turns_of_assistant(record)):
+        elif record.last is not None and targets and len(targets) // 2 < (turns := sum(_weights(record))):
             self._unlearned.add(f"{where}: {turns - len(targets) // 2} of {turns}")
         self._kept += 1
         for record, _, (prompt, answer, targets) in made:
@@ -624,7 +624,7 @@ class _Tokenization:
         whole = self._encoder.encode_conversation(record)
         if whole.dropped_reasoning:
             self._unreasoned.add(f"index {place} ({record.origin})")
-        targets = whole.targets[-learned:] if learned is not None else whole.targets
+        targets = whole.targets[-learned:] if learned is not None else _weighed(whole.targets, record)
         first = targets[0][0]
         return whole.ids[:first], whole.ids[first:], [place for span in targets for place in span]
 
@@ -727,9 +727,41 @@ class _Tokenization:
         return notes
 
 
-def _turns_of_assistant(record: Record) -> int:
-    """Of a conversation, its last turn included."""
-    return 1 + sum(not isinstance(turn, str) and turn["role"] == "assistant" for turn in record.prompt)
+def _weights(record: Record) -> list[bool]:
+    """Whether each turn of the assistant in a conversation is learned: one whose message has ``weight: 0``, as OpenAI's files have it, is
+    not.
+
+    Raises:
+        RecordError: a weight is neither 0 nor 1, or all are 0.
+    """
+    assert record.last is not None
+    turns = [turn for turn in (*record.prompt, record.last) if not isinstance(turn, str) and turn["role"] == "assistant"]
+    given = [turn.get("weight") for turn in turns]
+    wrong = next((weight for weight in given if weight not in (None, 0, 1)), None)
+    if wrong is not None:
+        raise RecordError(
+            f"{record.origin}: a message has weight = {wrong!r}. Fix: write 1 for a turn that is learned, 0 for one that is not"
+        )
+    if not any(weight != 0 for weight in given):
+        raise RecordError(f"{record.origin}: every turn of the assistant has weight 0, and nothing is learned. Fix: take the record out")
+    return [weight != 0 for weight in given]
+
+
+def _weighed(targets: Sequence[tuple[int, int]], record: Record) -> Sequence[tuple[int, int]]:
+    """The spans of the turns that are learned.
+
+    Raises:
+        RecordError: the chat template marks other spans than the turns, so that nobody knows which of them has a weight of 0.
+    """
+    weights = _weights(record)
+    if all(weights):
+        return targets
+    if len(targets) != len(weights):
+        raise RecordError(
+            f"{record.origin}: {weights.count(False)} turns of the assistant have weight 0, and the chat template marks {len(targets)} "
+            f"texts where there are {len(weights)} turns. Fix: mark each turn in policy.tokenizer.chat_template, or take the weights out"
+        )
+    return [span for span, learned in zip(targets, weights, strict=True) if learned]
 
 
 def _chunks(records: Iterator[Record], together: int) -> Iterator[list[Record]]:

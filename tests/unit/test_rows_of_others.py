@@ -323,3 +323,45 @@ def test_a_resumed_run_does_not_go_on_with_other_rows(tmp_path: Path) -> None:
     assert again.take(5) == sampler.take(5)
     with pytest.raises(UnusableCheckpointError):
         ResumableSampler(len(sixteen), 1, True, sixteen.fingerprint).load_state(sampler.state())
+
+
+TALK = [
+    {"role": "user", "content": "One and one?"},
+    {"role": "assistant", "content": "Three."},
+    {"role": "user", "content": "No."},
+    {"role": "assistant", "content": "Two, then."},
+]
+
+
+def weighed(*weights: Any) -> list[dict[str, Any]]:
+    """The conversation with weights of its turns of the assistant; ... for none."""
+    given = iter(weights)
+    turns = [dict(turn) for turn in TALK]
+    for turn in turns:
+        if turn["role"] == "assistant" and (weight := next(given)) is not ...:
+            turn["weight"] = weight
+    return [{"messages": turns}]
+
+
+@pytest.mark.parametrize("template", SPEAKING)
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_turns_of_weight_0_are_not_learned(tmp_path: Path, template: str, form: str) -> None:
+    """OpenAI's form. The tokens of the conversation are the same, and so is what the other turns teach."""
+    keys = {"messages_key": "messages"}
+    whole, all_of_weight_1 = (
+        load(tmp_path / name, weighed(*each), template, form, **keys) for name, each in (("w", (..., ...)), ("1", (1, 1.0)))
+    )
+    assert tokens_of(all_of_weight_1) == tokens_of(whole)
+    [first, last] = learned(whole, template)[0]
+    assert "Three." in first and "Two, then." in last
+    for name, weights, kept in (("l", (0, ...), last), ("f", (1, 0), first)):
+        found = load(tmp_path / name, weighed(*weights), template, form, **keys)
+        assert learned(found, template) == [[kept]]
+        [example], [expected] = found.examples, whole.examples
+        assert [*example.prompt_ids, *example.answer_ids] == [*expected.prompt_ids, *expected.answer_ids]
+
+
+@pytest.mark.parametrize(("weights", "said"), [((0, 0), "nothing is learned"), ((0.5, 1), r"weight = 0\.5"), (("1", 1), "weight = '1'")])
+def test_weights_that_are_neither_0_nor_1_are_refused(tmp_path: Path, weights: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        load(tmp_path, weighed(*weights), "qwen3", messages_key="messages")
