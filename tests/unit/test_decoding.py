@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from megarl.models.engine import decoded_rows, decoding
+from megarl.models.engine import graphs as graphs_module
 from megarl.models.engine.decoded_rows import DecodedRows
 from megarl.models.engine.decoding import Decoder, Forward, decode, ends_of_passes
 from megarl.models.engine.graphs import Graphs
@@ -163,6 +164,26 @@ def test_passes_over_prompts_cost_least(lengths: list[int], pass_positions: int)
         found = ends_of_passes(lengths)
     assert cost(tuple(found)) == min(map(cost, ways))
     assert all(lengths[end - 1] != lengths[end] for end in found[:-1])
+
+
+class FailingCapture(TapeCapture):
+    """Cannot record."""
+
+    def record(self, function: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+
+def test_rows_leave_alike_where_a_rank_cannot_record(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of one model go on with the same rows, also in later calls; another rank's recording may have worked."""
+    monkeypatch.setattr(graphs_module, "_failures", [])
+    rows, stop = prompts(), list(range(0, VOCABULARY, 7))
+    passes = []
+    for graphs in (Graphs(TapeCapture()), Graphs(FailingCapture()), Graphs(few_sizes=True), Graphs()):
+        passes.append(decoded(models["qwen3"], rows, greedy=False, stop=stop, graphs=graphs)[1])
+    sizes = [[[size for size, _ in batch] for batch in each] for each in passes]
+    assert sorted(set(sizes[1][0])) == sorted(set(sizes[2][0])) and sizes[1] == sizes[2]
+    assert set(sizes[0][0]) <= set(sizes[1][0])
+    assert sizes[3] != sizes[1], "rows would leave otherwise"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

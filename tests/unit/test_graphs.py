@@ -52,7 +52,8 @@ def test_what_reads_the_device_is_run_as_it_is(
     assert recorder.capture is None
     assert caplog.text.count("decoding without CUDA graphs") == 1
     # nor does the next call of generation try
-    assert graphs_on(torch.device("cuda", 0)).capture is None
+    later = graphs_on(torch.device("cuda", 0))
+    assert later.capture is None and later.few_sizes and recorder.few_sizes
 
 
 def test_nothing_is_recorded_on_a_cpu_or_where_it_is_refused(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

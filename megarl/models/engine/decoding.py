@@ -246,7 +246,7 @@ class _Decoding:
         """Which rows of the batch to go on with, in their order: all, or those that are open and, where sizes are few, some that have
         ended; none where none is open."""
         rows, staying = len(is_open), int(is_open.sum())
-        if self.decoder.graphs.capture is not None:
+        if self.decoder.graphs.few_sizes:
             size = 1
             while size < staying:
                 size *= ROWS_RATIO

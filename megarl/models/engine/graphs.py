@@ -73,10 +73,16 @@ class Graphs:
 
     Attributes:
         capture: records; None runs every call as it is.
+        few_sizes: shapes had better be few. It stays so after a recording has failed: what leaves a batch depends on it, and the ranks of
+            a model, of which another may go on recording, have to let the same rows leave.
     """
 
     capture: Capture | None = None
+    few_sizes: bool = False
     _recorded: dict[Hashable, _Recorded] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.few_sizes |= self.capture is not None
 
     def run(self, key: Hashable, function: Function, *inputs: torch.Tensor) -> torch.Tensor:
         """Return ``function(*inputs)``.
@@ -127,4 +133,6 @@ def graphs_on(device: torch.device, refusal: str | None = None) -> Graphs:
     if refusal is not None and refusal not in _logged:
         _logged.add(refusal)
         logger.info("decoding without CUDA graphs, which is slower: %s", refusal)
-    return Graphs() if refusal is not None or _failures else Graphs(CudaCapture(device))
+    if refusal is not None:
+        return Graphs()
+    return Graphs(None if _failures else CudaCapture(device), few_sizes=True)
