@@ -51,7 +51,7 @@ def seconds_of(action: Callable[[], Any], calls: int = 1) -> float:
 
 @dataclass(slots=True)
 class Spent:
-    """Spent: what the repeats of one thing took.
+    """Seconds and CPU seconds of the repeats of one thing.
 
     Attributes:
         wall: seconds of each repeat.

@@ -67,7 +67,7 @@ NO_DEFAULT = _NoDefault()
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Key: what a field says of its key.
+    """Meaning, bounds and default of a configuration key, written at its field.
 
     Attributes:
         meaning: in words, without a full stop.

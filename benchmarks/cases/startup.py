@@ -81,7 +81,7 @@ _LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Cost: seconds of a program until it was done.
+    """Seconds that a program took until it was done.
 
     Attributes:
         cpu: of all its processes.

@@ -32,7 +32,7 @@ __all__ = ["ACTOR", "CRITIC", "REFERENCE", "REWARD_MODEL", "Algorithm", "ModelSe
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts: what an algorithm is made of.
+    """The models, data and tools that an algorithm works with.
 
     Attributes:
         config: of the whole run.

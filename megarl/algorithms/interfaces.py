@@ -24,7 +24,7 @@ class LossType(Enum):
 
 
 class LossInputType(Enum):
-    """Loss input type: what the engine hands to a loss."""
+    """The kind of numbers that the engine hands to a loss."""
 
     LOGPROB = "logprob"
     VALUE = "value"

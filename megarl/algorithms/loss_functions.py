@@ -42,7 +42,7 @@ __all__ = [
 
 
 class ClippedPGLossDataDict(TypedDict):
-    """Clipped p g loss data dict: what ``ClippedPGLossFn`` reads. All [B, S] but ``sample_mask`` [B]."""
+    """Columns of a batch that ``ClippedPGLossFn`` reads: [B, S], ``sample_mask`` [B]."""
 
     input_ids: Tensor
     advantages: Tensor
@@ -54,7 +54,7 @@ class ClippedPGLossDataDict(TypedDict):
 
 
 class DPOLossDataDict(TypedDict):
-    """D p o loss data dict: what ``DPOLossFn`` reads. Rows alternate chosen, rejected. ``reference_policy_logprobs`` [B, S] is rolled left
+    """Columns of a batch that ``DPOLossFn`` reads. Rows alternate chosen, rejected. ``reference_policy_logprobs`` [B, S] is rolled left
     by one position."""
 
     input_ids: Tensor

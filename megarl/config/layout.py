@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Coordinates: where a rank stands: its index along each parallel axis, its node, its place on the node."""
+    """A rank's index along each parallel axis, its node, and its place on the node."""
 
     rank: int
     pipeline: int

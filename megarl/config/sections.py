@@ -14,7 +14,7 @@ from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, POSITIVE_SHARE, Key, Ran
 
 
 class DataSource(TypedDict):
-    """Data source: where records come from (``path`` or ``name``), and which fields of them hold what.
+    """A set of records (``path`` or ``name``) and the names of its fields.
 
     A key of a field may go into objects and lists: `reward_model.ground_truth`, `prompt[0].content`.
     """
@@ -100,7 +100,7 @@ class DataSource(TypedDict):
 
 
 class ValidationSource(DataSource):
-    """Validation source: a data source, and how answers to its prompts are sampled. Sources with one ``val_set`` are one set, and agree on
+    """A data source with settings of how answers to its prompts are sampled. Sources with one ``val_set`` are one set, and agree on
     that; SFT and DPO take all sources as one set."""
 
     val_set: NotRequired[
@@ -270,7 +270,7 @@ class TensorboardConfig(TypedDict):
 
 
 class SamplesConfig(TypedDict):
-    """Samples config: prompts and answers that a run leaves for people to read, as ``samples/train_step_N.jsonl`` and
+    """Prompts and answers that a run leaves for people to read, as ``samples/train_step_N.jsonl`` and
     ``samples/validation_step_N.jsonl`` in its directory; of algorithms that generate answers."""
 
     enabled: NotRequired[Annotated[bool, Key("write them.", default=True)]]
@@ -307,7 +307,7 @@ class SamplesConfig(TypedDict):
 
 
 class LoggerConfig(TypedDict):
-    """Logger config: where metrics go besides ``metrics.jsonl``, which is always written, and what is kept of samples."""
+    """Where metrics go besides ``metrics.jsonl``, which is always written, and what is kept of samples."""
 
     log_dir: NotRequired[
         Annotated[str, Key("where TensorBoard, Weights & Biases and sinks of your own put their files; the run's directory when absent.")]
@@ -393,7 +393,7 @@ class ClusterConfig(TypedDict):
 
 
 class DeadlinesConfig(TypedDict):
-    """Deadlines config: how long a phase may take, in seconds; a phase that takes longer ends the run with exit code 4, and with the stacks
+    """Bounds in seconds for the phases of a run. A phase that takes longer ends the run with exit code 4, and with the stacks
     of the workers. A phase has ``multiple`` times the slowest of its last ten, at least ``least_s`` and at most its own key; the first
     time, of which nothing is measured, it has ``first_s``. Workers that are stopped, or that all stand still, are not given so long, see
     ``least_s``."""

@@ -85,7 +85,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class SourceRange:
-    """Source range: the examples of a data set that come from one source.
+    """The examples of a data set that come from one source.
 
     Attributes:
         name: of the source, for messages.
@@ -199,7 +199,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Reading: how the records of a run are made examples.
+    """Settings by which the records of a run become examples.
 
     Attributes:
         config: the ``data`` section: templates, ``max_input_seq_length`` and what becomes of longer records.

@@ -34,7 +34,7 @@ _IN_ONE_LINE = "; jq -c . makes a line of each object"
 
 @dataclass(frozen=True, slots=True)
 class NamedSet:
-    """Named set: the published form of a data set that a source names.
+    """The published form of a data set that sources may name.
 
     Attributes:
         hub: its id.

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Verdict(Enum):
-    """Verdict: how it is: only what FAILED keeps megarl from working."""
+    """The result of a check; only FAILED keeps megarl from working."""
 
     OK = "ok"
     ABSENT = "absent"

@@ -47,7 +47,7 @@ class DriverFault:
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """Torch build: what torch was built for (``"12.8"``; None for CPUs), how many GPUs it can use, and the architectures of its kernels.
+    """The CUDA version of torch (``"12.8"``; None for CPUs), the number of GPUs that it can use, and the architectures of its kernels.
 
     ``kernels`` are named as by ``torch.cuda.get_arch_list``, for example ``("sm_80", "sm_90", "compute_90")``; empty where it says none.
     """

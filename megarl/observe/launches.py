@@ -81,7 +81,7 @@ _LAUNCH, _RESTART = TypeAdapter(Launch), TypeAdapter(Restart)
 
 @dataclass
 class LaunchOutcome:
-    """Launch outcome: how a launch will be said to have ended, unless an error ends it.
+    """The end that is recorded for a launch, unless an error ends it.
 
     Attributes:
         text: in words.

@@ -24,7 +24,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Log: what the rows of a run say.
+    """The metrics of a run, read from its rows.
 
     Attributes:
         series: every numeric metric as a curve.

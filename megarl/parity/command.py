@@ -60,7 +60,7 @@ class Options:
 
 @dataclass
 class Results:
-    """Results: what a run found.
+    """The cases of a run and their differences.
 
     Attributes:
         failures: a dictionary for each failing case: ``case``, ``smallest``, ``mismatches``.

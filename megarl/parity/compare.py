@@ -29,7 +29,7 @@ from megarl.parity.reference import Expected
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Difference: how far one quantity is from what it should be.
+    """The distance of one quantity from what it should be.
 
     Attributes:
         what: the quantity, for example ``step 1 grad_norm``.

@@ -33,7 +33,7 @@ WORKERS = {
 
 @dataclass(frozen=True)
 class Share:
-    """Share: what one rank measured.
+    """The measurements of one rank.
 
     Attributes:
         data_rank: its data-parallel rank.

@@ -110,7 +110,7 @@ def token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], sampling: Sa
 
 @dataclass
 class Expected:
-    """Expected: what training has to report, one entry a call of ``train()``.
+    """Figures that training has to report, one entry a call of ``train()``.
 
     Attributes:
         losses: one a global batch.

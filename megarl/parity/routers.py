@@ -22,7 +22,7 @@ Z_COEFFICIENT = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Balancing:
-    """Balancing: how routers are kept balanced.
+    """Settings by which routers are kept balanced.
 
     Attributes:
         kind: ``none``, ``aux`` over the global batch, or ``seq`` over each sequence.
@@ -39,7 +39,7 @@ class Balancing:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Judged: what the routers did in one forward pass.
+    """Choices and losses of the routers in one forward pass.
 
     Attributes:
         loss: what they add to the loss; None in a dense model.

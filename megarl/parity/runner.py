@@ -24,7 +24,7 @@ from megarl.parity.reference import Expected, load_model, token_logprobs, traine
 
 @dataclass(frozen=True, slots=True)
 class CaseOutcome:
-    """Case outcome: how a case went.
+    """The outcome of a case.
 
     Attributes:
         case: the case.
@@ -60,7 +60,7 @@ class CaseOutcome:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """Prepared: what workers get and what they have to give."""
+    """Inputs of the workers, and the figures that they have to give."""
 
     model: Path
     config: Config

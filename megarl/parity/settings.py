@@ -92,7 +92,7 @@ DECAY_CALLS = 3
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """Hyperparameters: what the optimizer of a case does, in the terms of torch.
+    """Hyperparameters of a case's optimizer, in the terms of torch.
 
     Attributes:
         kind: ``adam`` (decoupled weight decay) or ``sgd``.

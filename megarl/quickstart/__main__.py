@@ -43,7 +43,7 @@ VALIDATION_SEED = 1000
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Summary: what one quickstart run ended with. Accuracies are greedy, over the same 256 validation problems."""
+    """Results of one quickstart run. Accuracies are greedy, over the same 256 validation problems."""
 
     seed: int
     accuracy_before: float
@@ -103,7 +103,7 @@ def _directory(chosen: argparse.Namespace, seed: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """Changes: what a run does otherwise than the two recipes: names of ``BACKENDS`` and ``GENERATION``, and overrides of each part."""
+    """Differences of a run from the two recipes: names of ``BACKENDS`` and ``GENERATION``, and overrides of each part."""
 
     backend: str
     generation: str

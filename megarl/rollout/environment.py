@@ -63,7 +63,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentReturn:
-    """Environment return: what an environment says to a turn of B conversations.
+    """An environment's answer to a turn of B conversations.
 
     Attributes:
         rewards: B finite numbers; None for no reward, of a conversation that is masked.

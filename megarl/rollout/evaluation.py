@@ -28,7 +28,7 @@ _NORMAL_975 = statistics.NormalDist().inv_cdf(0.975)
 
 @dataclass(frozen=True, slots=True)
 class ValidationSet:
-    """Validation set: what is asked, and how it is answered.
+    """Prompts of a validation and the settings by which they are answered.
 
     Attributes:
         plan: name, answers a prompt, how they are drawn.
@@ -41,7 +41,7 @@ class ValidationSet:
 
 @dataclass(frozen=True, slots=True)
 class ValidatedSet:
-    """Validated set: the samples of one validation set.
+    """The samples of one validation set.
 
     Attributes:
         plan: of the set.

@@ -95,7 +95,7 @@ _LONGEST_TRACE = 4000
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Score: what a reward function made of one response.
+    """A reward function's verdict on one response.
 
     Attributes:
         value: the reward; None where there is none.

@@ -61,7 +61,7 @@ _SHARE_OF_TESTS = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Task: one response to be judged.
+    """One response that a reward function judges.
 
     Attributes:
         response: text of the policy, without special tokens.
@@ -82,7 +82,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """Reward spec: which reward it is. Plain values, so that a process of the pool can be told.
+    """The name and settings of a reward, in plain values that a process of the pool can be sent.
 
     Attributes:
         name: of a built-in reward, or an import path.
@@ -108,7 +108,7 @@ class RewardSpec:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """Reward: what the pool and the environment know of a reward.
+    """A reward function with what the pool and the environment need to know of it.
 
     Attributes:
         judge: the number, or a mapping with ``score`` and ``acc``, of a task.

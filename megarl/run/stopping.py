@@ -44,7 +44,7 @@ _SAFE_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Attempt: what a launcher says of this start of the run.
+    """A launcher's word on this start of the run.
 
     Attributes:
         directory: where launcher and run leave files for one another; None without a launcher.

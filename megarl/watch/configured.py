@@ -19,7 +19,7 @@ _CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """Configured: what a run was told to do.
+    """The settings of a run that its status shows.
 
     Attributes:
         algorithm: what trains, by its section; None where the file does not say it, like the next three.

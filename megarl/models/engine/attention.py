@@ -127,7 +127,7 @@ def varlen_attention(
 
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
-    """Sequence layout: how sequences lie in the sequence dimension that attention sees.
+    """Where sequences lie in the sequence dimension that attention sees.
 
     Attributes:
         starts: where each packed sequence begins, counted over all context-parallel ranks; the last entry is the end. None when each batch

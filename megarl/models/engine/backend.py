@@ -29,7 +29,7 @@ Place = Literal["device", "host"]
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """Step outcome: what an optimizer step did.
+    """The outcome of an optimizer step.
 
     Attributes:
         grad_norm: L2 norm of the whole model's gradient before clipping.

@@ -77,7 +77,7 @@ Start: TypeAlias = Callable[[int, int], Forward]
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Decoder: what decoding needs of a backend.
+    """A backend's model, as decoding uses it.
 
     Attributes:
         start: begins a batch.

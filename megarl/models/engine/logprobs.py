@@ -192,7 +192,7 @@ def _kernels_for(logits: torch.Tensor) -> ModuleType | None:
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxSums:
-    """Softmax sums: what the gradients of log-probabilities and entropies need besides the logits; each [T], the same on all ranks.
+    """Sums over the vocabulary that gradients of log-probabilities and entropies need besides the logits; [T] each, the same on all ranks.
 
     Attributes:
         maximum: of the scaled logits over the vocabulary.
@@ -325,8 +325,8 @@ def gradient_of_logits(
 
 @dataclass(frozen=True, slots=True)
 class _GradientWeights:
-    """Gradient weights: the derivative by a scaled logit x of a row is ``exp(x) (constant + slope x)``, x relative to the maximum, and for
-    the target ``at_target`` more; [T] each, ``slope`` None for 0."""
+    """Factors of a gradient by logits, [T] each: the derivative by a scaled logit x of a row is ``exp(x) (constant + slope x)``, x relative
+    to the maximum, and for the target ``at_target`` more. ``slope`` is None for 0."""
 
     constant: torch.Tensor
     slope: torch.Tensor | None
@@ -381,7 +381,7 @@ class _VocabParallelScores(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Token scores: what a pass computes of each token, of one shape.
+    """Log-probabilities, and entropies where asked for, of tokens; of one shape.
 
     Attributes:
         logprobs: of the token.

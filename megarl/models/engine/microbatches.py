@@ -67,7 +67,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Shapes: what a backend wants of the shapes in front of the model.
+    """A backend's requirements on the shapes of micro-batches.
 
     Attributes:
         row_multiple: rows are padded to a multiple of it.

@@ -26,7 +26,7 @@ from megarl.models.engine.microbatches import MicroBatch, Shapes, round_up
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Places: where the rows of a packed micro-batch lie in its one row.
+    """Positions of the rows of a packed micro-batch in its one row.
 
     Attributes:
         begin, end: [b] int64, the positions over all context-parallel ranks; the end with the row's padding.
@@ -131,7 +131,7 @@ def lay_out_all(micro_batches: Sequence[MicroBatch], context: ContextShare, shap
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Plan: where everything of a packed micro-batch goes, as the host knows it.
+    """The layout of a packed micro-batch, as the host knows it.
 
     Attributes:
         starts: where sequences begin over all context-parallel ranks; what is left over at the end is a sequence of its own.

@@ -22,7 +22,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteMicroBatch:
-    """Non finite micro batch: where something that is not finite was seen first.
+    """The micro-batch in which a value that is not finite was seen first.
 
     Attributes:
         rank, place: of the process, as a number and in coordinates.
@@ -71,7 +71,8 @@ class SkippedBatch:
 
 @dataclass(slots=True)
 class SkipLimit:
-    """Skip limit: what becomes of global batches that cannot be trained on: ``policy.on_nonfinite`` and ``policy.max_consecutive_skips``.
+    """Counts global batches that cannot be trained on, and ends the run when there are too many in a row:
+    ``policy.on_nonfinite`` and ``policy.max_consecutive_skips``.
 
     Attributes:
         raises: the first one ends the call.

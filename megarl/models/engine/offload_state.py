@@ -22,7 +22,7 @@ from megarl.models.engine.backend import Backend, Part, Place
 
 
 class OffloadState(Enum):
-    """Offload state: what is on the device."""
+    """What of a model is on the device at present."""
 
     TRAINING = "parameters, gradients and optimizer state on the device"
     INFERENCE = "parameters on the device, gradients and optimizer state not to be used, or in host memory"
@@ -108,7 +108,7 @@ _BLOCK = 2**28
 
 
 class HostCopies:
-    """Host copies: page-locked host memory for some tensors, made once and written again every time that they leave the device.
+    """Page-locked host memory for some tensors, made once and written again every time that they leave the device.
 
     Copies are queued and not waited for: whoever reads them on the host synchronises before. Few large pieces of memory, because torch
     rounds each that is page-locked up to a power of two.

@@ -14,7 +14,7 @@ from megarl.models.huggingface.loading import check_fits
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Held: where a parameter is in the model, which sharding does not change.
+    """The module and name that a parameter has in the model, which sharding does not change.
 
     Attributes:
         names: its names in the model; two for a tied output layer.

@@ -24,7 +24,7 @@ from megarl.models.engine.logprobs import VocabularyShard
 
 
 class Generating(Protocol):
-    """Generating: what generation needs of a backend."""
+    """A backend, as generation uses it."""
 
     policy: Mapping[str, Any]
     groups: ParallelGroups

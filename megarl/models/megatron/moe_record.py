@@ -30,7 +30,7 @@ BalancingType = Literal["none", "aux_loss", "seq_aux_loss"]
 
 @dataclass(frozen=True, slots=True)
 class BalanceSettings:
-    """Balance settings: how routers are kept balanced.
+    """Settings by which routers are kept balanced.
 
     Attributes:
         kind: load-balancing loss.

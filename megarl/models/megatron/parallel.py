@@ -34,7 +34,7 @@ class ParallelSizes:
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Expert groups: who shares the experts with this process. Megatron lays expert groups over the ranks of a pipeline stage anew: ranks
+    """The process groups that share experts. Megatron lays expert groups over the ranks of a pipeline stage anew: ranks
     that are tensor,
     context or data parallel for the rest of the model may be expert or expert-tensor parallel for its experts.
 

@@ -31,7 +31,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer: what vLLM gave for one prompt: tokens, their log-probabilities (NaN where none were asked for), and whether a length limit
+    """vLLM's answer to one prompt: tokens, their log-probabilities (NaN where none were asked for), and whether a length limit
     ended
     it."""
 
