@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from megarl import __version__
 from megarl.config.engines import ENGINES, engine_kind
@@ -23,6 +24,8 @@ from megarl.env import DISTRIBUTION, installed_version
 ROOM = "versions"
 SHOWN = ("torch", "megatron-core", "transformers", "ray")
 """Packages that are always shown; the others only where they fall short."""
+DEPRECATES_GPT_MODEL = Version("0.19")
+GPT_MODEL = " (deprecates its GPTModel, which megarl is built on; it works, and megarl takes no version without it)"
 _SLURM_S = 20.0
 
 
@@ -60,7 +63,8 @@ def check_package(requirement: Requirement) -> Check:
         return Check(ROOM, requirement.name, Verdict.FAILED, "not installed", fix)
     if not requirement.specifier.contains(version, prereleases=True):
         return Check(ROOM, requirement.name, Verdict.FAILED, f"{version}, {requirement.specifier} is wanted", fix)
-    return Check(ROOM, requirement.name, Verdict.OK, version)
+    note = GPT_MODEL if requirement.name == "megatron-core" and Version(version) >= DEPRECATES_GPT_MODEL else ""
+    return Check(ROOM, requirement.name, Verdict.OK, f"{version}{note}")
 
 
 def check_slurm(timeout_s: float = _SLURM_S) -> Check:

@@ -84,6 +84,13 @@ def test_packages_are_held_against_their_bounds(requirement: Requirement, verdic
     assert check.fix == ("" if verdict == "ok" else f"pip install -c constraints-cpu.txt '{requirement.name}{requirement.specifier}'")
 
 
+@pytest.mark.parametrize(("version", "is_told"), [("0.16.1", False), ("0.19.0rc1", False), ("0.19.2", True)])
+def test_a_deprecated_model_is_told_of(version: str, is_told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda name: version)
+    check = versions.check_package(Requirement("megatron-core"))
+    assert check.verdict is Verdict.OK and ("GPTModel" in check.found) is is_told
+
+
 def test_slurm_is_asked_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert versions.check_slurm().verdict is Verdict.ABSENT

@@ -3,7 +3,7 @@
 Megatron-Core warns at import, on every rank, about each optional package that is absent. The choice of layer spec and optimizer is logged
 by us, once, so those warnings are silenced before Megatron is imported; and it chooses at import how its small functions are compiled, and
 whether there is a Transformer Engine. What later releases say of their own plans to who builds on them, some of it for every layer, is
-nothing that a user can act on.
+nothing that a user can act on; `megarl doctor` and the README say that GPTModel is deprecated.
 """
 
 import logging
