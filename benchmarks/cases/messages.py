@@ -23,7 +23,7 @@ from benchmarks.point import Metric, Point
 
 if TYPE_CHECKING:
     from converters.model_config.architecture import Architecture
-    from megarl.models.generation.vllm.generation import VllmGeneration
+    from megarl.models.generation.engine_group import EngineGroup
     from megarl.models.policy.lm_policy import Policy
     from megarl.weight_sync.layout import TensorInfo
     from megarl.weight_sync.manifest import Manifest
@@ -344,14 +344,14 @@ def _sent(rank: int, names: list[str]) -> list[str] | str:
 
 def driver_of(
     manifest: Manifest, ranks: int, engines: int, engine_ranks: int, slices: Sequence[Mapping[str, Slice]] = ()
-) -> tuple[Policy, VllmGeneration]:
+) -> tuple[Policy, EngineGroup]:
     """A policy and engines as the driver has them, on workers that are played; the ranks of an engine read ``slices``, all of which the
     policy's ranks send."""
-    from megarl.models.generation.vllm.generation import VllmGeneration
+    from megarl.models.generation.engine_group import EngineGroup, EngineWorkers
     from megarl.models.policy.lm_policy import Policy
     from megarl.weight_sync.slices import slices_digest
 
-    policy, generation = object.__new__(Policy), object.__new__(VllmGeneration)
+    policy = object.__new__(Policy)
     slices = slices or ({},) * engine_ranks
     digests = [slices_digest(own) for own in slices]
     policy.worker_group = Workers(  # type: ignore[assignment]
@@ -364,7 +364,7 @@ def driver_of(
             "get_part_ipc_handles": lambda rank, first, count: {device(rank): payload(manifest, first, count)},
         },
     )
-    generation.worker_group = Workers(  # type: ignore[assignment]
+    played = Workers(
         engines,
         {
             "slices_read": lambda engine, as_digest=False: [
@@ -373,10 +373,9 @@ def driver_of(
             **{name: lambda engine, **options: VERSION for name in ("update_from_policy", "update_from_broadcast", "update_from_handles")},
         },
     )
-    generation.cfg = {"vllm_cfg": {"tensor_parallel_size": engine_ranks}}
-    generation._wanted, generation._sliced = None, ()
-    generation._engines, generation._ranks, generation._colocated = engines, engine_ranks, True
-    generation.expected_version, generation._met, generation._connected = None, None, True
+    workers = EngineWorkers(lambda: played, engines, engine_ranks, nodes=1, init_timeout_s=60.0)  # type: ignore[arg-type, return-value]
+    generation = EngineGroup(workers, {"colocated": {"enabled": True}}, vocab_size=0, longest=0, longest_key="")
+    generation._connected = True
     generation.prepare_refit_info(policy.prepare_refit_info() or {})
     return policy, generation
 
@@ -402,7 +401,7 @@ class Counted:
     nbytes: int
 
 
-def counted(policy: Policy, generation: VllmGeneration, way: str) -> Counted:
+def counted(policy: Policy, generation: EngineGroup, way: str) -> Counted:
     """A refit in one of three ways: ``hand over``, ``handles`` or ``broadcast``."""
     from megarl.algorithms.refit import refit_policy_generation
 

@@ -13,7 +13,7 @@ import ray
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from megarl.errors import MegarlError
-from megarl.models.generation.vllm.generation import engine_places
+from megarl.models.generation.engine_group import engine_places
 from megarl.models.generation.vllm.worker import VllmGenerationWorker, devices_of_places
 
 RANKS = 2
@@ -55,7 +55,7 @@ class Devices:
 
 def first_places(cluster: RayVirtualCluster) -> list[tuple[int, list[int]]]:
     """The first place of each engine, all on one node."""
-    return [place for [place] in engine_places(cluster, RANKS)]
+    return [place for [place] in engine_places(cluster, RANKS, "policy.generation.vllm_cfg")]
 
 
 def main() -> None:

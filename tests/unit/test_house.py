@@ -232,6 +232,7 @@ PLUG_INS = {
         "megarl.models.policy.fsdp1_policy_worker",
         "megarl.algorithms.utils",
     },
+    "the kind of an engine, which loads neither torch nor Ray, names what does": {"megarl.models.generation.vllm.generation"},
     "sub-commands, and what the command line hands to the converters": {"megarl.doctor.command", "megarl.parity.converted"},
 }
 

@@ -28,7 +28,7 @@ from benchmarks.cases.messages import (
 from megarl.algorithms.refit import refit_policy_generation
 from megarl.errors import RefitError
 from megarl.models.engine.worker import EngineWorker
-from megarl.models.generation.vllm.generation import VllmGeneration
+from megarl.models.generation.engine_group import EngineGroup
 from megarl.models.policy.lm_policy import Policy
 from megarl.patched import patched
 from megarl.weight_sync.manifest import Manifest
@@ -44,7 +44,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "DEFAULT_SLOT_BYTES", 2 * OF_WEIGHTS)
 
 
-def workers_of(policy: Policy, generation: VllmGeneration) -> tuple[Workers, Workers]:
+def workers_of(policy: Policy, generation: EngineGroup) -> tuple[Workers, Workers]:
     groups: Any = policy.worker_group, generation.worker_group
     return groups
 

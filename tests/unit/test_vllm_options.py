@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from megarl.config import complete_policy
 from megarl.errors import ConfigError
+from megarl.models.generation.engine_group import engine_places
 from megarl.models.generation.vllm import plugin
 from megarl.models.generation.vllm.configuration import fills_places
-from megarl.models.generation.vllm.generation import engine_places
 from megarl.models.generation.vllm.nodes import Part
 from megarl.models.generation.vllm.options import CACHE_ON_A_CPU, completed, engine_options
 from tests.unit.config_samples import changed, raw_grpo
@@ -70,9 +70,9 @@ def test_engines_lie_on_one_node_or_fill_neighbouring_ones(case: str) -> None:
     cluster: Any = SimpleNamespace(get_placement_groups=lambda: groups)
     if expected is None:
         with pytest.raises(ConfigError, match=f"= {ranks}: it does not divide"):
-            engine_places(cluster, ranks)
+            engine_places(cluster, ranks, "policy.generation.vllm_cfg")
         return
-    assert engine_places(cluster, ranks) == expected
+    assert engine_places(cluster, ranks, "policy.generation.vllm_cfg") == expected
 
 
 @given(nodes=st.integers(1, 6), ranks=st.integers(1, 8), size=st.integers(1, 48))
@@ -80,7 +80,7 @@ def test_the_rule_and_the_places_agree(nodes: int, ranks: int, size: int) -> Non
     groups = [SimpleNamespace(bundle_specs=[{}] * ranks)] * nodes
     cluster: Any = SimpleNamespace(get_placement_groups=lambda: groups)
     try:
-        found = engine_places(cluster, size)
+        found = engine_places(cluster, size, "policy.generation.vllm_cfg")
     except ConfigError:
         assert not fills_places(size, nodes, ranks)
         return
