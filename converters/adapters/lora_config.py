@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import ConversionError
+from converters.model_config.sizes import read_number
 
 # about training, about where the adapter comes from, or the choice of modules, which the adapter's own tensors show
 _INERT = frozenset(
@@ -108,12 +109,12 @@ def read_lora_config(path: Path, config: Mapping[str, Any]) -> LoraConfig:
         ConversionError: with everything in it that is no plain LoRA.
     """
     problems = list(_refused(config))
-    rank = _number(config, "r", problems)
+    rank = read_number(config.get("r"), "r", problems)
     if rank != int(rank):
         problems.append(f"r = {config['r']!r}: a whole number is needed")
     found = LoraConfig(
         rank=int(rank),
-        alpha=_number(config, "lora_alpha", problems),
+        alpha=read_number(config.get("lora_alpha"), "lora_alpha", problems),
         rank_patterns={pattern: int(value) for pattern, value in _patterns(config, "rank_pattern", problems).items()},
         alpha_patterns=_patterns(config, "alpha_pattern", problems),
         rank_stabilized=bool(config.get("use_rslora")),
@@ -145,14 +146,6 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _number(config: Mapping[str, Any], key: str, problems: list[str]) -> float:
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        problems.append(f"{key} = {value!r}: a positive number is needed")
-        return 1.0
-    return float(value)
-
-
 def _patterns(config: Mapping[str, Any], key: str, problems: list[str]) -> dict[str, float]:
     patterns = config.get(key) or {}
     if not isinstance(patterns, Mapping):
@@ -164,7 +157,7 @@ def _patterns(config: Mapping[str, Any], key: str, problems: list[str]) -> dict[
         except re.error as error:
             problems.append(f"{key}: {pattern!r} is no regular expression ({error})")
             return {}
-    return {str(pattern): _number(patterns, pattern, problems) for pattern in patterns}
+    return {str(pattern): read_number(value, pattern, problems) for pattern, value in patterns.items()}
 
 
 def _token_indices(config: Mapping[str, Any], problems: list[str]) -> dict[str, tuple[int, ...]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from converters.families import dense
 from converters.mapping.rule import Rule
 from converters.model_config.latent_attention import LatentAttention
 from converters.model_config.mixture import MixtureOfExperts
@@ -18,32 +19,28 @@ if TYPE_CHECKING:
 class Features:
     """Optional tensors of the layers of a model."""
 
-    qkv_bias: bool
-    attention_output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
+    qkv_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
     sinks: bool = False
 
 
-PLAIN = Features(qkv_bias=False, attention_output_bias=False, mlp_bias=False, qk_norm=False)
+PLAIN = Features()
 """None of them."""
 
 
-def no_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
-    """The mixture of a dense family."""
-    del config, num_layers, problems
-    return None
+def features_of(config: Mapping[str, object], **keys: str | bool) -> Features:
+    """Read the optional tensors.
+
+    Args:
+        config: with the defaults of its family filled in.
+        **keys: the config key that switches a feature on, or whether the family has it always; features that are left out it never has.
+    """
+    return Features(**{name: key if isinstance(key, bool) else bool(config.get(key)) for name, key in keys.items()})
 
 
-def no_limit(config: Mapping[str, object], problems: list[str]) -> float | None:
-    """The limit of a family whose gated MLP has none."""
-    del config, problems
-    return None
-
-
-def no_latent_attention(config: Mapping[str, object], problems: list[str]) -> LatentAttention | None:
-    """The latent attention of a family that has ordinary attention."""
-    del config, problems
+def _read_nothing(*_: object) -> None:
     return None
 
 
@@ -81,9 +78,9 @@ class Family:
         model_type: what its config calls it.
         architecture_class: the causal language model class named in ``config.architectures``.
         config_keys: config keys that only this family has and that ``read_features`` or the window check consume.
-        read_features: the optional tensors, from the config as a mapping.
-        model_rules: rules of the parameters outside the layers, embedding first.
-        layer_rules: rules of one layer, by its global index.
+        read_features: the optional tensors, from the config as a mapping; none of them by default.
+        model_rules: rules of the parameters outside the layers, embedding first; by default those of a plain decoder.
+        layer_rules: rules of one layer, by its global index; by default those of a plain decoder.
         read_mixture: the experts, from the config and the number of layers; what is wrong is appended to the list.
         has_uniform_window: ``sliding_window``, when it is set, holds for every layer; with ``has_layer_windows``, for those that
             ``layer_types`` says, and for every layer where it says nothing.
@@ -102,15 +99,15 @@ class Family:
     model_type: str
     architecture_class: str
     config_keys: frozenset[str]
-    read_features: Callable[[Mapping[str, object]], Features]
-    model_rules: Callable[[ModelFacts], tuple[Rule, ...]]
-    layer_rules: Callable[[ModelFacts, int], tuple[Rule, ...]]
-    read_mixture: Callable[[Mapping[str, object], int, list[str]], MixtureOfExperts | None] = no_mixture
+    read_features: Callable[[Mapping[str, object]], Features] = features_of
+    model_rules: Callable[[ModelFacts], tuple[Rule, ...]] = dense.model_rules
+    layer_rules: Callable[[ModelFacts, int], tuple[Rule, ...]] = dense.layer_rules
+    read_mixture: Callable[[Mapping[str, object], int, list[str]], MixtureOfExperts | None] = _read_nothing
     has_uniform_window: bool = False
-    read_latent_attention: Callable[[Mapping[str, object], list[str]], LatentAttention | None] = no_latent_attention
+    read_latent_attention: Callable[[Mapping[str, object], list[str]], LatentAttention | None] = _read_nothing
     may_predict_further: bool = False
     has_layer_windows: bool = False
-    read_gate_limit: Callable[[Mapping[str, object], list[str]], float | None] = no_limit
+    read_gate_limit: Callable[[Mapping[str, object], list[str]], float | None] = _read_nothing
     rotates_partly: bool = False
     config_like: str | None = None
     defaults: Mapping[str, object] = field(default_factory=dict)

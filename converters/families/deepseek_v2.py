@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from converters.families.base import Family
-from converters.families.deepseek_v3 import CONFIG_KEYS, NAMES, read_features
-from converters.families.dense import model_rules
+from converters.families.deepseek_v3 import CONFIG_KEYS, NAMES
 from converters.families.sparse import layer_rules
 from converters.model_config import latent_attention
 from converters.model_config.mixture import MixtureOfExperts, read_deepseek_mixture, require
@@ -31,8 +30,6 @@ FAMILY = Family(
     model_type="deepseek_v2",
     architecture_class="DeepseekV2ForCausalLM",
     config_keys=CONFIG_KEYS | {"mlp_bias"},
-    read_features=read_features,
-    model_rules=model_rules,
     layer_rules=partial(layer_rules, names=NAMES),
     read_mixture=_read_mixture,
     read_latent_attention=latent_attention.read_latent_attention,

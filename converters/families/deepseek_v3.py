@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from converters.families.base import PLAIN, Family, Features
-from converters.families.dense import model_rules
+from converters.families.base import Family
 from converters.families.sparse import MixtureNames, layer_rules
 from converters.model_config import latent_attention, prediction_layers
 from converters.model_config.mixture import MixtureOfExperts, read_deepseek_mixture, require_sigmoids
 
-NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj", shared="shared_experts")
+NAMES = MixtureNames(shared="shared_experts")
 
 CONFIG_KEYS = latent_attention.CONFIG_KEYS | {
     # transformers has the model itself; the code that this names is copied along and never run
@@ -40,12 +39,6 @@ CONFIG_KEYS = latent_attention.CONFIG_KEYS | {
 """Config keys that both generations have."""
 
 
-def read_features(config: Mapping[str, object]) -> Features:
-    """No bias anywhere: ``read_latent_attention`` refuses those that a config can ask for."""
-    del config
-    return PLAIN
-
-
 def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
     require_sigmoids(config, problems)
     return read_deepseek_mixture(config, num_layers, problems)
@@ -55,8 +48,6 @@ FAMILY = Family(
     model_type="deepseek_v3",
     architecture_class="DeepseekV3ForCausalLM",
     config_keys=CONFIG_KEYS | prediction_layers.CONFIG_KEYS,
-    read_features=read_features,
-    model_rules=model_rules,
     layer_rules=partial(layer_rules, names=NAMES),
     read_mixture=_read_mixture,
     read_latent_attention=latent_attention.read_latent_attention,

@@ -13,7 +13,7 @@ FAMILY = replace(
     architecture_class="Dots1ForCausalLM",
     config_keys=(glm4_moe.FAMILY.config_keys - prediction_layers.CONFIG_KEYS - {"use_qk_norm"})
     | {"layer_types", "max_window_layers", "pretraining_tp", "sliding_window"},
-    read_features=qwen3.read_features,
+    read_features=qwen3.FAMILY.read_features,
     rotates_partly=False,
     may_predict_further=False,
     has_layer_windows=True,

@@ -6,23 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from converters.families.base import Family, Features
-from converters.families.dense import model_rules
+from converters.families.base import Family, features_of
 from converters.families.sparse import MixtureNames, layer_rules
 from converters.model_config import prediction_layers
 from converters.model_config.mixture import ROUTER_KEYS, MixtureOfExperts, read_deepseek_mixture, require_sigmoids
 
-_NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj", shared="shared_experts")
-
-
-def _read_features(config: Mapping[str, object]) -> Features:
-    """Biases on query, key and value, never on the attention output."""
-    return Features(
-        qkv_bias=bool(config.get("attention_bias")),
-        attention_output_bias=False,
-        mlp_bias=False,
-        qk_norm=bool(config.get("use_qk_norm")),
-    )
+_NAMES = MixtureNames(shared="shared_experts")
 
 
 def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
@@ -53,8 +42,7 @@ FAMILY = Family(
             "use_qk_norm",
         }
     ),
-    read_features=_read_features,
-    model_rules=model_rules,
+    read_features=partial(features_of, qkv_bias="attention_bias", qk_norm="use_qk_norm"),
     layer_rules=partial(layer_rules, names=_NAMES),
     read_mixture=_read_mixture,
     rotates_partly=True,

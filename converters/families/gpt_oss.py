@@ -7,18 +7,20 @@ All experts of a layer are stored together, transposed, and rows of gate and up 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from converters.families import dense
-from converters.families.base import Family, Features
+from converters.families.base import Family, features_of
 from converters.families.sparse import MixtureNames, router_rules
 from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, TensorLocation
 from converters.model_config.mixture import MixtureOfExperts, Routing, read_mixture
+from converters.model_config.sizes import read_number
 
 if TYPE_CHECKING:
     from converters.model_config.architecture import ModelFacts
 
-_NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj", router="router")
+_NAMES = MixtureNames(router="router")
 # the factor inside the sigmoid of Megatron-Core's gate, which its settings cannot change
 _ALPHA = 1.702
 
@@ -26,11 +28,8 @@ _ALPHA = 1.702
 def _layer_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
     """All parameters of one layer, in forward order."""
     assert facts.mixture is not None
-    sinks = HuggingFaceTensor(f"model.layers.{layer}.self_attn.sinks", (facts.num_attention_heads,))
     return (
         *dense.attention_rules(facts, layer),
-        Rule(f"decoder.layers.{layer}.self_attention.core_attention.softmax_offset", Kind.COLUMN, (sinks,)),
-        dense.mlp_norm_rule(facts, layer),
         *router_rules(facts, facts.mixture, layer, _NAMES),
         *_expert_rules(facts, facts.mixture, layer),
     )
@@ -78,19 +77,11 @@ class _ExpertTensors:
         return HuggingFaceTensor(f"{self._block}.{self._expert}.{name}.bias", (length,), (place,), alone=False)
 
 
-def _read_features(config: Mapping[str, object]) -> Features:
-    del config
-    return Features(qkv_bias=True, attention_output_bias=True, mlp_bias=True, qk_norm=False, sinks=True)
-
-
 def _read_gate_limit(config: Mapping[str, object], problems: list[str]) -> float | None:
     alpha, limit = config.get("swiglu_alpha"), config.get("swiglu_limit")
     if alpha is not None and alpha != _ALPHA:
         problems.append(f"swiglu_alpha = {alpha!r}: only {_ALPHA} is supported, which is written into Megatron-Core's code")
-    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or limit <= 0:
-        problems.append(f"swiglu_limit = {limit!r}: a positive number is needed")
-        return 1.0
-    return float(limit)
+    return read_number(limit, "swiglu_limit", problems)
 
 
 def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
@@ -129,8 +120,7 @@ FAMILY = Family(
             "swiglu_limit",
         }
     ),
-    read_features=_read_features,
-    model_rules=dense.model_rules,
+    read_features=partial(features_of, qkv_bias=True, attention_output_bias=True, mlp_bias=True, sinks=True),
     layer_rules=_layer_rules,
     read_mixture=_read_mixture,
     has_layer_windows=True,

@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from converters.families.base import PLAIN, Family, Features
-from converters.families.dense import model_rules
+from converters.families.base import Family
 from converters.families.sparse import MixtureNames, layer_rules
 from converters.model_config.mixture import MixtureOfExperts, read_mixture
 
 _NAMES = MixtureNames(blocks=("block_sparse_moe", "mlp"), gate="w1", up="w3", down="w2")
-
-
-def _read_features(config: Mapping[str, object]) -> Features:
-    del config
-    return PLAIN
 
 
 def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
@@ -44,8 +38,6 @@ FAMILY = Family(
             "sliding_window",
         }
     ),
-    read_features=_read_features,
-    model_rules=model_rules,
     layer_rules=partial(layer_rules, names=_NAMES),
     read_mixture=_read_mixture,
     has_uniform_window=True,

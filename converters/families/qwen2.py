@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 
-from converters.families.base import Family, Features
-from converters.families.dense import layer_rules, model_rules
-
-
-def _read_features(config: Mapping[str, object]) -> Features:
-    del config
-    return Features(qkv_bias=True, attention_output_bias=False, mlp_bias=False, qk_norm=False)
-
+from converters.families.base import Family, features_of
 
 FAMILY = Family(
     model_type="qwen2",
     architecture_class="Qwen2ForCausalLM",
     config_keys=frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}),
-    read_features=_read_features,
-    model_rules=model_rules,
-    layer_rules=layer_rules,
+    read_features=partial(features_of, qkv_bias=True),
     has_layer_windows=True,
     defaults={"max_window_layers": 28, "sliding_window": 4096, "use_sliding_window": False},
 )

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
-from converters.families.base import Family, Features
-from converters.families.dense import model_rules
-from converters.families.sparse import MixtureNames, layer_rules, read_qwen_mixture
-
-_NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj")
-
-
-def _read_features(config: Mapping[str, object]) -> Features:
-    return Features(qkv_bias=bool(config.get("qkv_bias")), attention_output_bias=False, mlp_bias=False, qk_norm=False)
-
+from converters.families.base import Family, features_of
+from converters.families.sparse import layer_rules, read_qwen_mixture
 
 FAMILY = Family(
     model_type="qwen2_moe",
@@ -39,9 +30,8 @@ FAMILY = Family(
             "use_sliding_window",
         }
     ),
-    read_features=_read_features,
-    model_rules=model_rules,
-    layer_rules=partial(layer_rules, names=_NAMES),
+    read_features=partial(features_of, qkv_bias="qkv_bias"),
+    layer_rules=layer_rules,
     read_mixture=partial(read_qwen_mixture, shared_width_key="shared_expert_intermediate_size"),
     defaults={
         "decoder_sparse_step": 1,

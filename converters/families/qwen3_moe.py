@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
+from converters.families import qwen3
 from converters.families.base import Family
-from converters.families.dense import model_rules
-from converters.families.qwen3 import read_features
-from converters.families.sparse import MixtureNames, layer_rules, read_qwen_mixture
-
-_NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj")
-
+from converters.families.sparse import layer_rules, read_qwen_mixture
 
 FAMILY = Family(
     model_type="qwen3_moe",
@@ -34,9 +28,8 @@ FAMILY = Family(
             "use_sliding_window",
         }
     ),
-    read_features=read_features,
-    model_rules=model_rules,
-    layer_rules=partial(layer_rules, names=_NAMES),
+    read_features=qwen3.FAMILY.read_features,
+    layer_rules=layer_rules,
     read_mixture=read_qwen_mixture,
     has_uniform_window=True,
     defaults={"decoder_sparse_step": 1, "use_sliding_window": False},

@@ -19,7 +19,7 @@ from converters.model_config.heads import read_head
 from converters.model_config.inert_keys import INERT_KEYS
 from converters.model_config.prediction_layers import read_prediction_layers
 from converters.model_config.rope import read_rope, rotated_fraction, unread_rope_parameters
-from converters.model_config.sizes import SIZE_NEEDED
+from converters.model_config.sizes import SIZE_NEEDED, read_number
 
 _DTYPES = frozenset({"auto", "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "double", "float", "half"})
 _INTERNALS = frozenset({"attribute_map", "sub_configs"})
@@ -158,11 +158,11 @@ def _read(config: Mapping[str, Any], ignored: frozenset[str], config_class: type
         attention_output_bias=features.attention_output_bias,
         mlp_bias=features.mlp_bias,
         qk_norm=features.qk_norm,
-        norm_epsilon=_positive(config, "rms_norm_eps", problems),
+        norm_epsilon=read_number(config.get("rms_norm_eps"), "rms_norm_eps", problems, instead=math.nan),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         activation=str(config.get("hidden_act")) if gate_limit is None else "clamped_swiglu",
-        initializer_range=_positive(config, "initializer_range", problems),
+        initializer_range=read_number(config.get("initializer_range"), "initializer_range", problems, instead=math.nan),
         sliding_window=window,
         mixture=family.read_mixture(config, dimensions["num_layers"], problems),
         rotary_fraction=rotated_fraction(config, dimensions["head_dim"], problems) if family.rotates_partly else 1.0,
@@ -341,11 +341,3 @@ def _layer_windows(
     if any(sliding) and window is None:
         problems.append("sliding_window = None: layer_types has layers of 'sliding_attention', which need one")
     return (window, sliding) if any(sliding) else (None, None)
-
-
-def _positive(config: Mapping[str, Any], key: str, problems: list[str]) -> float:
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        problems.append(f"{key} = {value!r}: a positive number is needed")
-        return math.nan
-    return float(value)

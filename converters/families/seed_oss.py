@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from converters.families import llama
-from converters.families.base import Features
-
-
-def _read_features(config: Mapping[str, object]) -> Features:
-    of_query, of_output, of_mlp = (bool(config.get(key)) for key in ("attention_bias", "attention_out_bias", "mlp_bias"))
-    return Features(qkv_bias=of_query, attention_output_bias=of_output, mlp_bias=of_mlp, qk_norm=False)
-
+from converters.families.base import features_of
 
 FAMILY = replace(
     llama.FAMILY,
     model_type="seed_oss",
     architecture_class="SeedOssForCausalLM",
     config_keys=llama.FAMILY.config_keys | {"attention_out_bias"},
-    read_features=_read_features,
+    read_features=partial(features_of, qkv_bias="attention_bias", attention_output_bias="attention_out_bias", mlp_bias="mlp_bias"),
     defaults={"attention_bias": True},
 )

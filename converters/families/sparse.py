@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from converters.families import dense
-from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, TensorLocation
+from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, TensorLocation, module_rules
 from converters.model_config.mixture import MixtureOfExperts, read_mixture
+from converters.model_config.sizes import read_size
 
 if TYPE_CHECKING:
     from converters.model_config.architecture import ModelFacts
@@ -29,10 +30,10 @@ class MixtureNames:
         router: the router below the block.
     """
 
-    blocks: tuple[str, ...]
-    gate: str
-    up: str
-    down: str
+    blocks: tuple[str, ...] = ("mlp",)
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
     shared: str = "shared_expert"
     router: str = "gate"
 
@@ -56,24 +57,20 @@ def _read_sparse_layers(config: Mapping[str, object], num_layers: int, problems:
 
     Every ``decoder_sparse_step``-th has, counted from one, unless ``mlp_only_layers`` (counted from zero) names it.
     """
-    step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers") or []
-    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
-        problems.append(f"decoder_sparse_step = {step!r}: a positive whole number is needed")
-        step = 1
+    step, dense = read_size(config, "decoder_sparse_step", problems), config.get("mlp_only_layers") or []
     if not isinstance(dense, (list, tuple)) or not all(isinstance(layer, int) for layer in dense):
         problems.append(f"mlp_only_layers = {dense!r}: a list of layer indices is needed")
         dense = []
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 
 
-def layer_rules(facts: ModelFacts, layer: int, names: MixtureNames) -> tuple[Rule, ...]:
+def layer_rules(facts: ModelFacts, layer: int, names: MixtureNames = MixtureNames()) -> tuple[Rule, ...]:
     """All parameters of one layer, in forward order; those of a dense layer where there are no experts."""
     mixture = facts.mixture
     if mixture is None or not facts.is_sparse(layer):
         return dense.layer_rules(facts, layer)
     return (
         *dense.attention_rules(facts, layer),
-        dense.mlp_norm_rule(facts, layer),
         *router_rules(facts, mixture, layer, names),
         *_expert_rules(facts, mixture, layer, names),
         *(_shared_expert_rules(facts, mixture, layer, names) if mixture.shared_ffn_hidden_size else ()),
@@ -114,9 +111,9 @@ def _shared_expert_rules(facts: ModelFacts, mixture: MixtureOfExperts, layer: in
     """Return the rules of the expert that every token goes through. Megatron-Core cuts it as it cuts a dense MLP, not as routed experts."""
     hidden, width = facts.hidden_size, mixture.shared_ffn_hidden_size
     megatron, prefix = f"decoder.layers.{layer}.mlp.shared_experts.", f"model.layers.{layer}.{names.blocks[0]}.{names.shared}"
-    gated = tuple(HuggingFaceTensor(f"{prefix}.{name}.weight", (width, hidden)) for name in (names.gate, names.up))
-    yield Rule(f"{megatron}linear_fc1.weight", Kind.GATED, gated)
-    yield Rule(f"{megatron}linear_fc2.weight", Kind.ROW, (HuggingFaceTensor(f"{prefix}.{names.down}.weight", (hidden, width)),))
+    gated = {f"{prefix}.{name}": (width, hidden) for name in (names.gate, names.up)}
+    yield from module_rules(f"{megatron}linear_fc1", Kind.GATED, gated)
+    yield from module_rules(f"{megatron}linear_fc2", Kind.ROW, {f"{prefix}.{names.down}": (hidden, width)})
     if mixture.shared_gate:
         yield Rule(f"{megatron}gate_weight", Kind.REPLICATED, (HuggingFaceTensor(f"{prefix}_gate.weight", (1, hidden)),))
 

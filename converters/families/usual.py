@@ -6,14 +6,11 @@ It is not converted. The torch backends run such models as transformers has them
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 from converters.families.base import Family, Features
-from converters.families.dense import model_rules
-from converters.families.sparse import MixtureNames, layer_rules
+from converters.families.sparse import layer_rules
 from converters.model_config.mixture import MixtureOfExperts
 
-_NAMES = MixtureNames(blocks=("mlp",), gate="gate_proj", up="up_proj", down="down_proj")
 _NORMALISED_HEADS = frozenset({"gemma3_text", "gemma3"})
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -49,7 +46,6 @@ USUAL = Family(
     architecture_class="",
     config_keys=frozenset(),
     read_features=_read_features,
-    model_rules=model_rules,
-    layer_rules=partial(layer_rules, names=_NAMES),
+    layer_rules=layer_rules,
     read_mixture=_read_mixture,
 )

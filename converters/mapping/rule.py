@@ -10,6 +10,7 @@ was built of.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -109,6 +110,21 @@ class Rule:
     def hf_names(self) -> tuple[str, ...]:
         """Names of the tensors it is made of."""
         return tuple(part.name for part in self.parts)
+
+
+def module_rules(megatron: str, kind: Kind, weights: Mapping[str, tuple[int, ...]], *, bias: bool = False) -> Iterator[Rule]:
+    """Yield the rule of a module's weight and, if it has one, of its bias.
+
+    Args:
+        megatron: name of the module.
+        kind: of the weight. The bias of a layer that is cut by columns is on every rank.
+        weights: shapes of the weights that it is made of, by the names of their Hugging Face modules.
+        bias: whether each of these has a bias.
+    """
+    yield Rule(f"{megatron}.weight", kind, tuple(HuggingFaceTensor(f"{name}.weight", shape) for name, shape in weights.items()))
+    if bias:
+        parts = tuple(HuggingFaceTensor(f"{name}.bias", shape[:1]) for name, shape in weights.items())
+        yield Rule(f"{megatron}.bias", Kind.REPLICATED if kind is Kind.ROW else kind, parts)
 
 
 _SEQUENTIAL = re.compile(r"(.*mlp\.experts\.local_experts\.)(0|[1-9]\d*)(\.linear_fc[12]\.(?:weight|bias))")

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converters.mapping.rule import HuggingFaceTensor, Kind, Rule
+from converters.mapping.rule import Kind, Rule, module_rules
+from converters.model_config.sizes import read_size
 
 if TYPE_CHECKING:
     from converters.model_config.architecture import ModelFacts
@@ -58,10 +59,7 @@ def read_head(config: Mapping[str, object], architecture_class: str, problems: l
         return None
     names = config.get("id2label")
     labels = config.get("num_labels", len(names) if isinstance(names, Mapping) else None)
-    if not isinstance(labels, int) or isinstance(labels, bool) or labels < 1:
-        problems.append(f"num_labels = {labels!r}: a positive whole number is needed")
-        labels = 1
-    return ScoreHead(labels, bias)
+    return ScoreHead(read_size({"num_labels": labels}, "num_labels", problems), bias)
 
 
 def head_rules(rules: tuple[Rule, ...], facts: ModelFacts) -> tuple[Rule, ...]:
@@ -69,8 +67,5 @@ def head_rules(rules: tuple[Rule, ...], facts: ModelFacts) -> tuple[Rule, ...]:
     head = facts.head
     if head is None:
         return rules
-    weight = HuggingFaceTensor("score.weight", (head.labels, facts.hidden_size))
-    scoring = [Rule(OUTPUT_LAYER, Kind.REPLICATED, (weight,))]
-    if head.bias:
-        scoring.append(Rule("output_layer.bias", Kind.REPLICATED, (HuggingFaceTensor("score.bias", (head.labels,)),)))
+    scoring = module_rules("output_layer", Kind.REPLICATED, {"score": (head.labels, facts.hidden_size)}, bias=head.bias)
     return (*(rule for rule in rules if rule.megatron_name != OUTPUT_LAYER), *scoring)

@@ -7,13 +7,12 @@ the keys is shared by all heads.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converters.mapping.rule import HuggingFaceTensor, Kind, Rule
-from converters.model_config.sizes import read_size
+from converters.mapping.rule import Kind, Rule, module_rules
+from converters.model_config.sizes import read_number, read_size
 
 if TYPE_CHECKING:
     from converters.model_config.architecture import ModelFacts
@@ -87,41 +86,34 @@ def read_latent_attention(config: Mapping[str, object], problems: list[str]) -> 
     return latent
 
 
-def attention_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
-    """Latent attention and the norm before it."""
+def attention_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
+    """Yield the rules of latent attention, without the norm before it."""
     latent, heads, hidden = facts.latent_attention, facts.num_attention_heads, facts.hidden_size
     assert latent is not None, facts.family
-    query = (heads * latent.qk_head_dim, hidden)
-    rows: list[tuple[str, Kind, str, tuple[int, ...]]] = [("input_layernorm", Kind.REPLICATED, "input_layernorm", (hidden,))]
+    query = heads * latent.qk_head_dim
+    rows: list[tuple[str, Kind, str, tuple[int, ...]]] = []
     if latent.q_lora_rank is None:
-        rows.append(("self_attention.linear_q_proj", Kind.COLUMN, "self_attn.q_proj", query))
+        rows.append(("linear_q_proj", Kind.COLUMN, "q_proj", (query, hidden)))
     else:
         rows += [
-            ("self_attention.linear_q_down_proj", Kind.COLUMN, "self_attn.q_a_proj", (latent.q_lora_rank, hidden)),
-            ("self_attention.q_layernorm", Kind.REPLICATED, "self_attn.q_a_layernorm", (latent.q_lora_rank,)),
-            ("self_attention.linear_q_up_proj", Kind.COLUMN, "self_attn.q_b_proj", (query[0], latent.q_lora_rank)),
+            ("linear_q_down_proj", Kind.COLUMN, "q_a_proj", (latent.q_lora_rank, hidden)),
+            ("q_layernorm", Kind.REPLICATED, "q_a_layernorm", (latent.q_lora_rank,)),
+            ("linear_q_up_proj", Kind.COLUMN, "q_b_proj", (query, latent.q_lora_rank)),
         ]
-    down = (latent.kv_lora_rank + latent.qk_rope_head_dim, hidden)
-    up = (heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank)
     rows += [
-        ("self_attention.linear_kv_down_proj", Kind.COLUMN, "self_attn.kv_a_proj_with_mqa", down),
-        ("self_attention.kv_layernorm", Kind.REPLICATED, "self_attn.kv_a_layernorm", (latent.kv_lora_rank,)),
-        ("self_attention.linear_kv_up_proj", Kind.COLUMN, "self_attn.kv_b_proj", up),
-        ("self_attention.linear_proj", Kind.ROW, "self_attn.o_proj", (hidden, heads * latent.v_head_dim)),
+        ("linear_kv_down_proj", Kind.COLUMN, "kv_a_proj_with_mqa", (latent.kv_lora_rank + latent.qk_rope_head_dim, hidden)),
+        ("kv_layernorm", Kind.REPLICATED, "kv_a_layernorm", (latent.kv_lora_rank,)),
+        ("linear_kv_up_proj", Kind.COLUMN, "kv_b_proj", (heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank)),
+        ("linear_proj", Kind.ROW, "o_proj", (hidden, heads * latent.v_head_dim)),
     ]
-    return tuple(
-        Rule(f"decoder.layers.{layer}.{megatron}.weight", kind, (HuggingFaceTensor(f"model.layers.{layer}.{name}.weight", shape),))
-        for megatron, kind, name, shape in rows
-    )
+    for megatron, kind, name, shape in rows:
+        yield from module_rules(
+            f"decoder.layers.{layer}.self_attention.{megatron}", kind, {f"model.layers.{layer}.self_attn.{name}": shape}
+        )
 
 
 def _mscale_all_dim(config: Mapping[str, object], problems: list[str]) -> float:
     """From the parameters of the rotary embedding. transformers reads it without ``mscale`` too, and zero as "not given"."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     value = parameters.get("mscale_all_dim") if isinstance(parameters, Mapping) else None
-    if not value:
-        return 0.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        problems.append(f"rope parameter mscale_all_dim = {value!r}: a number of at least 0 is needed")
-        return 0.0
-    return float(value)
+    return read_number(value or 0.0, "rope parameter mscale_all_dim", problems, instead=0.0, may_be_zero=True)

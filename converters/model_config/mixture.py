@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from converters.model_config.sizes import read_size
+from converters.model_config.sizes import read_number, read_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ def read_deepseek_routing(
         best_of_group: see ``Routing``.
         grouped: False where the config's groups are not in use.
     """
-    scale = _scaling_factor(config, problems)
+    scale = read_number(config.get("routed_scaling_factor"), "routed_scaling_factor", problems)
     groups, kept = (read_size(config, key, problems) for key in ("n_group", "topk_group")) if grouped else (1, 1)
     if experts % groups:
         problems.append(f"n_group = {groups}: it must divide the {experts} experts")
@@ -79,14 +78,6 @@ def read_deepseek_routing(
         problems.append(f"num_experts_per_tok = {chosen}: {kept} groups (topk_group) have only {kept * size} experts")
     sigmoid = score == "sigmoid"
     return Routing(score, sigmoid, groups, kept, best_of_group, scale, in_float32=True)
-
-
-def _scaling_factor(config: Mapping[str, object], problems: list[str]) -> float:
-    value = config.get("routed_scaling_factor")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        problems.append(f"routed_scaling_factor = {value!r}: a positive number is needed")
-        return 1.0
-    return float(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +154,9 @@ def read_mixture(
         ffn_hidden_size=read_size(config, width_key, problems),
         normalized=normalized,
         sparse_layers=sparse_layers,
-        auxiliary_loss_coefficient=_coefficient(config, problems),
+        auxiliary_loss_coefficient=read_number(
+            config.get("router_aux_loss_coef"), "router_aux_loss_coef", problems, default=0.0, instead=0.0, may_be_zero=True
+        ),
         shared_ffn_hidden_size=read_size(config, shared_width_key, problems) if shared_width_key is not None else 0,
         routing=routing,
     )
@@ -196,10 +189,8 @@ def read_deepseek_mixture(
     if not any(sparse_layers):
         return None
     experts, chosen = read_size(config, "n_routed_experts", problems), read_size(config, "num_experts_per_tok", problems)
-    width, shared = read_size(config, "moe_intermediate_size", problems), config.get("n_shared_experts")
-    if isinstance(shared, bool) or not isinstance(shared, (int, type(None))) or (shared or 0) < 0:
-        problems.append(f"n_shared_experts = {shared!r}: a whole number of at least 0 is needed")
-        shared = 0
+    width = read_size(config, "moe_intermediate_size", problems)
+    shared = 0 if config.get("n_shared_experts") is None else read_size(config, "n_shared_experts", problems, least=0)
     return MixtureOfExperts(
         num_experts=experts,
         experts_per_token=chosen,
@@ -207,7 +198,7 @@ def read_deepseek_mixture(
         normalized=bool(config.get("norm_topk_prob")),
         sparse_layers=sparse_layers,
         auxiliary_loss_coefficient=0.0,
-        shared_ffn_hidden_size=width * (shared or 0),
+        shared_ffn_hidden_size=width * shared,
         shared_gate=False,
         routing=read_deepseek_routing(
             config, problems, experts=experts, chosen=chosen, score=score, best_of_group=best_of_group, grouped=grouped
@@ -235,18 +226,5 @@ def require_sigmoids(config: Mapping[str, object], problems: list[str]) -> None:
 
 def _read_dense_first(config: Mapping[str, object], num_layers: int, problems: list[str]) -> tuple[bool, ...]:
     """Return for each layer, whether it has experts: all but the first ``first_k_dense_replace``."""
-    dense = config.get("first_k_dense_replace")
-    if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
-        problems.append(f"first_k_dense_replace = {dense!r}: a whole number of at least 0 is needed")
-        dense = 0
+    dense = read_size(config, "first_k_dense_replace", problems, least=0)
     return tuple(layer >= dense for layer in range(num_layers))
-
-
-def _coefficient(config: Mapping[str, object], problems: list[str]) -> float:
-    value = config.get("router_aux_loss_coef")
-    if value is None:
-        return 0.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        problems.append(f"router_aux_loss_coef = {value!r}: a number of at least 0 is needed")
-        return 0.0
-    return float(value)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from converters.mapping.rule import HuggingFaceTensor, Kind, Rule
+from converters.mapping.rule import Kind, Rule, module_rules
 
 if TYPE_CHECKING:
     from converters.model_config.architecture import Architecture, ModelFacts
@@ -48,11 +48,11 @@ def prediction_rules(facts: ModelFacts, index: int, layer_rules: tuple[Rule, ...
     """
     layer, hidden = facts.num_layers + index, facts.hidden_size
     megatron, prefix = f"mtp.layers.{index}.", f"model.layers.{layer}."
-    rules = []
+    rules: list[Rule] = []
     for theirs, ours in _OUTSIDE:
         shape = (hidden, 2 * hidden) if theirs == "eh_proj" else (hidden,)
         kind = Kind.COLUMN if theirs == "eh_proj" else Kind.REPLICATED
-        rules.append(Rule(f"{megatron}{ours}.weight", kind, (HuggingFaceTensor(f"{prefix}{theirs}.weight", shape),)))
+        rules += module_rules(f"{megatron}{ours}", kind, {f"{prefix}{theirs}": shape})
     inner = [
         replace(rule, megatron_name=rule.megatron_name.replace(f"decoder.layers.{layer}.", f"{megatron}{_INNER}.", 1))
         for rule in layer_rules

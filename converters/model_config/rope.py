@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from converters.model_config.sizes import read_number
+
 _KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -134,12 +136,7 @@ def _parameters(config: Mapping[str, object]) -> dict[str, object]:
 
 def _number(parameters: Mapping[str, object], key: str, problems: list[str], default: object = None) -> float:
     """A positive number; anything else becomes a problem and NaN."""
-    value = parameters.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        problems.append(f"rope parameter {key} = {value!r}: a positive number is needed")
-        return math.nan
-    return float(value)
+    return read_number(parameters.get(key), f"rope parameter {key}", problems, default=default, instead=math.nan)
 
 
 def _linear(parameters: Mapping[str, object], config: Mapping[str, object], problems: list[str]) -> dict[str, object]:

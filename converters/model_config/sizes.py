@@ -1,17 +1,29 @@
-"""Sizes in a config: how they are read, and what is said of one that cannot be."""
+"""Numbers in a config: how they are read, and what is said of one that cannot be."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 SIZE_NEEDED = "a positive whole number is needed"
 """End of what is said of a size that is missing or of the wrong kind."""
 
 
-def read_size(config: Mapping[str, object], key: str, problems: list[str]) -> int:
-    """The size under a key; where it is no positive whole number, 1, and a problem that ends with ``SIZE_NEEDED``."""
+def read_size(config: Mapping[str, object], key: str, problems: list[str], *, least: int = 1) -> int:
+    """The size under a key, a whole number; where it is none, or below ``least`` (0 or 1), that, and a problem."""
     value = config.get(key)
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
-    problems.append(f"{key} = {value!r}: {SIZE_NEEDED}")
-    return 1
+    problems.append(f"{key} = {value!r}: {SIZE_NEEDED if least else 'a whole number of at least 0 is needed'}")
+    return least
+
+
+def read_number(
+    value: object, name: str, problems: list[str], *, default: object = None, instead: float = 1.0, may_be_zero: bool = False
+) -> float:
+    """A finite number above 0, or from 0 on; where the value is something else, ``instead``, and a problem that begins with ``name``."""
+    value = default if value is None else value
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf and (value or may_be_zero):
+        return float(value)
+    problems.append(f"{name} = {value!r}: a {'number of at least 0' if may_be_zero else 'positive number'} is needed")
+    return instead
