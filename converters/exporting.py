@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,42 +30,29 @@ from converters.checkpoint.artifacts import (
     refuse_changed_files,
     write_config,
 )
-from converters.checkpoint.files import require_space
 from converters.checkpoint.manifest import (
     MANIFEST_FILE,
     RULES,
     THE_REST,
     WEIGHTS,
     ConversionManifest,
-    HeldAgainst,
-    TensorHashes,
     TensorRecord,
     dtype_name,
-    excused_notes,
     fingerprint_of_rules,
     fingerprints,
-    not_finite_note,
 )
 from converters.checkpoint.narrowing import Narrowing, kept_dtype
 from converters.checkpoint.safetensors_file import NAMES, read_box, whole, write_bytes
 from converters.checkpoint.safetensors_header import OpenFiles
 from converters.checkpoint.staging import Staging, check_apart
 from converters.checkpoint.work import (
-    READ_BYTES,
     ConversionResult,
-    Piece,
-    Progress,
     RunOptions,
-    check_records,
-    peak_memory,
     row_ranges,
-    run_pieces,
-    say_why_anew,
-    workers_within,
 )
+from converters.conversion import Chunk, Conversion, Rows, convert
 from converters.errors import ConversionError
 from converters.mapping.logical import MegatronModel
-from converters.mapping.places import rows_in
 from converters.mapping.rule import HuggingFaceTensor, Rule, TensorLocation
 from converters.mapping.rules import all_rules, hf_tensors
 from converters.model_config.architecture import Architecture
@@ -219,6 +206,11 @@ class ExportPlan:
         for tensor in self.written:
             files.setdefault(tensor.file, []).append(tensor)
         return files
+
+    @functools.cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Dtype of each Hugging Face tensor as it will be written."""
+        return {part.name: tensor.dtype for tensor in self.written for part, _ in tensor.parts}
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -384,175 +376,71 @@ def export_model(
             refuse_changed_config(plan.checkpoint.hf_directory, plan.checkpoint.config_hash, plan.checkpoint.hf_directory)
     if plan.checkpoint.hf_directory == plan.checkpoint.directory:
         raise ConversionError(f"{plan.checkpoint.directory} keeps config.json among its own files", "pass --hf-config DIRECTORY")
-    workers, progress = workers_within(options.workers, options.max_memory), options.progress
     fingerprint = plan.fingerprint if options.part is None else plan.fingerprint | plan.fingerprint_of_files
-    with Staging(target, fingerprint, overwrite=options.overwrite, is_ours=is_hf_directory, part=options.part) as staging:
-        files = [tensors for number, tensors in enumerate(plan.files.values()) if options.has(number)]
-        tensors = [tensor for file in files for tensor in file]
-        total = sum(tensor.size for tensor in tensors)
-        shown = Progress(total, f"export {target.name}", progress)
-        notes: dict[str, Any] = {**say_why_anew(staging.started_anew_because_of, shown)}
-        writer = _Writer(plan, staging, files)
-        writer.check(workers, progress, staging.records)
-        resumed = sum(tensor.size for tensor in tensors if tensor.name in writer.finished)
-        require_space(staging.directory, total - resumed)
-        shown.skip(resumed)
-        waiting = [tensor for tensor in tensors if tensor.name not in writer.finished]
-        try:
-            run_pieces([Piece(tensor.size, functools.partial(writer.write, tensor)) for tensor in waiting], workers, shown)
-        finally:
-            writer.close()
-        shown.finish()
-        waits_for: tuple[int, ...] = ()
-        with staging.all_parts_but_the_last() as others:
-            if others is not None:
-                waits_for = options.parts_to_wait_for(others, functools.partial(writer.check, workers, progress), writer.incomplete)
-            if others is None or waits_for:
-                staging.leave()
-            else:
-                notes = {**_finish(plan, staging, writer), **notes}
-    return ConversionResult(target, len(plan.written), total, resumed, workers, peak_memory(), notes, waits_for)
+    return convert(lambda staging: _Export(plan, staging, options), target, options, fingerprint, is_hf_directory, len(plan.written))
 
 
-def _finish(plan: ExportPlan, staging: Staging, writer: _Writer) -> dict[str, Any]:
-    """Write what makes the files a model, and give it its name. Returns what the conversion says of itself."""
-    writer.close()
-    digests = {name: digest for each in writer.finished.values() for name, digest in each.items()}
-    writer.held.refuse_changed(digests, writer.before)
-    notes = {**writer.narrowing.summary(), **not_finite_note(writer.not_finite), **plan.notes}
-    _write_rest(plan, staging.directory, digests, notes)
-    staging.finish()
-    return {**notes, **excused_notes(plan.missing, plan.left_out)}
+class _Export(Conversion):
+    """A piece is a stored tensor; the files are as long as they will be from the beginning, and filled tensor by tensor."""
 
+    verb, kind = "export", "tensor"
 
-class _Writer:
-    """The safetensors files, each as large as it will be from the beginning, filled tensor by tensor."""
-
-    def __init__(self, plan: ExportPlan, staging: Staging, own_files: Sequence[Sequence[WrittenTensor]]) -> None:
-        self._plan, self._staging = plan, staging
-        self.narrowing = Narrowing(asked=plan.dtype is not None)
-        self._files = OpenFiles(writing=True)
+    def __init__(self, plan: ExportPlan, staging: Staging, options: RunOptions) -> None:
+        checkpoint = plan.checkpoint
+        super().__init__(plan, staging, Narrowing(asked=plan.dtype is not None), checkpoint.manifest, checkpoint.directory)
+        self._export, self._opened = plan, OpenFiles(os.O_RDWR)
         self._headers = {file: header_of(tensors) for file, tensors in plan.files.items()}
-        for tensors in own_files:
-            path, header = staging.directory / tensors[0].file, self._headers[tensors[0].file]
+        self._tensors = {tensor.name: tensor for tensor in plan.written}
+        self.pieces = {tensor.name: [part for part, _ in tensor.parts] for tensor in plan.written}
+        self.files = [[tensor.name for tensor in tensors] for tensors in plan.files.values()]
+        for number in filter(options.has, range(len(self.files))):
+            path, header, length = self._file(number)
             path.touch(0o644)
-            with self._files.use(path) as descriptor:
-                os.ftruncate(descriptor, len(header) + sum(tensor.size for tensor in tensors))
+            with self._opened.use(path) as descriptor:
+                os.ftruncate(descriptor, length)
                 write_bytes(descriptor, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        dtypes = {part.name: tensor.dtype for tensor in plan.written for part, _ in tensor.parts}
-        merged = () if plan.adapter is None else plan.adapter.changed
-        self.held = HeldAgainst(plan.checkpoint.manifest, plan.checkpoint.directory, dtypes, merged)
-        self.finished: dict[str, dict[str, str]] = {}
-        self.before: dict[str, str] = {}
-        self.not_finite: set[str] = set()
 
-    def write(self, tensor: WrittenTensor) -> None:
-        """One stored tensor, and the hashes of the Hugging Face tensors in it into ``finished`` and the journal."""
-        names = [part.name for part, _ in tensor.parts]
-        hashes, before = TensorHashes(names), self.held.hashes(names)
-        for position, chunk in self._chunks(tensor, hashes, before):
-            with self._files.use(self._staging.directory / tensor.file) as descriptor:
-                write_bytes(descriptor, self._begin(tensor) + position, chunk)
-        digests = self.finished[tensor.name] = hashes.digests()
-        self.before |= before.digests()
-        self.not_finite |= hashes.not_finite
-        record = {
-            "tensor": tensor.name,
-            "digests": digests,
-            "not_finite": sorted(hashes.not_finite),
-            "errors": self.narrowing.error_of(digests),
-            "before": before.digests(),
-        }
-        self._staging.record(record, self._staging.directory / tensor.file)
+    def _file(self, number: int) -> tuple[Path, bytes, int]:
+        """Path, header and bytes of a file."""
+        tensors = [self._tensors[name] for name in self.files[number]]
+        header = self._headers[tensors[0].file]
+        return self.file_of(tensors[0].name), header, len(header) + sum(tensor.size for tensor in tensors)
 
-    def close(self) -> None:
-        """Close the files."""
-        self._files.close()
+    def size(self, name: str) -> int:
+        return self._tensors[name].size
 
-    def _begin(self, tensor: WrittenTensor) -> int:
-        return len(self._headers[tensor.file]) + tensor.offset
+    def file_of(self, name: str) -> Path:
+        return self.staging.directory / self._tensors[name].file
 
-    def _chunks(self, tensor: WrittenTensor, hashes: TensorHashes, before: TensorHashes) -> Iterator[tuple[int, Tensor]]:
-        """Bytes to write and where, counted from the beginning of the tensor."""
-        for position, shape, pieces in _layout(tensor):
-            chunk = torch.zeros(shape, dtype=tensor.dtype)
-            for part, start, stop, place in pieces:
-                target = chunk if place is None else rows_in(chunk, place)
-                row_bytes = torch.Size(part.shape[1:]).numel() * self._plan.model.dtype(part).itemsize
-                for first, last in row_ranges(stop - start, row_bytes, READ_BYTES):
-                    rows = self._plan.model.read(part, start + first, start + last)
-                    self.held.update(before, part.name, rows)
-                    rows = self.narrowing.cast(part.name, rows, tensor.dtype)
-                    hashes.update(part.name, rows)
-                    target[first:last].copy_(rows)
-            yield position, chunk
-
-    def check(self, workers: int, progress: TextIO | None, records: Sequence[Mapping[str, Any]]) -> None:
-        """Take the tensors into ``finished`` that an earlier run, or another part, has recorded and that still are as they were written."""
-        written = {tensor.name: tensor for tensor in self._plan.written}
-
-        def check(record: Mapping[str, Any]) -> None:
-            tensor = written[record["tensor"]]
-            try:
-                if self._digests_of(tensor) != record["digests"]:
-                    return
-            except ConversionError:  # a file of another part is gone or was cut off
-                return
-            self.finished[tensor.name] = record["digests"]
-            self.before |= record["before"]
-            self.not_finite.update(record["not_finite"])
-            self.narrowing.recall(record["errors"])
-
-        check_records([Piece(written[record["tensor"]].size, functools.partial(check, record)) for record in records], workers, progress)
-
-    def incomplete(self) -> list[int]:
-        """Numbers of the files that are not whole, or in which a tensor is not finished."""
-        return [
-            number
-            for number, (file, tensors) in enumerate(self._plan.files.items())
-            if any(tensor.name not in self.finished for tensor in tensors) or not self._is_whole(file, tensors)
-        ]
-
-    def _is_whole(self, file: str, tensors: Sequence[WrittenTensor]) -> bool:
-        header, path = self._headers[file], self._staging.directory / file
+    def is_whole(self, number: int) -> bool:
+        path, header, length = self._file(number)
         with path.open("rb") as opened:
-            begins_so = opened.read(len(header)) == header
-        return begins_so and path.stat().st_size == len(header) + sum(tensor.size for tensor in tensors)
+            return opened.read(len(header)) == header and path.stat().st_size == length
 
-    def _digests_of(self, tensor: WrittenTensor) -> dict[str, str]:
-        """Hashes of the Hugging Face tensors in a stored tensor as it stands in its file."""
-        hashes = TensorHashes([part.name for part, _ in tensor.parts])
-        for position, shape, pieces in _layout(tensor):
-            chunk = self._read(tensor, position, shape)
-            for part, _, _, place in pieces:
-                hashes.update(part.name, chunk if place is None else rows_in(chunk, place))
-        return hashes.digests()
+    def chunks(self, name: str) -> Iterator[Chunk]:
+        tensor = self._tensors[name]
+        begin, dtype, shape = len(self._headers[tensor.file]) + tensor.offset, tensor.dtype, tensor.shape[1:]
+        for index, parts in tensor.blocks.items():
+            position = index * torch.Size(shape).numel() * dtype.itemsize
+            yield Chunk(name, (begin + position,), shape, dtype, [Rows(part, 0, place) for part, place in parts])
+        for part, place in () if tensor.blocks else tensor.parts:
+            row_bytes = torch.Size(part.shape[1:]).numel() * dtype.itemsize
+            for start, stop in row_ranges(part.shape[0], row_bytes):
+                position = (_row_of(place) + start) * row_bytes
+                yield Chunk(name, (begin + position,), (stop - start, *part.shape[1:]), dtype, [Rows(part, start)])
 
-    def _read(self, tensor: WrittenTensor, position: int, shape: tuple[int, ...]) -> Tensor:
-        """Return what was written, from a byte of a stored tensor on."""
-        with self._files.use(self._staging.directory / tensor.file) as descriptor:
-            return read_box(descriptor, self._begin(tensor) + position, tensor.dtype, shape, whole(shape), tensor.name)
+    def put(self, name: str, chunks: Iterator[tuple[Chunk, Tensor]]) -> dict[str, Any]:
+        for chunk, tensor in chunks:
+            with self._opened.use(self.file_of(name)) as descriptor:
+                write_bytes(descriptor, chunk.offsets[0], tensor)
+        return {}
 
+    def read_chunk(self, record: Mapping[str, Any], number: int, chunk: Chunk) -> Tensor:
+        with self._opened.use(self.file_of(chunk.key)) as descriptor:
+            return read_box(descriptor, chunk.offsets[0], chunk.dtype, chunk.shape, whole(chunk.shape), chunk.key)
 
-class _Rows(NamedTuple):
-    """Rows of a Hugging Face tensor, and where in a block they are; None where they are all of the chunk."""
-
-    part: HuggingFaceTensor
-    start: int
-    stop: int
-    place: TensorLocation | None
-
-
-def _layout(tensor: WrittenTensor) -> Iterator[tuple[int, tuple[int, ...], list[_Rows]]]:
-    """The chunks of a stored tensor: the first byte, counted from its beginning, the shape, and what it is put together from."""
-    shape = tensor.shape[1:]
-    for index, parts in tensor.blocks.items():
-        position = index * torch.Size(shape).numel() * tensor.dtype.itemsize
-        yield position, shape, [_Rows(part, 0, part.shape[0], place) for part, place in parts]
-    for part, place in () if tensor.blocks else tensor.parts:
-        row_bytes = torch.Size(part.shape[1:]).numel() * tensor.dtype.itemsize
-        for start, stop in row_ranges(part.shape[0], row_bytes):
-            yield (_row_of(place) + start) * row_bytes, (stop - start, *part.shape[1:]), [_Rows(part, start, stop, None)]
+    def write_rest(self, digests: Mapping[str, str], notes: dict[str, Any]) -> None:
+        _write_rest(self._export, self.staging.directory, digests, notes)
 
 
 def _row_of(place: TensorLocation) -> int:
@@ -560,7 +448,7 @@ def _row_of(place: TensorLocation) -> int:
     return place.start if place.index is None else place.index * place.shape[1] + place.start
 
 
-def _write_rest(plan: ExportPlan, directory: Path, digests: dict[str, str], notes: dict[str, Any]) -> None:
+def _write_rest(plan: ExportPlan, directory: Path, digests: Mapping[str, str], notes: dict[str, Any]) -> None:
     """Index, config, tokenizer, manifest."""
     index = index_of(plan.written)
     if index is not None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,21 +27,15 @@ from converters.checkpoint.artifacts import (
     refuse_changed_config,
     refuse_changed_files,
 )
-from converters.checkpoint.exact import cast
-from converters.checkpoint.files import require_space
 from converters.checkpoint.manifest import (
     RULES,
     THE_REST,
     WEIGHTS,
     ConversionManifest,
-    HeldAgainst,
-    TensorHashes,
     TensorRecord,
     dtype_name,
-    excused_notes,
     fingerprint_of_rules,
     fingerprints,
-    not_finite_note,
     read_manifest,
 )
 from converters.checkpoint.narrowing import Narrowing, kept_dtype
@@ -49,24 +43,17 @@ from converters.checkpoint.quantized import DequantizedSource, drop_quantization
 from converters.checkpoint.source import HuggingFaceSource
 from converters.checkpoint.staging import Staging, check_apart
 from converters.checkpoint.work import (
-    READ_BYTES,
     ConversionResult,
-    Piece,
-    Progress,
     RunOptions,
-    check_records,
-    peak_memory,
     row_ranges,
-    run_pieces,
-    say_why_anew,
-    workers_within,
 )
+from converters.conversion import Chunk, Conversion, Rows, convert
 from converters.errors import ConversionError
 from converters.families.read import config_notes, read_architecture
 from converters.mapping.layouts import padded_vocab_size, runs_of
 from converters.mapping.logical import HuggingFaceModel, shape_of_parameter
 from converters.mapping.places import locate
-from converters.mapping.rule import HuggingFaceTensor, Rule
+from converters.mapping.rule import Rule
 from converters.mapping.rules import all_rules, hf_tensors
 from converters.model_config.architecture import Architecture
 from converters.model_config.megatron_settings import megatron_settings
@@ -320,85 +307,81 @@ def import_model(
     check_apart(directory, target)
     artifacts(directory)  # refuses what cannot be copied at the end
     refuse_changed_config(directory, plan.config_hash, directory)
-    workers, progress = workers_within(options.workers, options.max_memory), options.progress
-    with Staging(target, plan.fingerprint, overwrite=options.overwrite, is_ours=is_checkpoint, part=options.part) as staging:
-        files = [(name, rules) for number, (name, rules) in enumerate(plan.files) if options.has(number)]
-        total = sum(plan.size(rule) for _, rules in files for rule in rules)
-        shown = Progress(total, f"import {target.name}", progress)
-        anew = say_why_anew(staging.started_anew_because_of, shown)
-        narrowing, held = Narrowing(asked=True), _held_against(plan)
-        finished: dict[str, _FinishedFile] = {}
-        check = functools.partial(_check_files, plan, staging.directory, finished, narrowing, workers, progress)
-        check(staging.records)
-        resumed = sum(plan.size(rule) for name, rules in files if name in finished for rule in rules)
-        require_space(staging.directory, total - resumed)
-        shown.skip(resumed)
-        pieces = [
-            Piece(sum(map(plan.size, rules)), functools.partial(_write_file, plan, staging, name, rules, narrowing, finished, held))
-            for name, rules in files
-            if name not in finished
-        ]
-        run_pieces(pieces, workers, shown)
-        shown.finish()
-        notes: dict[str, Any] = {**anew}
-        waits_for: tuple[int, ...] = ()
-        with staging.all_parts_but_the_last() as others:
-            if others is not None:
-                names = [name for name, _ in plan.files]
-                waits_for = options.parts_to_wait_for(others, check, lambda: [names.index(name) for name in names if name not in finished])
-            if others is None or waits_for:
-                staging.leave()
-            else:
-                notes = {**_finish(plan, staging, narrowing, held, finished, common_state), **notes}
-    return ConversionResult(target, len(plan.tensors), total, resumed, workers, peak_memory(), notes, waits_for)
+    begin = functools.partial(_Import, plan, common_state)
+    return convert(begin, target, options, plan.fingerprint, is_checkpoint, len(plan.tensors))
 
 
-def _finish(
-    plan: ImportPlan,
-    staging: Staging,
-    narrowing: Narrowing,
-    held: HeldAgainst,
-    finished: dict[str, _FinishedFile],
-    common_state: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """Write what makes the item files a checkpoint, and give it its name. Returns what the conversion says of itself."""
-    source = plan.model.source
-    digests = {name: digest for file in finished.values() for name, digest in file.digests.items()}
-    held.refuse_changed(digests, {name: digest for file in finished.values() for name, digest in file.before.items()})
-    notes = {**narrowing.summary(), **not_finite_note(name for file in finished.values() for name in file.not_finite), **plan.notes}
-    items = [item for name, _ in plan.files for item in finished[name].items]
-    finish_checkpoint(staging.directory, plan.tensors, items, plan.object_names)
-    if common_state is not None:
-        write_common(staging.directory, common_state)
-    beside = staging.directory / HF_DIRECTORY
-    copy_artifacts(source.directory, beside)
-    refuse_changed_config(beside, plan.config_hash, source.directory)
-    if isinstance(source, DequantizedSource):
-        drop_quantization(beside)
-    _manifest(plan, digests, notes, file_hashes(beside)).write(staging.directory)
-    staging.finish()
-    return {**notes, **excused_notes(plan.missing, plan.left_out)}
+class _Import(Conversion):
+    """A piece is an item file with all parameters in it."""
+
+    verb, kind = "import", "file"
+
+    def __init__(self, plan: ImportPlan, common_state: Mapping[str, Any] | None, staging: Staging) -> None:
+        directory = plan.model.source.directory
+        manifest = read_manifest(directory)
+        if manifest is not None:
+            refuse_changed_files(directory, directory, manifest.files)
+        super().__init__(plan, staging, Narrowing(asked=True), manifest, directory)
+        self._import, self._common_state, self._rules = plan, common_state, dict(plan.files)
+        self.pieces = {name: [part for rule in rules for part in rule.parts] for name, rules in plan.files}
+        self.files = [[name] for name in self.pieces]
+
+    def size(self, name: str) -> int:
+        return sum(map(self._import.size, self._rules[name]))
+
+    def file_of(self, name: str) -> Path:
+        return self.staging.directory / name
+
+    def chunks(self, name: str) -> Iterator[Chunk]:
+        for rule in self._rules[name]:
+            yield from self._chunks_of(rule)
+
+    def _chunks_of(self, rule: Rule) -> Iterator[Chunk]:
+        """The chunks of a parameter, which are ranges of its rows."""
+        plan = self._import
+        shape, place, runs = plan.shape(rule), plan.place(rule), runs_of(rule, plan.architecture.head_dim, plan.padded_vocab)
+        for start, stop in row_ranges(shape[0], plan.size(rule) // max(shape[0], 1)):
+            rows = []
+            for run in runs:
+                low, high = max(start, run.position), min(stop, run.position + run.stop - run.start)
+                if low < high:
+                    rows.append(Rows(rule.parts[run.part], run.start + low - run.position, slice(low - start, high - start)))
+            offsets = (*place.index, start, *[0] * (len(shape) - 1))
+            yield Chunk(place.key, offsets, (stop - start, *shape[1:]), plan.dtype(rule), rows)
+
+    def put(self, name: str, chunks: Iterator[tuple[Chunk, Tensor]]) -> dict[str, Any]:
+        file = ItemFile(self.file_of(name))
+        try:
+            for chunk, tensor in chunks:
+                file.add(chunk.key, chunk.offsets, tensor.reshape(*[1] * (len(chunk.offsets) - tensor.dim()), *tensor.shape))
+        finally:
+            file.close()
+        return {"items": [dataclasses.astuple(item) for item in file.items]}
+
+    def read_chunk(self, record: Mapping[str, Any], number: int, chunk: Chunk) -> Tensor:
+        item = _item(record["items"][number])
+        return read_item(self.staging.directory / item.file, item.begin, item.length, item.key).reshape(chunk.shape)
+
+    def write_rest(self, digests: Mapping[str, str], notes: dict[str, Any]) -> None:
+        plan, directory = self._import, self.staging.directory
+        items = [_item(described) for name in self.pieces for described in self.finished[name]["items"]]
+        finish_checkpoint(directory, plan.tensors, items, plan.object_names)
+        if self._common_state is not None:
+            write_common(directory, self._common_state)
+        source, beside = plan.model.source, directory / HF_DIRECTORY
+        copy_artifacts(source.directory, beside)
+        refuse_changed_config(beside, plan.config_hash, source.directory)
+        if isinstance(source, DequantizedSource):
+            drop_quantization(beside)
+        _manifest(plan, digests, notes, file_hashes(beside)).write(directory)
 
 
-@dataclass(frozen=True)
-class _FinishedFile:
-    items: list[StoredItem]
-    digests: dict[str, str]
-    not_finite: list[str]
-    before: dict[str, str]
-    """Hashes as of ``HeldAgainst``."""
+def _item(described: Sequence[Any]) -> StoredItem:
+    key, offsets, sizes, *place = described
+    return StoredItem(key, tuple(offsets), tuple(sizes), *place)
 
 
-def _held_against(plan: ImportPlan) -> HeldAgainst:
-    """The manifest of the source, and the files that were copied beside its weights."""
-    directory = plan.model.source.directory
-    manifest = read_manifest(directory)
-    if manifest is not None:
-        refuse_changed_files(directory, directory, manifest.files)
-    return HeldAgainst(manifest, directory, plan.dtypes, () if plan.adapter is None else plan.adapter.changed)
-
-
-def _manifest(plan: ImportPlan, digests: dict[str, str], notes: dict[str, Any], files: dict[str, str]) -> ConversionManifest:
+def _manifest(plan: ImportPlan, digests: Mapping[str, str], notes: dict[str, Any], files: dict[str, str]) -> ConversionManifest:
     """Return what the checkpoint will say of itself."""
     tensors, places = {}, {}
     for rule in plan.rules:
@@ -411,121 +394,3 @@ def _manifest(plan: ImportPlan, digests: dict[str, str], notes: dict[str, Any], 
     return ConversionManifest(
         source.name, plan.architecture.family, tensors, dict(plan.also_stored), places, notes, plan.missing, plan.left_out, files
     )
-
-
-def _write_file(
-    plan: ImportPlan,
-    staging: Staging,
-    name: str,
-    rules: list[Rule],
-    narrowing: Narrowing,
-    finished: dict[str, _FinishedFile],
-    held: HeldAgainst,
-) -> None:
-    """One item file, and what it holds into ``finished`` and the journal."""
-    names = [part for rule in rules for part in rule.hf_names]
-    hashes, before = TensorHashes(names), held.hashes(names)
-
-    def read(part: HuggingFaceTensor, start: int, stop: int) -> Tensor:
-        rows = plan.model.read(part, start, stop)
-        held.update(before, part.name, rows)
-        rows = narrowing.cast(part.name, rows, plan.dtypes[part.name])
-        hashes.update(part.name, rows)
-        return rows
-
-    file = ItemFile(staging.directory / name)
-    try:
-        for rule in rules:
-            place = plan.place(rule)
-            for start, chunk in _chunks(plan, rule, read):
-                file.add(place.key, (*place.index, start, *[0] * (chunk.dim() - 1)), chunk.reshape(*[1] * len(place.index), *chunk.shape))
-    finally:
-        file.close()
-    done = _FinishedFile(file.items, hashes.digests(), sorted(hashes.not_finite), before.digests())
-    finished[name] = done
-    record = {
-        "file": name,
-        "items": [dataclasses.astuple(item) for item in done.items],
-        "digests": done.digests,
-        "not_finite": done.not_finite,
-        "before": done.before,
-    }
-    staging.record({**record, "errors": narrowing.error_of(done.digests)}, staging.directory / name)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Rows of a part of a parameter: from row ``first`` on of the part, at ``place`` in the chunk."""
-
-    part: HuggingFaceTensor
-    first: int
-    place: slice
-
-
-def _layout(plan: ImportPlan, rule: Rule) -> Iterator[tuple[int, int, list[_Rows]]]:
-    """The chunks of a parameter, as ranges of its rows, with what each is put together from; what that leaves is padding."""
-    shape = plan.shape(rule)
-    runs = runs_of(rule, plan.architecture.head_dim, plan.padded_vocab)
-    for start, stop in row_ranges(shape[0], plan.size(rule) // max(shape[0], 1)):
-        rows = []
-        for run in runs:
-            low, high = max(start, run.position), min(stop, run.position + run.stop - run.start)
-            if low < high:
-                rows.append(_Rows(rule.parts[run.part], run.start + low - run.position, slice(low - start, high - start)))
-        yield start, stop, rows
-
-
-def _chunks(plan: ImportPlan, rule: Rule, read: Callable[[HuggingFaceTensor, int, int], Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """The whole parameter in ranges of rows, put together from rows of its tensors."""
-    shape, dtype = plan.shape(rule), plan.dtype(rule)
-    for start, stop, wanted in _layout(plan, rule):
-        chunk = torch.zeros(stop - start, *shape[1:], dtype=dtype)
-        for one in wanted:
-            row_bytes = torch.Size(one.part.shape[1:]).numel() * plan.model.dtype(one.part).itemsize
-            for first, last in row_ranges(one.place.stop - one.place.start, row_bytes, READ_BYTES):
-                chunk[one.place.start + first : one.place.start + last] = cast(read(one.part, one.first + first, one.first + last), dtype)
-        yield start, chunk
-
-
-def _check_files(
-    plan: ImportPlan,
-    directory: Path,
-    finished: dict[str, _FinishedFile],
-    narrowing: Narrowing,
-    workers: int,
-    progress: TextIO | None,
-    records: Sequence[Mapping[str, Any]],
-) -> None:
-    """Take into ``finished`` what an earlier run, or another part, has recorded and what still is as it was written."""
-    rules_of = dict(plan.files)
-
-    def check(record: Mapping[str, Any]) -> None:
-        done = _file_of_record(record)
-        try:
-            if _digests_of(plan, directory, rules_of[record["file"]], done.items) == record["digests"]:
-                finished[record["file"]] = done
-                narrowing.recall(record["errors"])
-        except ConversionError:  # damaged meanwhile: written again
-            return
-
-    sizes = {name: sum(map(plan.size, rules)) for name, rules in plan.files}
-    check_records([Piece(sizes[record["file"]], functools.partial(check, record)) for record in records], workers, progress)
-
-
-def _file_of_record(record: Mapping[str, Any]) -> _FinishedFile:
-    items = [StoredItem(key, tuple(offsets), tuple(sizes), *place) for key, offsets, sizes, *place in record["items"]]
-    return _FinishedFile(items, record["digests"], record["not_finite"], record["before"])
-
-
-def _digests_of(plan: ImportPlan, directory: Path, rules: list[Rule], items: list[StoredItem]) -> dict[str, str]:
-    """Hashes of the tensors in a written file."""
-    hashes = TensorHashes([part for rule in rules for part in rule.hf_names])
-    remaining = iter(items)
-    for rule in rules:
-        leading = len(plan.place(rule).index)
-        for _, _, wanted in _layout(plan, rule):
-            item = next(remaining)
-            chunk = read_item(directory / item.file, item.begin, item.length, item.key).reshape(item.sizes[leading:])
-            for one in wanted:
-                hashes.update(one.part.name, cast(chunk[one.place], plan.dtypes[one.part.name]))
-    return hashes.digests()

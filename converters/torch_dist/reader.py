@@ -164,10 +164,6 @@ class TorchDistCheckpoint:
         """Whether all of a box of a stored tensor was saved, exactly once; from the index alone."""
         return _missing(box, self._pieces(self._entry(key), box)) == 0
 
-    def close(self) -> None:
-        """Close the files."""
-        self._files.close()
-
     def _pieces(self, stored: _Stored, box: Box) -> list[tuple[Box, _Chunk]]:
         return [(common, chunk) for chunk in self._candidates(stored, box) if (common := intersection(box, chunk.box)) is not None]
 

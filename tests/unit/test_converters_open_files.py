@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +25,7 @@ def count(files: list[Path]) -> int:
 
 @pytest.fixture
 def few_files() -> Iterator[int]:
-    """The process may open 45 files more than it has; every pool keeps 16."""
+    """The process may open 45 files more than it has."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = 45
     # descriptors have the lowest free numbers, and the limit is on the number
@@ -58,44 +57,21 @@ def files(tmp_path: Path) -> list[Path]:
     return paths
 
 
-def test_few_stay_open_and_those_in_use_always(files: list[Path]) -> None:
-    pool = OpenFiles(most=3)
-    with pool.use(files[0]) as first:
-        for path in files[1:]:
-            with pool.use(path) as descriptor:
-                assert os.pread(descriptor, 9, 0).decode() == path.name
-        assert os.pread(first, 9, 0) == b"0" and count(files) == 3
-        with pool.use(files[1]), pool.use(files[2]), pool.use(files[3]), pool.use(files[4]):
-            assert count(files) == 5
-    assert count(files) == 3
-    pool.close()
+def test_files_are_open_while_they_are_used(files: list[Path]) -> None:
+    opened = OpenFiles()
+    for path in files:
+        with opened.use(path) as descriptor, opened.use(files[0]) as first:
+            assert os.pread(descriptor, 9, 0).decode() == path.name and os.pread(first, 9, 0) == b"0"
+            assert count(files) == 2
     assert count(files) == 0
 
 
-def test_many_threads_each_read_their_own(files: list[Path]) -> None:
-    pool, wrong = OpenFiles(most=2), []
-
-    def read(first: int) -> None:
-        for step in range(300):
-            path = files[(first * 7 + step * (first + 1)) % len(files)]
-            with pool.use(path) as descriptor:
-                if os.pread(descriptor, 9, 0).decode() != path.name:
-                    wrong.append(path)
-
-    threads = [threading.Thread(target=read, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 def test_a_file_that_was_replaced_meanwhile_is_not_read(files: list[Path]) -> None:
-    pool = OpenFiles(most=0)
-    with pool.use(files[0]):
+    opened = OpenFiles()
+    with opened.use(files[0]):
         pass
     files[1].rename(files[0])
-    with pytest.raises(ConversionError, match=f"{files[0]} has changed while it was in use"), pool.use(files[0]):
+    with pytest.raises(ConversionError, match=f"{files[0]} has changed while it was in use"), opened.use(files[0]):
         pass
 
 

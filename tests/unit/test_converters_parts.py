@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from converters import exporting, importing
+from converters import importing
 from converters.command import INTERRUPTED, main
+from converters.conversion import Conversion
 from tests.unit.converters_tiny import save_tiny
 from tests.unit.test_conversion import contents
 
@@ -41,7 +42,6 @@ class Shared:
         source, target, complete: directories: what is converted, what the parts make, what one call made.
         files: names of its files of weights, in order.
         options: of all calls.
-        module, write: function that writes one piece, and its module.
     """
 
     action: str
@@ -50,8 +50,6 @@ class Shared:
     complete: Path
     files: list[str]
     options: tuple[str, ...]
-    module: Any
-    write: str
 
     @property
     def partial(self) -> Path:
@@ -87,14 +85,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=["import", "export"])
 def shared(request: pytest.FixtureRequest, models: Path, tmp_path: Path) -> Shared:
     ways = {
-        "import": ("hf", (), importing, "_write_file", "__*.distcp"),
-        "export": ("import", SHARDS, exporting._Writer, "write", "model-*.safetensors"),
+        "import": ("hf", (), "__*.distcp"),
+        "export": ("import", SHARDS, "model-*.safetensors"),
     }
-    source, options, module, write, pattern = ways[request.param]
+    source, options, pattern = ways[request.param]
     complete = models / request.param
     files = sorted((path.name for path in complete.glob(pattern)), key=lambda name: (len(name), name))
     assert len(files) > 5
-    return Shared(request.param, models / source, tmp_path / "out", complete, files, options, module, write)
+    return Shared(request.param, models / source, tmp_path / "out", complete, files, options)
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations("123")])
@@ -145,7 +143,7 @@ def test_a_killed_part_is_done_again(shared: Shared, monkeypatch: pytest.MonkeyP
     class Killed(BaseException):
         pass
 
-    original, written = getattr(shared.module, shared.write), []
+    original, written = Conversion.write, []
 
     def dying(*arguments: Any) -> None:
         if written:
@@ -154,7 +152,7 @@ def test_a_killed_part_is_done_again(shared: Shared, monkeypatch: pytest.MonkeyP
         written.append(arguments)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(shared.module, shared.write, dying)
+        patch.setattr(Conversion, "write", dying)
         shared.part("2/3", "--workers", "1")
     assert shared.part("1/3") == shared.part("3/3") == 0 and not shared.target.exists()
     capsys.readouterr()
@@ -190,8 +188,8 @@ def test_a_part_that_is_being_repeated_is_not_done(shared: Shared, monkeypatch: 
 
     damage = shared.partial / shared.files[0]
     damage.write_bytes(damage.read_bytes()[:-9])
-    original = getattr(shared.module, shared.write)
-    monkeypatch.setattr(shared.module, shared.write, lambda *arguments: (other_part(), original(*arguments)))
+    original = Conversion.write
+    monkeypatch.setattr(Conversion, "write", lambda *arguments: (other_part(), original(*arguments)))
     assert shared.part("1/2", "--workers", "1") == 0 and inner == [0]
     assert contents(shared.target) == contents(shared.complete)
 
@@ -303,12 +301,12 @@ def test_an_interrupted_part_that_had_finished_nothing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(shared.module, shared.write, interrupted)
+        patch.setattr(Conversion, "write", interrupted)
         assert shared.part("1/2") == INTERRUPTED
     assert "nothing was finished, and nothing is left" in capsys.readouterr().err and shared.left() == []
     assert shared.part("2/2") == 0
     with monkeypatch.context() as patch:
-        patch.setattr(shared.module, shared.write, interrupted)
+        patch.setattr(Conversion, "write", interrupted)
         assert shared.part("1/2") == INTERRUPTED
     assert ".out.partial keeps 0.00 GB of finished work" in capsys.readouterr().err and shared.left() == [".out.partial"]
     assert shared.part("1/2") == 0
@@ -348,7 +346,7 @@ def test_an_interrupted_call_says_what_it_left(
         time.sleep(30)
 
     with monkeypatch.context() as patch:
-        patch.setattr({"import": importing, "export": exporting}[shared.action], "_finish", interrupted)
+        patch.setattr(Conversion, "finish", interrupted)
         assert shared.call() == INTERRUPTED
     assert ".out.partial keeps 0.00 GB of finished work, with which the same command goes on" in capsys.readouterr().err
     assert shared.left() == [".out.partial"]
@@ -363,7 +361,7 @@ def test_an_interrupted_call_that_had_finished_nothing_leaves_nothing(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shared.module, shared.write, interrupted)
+    monkeypatch.setattr(Conversion, "write", interrupted)
     assert shared.call() == INTERRUPTED
     assert "nothing was finished, and nothing is left" in capsys.readouterr().err
     assert shared.left() == []

@@ -180,10 +180,8 @@ def load_optimizer(
         wanted = optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())
         strategy = StreamedLoad()
         loaded = _load(wanted, directory, "optimizer state", strategy)
-        with (
-            failing_together(f"reading the optimizer state of {directory}"),
-            contextlib.closing(read_again(lambda: TorchDistCheckpoint(directory), str(directory))) as stored,
-        ):
+        with failing_together(f"reading the optimizer state of {directory}"):
+            stored = read_again(lambda: TorchDistCheckpoint(directory), str(directory))
             bounds = [{key: group[key] for key in _BOUNDS if key in group} for group in optimizer.param_groups]
             optimizer.load_state_dict(loaded)
             for group, of_config in zip(optimizer.param_groups, bounds, strict=True):

@@ -1,0 +1,270 @@
+"""What both directions of a conversion have in common: pieces of work that are taken up again, and what becomes of the last one."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import torch
+from torch import Tensor
+
+from converters.adapters.lora import LoraAdapter
+from converters.checkpoint.exact import cast
+from converters.checkpoint.files import require_space
+from converters.checkpoint.manifest import ConversionManifest, HeldAgainst, TensorHashes, excused_notes, not_finite_note
+from converters.checkpoint.narrowing import Narrowing
+from converters.checkpoint.staging import Staging
+from converters.checkpoint.work import (
+    READ_BYTES,
+    ConversionResult,
+    Piece,
+    Progress,
+    RunOptions,
+    check_records,
+    peak_memory,
+    row_ranges,
+    run_pieces,
+    say_why_anew,
+    workers_within,
+)
+from converters.errors import ConversionError
+from converters.mapping.logical import LogicalModel
+from converters.mapping.places import rows_in
+from converters.mapping.rule import HuggingFaceTensor, TensorLocation
+
+
+class Plan(Protocol):
+    """What a conversion of either direction will do.
+
+    Attributes:
+        model: the source.
+        dtypes: of each Hugging Face tensor, as it will be written.
+        notes: what the conversion will say of itself that follows from the plan.
+        missing, left_out: names on either side that were excused.
+        adapter: that is merged into the tensors of ``model``.
+    """
+
+    @property
+    def model(self) -> LogicalModel: ...
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]: ...
+    @property
+    def notes(self) -> dict[str, Any]: ...
+    @property
+    def missing(self) -> tuple[str, ...]: ...
+    @property
+    def left_out(self) -> tuple[str, ...]: ...
+    @property
+    def adapter(self) -> LoraAdapter | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a Hugging Face tensor from ``start`` on, and where in a chunk they are: all of it, a range of rows, or a place."""
+
+    part: HuggingFaceTensor
+    start: int
+    place: slice | TensorLocation | None = None
+
+    def of(self, chunk: Tensor) -> Tensor:
+        """Return the view of the chunk that they are."""
+        if isinstance(self.place, TensorLocation):
+            return rows_in(chunk, self.place)
+        return chunk if self.place is None else chunk[self.place]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a stored tensor that is in memory at once.
+
+    Attributes:
+        key: of the stored tensor.
+        offsets: where in it: of ``torch_dist`` one a dimension; of safetensors the first byte, from the beginning of the file.
+        shape, dtype: of the chunk, without axes of layers and experts.
+        rows: what it is put together from; what that leaves is padding.
+    """
+
+    key: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: list[Rows]
+
+
+Records = Sequence[Mapping[str, Any]]
+
+
+class Conversion(ABC):
+    """A conversion under way, in pieces that have names.
+
+    Args:
+        plan: what to do.
+        staging: where.
+        narrowing: changes dtypes.
+        manifest: of the source, where a conversion made it.
+        directory: of the source.
+
+    Attributes:
+        verb: what it does.
+        kind: of its pieces, in records.
+        pieces: the Hugging Face tensors in each, by its name.
+        files: names of the pieces by file.
+        finished: what was recorded of finished pieces, by name.
+    """
+
+    verb: str
+    kind: str
+    pieces: Mapping[str, Sequence[HuggingFaceTensor]]
+    files: Sequence[Sequence[str]]
+
+    def __init__(self, plan: Plan, staging: Staging, narrowing: Narrowing, manifest: ConversionManifest | None, directory: Path) -> None:
+        self._plan, self.staging, self._narrowing = plan, staging, narrowing
+        self._held = HeldAgainst(manifest, directory, plan.dtypes, () if plan.adapter is None else plan.adapter.changed)
+        self.finished: dict[str, Mapping[str, Any]] = {}
+
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """Bytes of a piece."""
+
+    @abstractmethod
+    def file_of(self, name: str) -> Path:
+        """The file that a piece is in."""
+
+    @abstractmethod
+    def chunks(self, name: str) -> Iterator[Chunk]:
+        """The chunks of a piece, in order."""
+
+    @abstractmethod
+    def put(self, name: str, chunks: Iterator[tuple[Chunk, Tensor]]) -> dict[str, Any]:
+        """Write the chunks of a piece; what has to be recorded to find them again."""
+
+    @abstractmethod
+    def read_chunk(self, record: Mapping[str, Any], number: int, chunk: Chunk) -> Tensor:
+        """Read what was written as the chunk of that number."""
+
+    @abstractmethod
+    def write_rest(self, digests: Mapping[str, str], notes: dict[str, Any]) -> None:
+        """Write what makes the files a checkpoint."""
+
+    def is_whole(self, number: int) -> bool:
+        """Whether the file of that number is as long as its pieces say, and begins as it has to."""
+        return True
+
+    def write(self, name: str) -> None:
+        """Write a piece, and record what it holds."""
+        names = [part.name for part in self.pieces[name]]
+        hashes, before = TensorHashes(names), self._held.hashes(names)
+
+        def filled(chunk: Chunk) -> Tensor:
+            tensor = torch.zeros(chunk.shape, dtype=chunk.dtype)
+            for rows in chunk.rows:
+                self._fill(rows.of(tensor), rows, hashes, before)
+            return tensor
+
+        further = self.put(name, ((chunk, filled(chunk)) for chunk in self.chunks(name)))
+        record = {
+            self.kind: name,
+            **further,
+            "digests": hashes.digests(),
+            "not_finite": sorted(hashes.not_finite),
+            "before": before.digests(),
+            "errors": self._narrowing.error_of(names),
+        }
+        self.finished[name] = record
+        self.staging.record(record, self.file_of(name))
+
+    def _fill(self, target: Tensor, rows: Rows, hashes: TensorHashes, before: TensorHashes) -> None:
+        part = rows.part
+        row_bytes = torch.Size(part.shape[1:]).numel() * self._plan.model.dtype(part).itemsize
+        for first, last in row_ranges(target.shape[0], row_bytes, READ_BYTES):
+            values = self._plan.model.read(part, rows.start + first, rows.start + last)
+            self._held.update(before, part.name, values)
+            values = self._narrowing.cast(part.name, values, self._plan.dtypes[part.name])
+            hashes.update(part.name, values)
+            target[first:last].copy_(cast(values, target.dtype))
+
+    def check(self, workers: int, progress: TextIO | None, records: Records) -> None:
+        """Take into ``finished`` what an earlier run, or another part, has recorded and what still is as it was written."""
+
+        def check(record: Mapping[str, Any]) -> None:
+            name = record[self.kind]
+            hashes = TensorHashes([part.name for part in self.pieces[name]])
+            try:
+                for number, chunk in enumerate(self.chunks(name)):
+                    tensor = self.read_chunk(record, number, chunk)
+                    for rows in chunk.rows:
+                        hashes.update(rows.part.name, cast(rows.of(tensor), self._plan.dtypes[rows.part.name]))
+            except ConversionError:  # damaged or cut off meanwhile: written again
+                return
+            if hashes.digests() == record["digests"]:
+                self.finished[name] = record
+                self._narrowing.recall(record["errors"])
+
+        pieces = [Piece(self.size(record[self.kind]), functools.partial(check, record)) for record in records]
+        check_records(pieces, workers, progress)
+
+    def incomplete(self) -> list[int]:
+        """Numbers of the files that are not whole, or of which a piece is not finished."""
+        return [number for number, names in enumerate(self.files) if not (self.finished.keys() >= {*names} and self.is_whole(number))]
+
+    def finish(self) -> dict[str, Any]:
+        """Write the rest, and give the directory its name; what the conversion says of itself."""
+        records = self.finished.values()
+        digests, before = ({name: digest for record in records for name, digest in record[key].items()} for key in ("digests", "before"))
+        self._held.refuse_changed(digests, before)
+        not_finite = not_finite_note(name for record in records for name in record["not_finite"])
+        notes = {**self._narrowing.summary(), **not_finite, **self._plan.notes}
+        self.write_rest(digests, notes)
+        self.staging.finish()
+        return {**notes, **excused_notes(self._plan.missing, self._plan.left_out)}
+
+
+def convert(
+    begin: Callable[[Staging], Conversion],
+    target: Path,
+    options: RunOptions,
+    fingerprint: Mapping[str, str],
+    is_ours: Callable[[Path], bool],
+    tensors: int,
+) -> ConversionResult:
+    """Run a conversion. One that was killed goes on where it ended.
+
+    Args:
+        begin: makes it, to work in a directory.
+        target: directory to make.
+        options: how.
+        fingerprint, is_ours: see ``Staging``.
+        tensors: that it writes, for the result.
+
+    Raises:
+        ConversionError: the target cannot be written, the source is damaged, or the memory does not suffice.
+    """
+    workers, progress = workers_within(options.workers, options.max_memory), options.progress
+    with Staging(target, fingerprint, overwrite=options.overwrite, is_ours=is_ours, part=options.part) as staging:
+        conversion = begin(staging)
+        own = [number for number in range(len(conversion.files)) if options.has(number)]
+        sizes = {name: conversion.size(name) for number in own for name in conversion.files[number]}
+        total = sum(sizes.values())
+        shown = Progress(total, f"{conversion.verb} {target.name}", progress)
+        notes: dict[str, Any] = {**say_why_anew(staging.started_anew_because_of, shown)}
+        check = functools.partial(conversion.check, workers, progress)
+        check(staging.records)
+        resumed = sum(size for name, size in sizes.items() if name in conversion.finished)
+        require_space(staging.directory, total - resumed)
+        shown.skip(resumed)
+        waiting = [name for name in sizes if name not in conversion.finished]
+        run_pieces([Piece(sizes[name], functools.partial(conversion.write, name)) for name in waiting], workers, shown)
+        shown.finish()
+        waits_for: tuple[int, ...] = ()
+        with staging.all_parts_but_the_last() as others:
+            if others is not None:
+                waits_for = options.parts_to_wait_for(others, check, conversion.incomplete)
+            if others is None or waits_for:
+                staging.leave()
+            else:
+                notes = {**conversion.finish(), **notes}
+    return ConversionResult(target, tensors, total, resumed, workers, peak_memory(), notes, waits_for)
