@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint.headers import HuggingFaceHeaders
+from converters.checkpoint.work import row_ranges
 from converters.errors import ConversionError
 from converters.mapping.formulas import formula_of
 from converters.mapping.rule import Rule
@@ -28,7 +29,6 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Old Llama checkpoints store the rotary frequencies, which every model computes from its config.
 _IGNORABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 Headers = HuggingFaceHeaders[Any]
-_CHUNK_BYTES = 64 * 2**20
 # words that wrappers leave in the names of tensors
 _WRAPPERS = {
     "_orig_mod": "torch.compile",
@@ -56,7 +56,7 @@ def check_source(source: HuggingFaceSource, architecture: Architecture, compare_
 
     A tied model may still store ``lm_head.weight``. It is then compared with the embedding, because transformers unties the two when they
     differ; and what prediction layers repeat of embedding and output layer is compared with these. Only then are tensor data read, in
-    pieces of 64 MiB.
+    pieces of 32 MiB.
 
     Args:
         source: the checkpoint.
@@ -220,10 +220,11 @@ def _equal(source: HuggingFaceSource, first: str, second: str) -> bool:
 
     if first not in source or source.dtype(first) != source.dtype(second) or source.shape(first) != source.shape(second):
         return False
-    rows, columns = source.shape(first)
-    step = max(1, _CHUNK_BYTES // (columns * source.dtype(first).itemsize))
-    pieces = ((slice(start, min(start + step, rows)),) for start in range(0, rows, step))
-    return all(torch.equal(source.read(first, piece).view(torch.uint8), source.read(second, piece).view(torch.uint8)) for piece in pieces)
+    for start, stop in row_ranges(source.shape(first), source.dtype(first).itemsize):
+        one, other = (source.read(name, (slice(start, stop),)).view(torch.uint8) for name in (first, second))
+        if not torch.equal(one, other):
+            return False
+    return True
 
 
 # what trainers keep beside the parameters

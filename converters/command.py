@@ -337,7 +337,7 @@ def _diff(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
 
 def _inspect(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     from converters.describe import describe
-    from converters.verify import open_any
+    from converters.opening import open_any
 
     facts = describe(open_any(arguments.paths[0], opening_options(arguments)))
     lines = [f"{key.replace('_', ' ')}: {value}" for key, value in facts.items() if key != "architecture"]

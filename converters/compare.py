@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from converters.check import is_excused
 from converters.checkpoint.artifacts import file_hashes, speaks
@@ -19,11 +20,12 @@ from converters.checkpoint.restricted import load_plain
 from converters.checkpoint.work import row_ranges
 from converters.errors import ConversionError
 from converters.families.read import with_defaults
-from converters.mapping.logical import LogicalModel, MegatronModel
+from converters.mapping.logical import MegatronModel
 from converters.mapping.rule import HuggingFaceTensor, Kind
-from converters.mapping.rules import all_rules, hf_tensors
+from converters.mapping.rules import all_rules
 from converters.model_config.architecture import Architecture
 from converters.model_config.inert_keys import SPEAKING_KEYS
+from converters.opening import Opened
 from converters.torch_dist.reader import TorchDistCheckpoint
 
 
@@ -99,39 +101,19 @@ def _hold_the_same(one: Path, other: Path) -> bool:
     return {**left, "transformers_version": None} == {**right, "transformers_version": None}
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """A stored model, and what a conversion recorded of it, if one made it."""
-
-    model: LogicalModel
-    manifest: ConversionManifest | None = None
-
-    @property
-    def tensors(self) -> dict[str, HuggingFaceTensor]:
-        """Those that are there, by name."""
-        return {tensor.name: tensor for tensor in hf_tensors(self.model.architecture) if self.model.holds(tensor)}
-
-    def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
-        """Dtype of a tensor; before an import widened it, if one did."""
-        stored = self.model.dtype(tensor)
-        # what an export wrote in another dtype than its manifest says is a difference, and no widening
-        widened = self.manifest is not None and isinstance(self.model, MegatronModel)
-        return self.manifest.dtype_before(tensor.name, stored) if self.manifest is not None and widened else stored
-
-
 NOT_FINITE = "not finite"
 """Kind of what is wrong with a tensor that is equal on both sides and that no model works with."""
 
 
-def tensor_differences(one: Recorded, other: Recorded, excused: Sequence[str] = ()) -> Iterator[Difference]:
+def tensor_differences(one: Opened, other: Opened, excused: Sequence[str] = ()) -> Iterator[Difference]:
     """Tensors that are not equal: those that only one has, and those of another shape, dtype or content.
 
     Args:
-        one, other: the models.
+        one, other: the checkpoints.
         excused: patterns (``*`` and ``?``) of names that need no counterpart.
     """
     left, right = one.tensors, other.tensors
-    for name in [*left, *(name for name in right if name not in left)]:
+    for name in dict.fromkeys((*left, *right)):
         if name not in left or name not in right:
             if not is_excused([name], excused):
                 yield Difference("missing", name, f"only in the {'first' if name in left else 'second'}")
@@ -141,26 +123,40 @@ def tensor_differences(one: Recorded, other: Recorded, excused: Sequence[str] = 
             yield from _content_differences(one, other, left[name], right[name])
 
 
-def _content_differences(one: Recorded, other: Recorded, left: HuggingFaceTensor, right: HuggingFaceTensor) -> Iterator[Difference]:
+class _Elements:
+    """Elements of a tensor, of which ranges of rows come one after another: how many, and where the first is."""
+
+    def __init__(self, tensor: HuggingFaceTensor) -> None:
+        self.count, self._first, self._total = 0, [0], torch.Size(tensor.shape).numel()
+
+    def add(self, start: int, chosen: Tensor) -> None:
+        """Count those of the rows from ``start`` on where ``chosen`` is true."""
+        places = chosen.nonzero()
+        if not self.count and len(places):
+            self._first = [start + int(places[0][0]), *places[0][1:].tolist()]
+        self.count += len(places)
+
+    def said(self, what: str) -> str:
+        return f"{self.count} of {self._total} elements{what}, the first at {self._first}"
+
+
+def _content_differences(one: Opened, other: Opened, left: HuggingFaceTensor, right: HuggingFaceTensor) -> Iterator[Difference]:
     dtypes = one.dtype(left), other.dtype(right)
     if dtypes[0] != dtypes[1]:
         yield Difference("dtype", left.name, f"{dtype_name(dtypes[0])} and {dtype_name(dtypes[1])}")
     # in which both are exactly what is stored, whatever was recorded
     wide = torch.promote_types(one.model.dtype(left), other.model.dtype(right))
-    count, first, largest, not_finite = 0, None, 0.0, 0
-    for start, stop in row_ranges(left.shape[0], torch.Size(left.shape[1:]).numel() * wide.itemsize):
+    found, largest, not_finite = _Elements(left), 0.0, 0
+    for start, stop in row_ranges(left.shape, wide.itemsize):
         values = cast(one.model.read(left, start, stop), wide), cast(other.model.read(right, start, stop), wide)
         differing = unequal(*values)
         not_finite += int(values[0].isfinite().logical_not().sum())
         if bool(differing.any()):
-            places = differing.nonzero()
-            first = first or [start + int(places[0][0]), *places[0][1:].tolist()]
-            count += places.shape[0]
+            found.add(start, differing)
             distance = (values[0].double() - values[1].double()).abs()[differing]
             largest = max(largest, float(distance.nan_to_num(float("inf")).max()))
-    if count:
-        total = torch.Size(left.shape).numel()
-        yield Difference("values", left.name, f"{count} of {total} elements, the first at {first}, by at most {largest:.6g}")
+    if found.count:
+        yield Difference("values", left.name, f"{found.said('')}, by at most {largest:.6g}")
     elif not_finite:
         yield Difference(NOT_FINITE, left.name, f"equal, and {not_finite} elements are NaN or infinity")
 
@@ -172,21 +168,14 @@ def object_differences(stored: TorchDistCheckpoint) -> Iterator[Difference]:
             yield Difference("object", key, "it holds a state, and a conversion leaves none")
 
 
-def value_problems(model: LogicalModel) -> Iterator[Difference]:
+def value_problems(opened: Opened) -> Iterator[Difference]:
     """Tensors with values that are not finite. Reads every tensor, and so finds what cannot be read."""
-    for tensor in hf_tensors(model.architecture):
-        if not model.holds(tensor):
-            continue
-        count, first = 0, None
-        for start, stop in row_ranges(tensor.shape[0], torch.Size(tensor.shape[1:]).numel() * model.dtype(tensor).itemsize):
-            rows = model.read(tensor, start, stop)
-            if not bool(rows.isfinite().all()):
-                places = rows.isfinite().logical_not().nonzero()
-                first = first or [start + int(places[0][0]), *places[0][1:].tolist()]
-                count += places.shape[0]
-        if count:
-            total = torch.Size(tensor.shape).numel()
-            yield Difference("values", tensor.name, f"{count} of {total} elements are not finite, the first at {first}")
+    for name, tensor in opened.tensors.items():
+        found = _Elements(tensor)
+        for start, stop in row_ranges(tensor.shape, opened.model.dtype(tensor).itemsize):
+            found.add(start, opened.model.read(tensor, start, stop).isfinite().logical_not())
+        if found.count:
+            yield Difference("values", name, found.said(" are not finite"))
 
 
 def padding_differences(model: MegatronModel) -> Iterator[Difference]:
@@ -201,20 +190,18 @@ def padding_differences(model: MegatronModel) -> Iterator[Difference]:
             yield Difference("padding", rule.megatron_name, f"row {row} behind the vocabulary of {vocabulary} is not zero")
 
 
-def hash_differences(model: LogicalModel, manifest: ConversionManifest, excused: Sequence[str] = ()) -> Iterator[Difference]:
+def hash_differences(opened: Opened, manifest: ConversionManifest, excused: Sequence[str] = ()) -> Iterator[Difference]:
     """Tensors that are not what the manifest says; one that is excused may be missing."""
-    tensors = Recorded(model).tensors
-    for name in [*tensors, *(name for name in manifest.tensors if name not in tensors)]:
-        record = manifest.tensors.get(name)
-        if name not in tensors and is_excused([name], excused):
+    model = opened.model
+    for name in dict.fromkeys((*opened.tensors, *manifest.tensors)):
+        tensor, record = opened.tensors.get(name), manifest.tensors.get(name)
+        if tensor is None or record is None:
+            if tensor is not None or not is_excused([name], excused):
+                yield Difference("hash", name, "the manifest does not know it" if record is None else "only the manifest knows it")
             continue
-        if name not in tensors or record is None:
-            yield Difference("hash", name, "the manifest does not know it" if record is None else "only the manifest knows it")
-            continue
-        hashes, dtype, stored = TensorHashes([name]), dtype_called(record.dtype), model.dtype(tensors[name])
-        shape, exact = tensors[name].shape, True
-        for start, stop in row_ranges(shape[0], torch.Size(shape[1:]).numel() * dtype.itemsize):
-            rows = model.read(tensors[name], start, stop)
+        hashes, dtype, stored, exact = TensorHashes([name]), dtype_called(record.dtype), model.dtype(tensor), True
+        for start, stop in row_ranges(tensor.shape, dtype.itemsize):
+            rows = model.read(tensor, start, stop)
             before = cast(rows, dtype)
             exact = exact and not bool(unequal(cast(before, stored), rows).any())
             hashes.update(name, before)

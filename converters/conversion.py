@@ -179,8 +179,7 @@ class Conversion(ABC):
 
     def _fill(self, target: Tensor, rows: Rows, hashes: TensorHashes, before: TensorHashes) -> None:
         part = rows.part
-        row_bytes = torch.Size(part.shape[1:]).numel() * self._plan.model.dtype(part).itemsize
-        for first, last in row_ranges(target.shape[0], row_bytes, READ_BYTES):
+        for first, last in row_ranges(target.shape, self._plan.model.dtype(part).itemsize, READ_BYTES):
             values = self._plan.model.read(part, rows.start + first, rows.start + last)
             self._held.update(before, part.name, values)
             values = self._narrowing.cast(part.name, values, self._plan.dtypes[part.name])

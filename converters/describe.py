@@ -16,7 +16,7 @@ from converters.families import FAMILIES
 from converters.importing import ImportPlan
 from converters.mapping.logical import HuggingFaceModel, MegatronModel
 from converters.mapping.rules import hf_tensors
-from converters.verify import Opened
+from converters.opening import HUGGING_FACE, MEGATRON, Opened
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -33,18 +33,15 @@ def describe(opened: Opened) -> dict[str, Any]:
     architecture = opened.model.architecture
     dtypes: Counter[str] = Counter()
     elements = size = 0
-    missing = []
-    for tensor in hf_tensors(architecture):
-        if not opened.model.holds(tensor):
-            missing.append(tensor.name)
-            continue
+    for tensor in opened.tensors.values():
         dtype, count = opened.model.dtype(tensor), torch.Size(tensor.shape).numel()
         dtypes[dtype_name(dtype)] += 1
         elements += count
         size += count * dtype.itemsize
+    missing = [tensor.name for tensor in hf_tensors(architecture) if tensor.name not in opened.tensors]
     facts: dict[str, Any] = {
         "path": str(opened.path),
-        "format": opened.kind,
+        "format": MEGATRON if opened.megatron is not None else HUGGING_FACE,
         "family": architecture.family,
         "parameters": elements,
         "bytes": size,

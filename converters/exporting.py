@@ -425,7 +425,7 @@ class _Export(Conversion):
             yield Chunk(name, (begin + position,), shape, dtype, [Rows(part, 0, place) for part, place in parts])
         for part, place in () if tensor.blocks else tensor.parts:
             row_bytes = torch.Size(part.shape[1:]).numel() * dtype.itemsize
-            for start, stop in row_ranges(part.shape[0], row_bytes):
+            for start, stop in row_ranges(part.shape, dtype.itemsize):
                 position = (_row_of(place) + start) * row_bytes
                 yield Chunk(name, (begin + position,), (stop - start, *part.shape[1:]), dtype, [Rows(part, start)])
 

@@ -340,7 +340,7 @@ class _Import(Conversion):
         """The chunks of a parameter, which are ranges of its rows."""
         plan = self._import
         shape, place, runs = plan.shape(rule), plan.place(rule), runs_of(rule, plan.architecture.head_dim, plan.padded_vocab)
-        for start, stop in row_ranges(shape[0], plan.size(rule) // max(shape[0], 1)):
+        for start, stop in row_ranges(shape, plan.dtype(rule).itemsize):
             rows = []
             for run in runs:
                 low, high = max(start, run.position), min(stop, run.position + run.stop - run.start)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from converters.check import check_plausible
 from converters.checkpoint.artifacts import HF_DIRECTORY, config_hash, read_config
 from converters.checkpoint.manifest import ConversionManifest, read_manifest
+from converters.checkpoint.quantized import open_dequantized
 from converters.checkpoint.source import HuggingFaceSource
 from converters.errors import ConversionError
 from converters.families.read import read_architecture
@@ -20,6 +24,8 @@ from converters.foreign.options import MODEL_WEIGHTS, OpeningOptions
 from converters.foreign.settings import ForeignSettings
 from converters.foreign.view import EMBEDDING
 from converters.mapping.logical import HuggingFaceModel, MegatronModel
+from converters.mapping.rule import HuggingFaceTensor
+from converters.mapping.rules import hf_tensors
 from converters.model_config.prediction_layers import as_stored
 from converters.torch_dist.location import find_checkpoint
 from converters.torch_dist.reader import StoredTensors, TorchDistCheckpoint
@@ -107,6 +113,60 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
         weights=options.weights,
         config_hash=hash_of_config,
     )
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint of either format."""
+
+    path: Path
+    model: HuggingFaceModel | MegatronModel
+    manifest: ConversionManifest | None
+    megatron: MegatronCheckpoint | None = None
+
+    @property
+    def files(self) -> Path | None:
+        """Directory of the files beside the weights; None where there are none."""
+        return self.path if self.megatron is None else self.megatron.hf_directory
+
+    @property
+    def recorded_files(self) -> dict[str, str]:
+        """Their hashes as a conversion left them; empty where nothing says so."""
+        if self.megatron is not None:
+            return self.megatron.recorded_files
+        return {} if self.manifest is None else self.manifest.files
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The parsed ``config.json``; None where the config is made of a trainer's settings."""
+        if self.megatron is None:
+            return read_config(self.path)
+        return None if self.megatron.config_is_made else self.megatron.config
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, HuggingFaceTensor]:
+        """Hugging Face tensors that are there, by name."""
+        return {tensor.name: tensor for tensor in hf_tensors(self.model.architecture) if self.model.holds(tensor)}
+
+    def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
+        """Dtype of a tensor; before an import widened it, if one did."""
+        stored = self.model.dtype(tensor)
+        # what an export wrote in another dtype than its manifest says is a difference, and no widening
+        widened = self.manifest is not None and isinstance(self.model, MegatronModel)
+        return self.manifest.dtype_before(tensor.name, stored) if self.manifest is not None and widened else stored
+
+
+def open_any(path: Path, options: OpeningOptions | None = None) -> Opened:
+    """Open a checkpoint, whatever its format; the options are for one of Megatron-Core.
+
+    Raises:
+        ConversionError: it is neither, or damaged.
+    """
+    if kind_of(path) == MEGATRON:
+        checkpoint = open_megatron(path, options)
+        return Opened(path, checkpoint.model, checkpoint.manifest, checkpoint)
+    ignored = (options or OpeningOptions()).ignored_config_keys
+    return Opened(path, open_huggingface(open_dequantized(path), ignored), read_manifest(path))
 
 
 def _stored_config(directory: Path, given: Path) -> Path | None:

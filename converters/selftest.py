@@ -46,7 +46,7 @@ from converters.mapping.shards import load_shard, to_hf
 from converters.model_config.architecture import Architecture
 from converters.model_config.heads import head_rules
 from converters.model_config.megatron_settings import megatron_settings
-from converters.opening import open_megatron
+from converters.opening import open_any, open_megatron
 from converters.selftest_models import (
     is_known_to_transformers,
     save_random,
@@ -57,7 +57,7 @@ from converters.selftest_models import (
     variants,
 )
 from converters.torch_dist.keys import is_stacked, stored_place
-from converters.verify import open_any, verify
+from converters.verify import verify
 
 _TENSOR_PARALLEL_SIZES = (1, 2)
 _ONE_PART, _GATE_AND_UP, _HEADS = 1, 2, 3

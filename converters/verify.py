@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from converters.adapters.lora_model import merge_opened
 from converters.check import account, check_source
-from converters.checkpoint.artifacts import changed_files, file_hashes, read_config, speaks
-from converters.checkpoint.manifest import MANIFEST_FILE, ConversionManifest, read_manifest
-from converters.checkpoint.quantized import DequantizedSource, open_dequantized
+from converters.checkpoint.artifacts import changed_files, file_hashes, speaks
+from converters.checkpoint.manifest import MANIFEST_FILE
+from converters.checkpoint.quantized import DequantizedSource
 from converters.compare import (
     NOT_FINITE,
     Difference,
-    Recorded,
     config_differences,
     file_differences,
     hash_differences,
@@ -33,59 +32,7 @@ from converters.foreign.options import OpeningOptions
 from converters.importing import import_model, plan_import
 from converters.mapping.logical import HuggingFaceModel, MegatronModel
 from converters.mapping.rules import hf_tensors
-from converters.opening import MEGATRON, MegatronCheckpoint, kind_of, open_huggingface, open_megatron
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A checkpoint of either format."""
-
-    path: Path
-    kind: str
-    model: HuggingFaceModel | MegatronModel
-    manifest: ConversionManifest | None
-    megatron: MegatronCheckpoint | None = None
-
-    @property
-    def files(self) -> Path | None:
-        """Directory of the files beside the weights; None where there are none."""
-        return self.path if self.megatron is None else self.megatron.hf_directory
-
-    @property
-    def recorded_files(self) -> dict[str, str]:
-        """Their hashes as a conversion left them; empty where nothing says so."""
-        if self.megatron is not None:
-            return self.megatron.recorded_files
-        return {} if self.manifest is None else self.manifest.files
-
-    @property
-    def config(self) -> dict[str, Any] | None:
-        """The parsed ``config.json``; None where the config is made of a trainer's settings."""
-        if self.megatron is None:
-            return read_config(self.path)
-        return None if self.megatron.config_is_made else self.megatron.config
-
-    @property
-    def recorded(self) -> Recorded:
-        """The model with its manifest."""
-        return Recorded(self.model, self.manifest)
-
-
-def open_any(path: Path, options: OpeningOptions | None = None) -> Opened:
-    """Open a checkpoint, whatever its format; the options are for one of Megatron-Core.
-
-    Raises:
-        ConversionError: it is neither, or damaged.
-    """
-    if kind_of(path) == MEGATRON:
-        checkpoint = open_megatron(path, options)
-        return Opened(path, MEGATRON, checkpoint.model, checkpoint.manifest, checkpoint)
-    return Opened(
-        path,
-        "huggingface",
-        open_huggingface(open_dequantized(path), (options or OpeningOptions()).ignored_config_keys),
-        read_manifest(path),
-    )
+from converters.opening import Opened, open_any, open_megatron
 
 
 def problems_of(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Difference]:
@@ -102,7 +49,7 @@ def problems_of(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Differe
     if isinstance(opened.model, MegatronModel) and not (opened.megatron is not None and opened.megatron.padding_is_free):
         yield from padding_differences(opened.model)
     if opened.manifest is not None:
-        yield from hash_differences(opened.model, opened.manifest, excused)
+        yield from hash_differences(opened, opened.manifest, excused)
         if opened.megatron is not None:
             yield from object_differences(opened.megatron.stored)
     if opened.files is not None and opened.recorded_files:
@@ -122,7 +69,7 @@ def differences(one: Opened, other: Opened, excused: Sequence[str] = ()) -> Iter
         yield from setting_differences(one.config, other.config)
     if one.files is not None and other.files is not None:
         yield from file_differences(one.files, other.files)
-    yield from tensor_differences(one.recorded, other.recorded, excused)
+    yield from tensor_differences(one, other, excused)
 
 
 def verify(one: Opened, other: Opened | None = None, excused: Sequence[str] = ()) -> list[Difference]:
@@ -144,7 +91,7 @@ def verify(one: Opened, other: Opened | None = None, excused: Sequence[str] = ()
     if any(difference.kind == "keys" for difference in found):
         return found
     if other is None:
-        return found + (list(value_problems(one.model)) if one.manifest is None else [])
+        return found + (list(value_problems(one)) if one.manifest is None else [])
     agree_on_dtypes(one, other)
     # what a conversion was excused from may be missing on both sides, but not on one
     return found + list(differences(one, other, excused))
@@ -156,10 +103,10 @@ def agree_on_dtypes(one: Opened, other: Opened) -> None:
         source = this.model.source if isinstance(this.model, HuggingFaceModel) else None
         if not isinstance(source, DequantizedSource):
             continue
-        tensors = that.recorded.tensors
-        for name, tensor in this.recorded.tensors.items():
+        tensors = that.tensors
+        for name, tensor in this.tensors.items():
             if name in tensors and any(source.is_dequantized(place.name) for place in tensor.places):
-                source.dequantized_dtype = that.recorded.dtype(tensors[name])
+                source.dequantized_dtype = that.dtype(tensors[name])
                 break
 
 
@@ -212,11 +159,6 @@ def _unchecked_files(one: Opened, other: Opened | None) -> Iterator[str]:
     silent = [name for name in sorted({*left, *right}) if not speaks(name) and left.get(name) != right.get(name)]
     if silent:
         yield f"files that differ and say nothing of the model: {', '.join(silent)}"
-
-
-def tensor_count(opened: Opened) -> int:
-    """Hugging Face tensors that the checkpoint has."""
-    return len(opened.recorded.tensors)
 
 
 def logits_difference(one: Opened, other: Opened, tokens: int = 16) -> float:
@@ -300,10 +242,10 @@ def verify_paths(
     facts: dict[str, Any] = {
         "equal": all(each.kind == NOT_FINITE for each in found),
         "values_checked": not any(each.kind == "keys" for each in found) and (other is not None or one.manifest is not None),
-        "tensors": tensor_count(one) if not any(each.kind == "keys" for each in found) else None,
+        "tensors": len(one.tensors) if not any(each.kind == "keys" for each in found) else None,
         "checked": checked,
         "not_checked": unchecked,
-        "differences": [_facts(each) for each in found],
+        "differences": [asdict(each) for each in found],
     }
     lines = (
         [f"{len(found)} difference{'' if len(found) == 1 else 's'}", *(f"  {each}" for each in found)]
@@ -312,7 +254,7 @@ def verify_paths(
     )
     if logits and any(each.kind in ("keys", "missing", "shape") for each in found):
         unchecked.append("logits: the models are too different")
-    elif logits and any(len(each.recorded.tensors) < len(hf_tensors(each.model.architecture)) for each in opened):
+    elif logits and any(len(each.tensors) < len(hf_tensors(each.model.architecture)) for each in opened):
         unchecked.append("logits: a model without some of its tensors has none")
     elif logits and other is not None:
         facts["logits_difference"] = logits_difference(one, other)
@@ -325,7 +267,7 @@ def diff_paths(first: Path, second: Path, options: OpeningOptions, excused: Sequ
     """List in what two models differ. Arguments and errors as of ``verify_paths``."""
     one, other = open_any(first, options), open_any(second, options)
     found = [each for each in differences(one, other, excused) if each.kind != NOT_FINITE]
-    facts = {"equal": not found, "differences": [_facts(each) for each in found]}
+    facts = {"equal": not found, "differences": [asdict(each) for each in found]}
     return (DIFFERENT if found else 0), facts, "\n".join(map(str, found)) if found else "no difference"
 
 
@@ -335,7 +277,3 @@ def _said(opened: Sequence[Any]) -> str:
     if opened[0].manifest is not None:
         return "as its manifest and its config say"
     return "as its config says; it has no manifest to compare its values with"
-
-
-def _facts(difference: Difference) -> dict[str, str]:
-    return {"kind": difference.kind, "name": difference.name, "text": difference.text}

@@ -18,8 +18,7 @@ from converters.mapping.rule import HuggingFaceTensor
 from converters.mapping.rules import hf_tensors
 
 if TYPE_CHECKING:
-    from converters.opening import MegatronCheckpoint
-    from converters.verify import Opened
+    from converters.opening import MegatronCheckpoint, Opened
 
 ChooseDtype = Callable[[str, torch.dtype], torch.dtype]
 """From the name of a tensor that an adapter changes and the dtype that it is stored in to the dtype that the merged one is rounded to."""
@@ -61,8 +60,8 @@ def merge_opened(base: Opened, directory: Path, other: Opened | None) -> Opened:
     def choose(name: str, stored: torch.dtype) -> torch.dtype:
         if other is None:
             return stored
-        tensor = next((each for each in hf_tensors(other.model.architecture) if each.name == name), None)
-        return stored if tensor is None else other.recorded.dtype(tensor)
+        tensor = other.tensors.get(name)
+        return stored if tensor is None else other.dtype(tensor)
 
     adapter, model = LoraAdapter(directory, base.model.architecture), base.model
     refuse_other_base(adapter, model)
@@ -80,8 +79,7 @@ def refuse_other_base(adapter: LoraAdapter, base: LogicalModel) -> None:
     """
     tensors = {tensor.name: tensor for tensor in hf_tensors(base.architecture)}
     for name in adapter.base_names:
-        shape = tensors[name].shape
-        for start, stop in row_ranges(shape[0], shape[1] * base.dtype(tensors[name]).itemsize):
+        for start, stop in row_ranges(tensors[name].shape, base.dtype(tensors[name]).itemsize):
             if not torch.equal(base.read(tensors[name], start, stop).float(), adapter.base_rows(name, start, stop).float()):
                 raise ConversionError(
                     f"{name} of this model is not that of the base model in {adapter.directory}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import sys
 import threading
@@ -252,7 +253,7 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def row_ranges(rows: int, row_bytes: int, most: int | None = None) -> Iterable[tuple[int, int]]:
-    """Ranges of rows of at most ``most`` bytes each (None for those of a chunk); one row at least."""
-    step = max(1, (CHUNK_BYTES if most is None else most) // max(row_bytes, 1))
-    return ((start, min(start + step, rows)) for start in range(0, rows, step))
+def row_ranges(shape: Sequence[int], itemsize: int, most: int | None = None) -> Iterable[tuple[int, int]]:
+    """Ranges of the rows of a tensor of at most ``most`` bytes each (None for those of a chunk); one row at least."""
+    step = max(1, (CHUNK_BYTES if most is None else most) // max(math.prod(shape[1:]) * itemsize, 1))
+    return ((start, min(start + step, shape[0])) for start in range(0, shape[0], step))

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from converters.checkpoint.source import open_source
 from converters.exporting import export_model, plan_export
 from converters.importing import import_model, plan_import
-from converters.opening import open_megatron
-from converters.verify import open_any, verify
+from converters.opening import open_any, open_megatron
+from converters.verify import verify
 from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, mixtures, reference
 from tests.dist.batches import make_batch

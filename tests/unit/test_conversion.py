@@ -17,9 +17,9 @@ from converters.checkpoint.work import ConversionResult, RunOptions
 from converters.errors import ConversionError
 from converters.exporting import export_model, plan_export
 from converters.importing import import_model, plan_import
-from converters.opening import open_megatron
+from converters.opening import open_any, open_megatron
 from converters.torch_dist.reader import TorchDistCheckpoint
-from converters.verify import open_any, verify
+from converters.verify import verify
 from tests.tiers import newest_megatron, sampled
 from tests.unit.converters_tiny import CONFIGS, save_tiny, stored_tensors
 

@@ -21,8 +21,8 @@ from converters.mapping.places import rows_in
 from converters.mapping.rule import HuggingFaceTensor, Kind, Rule
 from converters.mapping.rules import all_rules
 from converters.model_config.architecture import Architecture
-from converters.opening import open_megatron
-from converters.verify import open_any, verify
+from converters.opening import open_any, open_megatron
+from converters.verify import verify
 from tests.tiers import newest_megatron, sampled
 from tests.unit.converters_tiny import save_tiny, stored_tensors, tiny_config
 from tests.unit.foreign_checkpoints import config_of

@@ -19,8 +19,8 @@ from converters.checkpoint.work import ConversionResult, RunOptions
 from converters.errors import ConversionError
 from converters.exporting import export_model, plan_export
 from converters.importing import import_model, plan_import
-from converters.opening import open_megatron
-from converters.verify import open_any, verify
+from converters.opening import open_any, open_megatron
+from converters.verify import verify
 from tests.unit.converters_tiny import save_tiny
 
 

@@ -218,7 +218,7 @@ def test_stored_rotary_frequencies_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_redundant_output_layer_must_equal_the_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("converters.check._CHUNK_BYTES", 42 * 4 * 10)
+    monkeypatch.setattr("converters.checkpoint.work.CHUNK_BYTES", 42 * 4 * 10)
     save_tiny(tmp_path, "llama_tied")
     architecture = read_architecture(tiny_config("llama_tied"))
     tensors = load_file(tmp_path / "model.safetensors")

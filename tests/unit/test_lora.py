@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from converters.adapters import lora
 from converters.checkpoint import work
 from converters.command import main
-from converters.verify import open_any
+from converters.opening import open_any
 from tests.prediction_layers import add_prediction_layers
 from tests.tiers import sampled
 from tests.unit.converters_tiny import save_tiny, stored_tensors

@@ -24,10 +24,10 @@ from converters.importing import import_model, plan_import
 from converters.mapping.logical import shape_of_parameter
 from converters.mapping.rules import all_megatron_names, all_rules, rule_for
 from converters.model_config.megatron_settings import megatron_settings
-from converters.opening import open_megatron
+from converters.opening import open_any, open_megatron
 from converters.torch_dist.keys import stored_place
 from converters.torch_dist.reader import TorchDistCheckpoint
-from converters.verify import open_any, verify
+from converters.verify import verify
 from megarl.models.megatron.specs import PortableAttention
 from tests.prediction_layers import add_prediction_layers
 from tests.tiers import newest_megatron, sampled
