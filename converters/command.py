@@ -386,7 +386,7 @@ def _require_signed(arguments: argparse.Namespace) -> None:
     """Hold the Megatron checkpoints that a command reads against the key that it was given."""
     if getattr(arguments, "signing_key", None) is None:
         return
-    from converters.checkpoint.signature import read_key, require_signed
+    from converters.files.signature import read_key, require_signed
     from converters.torch_dist.location import find_checkpoint, holds_checkpoint
 
     named = [*getattr(arguments, "paths", ()), getattr(arguments, "source", None), getattr(arguments, "lora", None)]

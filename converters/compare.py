@@ -14,12 +14,12 @@ from torch import Tensor
 from converters.check import is_excused
 from converters.checkpoint.artifacts import file_hashes, speaks
 from converters.checkpoint.exact import cast, unequal
-from converters.checkpoint.files import read_json_object
 from converters.checkpoint.manifest import ConversionManifest, TensorHashes, dtype_called, dtype_name
-from converters.checkpoint.restricted import load_plain
 from converters.checkpoint.work import row_ranges
 from converters.errors import ConversionError
 from converters.families.read import with_defaults
+from converters.files.reading import read_json_object
+from converters.files.restricted import load_plain
 from converters.mapping.logical import MegatronModel
 from converters.mapping.rule import HuggingFaceTensor, Kind
 from converters.mapping.rules import all_rules

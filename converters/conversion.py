@@ -14,7 +14,6 @@ from torch import Tensor
 
 from converters.adapters.lora import LoraAdapter
 from converters.checkpoint.exact import cast
-from converters.checkpoint.files import require_space
 from converters.checkpoint.manifest import ConversionManifest, HeldAgainst, TensorHashes, excused_notes, not_finite_note
 from converters.checkpoint.narrowing import Narrowing
 from converters.checkpoint.staging import Staging
@@ -32,6 +31,7 @@ from converters.checkpoint.work import (
     workers_within,
 )
 from converters.errors import ConversionError
+from converters.files.reading import require_space
 from converters.mapping.logical import LogicalModel
 from converters.mapping.places import rows_in
 from converters.mapping.rule import HuggingFaceTensor, TensorLocation

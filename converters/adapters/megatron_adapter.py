@@ -18,11 +18,11 @@ from torch import Tensor
 
 from converters.adapters.lora_config import LoraConfig, read_lora_config
 from converters.checkpoint.artifacts import HF_DIRECTORY
-from converters.checkpoint.files import read_json_object
 from converters.checkpoint.headers import ADAPTER_CONFIG
 from converters.checkpoint.manifest import MANIFEST_FILE, ConversionManifest, TensorHashes, read_manifest
 from converters.checkpoint.safetensors_file import Box, whole
 from converters.errors import ConversionError
+from converters.files.reading import read_json_object
 from converters.foreign.settings import RUN_CONFIG_FILE, find_run_config, read_section
 from converters.foreign.view import CanonicalTensors
 from converters.mapping.layouts import runs_of

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from converters.adapters.lora_config import LoraConfig, read_lora_config
-from converters.checkpoint.files import read_json_object
 from converters.checkpoint.headers import ADAPTER_CONFIG
 from converters.checkpoint.safetensors_file import Box, SafetensorsFile
 from converters.errors import ConversionError
+from converters.files.reading import read_json_object
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from converters.checkpoint.file_kinds import misplaced_kind
-from converters.checkpoint.files import read_json_object, require_regular, special_kind
 from converters.checkpoint.manifest import MANIFEST_FILE, dtype_name
 from converters.errors import ConversionError
+from converters.files.kinds import misplaced_kind
+from converters.files.reading import read_json_object, require_regular, special_kind
 
 HF_DIRECTORY = "huggingface"
 """Where a Megatron checkpoint keeps these files."""

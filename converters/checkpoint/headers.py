@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Generic, TypeVar
 
-from converters.checkpoint.file_kinds import misplaced_kind, unfinished_download
-from converters.checkpoint.files import read_json_object
 from converters.checkpoint.safetensors_header import OpenFiles, SafetensorsHeader
 from converters.errors import ConversionError
+from converters.files.kinds import misplaced_kind, unfinished_download
+from converters.files.reading import read_json_object
 from converters.torch_dist.location import holds_checkpoint
 
 ADAPTER_CONFIG = "adapter_config.json"

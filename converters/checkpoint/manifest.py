@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from converters.checkpoint.exact import cast
-from converters.checkpoint.files import require_regular, whole_file
 from converters.checkpoint.safetensors_file import bytes_of
 from converters.errors import ChangedSourceError, ConversionError
+from converters.files.atomic import whole_file
+from converters.files.reading import require_regular
 from converters.mapping.rule import Rule
 
 MANIFEST_FILE = "conversion.json"

@@ -13,9 +13,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from converters.checkpoint.file_kinds import misplaced_kind
-from converters.checkpoint.files import require_regular
 from converters.errors import ConversionError
+from converters.files.kinds import misplaced_kind
+from converters.files.reading import require_regular
 
 DTYPE_NAMES = {
     "F64": "float64",

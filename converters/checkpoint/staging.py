@@ -21,9 +21,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from converters.checkpoint.files import rename_surely
 from converters.checkpoint.manifest import changed
 from converters.errors import ChangedSourceError, ConversionError
+from converters.files.atomic import fsync_directory, fsync_file, fsync_tree, rename_surely
 
 _JOURNAL = ".journal.jsonl"
 _PART_JOURNAL = ".journal-{}-of-{}.jsonl"
@@ -109,7 +109,7 @@ class Staging:
         self.close_journal()
         for journal in self.directory.glob(".journal*"):
             journal.unlink()
-        flush_to_disk(self.directory)
+        fsync_tree(self.directory)
         put_in_place(self.directory, self.target)
         self._unlock()
 
@@ -205,7 +205,7 @@ class Staging:
 
     def _flush(self) -> None:
         for path in {file for _, file in self._waiting}:
-            _sync(path)
+            fsync_file(path)
         for finished, _ in self._waiting:
             self._append(finished)
         self._waiting = []
@@ -342,25 +342,9 @@ def follow_umask(directory: Path, written: Path) -> None:
         path.chmod(mode)
 
 
-def flush_to_disk(directory: Path) -> None:
-    """Force every file below a directory, and the directories themselves, to disk."""
-    for root, _, files in os.walk(directory):
-        for name in files:
-            _sync(Path(root) / name)
-        _sync(Path(root))
-
-
 def _size_on_disk(directory: Path) -> int:
     """Bytes that a directory takes; files may have holes."""
     return sum(path.lstat().st_blocks * 512 for path in directory.rglob("*"))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def put_in_place(partial: Path, target: Path) -> None:
@@ -375,6 +359,6 @@ def put_in_place(partial: Path, target: Path) -> None:
         if existed:
             rename_surely(aside, target)
         raise
-    _sync(target.parent)
+    fsync_directory(target.parent)
     if existed:
         shutil.rmtree(aside, ignore_errors=True)

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from converters.checkpoint.files import rename_surely
-from converters.checkpoint.staging import check_target, flush_to_disk, follow_umask, put_in_place
+from converters.checkpoint.staging import check_target, follow_umask, put_in_place
 from converters.errors import ConversionError
 from converters.families import FAMILIES
+from converters.files.atomic import fsync_tree, rename_surely
 
 _DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -83,7 +83,7 @@ def write_hf(
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         follow_umask(partial, partial / "config.json")
-        flush_to_disk(partial)
+        fsync_tree(partial)
         put_in_place(partial, target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

@@ -7,12 +7,12 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from converters.checkpoint.files import check_depth
 from converters.errors import ConversionError
 from converters.families import family_of
 from converters.families.base import Family
 from converters.families.hf_config import config_class_name
 from converters.families.plain import filled_config
+from converters.files.reading import check_depth
 from converters.model_config.architecture import Architecture
 from converters.model_config.foreign_keys import refusal_of_key, shown
 from converters.model_config.heads import read_head

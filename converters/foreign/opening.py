@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from converters.checkpoint.files import read_json_object, require_regular
-from converters.checkpoint.restricted import DAMAGED, unpickle
 from converters.errors import ConversionError
+from converters.files.reading import read_json_object, require_regular
+from converters.files.restricted import DAMAGED, unpickle
 from converters.foreign.master_weights import with_master_weights
 from converters.foreign.options import MASTER_WEIGHTS, OpeningOptions
 from converters.foreign.placeholders import Arguments, Placeholder, placeholder

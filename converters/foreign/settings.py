@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from converters.checkpoint.files import require_regular
 from converters.errors import ConversionError
+from converters.files.reading import require_regular
 from converters.foreign.placeholders import Placeholder
 
 _SILU = ("silu", "swish")

@@ -8,9 +8,9 @@ from typing import IO
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from converters.checkpoint.files import require_regular
-from converters.checkpoint.restricted import DAMAGED, index_name, unpickle
 from converters.errors import ConversionError
+from converters.files.reading import require_regular
+from converters.files.restricted import DAMAGED, index_name, unpickle
 from converters.torch_dist.location import INDEX_FILE
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.checkpoint.restricted import DAMAGED, unpickle
 from converters.checkpoint.safetensors_file import Box, part, read_box, whole
 from converters.errors import ConversionError
+from converters.files.restricted import DAMAGED, unpickle
 
 _LOCAL_HEADER = 30
 _LARGEST_DESCRIPTION = 2**16

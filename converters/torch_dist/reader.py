@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from converters.checkpoint.files import require_regular
-from converters.checkpoint.restricted import DAMAGED
 from converters.checkpoint.safetensors_file import Box, intersection, part, relative, shape_of, whole
 from converters.checkpoint.safetensors_header import OpenFiles
 from converters.errors import ConversionError
+from converters.files.reading import require_regular
+from converters.files.restricted import DAMAGED
 from converters.torch_dist.index import read_index
 from converters.torch_dist.items import RawTensor, find_tensor, read_raw
 from converters.torch_dist.location import INDEX_FILE

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from converters.checkpoint.files import whole_file
+from converters.files.atomic import whole_file
 from converters.torch_dist.index import write_index
 from converters.torch_dist.location import INDEX_FILE
 

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from megarl.checkpoint.atomic import fsync_directory, fsync_tree, in_parallel, remove_tree
+from converters.files.atomic import fsync_directory, fsync_tree, in_parallel
+from megarl.checkpoint.atomic import remove_tree
 from megarl.checkpoint.host_memory import available_bytes
 from megarl.checkpoint.manifest import Entry, entry_of, write_manifest
 from megarl.checkpoint.staged_file import SUFFIX, StagedFile, plain_name

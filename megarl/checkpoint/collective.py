@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from converters.checkpoint.files import rename_surely
-from megarl.checkpoint.atomic import fsync_tree
+from converters.files.atomic import fsync_tree, rename_surely
 from megarl.errors import CheckpointError, MegarlError, StorageError, UnusableCheckpointError
 
 

@@ -19,14 +19,8 @@ from typing import Any
 
 import yaml
 
-from megarl.checkpoint.atomic import (
-    TEMPORARY_PREFIX,
-    commit_directory,
-    json_bytes,
-    remove_directory,
-    remove_tree,
-    write_bytes_durably,
-)
+from converters.files.atomic import commit_directory, json_bytes, write_bytes_durably
+from megarl.checkpoint.atomic import TEMPORARY_PREFIX, remove_directory, remove_tree
 from megarl.checkpoint.background import seal, tidy_memory
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manifest import read_signing_key, sign_manifest, verify

@@ -2,24 +2,23 @@
 
 Layout of ``manifest.json``: ``{"version": 1, "algorithm": "sha256", "files": {relative path: {"size": bytes, "hash": hex}},
 "digest": sha256 of the canonical JSON of "files"}``. The digest makes damage to the manifest itself visible. Where a key is given there is
-"signature" besides (``converters.checkpoint.signature``).
+"signature" besides (``converters.files.signature``).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import stat
-from collections.abc import Iterable, Mapping
-from io import BufferedReader
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from converters.checkpoint.signature import FIELD as SIGNATURE
-from converters.checkpoint.signature import MANIFEST_NAME, fault_of_signature, read_key, signature_of
 from converters.errors import ConversionError
-from megarl.checkpoint.atomic import fsync_directory, in_parallel, json_bytes, write_bytes_durably
+from converters.files.atomic import fsync_directory, in_parallel, json_bytes, write_bytes_durably
+from converters.files.hashing import ALGORITHM, entries_below, hash_of, open_regular
+from converters.files.signature import FIELD as SIGNATURE
+from converters.files.signature import MANIFEST_NAME, fault_of_signature, read_key, signature_of
 from megarl.checkpoint.storage import read_again
 from megarl.errors import CheckpointError, ConfigError, StorageError, Violation
 
@@ -36,7 +35,6 @@ __all__ = [
 
 SIGNING_KEY = "checkpointing.signing_key_file"
 _VERSION = 1
-ALGORITHM = "sha256"
 
 
 Entry = dict[str, Any]
@@ -72,7 +70,7 @@ def entry_of(path: Path) -> Entry:
     Raises:
         OSError: it cannot be read, or is a symbolic link.
     """
-    return {"size": path.stat().st_size, "hash": _hash(path)}
+    return {"size": path.stat().st_size, "hash": hash_of(path)}
 
 
 def read_signing_key(path: str | None) -> bytes | None:
@@ -142,7 +140,7 @@ def _read(root: Path) -> Mapping[str, Any]:
     """
     path = root / MANIFEST_NAME
     try:
-        with _opened(path) as stream:
+        with open_regular(path) as stream:
             manifest = json.loads(stream.read().decode())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint was never finished") from None
@@ -185,7 +183,7 @@ def _check_size(root: Path, name: str, size: int) -> str | None:
 
 def _check_hash(root: Path, name: str, expected: str) -> str | None:
     try:
-        found = read_again(lambda: _hash(root / name), str(root / name))
+        found = read_again(lambda: hash_of(root / name), str(root / name))
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     return None if found == expected else f"{name} is damaged: {ALGORITHM} {found[:12]}..., the manifest says {expected[:12]}..."
@@ -199,36 +197,12 @@ def _is_inside(root: Path, name: str) -> bool:
     return not any((root / parent).is_symlink() for parent in path.parents if parent.parts)
 
 
-def _file_names(root: Path) -> Iterable[str]:
-    for directory, subdirectories, names in os.walk(root):
-        for name in [*names, *subdirectories]:
-            path = Path(directory) / name
-            mode = path.lstat().st_mode
-            if stat.S_ISDIR(mode):
-                continue
-            if not stat.S_ISREG(mode):
-                raise CheckpointError(f"{path} is a symbolic link or special file. Fix: put a copy of the file into the checkpoint")
-            if path != root / MANIFEST_NAME:
-                yield path.relative_to(root).as_posix()
-
-
-def _hash(path: Path) -> str:
-    with _opened(path) as stream:
-        return hashlib.file_digest(stream, ALGORITHM).hexdigest()
-
-
-def _opened(path: Path) -> BufferedReader:
-    """A file, opened for reading.
-
-    Raises:
-        CheckpointError: it is none. Opened as files are, a named pipe would be waited for.
-        OSError: it cannot be opened, or is a symbolic link.
-    """
-    stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-        stream.close()
-        raise CheckpointError(f"{path} is not a regular file")
-    return stream
+def _file_names(root: Path) -> Iterator[str]:
+    for name, is_regular in entries_below(root):
+        if not is_regular:
+            raise CheckpointError(f"{root / name} is a symbolic link or special file. Fix: put a copy of the file into the checkpoint")
+        if name != MANIFEST_NAME:
+            yield name
 
 
 def _digest(files: Mapping[str, Any]) -> str:

@@ -23,7 +23,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.checkpoint.atomic import fsync_directory, remove_tree
+from converters.files.atomic import fsync_directory
+from megarl.checkpoint.atomic import remove_tree
 from megarl.checkpoint.background import free_memory, memory_of, move_files, seal, take_memory, tidy_memory
 from megarl.checkpoint.manifest import Entry
 from megarl.checkpoint.staged_file import StagedFile, open_staged

@@ -1,4 +1,4 @@
-"""Reads the kinds of file that torch writes as pickles, so that none can run code: see ``converters.checkpoint.restricted``."""
+"""Reads the kinds of file that torch writes as pickles, so that none can run code: see ``converters.files.restricted``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from converters.checkpoint.restricted import load_plain
 from converters.errors import ConversionError
+from converters.files.restricted import load_plain
 from converters.torch_dist.index import read_index
 from converters.torch_dist.location import INDEX_FILE as METADATA_FILE
 from megarl.checkpoint.storage import read_again

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from converters.checkpoint.files import DEEPEST, special_kind
+from converters.files.reading import DEEPEST, special_kind
 from megarl import env
 from megarl.config.data_sources import PLACE_KEYS, replaced_keys
 from megarl.config.nested import at, merge, put

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint.files import DEEPEST, check_depth, first_special, special_kind
 from converters.errors import ConversionError
+from converters.files.reading import DEEPEST, check_depth, first_special, special_kind
 from megarl.config.data_sources import set_module
 from megarl.errors import DataError, RecordError
 

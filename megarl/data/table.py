@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from converters.checkpoint.files import rename_surely
+from converters.files.atomic import rename_surely
 from megarl.errors import DataError
 
 logger = logging.getLogger(__name__)

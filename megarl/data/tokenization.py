@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint.files import first_special
+from converters.files.reading import first_special
 from megarl.data.chat_template import PASSTHROUGH_TEMPLATE, ChatTemplate
 from megarl.data.conversations import ConversationEncoder, EncodedConversation
 from megarl.data.records import ChatMessage, Record

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.checkpoint.atomic import fsync_directory, write_bytes_durably
+from converters.files.atomic import fsync_directory, write_bytes_durably
 from megarl.config.places import nearest_directory
 from megarl.doctor.check import Check, Verdict
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from converters.checkpoint.files import rename_surely
+from converters.files.atomic import rename_surely
 from megarl.errors import DataError
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from converters.checkpoint.files import rename_surely
+from converters.files.atomic import rename_surely
 
 logger = logging.getLogger(__name__)
 

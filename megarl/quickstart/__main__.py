@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megarl.checkpoint.atomic import write_json_atomic
+from converters.files.atomic import write_json_atomic
 from megarl.config import load_config
 from megarl.config.recipes import directory
 from megarl.config.sections import Config

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from converters.files.atomic import write_bytes_durably
 from megarl import __version__
 from megarl.algorithms.algorithm import ACTOR
-from megarl.checkpoint.atomic import write_bytes_durably
 from megarl.checkpoint.manager import CONFIG_NAME, faults_of_checkpoint, read_info
 from megarl.checkpoint.manifest import read_signing_key
 from megarl.config.algorithms import generates, own_section

@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.checkpoint.atomic import fsync_directory
+from converters.files.atomic import fsync_directory
 from megarl.checkpoint.manifest import Entry, verify, write_manifest
 from megarl.checkpoint.node_memory import NodeMemory
 from megarl.distributed import ray_calls

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.check import Headers, check_headers
-from converters.checkpoint.files import read_json_object
 from converters.checkpoint.headers import locate_source, open_headers
 from converters.errors import ConversionError
 from converters.families.hf_config import make_hf_config, read_hf_config
 from converters.families.read import config_notes, read_architecture, read_plain
+from converters.files.reading import read_json_object
 from converters.model_config.megatron_settings import megatron_settings
 from converters.model_config.prediction_layers import as_stored
 from megarl.config.backend import enabled_backend, scores

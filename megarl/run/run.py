@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 
-from converters.checkpoint.files import first_special, rename_surely
+from converters.files.atomic import rename_surely, write_bytes_durably
+from converters.files.reading import first_special
 from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts, Role
 from megarl.algorithms.skipped_batches import DIRECTORY, SkippedBatches
 from megarl.algorithms.turns import Turns
-from megarl.checkpoint.atomic import remove_tree, write_bytes_durably
+from megarl.checkpoint.atomic import remove_tree
 from megarl.checkpoint.background import CheckpointMemory
 from megarl.checkpoint.lock import LOCK_NAME, RunLock
 from megarl.checkpoint.manager import CheckpointManager

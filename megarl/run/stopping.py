@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from converters.checkpoint.files import rename_surely
+from converters.files.atomic import rename_surely, write_bytes_durably
 from megarl import env
-from megarl.checkpoint.atomic import write_bytes_durably
 from megarl.run.time_left import TimeLeft
 
 logger = logging.getLogger(__name__)

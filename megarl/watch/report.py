@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from converters.files.atomic import write_bytes_durably
 from megarl import __version__
-from megarl.checkpoint.atomic import write_bytes_durably
 from megarl.config.places import read_in_time
 from megarl.errors import DataError
 from megarl.observe.drawing import run_labels

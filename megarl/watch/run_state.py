@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from converters.checkpoint.files import first_special
+from converters.files.reading import first_special
 from megarl.checkpoint.lock import LOCK_NAME, Owner, has_ended, read_owner
 from megarl.checkpoint.manager import CheckpointManager, faults_of_checkpoint
 from megarl.checkpoint.manifest import read_signing_key

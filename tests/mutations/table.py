@@ -169,7 +169,7 @@ TABLE: Mapping[str, Row] = {
         "megarl/models/engine/nonfinite.py", "if on_all_ranks(all(finite), device):", "if True:", ("dist/test_nonfinite.py",)
     ),
     "checkpoint: an index may name anything": Row(
-        "converters/checkpoint/restricted.py",
+        "converters/files/restricted.py",
         "if found is None:",
         "if False:",
         ("unit/test_converters_hostile.py", "dist/test_checkpoint_payloads.py"),
@@ -265,7 +265,7 @@ TABLE: Mapping[str, Row] = {
         "megarl/run/resume.py", "len(self.failed) < self.most_failed", "False", ("unit/test_failed_saves.py",)
     ),
     "checkpoints: any signature is taken": Row(
-        "converters/checkpoint/signature.py",
+        "converters/files/signature.py",
         "not hmac.compare_digest(given.encode(), signature_of(manifest, key).encode())",
         "False",
         ("unit/test_signed_checkpoints.py",),
@@ -277,10 +277,10 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_signed_checkpoints.py",),
     ),
     "checkpoints: a key may be read by others": Row(
-        "converters/checkpoint/signature.py", "status.st_mode & 0o177", "status.st_mode & 0o002", ("unit/test_signed_checkpoints.py",)
+        "converters/files/signature.py", "status.st_mode & 0o177", "status.st_mode & 0o002", ("unit/test_signed_checkpoints.py",)
     ),
     "conversion: a signed source may have other bytes": Row(
-        "converters/checkpoint/signature.py", 'entry != {"size"', 'False and entry != {"size"', ("unit/test_signed_checkpoints.py",)
+        "converters/files/signature.py", 'entry != {"size"', 'False and entry != {"size"', ("unit/test_signed_checkpoints.py",)
     ),
     "checkpoints: a moment without storage is damage": Row(
         "megarl/checkpoint/storage.py", "for pause in (*PAUSES_S, None):", "for pause in (None,):", ("unit/test_storage.py",)
@@ -445,7 +445,7 @@ TABLE: Mapping[str, Row] = {
     ),
     "checkpoint: damaged bytes are not seen": Row(
         "megarl/checkpoint/manifest.py",
-        "found = read_again(lambda: _hash(root / name), str(root / name))",
+        "found = read_again(lambda: hash_of(root / name), str(root / name))",
         "found = expected",
         ("unit/test_checkpoint_manager.py", "unit/test_checkpoint_faults.py"),
     ),
@@ -495,7 +495,7 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_converters_beside.py",),
     ),
     "converters: any class is unpickled": Row(
-        "converters/checkpoint/restricted.py",
+        "converters/files/restricted.py",
         "found = self._known(module, name)",
         "found = self._known(module, name) or super().find_class(module, name)",
         ("unit/test_converters_hostile.py", "unit/test_checkpoint_manager.py"),

@@ -7,15 +7,16 @@ import hashlib
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from converters.checkpoint.files import rename_surely
-from megarl.checkpoint import atomic
-from megarl.checkpoint.atomic import atomic_directory, commit_directory, fsync_tree, remove_directory, write_json_atomic
+from converters.files import atomic
+from converters.files.atomic import commit_directory, fsync_tree, rename_surely, write_json_atomic
+from megarl.checkpoint.atomic import remove_directory
 from megarl.checkpoint.manager import metric_of, plain_json
 from megarl.checkpoint.manifest import MANIFEST_NAME, verify, write_manifest
 from megarl.errors import CheckpointError
@@ -26,34 +27,6 @@ def fill(root: Path) -> None:
     for name, size in (("a.bin", 1000), ("deep/er/b.bin", 17), ("deep/empty", 0), (".metadata", 3)):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(random.Random(name).randbytes(size))
-
-
-def test_atomic_directory_appears_at_the_end(tmp_path: Path) -> None:
-    final = tmp_path / "parent" / "model"
-    with atomic_directory(final) as temporary:
-        fill(temporary)
-        assert temporary.parent == final.parent and temporary.name.startswith("tmp_")
-        assert not final.exists()
-    assert sorted(path.name for path in final.iterdir()) == [".metadata", "a.bin", "deep"]
-    assert [path.name for path in final.parent.iterdir()] == ["model"]
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_atomic_directory_vanishes_on_failure(tmp_path: Path, error: type[BaseException]) -> None:
-    with pytest.raises(error), atomic_directory(tmp_path / "model") as temporary:
-        fill(temporary)
-        raise error
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_atomic_directory_overwrites_nothing(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    with pytest.raises(CheckpointError, match="exists already"), atomic_directory(tmp_path / "model"):
-        raise AssertionError("never entered")
-    with pytest.raises(CheckpointError, match="exists already"), atomic_directory(tmp_path / "other"):
-        (tmp_path / "other").write_text("made by somebody else meanwhile")
-    assert (tmp_path / "other").read_text() == "made by somebody else meanwhile"
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_everything_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,8 +43,10 @@ def test_everything_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(atomic.os, "fsync", fsync)
     monkeypatch.setattr(atomic.os, "rename", rename)
-    with atomic_directory(tmp_path / "model") as temporary:
-        fill(temporary)
+    temporary = tmp_path / "tmp_model"
+    fill(temporary)
+    fsync_tree(temporary)
+    commit_directory(temporary, tmp_path / "model")
     before, after = events[: events.index("RENAME")], events[events.index("RENAME") + 1 :]
     assert sorted(before) == sorted([".metadata", "a.bin", "b.bin", "deep", "empty", "er", temporary.name])
     assert before[-1] == temporary.name and before.index("er") < before.index("deep")
@@ -107,7 +82,7 @@ def test_removed_directory_loses_its_name_first(tmp_path: Path, monkeypatch: pyt
         raise OSError("busy")
 
     with monkeypatch.context() as patch:
-        patch.setattr(atomic.shutil, "rmtree", fail)
+        patch.setattr(shutil, "rmtree", fail)
         assert remove_directory(tmp_path / "step_1")
     assert "busy" in caplog.text
     assert [path.name.startswith("tmp_deleted_step_1_") for path in tmp_path.iterdir()] == [True]

@@ -13,9 +13,9 @@ import pytest
 from torch.distributed.checkpoint import metadata
 
 from converters.checkpoint import headers
-from converters.checkpoint.restricted import index_name, unpickle
 from converters.command import main
 from converters.errors import ConversionError
+from converters.files.restricted import index_name, unpickle
 from converters.torch_dist import items
 from converters.torch_dist.index import read_index
 from converters.torch_dist.reader import TorchDistCheckpoint

@@ -154,7 +154,7 @@ RULES = {
         {"megarl/models/megatron/parallel.py"},
     ),
     "library modules log, they do not print": (prints, SPEAKERS),
-    "files that can run code are read in one module, restricted": (reads_of_code, {"converters/checkpoint/restricted.py"}),
+    "files that can run code are read in one module, restricted": (reads_of_code, {"converters/files/restricted.py"}),
     "remote code is trusted only where the configuration says so": (trusts, set()),
     "time is measured by monotonic clocks; the wall clock is for people, their limits, and files that others have written": (
         wall_clocks,

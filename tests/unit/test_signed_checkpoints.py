@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from converters.checkpoint.signature import read_key, require_signed, signature_of
 from converters.command import build_parser
 from converters.command import run as run_command
 from converters.errors import ConversionError
+from converters.files.signature import read_key, require_signed, signature_of
 from megarl.checkpoint.background import seal
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.checkpoint.manifest import MANIFEST_NAME, read_signing_key, verify, write_manifest

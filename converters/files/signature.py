@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from converters.checkpoint.files import read_json_object
 from converters.errors import ConversionError
+from converters.files.hashing import entries_below, hash_of
+from converters.files.reading import read_json_object
 
 MANIFEST_NAME = "manifest.json"
 FIELD = "signature"
@@ -102,26 +103,17 @@ _FIX = "leave the key out if you trust everybody who can write there, or take an
 def _other_files(root: Path, files: Any, whole: bool) -> Iterator[str]:
     """What differs between a directory and a table of files that was signed."""
     there = set()
-    for place, directories, names in os.walk(root):
-        for name in (*names, *directories):
-            path = Path(place) / name
-            relative = path.relative_to(root)
-            mode = path.lstat().st_mode
-            if stat.S_ISDIR(mode) or relative == Path(MANIFEST_NAME) or (not whole and _UNREAD in relative.parts):
-                continue
-            there.add(relative.as_posix())
-            entry = files.get(relative.as_posix())
-            if entry is None:
-                yield f"{relative} was not signed"
-            elif not stat.S_ISREG(mode):
-                yield f"{relative} is no regular file"
-            elif entry != {"size": path.stat().st_size, "hash": _hash(path)}:
-                yield f"{relative} has other bytes than were signed"
+    for name, is_regular in entries_below(root):
+        if name == MANIFEST_NAME or (not whole and _UNREAD in Path(name).parts):
+            continue
+        there.add(name)
+        entry = files.get(name)
+        if entry is None:
+            yield f"{name} was not signed"
+        elif not is_regular:
+            yield f"{name} is no regular file"
+        elif entry != {"size": (root / name).stat().st_size, "hash": hash_of(root / name)}:
+            yield f"{name} has other bytes than were signed"
     for name in files:
         if name not in there and (whole or _UNREAD not in Path(name).parts):
             yield f"{name} is missing"
-
-
-def _hash(path: Path) -> str:
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,23 +1,20 @@
-"""Files of a checkpoint, opened and written with care.
+"""Files of a checkpoint, opened with care.
 
 Only regular files are opened: opening a named pipe waits for ever, opening a device may do anything. JSON files hold an object, or the
-error says which file is wrong and how. A written file has its name only once all of it is there, since what makes a directory look
-complete has to be complete itself.
+error says which file is wrong and how.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from converters.checkpoint.file_kinds import misplaced_kind
 from converters.errors import ConversionError
+from converters.files.kinds import misplaced_kind
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -100,35 +97,6 @@ def check_depth(content: Any, what: str) -> None:
             raise ConversionError(f"{what} nests deeper than {DEEPEST} levels", "fetch or write the file again")
         children = [value.values() if isinstance(value, Mapping) else value for value in level if isinstance(value, (Mapping, list, tuple))]
         level, depth = [child for several in children for child in several], depth + 1
-
-
-def rename_surely(source: Path, target: Path) -> None:
-    """Rename a file or directory, as ``os.rename``; one whose reply was lost has been done, whatever the system says of it.
-
-    A file system over a network asks again where no reply came, and is told then that there is no ``source`` any more.
-
-    Raises:
-        OSError: it was not renamed.
-    """
-    before = os.lstat(source)
-    try:
-        os.rename(source, target)
-    except OSError:
-        if os.path.lexists(source) or not os.path.lexists(target) or not os.path.samestat(os.lstat(target), before):
-            raise
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for writing; it gets its name at the end of the ``with`` block, and nothing is left of it if the block fails."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            yield file
-        rename_surely(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def require_space(directory: Path, needed: int) -> None:

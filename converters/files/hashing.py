@@ -1,0 +1,41 @@
+"""What lies in a directory, and the hashes of its files, in which no link is followed and no pipe waited for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+
+ALGORITHM = "sha256"
+
+
+def entries_below(root: Path) -> Iterator[tuple[str, bool]]:
+    """Yield the path below ``root`` of everything that is no directory, and whether it is a regular file."""
+    for directory, subdirectories, names in os.walk(root):
+        for name in [*names, *subdirectories]:
+            path = Path(directory) / name
+            mode = path.lstat().st_mode
+            if not stat.S_ISDIR(mode):
+                yield path.relative_to(root).as_posix(), stat.S_ISREG(mode)
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file for reading.
+
+    Raises:
+        OSError: it cannot be opened, or is a symbolic link or no file.
+    """
+    stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise OSError(f"{path} is not a regular file")
+    return stream
+
+
+def hash_of(path: Path) -> str:
+    """The hash of a file, hexadecimal. Errors as of ``open_regular``."""
+    with open_regular(path) as stream:
+        return hashlib.file_digest(stream, ALGORITHM).hexdigest()
