@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from converters.checkpoint.safetensors_file import Box
 from converters.errors import ConversionError
-from converters.foreign.view import RenamedTensors
+from converters.foreign.view import RenamedTensors, ViewedTensors
 from converters.torch_dist.location import is_checkpoint
 from converters.torch_dist.reader import StoredTensors, TorchDistCheckpoint
 
@@ -21,8 +19,8 @@ _BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\
 _OPTIMIZER_DIRECTORY = "optimizer"
 
 
-class MasterTensors:
-    """A checkpoint whose parameters are replaced by those of its optimizer; itself ``StoredTensors``.
+class MasterTensors(ViewedTensors):
+    """A checkpoint whose parameters are replaced by those of its optimizer.
 
     Args:
         model: the tensors of the model.
@@ -33,7 +31,8 @@ class MasterTensors:
     """
 
     def __init__(self, model: StoredTensors, master: StoredTensors) -> None:
-        self._model, self._master = model, master
+        super().__init__(model)
+        self._master = master
         problems = []
         for key in self:
             if key not in master:
@@ -52,35 +51,11 @@ class MasterTensors:
                 problems,
             )
 
-    @property
-    def directory(self) -> Path:
-        """See ``StoredTensors``."""
-        return self._model.directory
+    def _stored(self, key: str) -> tuple[StoredTensors, str]:
+        return self._master if key in self._master else self._tensors, key
 
     def __iter__(self) -> Iterator[str]:
-        return iter(key for key in self._model if "optimizer." not in key)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._model
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """See ``StoredTensors``."""
-        return self._of(key).shape(key)
-
-    def dtype(self, key: str) -> torch.dtype:
-        """See ``StoredTensors``."""
-        return self._of(key).dtype(key)
-
-    def read(self, key: str, box: Box) -> Tensor:
-        """See ``StoredTensors``."""
-        return self._of(key).read(key, box)
-
-    def is_saved(self, key: str, box: Box) -> bool:
-        """See ``StoredTensors``."""
-        return self._of(key).is_saved(key, box)
-
-    def _of(self, key: str) -> StoredTensors:
-        return self._master if key in self._master else self._model
+        return iter(key for key in self._tensors if "optimizer." not in key)
 
 
 def optimizer_beside(directory: Path) -> list[Path]:

@@ -6,6 +6,7 @@ one, and gate and up stored apart (``singleton_local_shards``). Legacy ``Grouped
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -37,15 +38,82 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor of the view: the tensors of one checkpoint that it is made of."""
+    """A tensor of the view: the stored tensors that it is made of."""
 
-    tensors: StoredTensors
     shape: tuple[int, ...]
     pieces: tuple[_Piece, ...]
 
 
-class CanonicalTensors:
-    """The view, itself ``StoredTensors``.
+class ViewedTensors:
+    """Tensors that are seen through something, itself ``StoredTensors``: each key is that of a stored tensor.
+
+    Args:
+        tensors: as they are stored.
+    """
+
+    def __init__(self, tensors: StoredTensors) -> None:
+        self._tensors = tensors
+
+    def _stored(self, key: str) -> tuple[StoredTensors, str]:
+        """Return where a tensor is stored, and under which key."""
+        return self._tensors, key
+
+    @property
+    def directory(self) -> Path:
+        """See ``StoredTensors``."""
+        return self._tensors.directory
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._tensors
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """See ``StoredTensors``."""
+        tensors, name = self._stored(key)
+        return tensors.shape(name)
+
+    def dtype(self, key: str) -> torch.dtype:
+        """See ``StoredTensors``."""
+        tensors, name = self._stored(key)
+        return tensors.dtype(name)
+
+    def read(self, key: str, box: Box) -> Tensor:
+        """See ``StoredTensors``."""
+        tensors, name = self._stored(key)
+        return tensors.read(name, box)
+
+    def is_saved(self, key: str, box: Box) -> bool:
+        """See ``StoredTensors``."""
+        tensors, name = self._stored(key)
+        return tensors.is_saved(name, box)
+
+
+class RenamedTensors(ViewedTensors):
+    """Tensors of which some are found under other keys.
+
+    Args:
+        tensors: as they are stored.
+        names: stored key by the key it is shown under; what is not in it is not shown.
+    """
+
+    def __init__(self, tensors: StoredTensors, names: Mapping[str, str]) -> None:
+        super().__init__(tensors)
+        self._names = dict(names)
+
+    def _stored(self, key: str) -> tuple[StoredTensors, str]:
+        return self._tensors, self._names[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._names))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._names
+
+
+class CanonicalTensors(ViewedTensors):
+    """The view.
 
     Args:
         tensors: as they are stored.
@@ -56,99 +124,54 @@ class CanonicalTensors:
     """
 
     def __init__(self, tensors: StoredTensors, grids: Mapping[str, tuple[int, ...]]) -> None:
-        self._tensors = tensors
+        super().__init__(tensors)
         self._entries = {key: entry for key, grid in grids.items() if (entry := _find(tensors, key, grid)) is not None}
         used = {piece.key for entry in self._entries.values() for piece in entry.pieces}
-        self._others = frozenset(key for key in tensors if key not in used and key not in self._entries)
-
-    @property
-    def directory(self) -> Path:
-        """See ``StoredTensors``."""
-        return self._tensors.directory
+        self._keys = frozenset((*self._entries, *(key for key in tensors if key not in used)))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted((*self._entries, *self._others)))
+        return iter(sorted(self._keys))
 
     def __contains__(self, key: str) -> bool:
-        return key in self._entries or key in self._others
+        return key in self._keys
 
     def shape(self, key: str) -> tuple[int, ...]:
         """See ``StoredTensors``."""
-        return self._entries[key].shape if key in self._entries else self._tensors.shape(key)
+        return self._entries[key].shape if key in self._entries else super().shape(key)
 
     def dtype(self, key: str) -> torch.dtype:
         """See ``StoredTensors``; where pieces differ, the dtype that holds the values of all."""
         if key not in self._entries:
-            return self._tensors.dtype(key)
-        entry = self._entries[key]
-        dtype, *others = {entry.tensors.dtype(piece.key) for piece in entry.pieces}
-        for other in others:
-            dtype = torch.promote_types(dtype, other)
-        return dtype
+            return super().dtype(key)
+        return functools.reduce(torch.promote_types, map(self._tensors.dtype, (piece.key for piece in self._entries[key].pieces)))
 
     def read(self, key: str, box: Box) -> Tensor:
         """See ``StoredTensors``."""
         if key not in self._entries:
-            return self._tensors.read(key, box)
-        entry = self._entries[key]
-        found = _parts(entry, box)
+            return super().read(key, box)
+        found = self._pieces(key, box)
         if len(found) == 1 and found[0][0] == box:
-            return _read(entry.tensors, found[0][1], box).to(self.dtype(key))
-        _require_whole(key, box, [common for common, _ in found])
+            return self._read(found[0][1], box).to(self.dtype(key))
+        if not _make_up(box, found):
+            raise ConversionError(f"{key}: not every part of {box} was saved", "the checkpoint is incomplete; save it again")
         out = torch.empty(shape_of(box), dtype=self.dtype(key))
         for common, piece in found:
-            part(out, relative(common, [start for start, _ in box])).copy_(_read(entry.tensors, piece, common))
+            part(out, relative(common, [start for start, _ in box])).copy_(self._read(piece, common))
         return out
 
     def is_saved(self, key: str, box: Box) -> bool:
         """See ``StoredTensors``."""
         if key not in self._entries:
-            return self._tensors.is_saved(key, box)
-        entry = self._entries[key]
-        found = _parts(entry, box)
-        size = sum(math.prod(shape_of(common)) for common, _ in found)
-        return size == math.prod(shape_of(box)) and all(
-            entry.tensors.is_saved(piece.key, _inside(piece, common)) for common, piece in found
-        )
+            return super().is_saved(key, box)
+        found = self._pieces(key, box)
+        return _make_up(box, found) and all(self._tensors.is_saved(piece.key, _inside(piece, common)) for common, piece in found)
 
+    def _pieces(self, key: str, box: Box) -> list[tuple[Box, _Piece]]:
+        """The pieces that a box has something of, with what it has of them."""
+        return [(common, piece) for piece in self._entries[key].pieces if (common := intersection(box, piece.box)) is not None]
 
-class RenamedTensors:
-    """Tensors of which some are found under other keys.
-
-    Args:
-        tensors: as they are stored.
-        names: stored key by the key it is shown under; what is not in it is not shown.
-    """
-
-    def __init__(self, tensors: StoredTensors, names: Mapping[str, str]) -> None:
-        self._tensors, self._names = tensors, dict(names)
-
-    @property
-    def directory(self) -> Path:
-        """See ``StoredTensors``."""
-        return self._tensors.directory
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._names))
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._names
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """See ``StoredTensors``."""
-        return self._tensors.shape(self._names[key])
-
-    def dtype(self, key: str) -> torch.dtype:
-        """See ``StoredTensors``."""
-        return self._tensors.dtype(self._names[key])
-
-    def read(self, key: str, box: Box) -> Tensor:
-        """See ``StoredTensors``."""
-        return self._tensors.read(self._names[key], box)
-
-    def is_saved(self, key: str, box: Box) -> bool:
-        """See ``StoredTensors``."""
-        return self._tensors.is_saved(self._names[key], box)
+    def _read(self, piece: _Piece, box: Box) -> Tensor:
+        return self._tensors.read(piece.key, _inside(piece, box)).reshape(shape_of(box))
 
 
 def refuse_adapters(tensors: StoredTensors) -> None:
@@ -188,7 +211,7 @@ def _find(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry | N
     """Return what a key of a model is made of; None where nothing of it is stored."""
     names = [key, *_other_norms(key)]
     found = [name for name in names if name in tensors]
-    entries = [_Entry(tensors, tensors.shape(name), (_Piece(name, whole(tensors.shape(name))),)) for name in found]
+    entries = [_Entry(tensors.shape(name), (_Piece(name, whole(tensors.shape(name))),)) for name in found]
     entries += [entry for name in names if (entry := _halves(tensors, name)) is not None]
     one_by_one = _experts(tensors, key, grid)
     if one_by_one is not None:
@@ -215,7 +238,7 @@ def _halves(tensors: StoredTensors, key: str) -> _Entry | None:
     rows, *rest = tensors.shape(gate)
     further = tensors.shape(up)[0]
     pieces = (_Piece(gate, ((0, rows), *whole(rest))), _Piece(up, ((rows, rows + further), *whole(rest))))
-    return _Entry(tensors, (rows + further, *rest), pieces)
+    return _Entry((rows + further, *rest), pieces)
 
 
 def _experts(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry | None:
@@ -230,17 +253,12 @@ def _experts(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry 
     for expert in range(grid[-1]):
         for middle in ("experts", "local_experts"):
             stored = f"{block}{middle}.{expert}.{name}"
-            alone = _Entry(tensors, tensors.shape(stored), (_Piece(stored, whole(tensors.shape(stored))),)) if stored in tensors else None
+            alone = _Entry(tensors.shape(stored), (_Piece(stored, whole(tensors.shape(stored))),)) if stored in tensors else None
             entry = alone or _halves(tensors, stored)
             if entry is not None:
                 shape = entry.shape
                 pieces += [_Piece(one.key, (*one.box[:axis], (expert, expert + 1), *one.box[axis:]), axis) for one in entry.pieces]
-    return _Entry(tensors, (*shape[:axis], grid[-1], *shape[axis:]), tuple(pieces)) if pieces else None
-
-
-def _parts(entry: _Entry, box: Box) -> list[tuple[Box, _Piece]]:
-    """The pieces that a box has something of, with what it has of them."""
-    return [(common, piece) for piece in entry.pieces if (common := intersection(box, piece.box)) is not None]
+    return _Entry((*shape[:axis], grid[-1], *shape[axis:]), tuple(pieces)) if pieces else None
 
 
 def _inside(piece: _Piece, box: Box) -> Box:
@@ -249,10 +267,6 @@ def _inside(piece: _Piece, box: Box) -> Box:
     return inside if piece.added_axis is None else (*inside[: piece.added_axis], *inside[piece.added_axis + 1 :])
 
 
-def _read(tensors: StoredTensors, piece: _Piece, box: Box) -> Tensor:
-    return tensors.read(piece.key, _inside(piece, box)).reshape(shape_of(box))
-
-
-def _require_whole(key: str, box: Box, boxes: list[Box]) -> None:
-    if sum(math.prod(shape_of(one)) for one in boxes) != math.prod(shape_of(box)):
-        raise ConversionError(f"{key}: not every part of {box} was saved", "the checkpoint is incomplete; save it again")
+def _make_up(box: Box, pieces: list[tuple[Box, _Piece]]) -> bool:
+    """Whether pieces hold all of a box."""
+    return sum(math.prod(shape_of(common)) for common, _ in pieces) == math.prod(shape_of(box))
