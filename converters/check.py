@@ -10,9 +10,9 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from converters.checkpoint.headers import HuggingFaceHeaders
+from converters.checkpoint.source import HuggingFaceSource
 from converters.checkpoint.work import row_ranges
 from converters.errors import ConversionError
 from converters.mapping.formulas import formula_of
@@ -22,13 +22,11 @@ from converters.model_config.architecture import Architecture
 from converters.model_config.prediction_layers import copies
 
 if TYPE_CHECKING:
-    from converters.checkpoint.source import HuggingFaceSource
     from converters.mapping.logical import MegatronModel
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Old Llama checkpoints store the rotary frequencies, which every model computes from its config.
 _IGNORABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-Headers = HuggingFaceHeaders[Any]
 # words that wrappers leave in the names of tensors
 _WRAPPERS = {
     "_orig_mod": "torch.compile",
@@ -72,7 +70,7 @@ def check_source(source: HuggingFaceSource, architecture: Architecture, compare_
         _refuse(source, architecture, _unequal_copies(source, architecture, excused))
 
 
-def check_headers(source: Headers, architecture: Architecture, excused: Sequence[str] = ()) -> None:
+def check_headers(source: HuggingFaceSource, architecture: Architecture, excused: Sequence[str] = ()) -> None:
     """``check_source`` without comparing tensors that should say the same. Reads headers only, without torch."""
     accounted: set[str] = set()
     source.check_files()
@@ -80,7 +78,7 @@ def check_headers(source: Headers, architecture: Architecture, excused: Sequence
     _refuse(source, architecture, asked + _unasked_problems(source, architecture, accounted, excused))
 
 
-def _refuse(source: Headers, architecture: Architecture, problems: list[str]) -> None:
+def _refuse(source: HuggingFaceSource, architecture: Architecture, problems: list[str]) -> None:
     if not problems:
         return
     expected = {place.name for tensor in hf_tensors(architecture) for place in tensor.places}
@@ -138,7 +136,7 @@ def _without(name: str, words: tuple[str, ...]) -> str:
     return name.removeprefix(".".join(words) + ".")
 
 
-def _asked_problems(source: Headers, architecture: Architecture, accounted: set[str], excused: Sequence[str]) -> list[str]:
+def _asked_problems(source: HuggingFaceSource, architecture: Architecture, accounted: set[str], excused: Sequence[str]) -> list[str]:
     """Problems with tensors of the architecture. Names of the stored tensors that hold them are put into ``accounted``."""
     problems = []
     for tensor in hf_tensors(architecture):
@@ -157,7 +155,7 @@ def _asked_problems(source: Headers, architecture: Architecture, accounted: set[
     return problems
 
 
-def _unasked_problems(source: Headers, architecture: Architecture, accounted: set[str], excused: Sequence[str]) -> list[str]:
+def _unasked_problems(source: HuggingFaceSource, architecture: Architecture, accounted: set[str], excused: Sequence[str]) -> list[str]:
     """Problems with tensors that the architecture does not ask for."""
     problems = []
     for name in source.names():
@@ -203,7 +201,7 @@ def is_excused(names: Sequence[str], patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def _tensor_problems(source: Headers, architecture: Architecture, name: str, shape: tuple[int, ...]) -> list[str]:
+def _tensor_problems(source: HuggingFaceSource, architecture: Architecture, name: str, shape: tuple[int, ...]) -> list[str]:
     problems = []
     if source.shape(name) != shape:
         formula = formula_of(name, shape, architecture)

@@ -30,6 +30,7 @@ from converters.checkpoint.artifacts import (
     refuse_changed_files,
     write_config,
 )
+from converters.checkpoint.boxes import read_box, whole, write_bytes
 from converters.checkpoint.manifest import (
     MANIFEST_FILE,
     RULES,
@@ -42,8 +43,7 @@ from converters.checkpoint.manifest import (
     fingerprints,
 )
 from converters.checkpoint.narrowing import Narrowing, kept_dtype
-from converters.checkpoint.safetensors_file import NAMES, read_box, whole, write_bytes
-from converters.checkpoint.safetensors_header import OpenFiles
+from converters.checkpoint.safetensors_file import DTYPE_NAMES, OpenFiles
 from converters.checkpoint.staging import Staging, check_apart
 from converters.checkpoint.work import (
     ConversionResult,
@@ -58,6 +58,7 @@ from converters.mapping.rules import all_rules, hf_tensors
 from converters.model_config.architecture import Architecture
 from converters.opening import MegatronCheckpoint
 
+_STORED_NAMES = {getattr(torch, name): stored for stored, name in DTYPE_NAMES.items()}
 Parts = tuple[tuple[HuggingFaceTensor, TensorLocation], ...]
 """The Hugging Face tensors in a stored tensor, each with its place there."""
 
@@ -126,7 +127,7 @@ def header_of(tensors: Sequence[WrittenTensor]) -> bytes:
     """The header of the file that holds these tensors, its length in front."""
     entries = {
         tensor.name: {
-            "dtype": NAMES[tensor.dtype],
+            "dtype": _STORED_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [tensor.offset, tensor.offset + tensor.size],
         }

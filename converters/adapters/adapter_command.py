@@ -15,8 +15,8 @@ from converters.adapters.megatron_adapter import MegatronAdapter
 from converters.adapters.peft_directory import WEIGHTS_FILE, is_peft_directory
 from converters.adapters.to_megatron import plan_adapter, write_megatron_adapter
 from converters.checkpoint.artifacts import HF_DIRECTORY, read_config
-from converters.checkpoint.headers import ADAPTER_CONFIG
 from converters.checkpoint.manifest import WEIGHTS, fingerprints
+from converters.checkpoint.source import ADAPTER_CONFIG
 from converters.checkpoint.staging import Staging, check_apart, follow_umask
 from converters.errors import ConversionError
 from converters.families.read import read_architecture

@@ -21,7 +21,7 @@ from converters.adapters.megatron_adapter import PEFT_PREFIX, MegatronAdapter
 from converters.adapters.peft_directory import PeftDirectory, is_peft_directory
 from converters.adapters.replaced_rows import Replacements
 from converters.check import wrapped_names
-from converters.checkpoint.safetensors_file import Box
+from converters.checkpoint.boxes import Box
 from converters.errors import ConversionError
 from converters.mapping.rule import HuggingFaceTensor, TensorLocation
 from converters.mapping.rules import hf_tensors

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from converters.adapters.lora_config import LoraConfig, read_lora_config
 from converters.checkpoint.artifacts import HF_DIRECTORY
-from converters.checkpoint.headers import ADAPTER_CONFIG
+from converters.checkpoint.boxes import Box, whole
 from converters.checkpoint.manifest import MANIFEST_FILE, ConversionManifest, TensorHashes, read_manifest
-from converters.checkpoint.safetensors_file import Box, whole
+from converters.checkpoint.source import ADAPTER_CONFIG
 from converters.errors import ConversionError
 from converters.files.reading import read_json_object
 from converters.foreign.settings import RUN_CONFIG_FILE, find_run_config, read_section

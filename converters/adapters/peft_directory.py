@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from converters.adapters.lora_config import LoraConfig, read_lora_config
-from converters.checkpoint.headers import ADAPTER_CONFIG
-from converters.checkpoint.safetensors_file import Box, SafetensorsFile
+from converters.checkpoint.boxes import Box
+from converters.checkpoint.safetensors_file import SafetensorsFile
+from converters.checkpoint.source import ADAPTER_CONFIG
 from converters.errors import ConversionError
 from converters.files.reading import read_json_object
 

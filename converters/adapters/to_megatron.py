@@ -17,7 +17,7 @@ from torch import Tensor
 from converters.adapters.lora import Factors, LoraAdapter
 from converters.adapters.megatron_adapter import BLOCKS, FORM_NOTE, SHARED, Block, block, linears, peft_name, rows_of, stored_factor
 from converters.checkpoint.artifacts import HF_DIRECTORY, read_config
-from converters.checkpoint.headers import ADAPTER_CONFIG
+from converters.checkpoint.boxes import bytes_of
 from converters.checkpoint.manifest import (
     RULES,
     WEIGHTS,
@@ -28,7 +28,7 @@ from converters.checkpoint.manifest import (
     fingerprint_of_rules,
     fingerprints,
 )
-from converters.checkpoint.safetensors_file import bytes_of
+from converters.checkpoint.source import ADAPTER_CONFIG
 from converters.checkpoint.staging import Staging, check_apart
 from converters.errors import ConversionError
 from converters.families.read import read_architecture

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from converters.checkpoint.boxes import bytes_of
 from converters.checkpoint.exact import cast
-from converters.checkpoint.safetensors_file import bytes_of
 from converters.errors import ChangedSourceError, ConversionError
 from converters.files.atomic import whole_file
 from converters.files.reading import require_regular

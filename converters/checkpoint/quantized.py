@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from converters.checkpoint.artifacts import read_config
-from converters.checkpoint.safetensors_file import Box, shape_of
+from converters.checkpoint.boxes import Box, shape_of
 from converters.checkpoint.source import HuggingFaceSource, open_source
 from converters.errors import ConversionError
 
@@ -203,9 +203,9 @@ class DequantizedSource(HuggingFaceSource):
         """See ``HuggingFaceSource``."""
         return self._formats[name].shape if name in self._formats else super().shape(name)
 
-    def dtype(self, name: str) -> torch.dtype:
+    def dtype_name(self, name: str) -> str:
         """See ``HuggingFaceSource``."""
-        return self.dequantized_dtype if name in self._formats else super().dtype(name)
+        return str(self.dequantized_dtype) if name in self._formats else super().dtype_name(name)
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         """See ``HuggingFaceSource``."""

@@ -1,15 +1,77 @@
-"""Reads Hugging Face safetensors checkpoints, headers and slices only."""
+"""Reads Hugging Face safetensors checkpoints, headers and slices only; torch is loaded with the first tensor."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from converters.checkpoint.headers import HuggingFaceHeaders, locate_source
-from converters.checkpoint.safetensors_file import Box, SafetensorsFile, whole
+from converters.checkpoint.safetensors_file import OpenFiles, SafetensorsFile
 from converters.errors import ConversionError
+from converters.files.kinds import misplaced_kind, unfinished_download
+from converters.files.reading import read_json_object
+from converters.torch_dist.location import holds_checkpoint
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from converters.checkpoint.boxes import Box
+
+ADAPTER_CONFIG = "adapter_config.json"
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+# Weights, configs and tokenizers at the top level of a repository, and chat templates; no pickles, no code, no second copies.
+_HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
+_TEMPLATES = "additional_chat_templates"
+# every directory whose name is not that of the templates: patterns know no "not", so letter by letter, from where the names part
+_OTHER_DIRECTORIES = [
+    pattern
+    for length, letter in enumerate(_TEMPLATES)
+    for pattern in (f"{_TEMPLATES[:length]}[!{letter}]*/*", *([f"{_TEMPLATES[:length]}/*"] if length else []))
+] + [f"{_TEMPLATES}[!/]*/*", f"{_TEMPLATES}/*/*"]
+_HUB_IGNORED = [*_OTHER_DIRECTORIES, "consolidated*", "adapter_*"]
+
+# what trainers save in pieces that no single program of transformers reads
+_SHARDED = (
+    ("global_step*/*_states.pt", "DeepSpeed ZeRO", "join it with its zero_to_fp32.py, with --safe_serialization"),
+    ("*/*.distcp", "FSDP", "join it with accelerate merge-weights"),
+    ("*_rank_*.pt", "FSDP in pieces of ranks", "join it with the program of its trainer that writes Hugging Face's format"),
+    ("blobs/sha256*", "ollama (GGUF)", "give the safetensors model that it was made of"),
+)
+
+
+def locate_source(model_name: str | Path, revision: str | None = None) -> Path:
+    """The directory of a checkpoint, fetched first where it is one of the hub. Arguments and errors as of ``open_source``."""
+    directory = Path(model_name).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.is_file():
+        kind = misplaced_kind(directory)
+        raise ConversionError(
+            f"{directory} is {'a file' if kind is None else kind[0]}, not the directory of a model",
+            f"give {directory.parent}, where config.json has to be too" if kind is None else kind[1],
+        )
+    name = str(model_name)
+    if isinstance(model_name, Path) or directory.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ConversionError(f"model directory {name!r} does not exist", "give an existing directory or a hub id")
+    return _download(name, revision)
+
+
+def _download(repository: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED))
+    # The hub client raises its own errors, those of its HTTP library and those of the file system; all mean the same here.
+    except Exception as error:
+        raise ConversionError(
+            f"{repository!r} (revision {revision or 'default'}) is no local directory and could not be fetched from the hub "
+            f"({type(error).__name__}: {error})",
+            "check the name and the network, or download the model and give its directory",
+        ) from error
 
 
 def open_source(model_name: str | Path, revision: str | None = None) -> HuggingFaceSource:
@@ -26,23 +88,83 @@ def open_source(model_name: str | Path, revision: str | None = None) -> HuggingF
     return HuggingFaceSource(locate_source(model_name, revision))
 
 
-class HuggingFaceSource(HuggingFaceHeaders[SafetensorsFile]):
-    """The tensors beside their headers. Safe to be read from several threads."""
+class HuggingFaceSource:
+    """A directory with ``model.safetensors``, or with ``model.safetensors.index.json`` and the files it names.
+
+    As in transformers, the single file wins where both exist. Headers are read when first needed. Safe to be read from several
+    threads.
+    """
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory, SafetensorsFile)
+        self.directory = directory
+        self._files: dict[str, SafetensorsFile] = {}
+        self._open_files = OpenFiles()
+        self._lock = threading.Lock()
+        self._file_of: dict[str, str] = {}
+        self._file_of = self._read_layout()
+
+    @property
+    def name(self) -> str:
+        """Return what to call the checkpoint: of a hub repository its id and commit, otherwise the directory."""
+        snapshot = re.search(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})$", self.directory.as_posix())
+        return "{}/{}@{}".format(*snapshot.groups()) if snapshot else self.directory.name
+
+    def identity(self) -> list[list[str | int]]:
+        """Changes when the weights do: name, size and time of change of each of their files."""
+        files = sorted({self.directory / name for name in self._file_of.values()})
+        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return sorted(self._file_of)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return name in self._file_of
+
+    def check_files(self) -> None:
+        """Open every file.
+
+        Raises:
+            ConversionError: one is damaged, or holds other tensors than the index says.
+        """
+        for file_name in sorted(set(self._file_of.values())):
+            unknown = sorted(name for name in set(self._open(file_name).keys()) if self._file_of.get(name) != file_name)
+            if unknown:
+                what = f"{self.directory / file_name} holds tensors that {_INDEX} does not say are in it"
+                raise ConversionError(what, "fetch the checkpoint again", unknown)
+
+    def unread_files(self) -> list[str]:
+        """Safetensors files of the directory that are not part of the checkpoint, such as shards of an earlier save, by name."""
+        read = {*self._file_of.values()}
+        return sorted(path.name for path in self.directory.glob("model*.safetensors") if path.name not in read)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the header.
+
+        Raises:
+            ConversionError: there is no such tensor, or its file is damaged.
+        """
+        return self._file(name).shape(name)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor, by name. Raises as ``shape`` does."""
+        return {name: self.shape(name) for name in self.names()}
 
     def dtype_name(self, name: str) -> str:
-        """See ``HuggingFaceHeaders``."""
-        return str(self.dtype(name))
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Stored dtype of a tensor, from the header.
+        """Stored dtype of a tensor, as torch writes it (``torch.float32``), from the header.
 
         Raises:
             ConversionError: there is no such tensor, its file is damaged, or torch has no such dtype.
         """
-        return self._file(name).dtype(name)
+        return f"torch.{self._file(name).dtype_name(name)}"
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Stored dtype of a tensor. Errors as of ``dtype_name``."""
+        import torch
+
+        found: torch.dtype = getattr(torch, self.dtype_name(name).removeprefix("torch."))
+        return found
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         """A tensor or a slice of it, touching only the bytes of that slice.
@@ -66,7 +188,112 @@ class HuggingFaceSource(HuggingFaceHeaders[SafetensorsFile]):
             if dimension >= len(shape) or part.step not in (None, 1) or not _inside(part, shape[dimension]):
                 raise ConversionError(f"{name} has shape {list(shape)}; dimension {dimension} has no {part}", "read inside the tensor")
         asked = tuple(part.indices(size)[:2] for part, size in zip(slices, shape, strict=False))
-        return (*asked, *whole(shape[len(asked) :]))
+        return (*asked, *((0, size) for size in shape[len(asked) :]))
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """A JSON object of the directory, such as ``config.json``; None where the file does not exist.
+
+        Raises:
+            ConversionError: the file holds something else.
+        """
+        try:
+            return read_json_object(self.directory / name)
+        except FileNotFoundError:
+            return None
+
+    def _read_layout(self) -> dict[str, str]:
+        """File name by tensor name."""
+        if not self.directory.is_dir():
+            raise ConversionError(f"model directory {str(self.directory)!r} does not exist", "give an existing directory or a hub id")
+        if (self.directory / ADAPTER_CONFIG).exists():
+            # transformers would look for the base model elsewhere, and apply the adapter
+            raise ConversionError(
+                f"{self.directory} holds a PEFT adapter ({ADAPTER_CONFIG})",
+                "give the directory of the base model, and with --lora that of the adapter; megarl convert adapter converts it by itself",
+            )
+        if (self.directory / _SINGLE).exists():
+            return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
+        index = self.read_json(_INDEX)
+        if index is not None:
+            return self._check_index(index.get("weight_map"))
+        if holds_checkpoint(self.directory):
+            raise ConversionError(f"{self.directory} is a checkpoint of Megatron-Core (torch_dist)", "megarl convert export reads it")
+        raise self._no_weights()
+
+    def _no_weights(self) -> ConversionError:
+        """What a directory without the files that are looked for has instead."""
+        what = f"{self.directory} has neither {_SINGLE} nor {_INDEX}"
+        for name in (_SINGLE, _INDEX):
+            path = self.directory / name
+            if path.is_symlink():
+                return ConversionError(f"{path} leads to {os.readlink(path)}, which is not there", "fetch the model again")
+            if (unfinished := unfinished_download(path)) is not None:
+                return ConversionError(f"{what}, only {unfinished}, an unfinished download", "fetch the model again")
+        inside = sorted(
+            path.parent
+            for pattern in ("*", "snapshots/*")
+            for path in self.directory.glob(f"{pattern}/config.json")
+            if any(path.parent.glob("model*.safetensors"))
+        )
+        if inside:
+            return ConversionError(f"{what}; {inside[-1].relative_to(self.directory)} in it has a model", f"give {inside[-1]}")
+        for pattern, whose, fix in _SHARDED:
+            if any(self.directory.glob(pattern)):
+                return ConversionError(f"{what}, only a checkpoint of {whose} ({pattern})", fix)
+        found = sorted(
+            path.name for pattern in ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth") for path in self.directory.glob(pattern)
+        )
+        first = found[0] if found else ""
+        if first.startswith("model-") and first.endswith(".safetensors"):
+            return ConversionError(
+                f"{what}, only {len(found)} shards such as {first}", f"fetch {_INDEX} too, which says which tensor is in which shard"
+            )
+        if first.startswith("consolidated") and first.endswith(".safetensors"):
+            return ConversionError(f"{what}, only {first}, in the format of Mistral's own code", "fetch the model's transformers format")
+        if any(name.endswith(".gguf") for name in found):
+            return ConversionError(f"{what}, only {first}, a model of llama.cpp", "give the safetensors model that it was made of")
+        return ConversionError(
+            what + (f", only {first}" if found else ""),
+            "save the model with save_pretrained of a recent transformers; only safetensors are read, since other formats may run code",
+        )
+
+    def _check_index(self, weight_map: object) -> dict[str, str]:
+        """The index as it stands, once every file it names is known to lie in the directory."""
+        path = self.directory / _INDEX
+        if not isinstance(weight_map, Mapping) or not weight_map:
+            raise ConversionError(f"{path} has no weight_map", "fetch or write the index again")
+        problems = []
+        for file_name in sorted({str(value) for value in weight_map.values()}):
+            plain = PurePosixPath(file_name).name == file_name and "\\" not in file_name and file_name.endswith(".safetensors")
+            if not plain:
+                problems.append(f"{file_name!r} is not the plain name of a safetensors file in the directory")
+            elif not (self.directory / file_name).is_file():
+                problems.append(f"{file_name} does not exist")
+        if problems:
+            raise ConversionError(f"{path} names files that cannot be used", "fetch the checkpoint again", problems)
+        return {str(name): str(file_name) for name, file_name in weight_map.items()}
+
+    def _file(self, name: str) -> SafetensorsFile:
+        if name not in self._file_of:
+            raise ConversionError(f"{self.directory} has no tensor {name!r}", "check that the checkpoint is complete and of this family")
+        return self._open(self._file_of[name])
+
+    def _open(self, file_name: str) -> SafetensorsFile:
+        """The open file. On first use its header is compared with the index."""
+        with self._lock:
+            if file_name in self._files:
+                return self._files[file_name]
+            path = self.directory / file_name
+            # aria2 gives a file its whole length at once
+            if (self.directory / f"{file_name}.aria2").exists():
+                raise ConversionError(f"{path} is an unfinished download ({file_name}.aria2)", "let the download end, or fetch it again")
+            opened = SafetensorsFile(path, self._open_files)
+            indexed = {name for name, place in self._file_of.items() if place == file_name}
+            absent = sorted(indexed - set(opened.keys()))
+            if absent:
+                raise ConversionError(f"{path} lacks tensors that {_INDEX} says are in it", "fetch the checkpoint again", absent)
+            self._files[file_name] = opened
+            return opened
 
 
 def _inside(part: slice, length: int) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from converters.checkpoint.safetensors_file import Box, intersection, part, relative, shape_of, whole
+from converters.checkpoint.boxes import Box, intersection, part, relative, shape_of, whole
 from converters.errors import ConversionError
 from converters.mapping.rule import FUSED_NORMS
 from converters.torch_dist.reader import StoredTensors

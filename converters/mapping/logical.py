@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from converters.checkpoint.safetensors_file import Box, whole
+from converters.checkpoint.boxes import Box, whole
 from converters.checkpoint.source import HuggingFaceSource
 from converters.errors import ConversionError
 from converters.mapping.formulas import formula_of_parameter

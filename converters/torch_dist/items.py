@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.checkpoint.safetensors_file import Box, part, read_box, whole
+from converters.checkpoint.boxes import Box, part, read_box, whole
 from converters.errors import ConversionError
 from converters.files.restricted import DAMAGED, unpickle
 

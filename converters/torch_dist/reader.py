@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from converters.checkpoint.safetensors_file import Box, intersection, part, relative, shape_of, whole
-from converters.checkpoint.safetensors_header import OpenFiles
+from converters.checkpoint.boxes import Box, intersection, part, relative, shape_of, whole
+from converters.checkpoint.safetensors_file import OpenFiles
 from converters.errors import ConversionError
 from converters.files.reading import require_regular
 from converters.files.restricted import DAMAGED

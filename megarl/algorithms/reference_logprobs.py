@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from converters.checkpoint.headers import locate_source
+from converters.checkpoint.source import locate_source
 from megarl import env
 from megarl.config.backend import enabled_backend
 from megarl.data.datasets import Examples, bound_cache, cache_directory

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.check import Headers, check_headers
-from converters.checkpoint.headers import locate_source, open_headers
+from converters.check import check_headers
+from converters.checkpoint.source import HuggingFaceSource, locate_source
 from converters.errors import ConversionError
 from converters.families.hf_config import make_hf_config, read_hf_config
 from converters.families.read import config_notes, read_architecture, read_plain
@@ -54,7 +54,7 @@ def check_model(policy: Mapping[str, Any]) -> int:
         ConfigError: the model cannot be divided as configured.
     """
     directory = locate_source(policy["model_name"])
-    source = open_headers(directory)
+    source = HuggingFaceSource(directory)
     return _check(policy, _plain_file(directory / "config.json"), lambda: _read_config(policy, directory), source)
 
 
@@ -177,7 +177,7 @@ def _read_config(policy: Mapping[str, Any], place: str | Path, **options: Any) -
         ) from error
 
 
-def _check(policy: Mapping[str, Any], plain: Architecture | None, read: Callable[[], Any], source: Headers | None) -> int:
+def _check(policy: Mapping[str, Any], plain: Architecture | None, read: Callable[[], Any], source: HuggingFaceSource | None) -> int:
     """The vocabulary size; without a source the config alone is checked.
 
     Args:
@@ -211,7 +211,7 @@ def _architecture_of(policy: Mapping[str, Any], config: Any) -> Architecture:
     return architecture
 
 
-def _runs_on_torch(policy: Mapping[str, Any], architecture: Architecture, source: Headers | None) -> bool:
+def _runs_on_torch(policy: Mapping[str, Any], architecture: Architecture, source: HuggingFaceSource | None) -> bool:
     """Whether a model runs on the torch backends for certain: it is one whose tensors and plan are written down here. What else there is
     has to be built to be judged."""
     settings = policy.get("dtensor_cfg") or {}
@@ -226,9 +226,8 @@ def _runs_on_torch(policy: Mapping[str, Any], architecture: Architecture, source
     return True
 
 
-def _check_scoring(policy: Mapping[str, Any], config: Any, source: Headers | None) -> int:
+def _check_scoring(policy: Mapping[str, Any], config: Any, source: HuggingFaceSource | None) -> int:
     """The vocabulary size of a model that is to score."""
-    from converters.checkpoint.source import HuggingFaceSource
     from megarl.models.engine.scoring import scoring_config, scoring_source
 
     config = scoring_config(config)
@@ -243,7 +242,7 @@ def _check_scoring(policy: Mapping[str, Any], config: Any, source: Headers | Non
     return architecture.vocab_size
 
 
-def _check_for_torch(policy: Mapping[str, Any], config: Any, source: Headers | None) -> None:
+def _check_for_torch(policy: Mapping[str, Any], config: Any, source: HuggingFaceSource | None) -> None:
     """Return what the workers of the torch backends will refuse, on a model without memory."""
     from megarl.models.dtensor.plans import choose_plan
     from megarl.models.huggingface.loading import build_on_meta, check_names, is_tied

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from converters.checkpoint.safetensors_file import bytes_of, whole
+from converters.checkpoint.boxes import bytes_of, whole
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.checkpoint.background import free_memory, memory_of, move_files, take_memory

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from converters.checkpoint.safetensors_file import part
+from converters.checkpoint.boxes import part
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.models.megatron.state_stream import boxes
 from megarl.parity.pool import WorkerPool

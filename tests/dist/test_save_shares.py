@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from converters.checkpoint.safetensors_file import Box, intersection
+from converters.checkpoint.boxes import Box, intersection
 from converters.torch_dist.reader import _overlapping
 from megarl.checkpoint.restricted import METADATA_FILE, read_plain_index
 from megarl.parity.pool import WorkerPool

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from converters.checkpoint.safetensors_file import whole
+from converters.checkpoint.boxes import whole
 from converters.checkpoint.source import open_source
 from converters.command import build_parser, main, run
 from converters.errors import ConversionError

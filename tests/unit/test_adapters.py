@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from converters.checkpoint.safetensors_file import whole
+from converters.checkpoint.boxes import whole
 from converters.command import main
 from converters.torch_dist.reader import TorchDistCheckpoint
 from tests.tiers import sampled

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint import metadata
 
-from converters.checkpoint import headers
+from converters.checkpoint import source
 from converters.command import main
 from converters.errors import ConversionError
 from converters.files.restricted import index_name, unpickle
@@ -164,7 +164,7 @@ def test_the_hub_is_asked_for_further_chat_templates_and_for_no_other_directory(
 
     there = ["config.json", "model.safetensors", "additional_chat_templates/tool_use.jinja"]
     others = ["original/config.json", "onnx/tokenizer.json", "adapter/config.json", "assets/a.json", "consolidated.safetensors", "run.py"]
-    wanted = filter_repo_objects([*there, *others], allow_patterns=headers._HUB_PATTERNS, ignore_patterns=headers._HUB_IGNORED)
+    wanted = filter_repo_objects([*there, *others], allow_patterns=source._HUB_PATTERNS, ignore_patterns=source._HUB_IGNORED)
     assert list(wanted) == there
 
 

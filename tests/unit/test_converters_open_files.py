@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from converters import importing
-from converters.checkpoint.safetensors_header import OpenFiles
+from converters.checkpoint.safetensors_file import OpenFiles
 from converters.command import main
 from converters.errors import ConversionError
 from tests.open_files import open_files

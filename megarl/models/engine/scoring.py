@@ -97,19 +97,19 @@ class _WithNewScore(HuggingFaceSource):
         super().__init__(directory)
 
     def names(self) -> list[str]:
-        """See ``HuggingFaceHeaders``."""
+        """See ``HuggingFaceSource``."""
         return sorted([SCORE, *(name for name in super().names() if not _OUTPUT_LAYERS.fullmatch(name))])
 
     def __contains__(self, name: str) -> bool:
         return name == SCORE or (not _OUTPUT_LAYERS.fullmatch(name) and super().__contains__(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See ``HuggingFaceHeaders``."""
+        """See ``HuggingFaceSource``."""
         return tuple(self._score.shape) if name == SCORE else super().shape(name)
 
-    def dtype(self, name: str) -> torch.dtype:
+    def dtype_name(self, name: str) -> str:
         """See ``HuggingFaceSource``."""
-        return self._score.dtype if name == SCORE else super().dtype(name)
+        return str(self._score.dtype) if name == SCORE else super().dtype_name(name)
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> torch.Tensor:
         """See ``HuggingFaceSource``."""

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import ModelOutput
 
-from converters.check import Headers
+from converters.checkpoint.source import HuggingFaceSource
 from converters.model_config.rope import rotary_disagreements
 from megarl.errors import ModelError
 from megarl.models.huggingface.attention import IMPLEMENTATION
@@ -139,7 +139,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def check_fits(model: nn.Module, source: Headers, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_fits(model: nn.Module, source: HuggingFaceSource, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """``check_names`` for a model; all that its checkpoints hold has to be parameters.
 
     Raises:
@@ -150,7 +150,7 @@ def check_fits(model: nn.Module, source: Headers, shapes: Mapping[str, tuple[int
     check_names(source, shapes, tied=is_tied(model))
 
 
-def check_names(source: Headers, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
+def check_names(source: HuggingFaceSource, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
     """Check that a checkpoint has every tensor of a model, no other, in the right shapes. Reads headers only.
 
     Args:

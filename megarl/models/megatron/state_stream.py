@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from converters.checkpoint.safetensors_file import Box, intersection, part, relative, shape_of, whole
+from converters.checkpoint.boxes import Box, intersection, part, relative, shape_of, whole
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.checkpoint.storage import read_again
 from megarl.errors import CheckpointError

@@ -1,0 +1,124 @@
+"""Boxes of tensors, read from files without mapping them into memory: memory in use is what was asked for.
+
+A box is a range on every dimension of a tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from converters.errors import ConversionError
+
+Box = tuple[tuple[int, int], ...]
+# runs shorter than this are read together with what lies between them
+_SHORT_RUN = 4096
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that is all of a tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    """Sizes of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """Return what two boxes of one tensor have in common; None when nothing."""
+    common = tuple((max(low, start), min(high, stop)) for (low, high), (start, stop) in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def relative(box: Box, origin: Sequence[int]) -> Box:
+    """The box counted from ``origin``."""
+    return tuple((start - first, stop - first) for (start, stop), first in zip(box, origin, strict=True))
+
+
+def part(tensor: Tensor, box: Box) -> Tensor:
+    """The view of a tensor that a box describes."""
+    return tensor[tuple(slice(start, stop) for start, stop in box)]
+
+
+def read_box(descriptor: int, offset: int, dtype: torch.dtype, shape: Sequence[int], box: Box, what: str) -> Tensor:
+    """A box of a tensor that lies contiguous in a file.
+
+    Args:
+        descriptor: of the file, open for reading; its position is neither used nor moved.
+        offset: of the tensor's first byte.
+        dtype, shape: of the tensor.
+        box: inside it.
+        what: to call the tensor by in errors.
+
+    Returns:
+        A fresh contiguous CPU tensor.
+
+    Raises:
+        ConversionError: the file ends too early, or cannot be read.
+    """
+    out = torch.empty(shape_of(box), dtype=dtype)
+    if out.numel() == 0:
+        return out
+    # the dimensions behind this one are whole, so that a range of it is one run of bytes
+    inner = max((axis for axis, ((start, stop), size) in enumerate(zip(box, shape, strict=True)) if stop - start < size), default=0)
+    tail = math.prod(shape[inner + 1 :]) * dtype.itemsize
+    first, last = box[inner] if box else (0, 1)
+    run = (last - first) * tail
+    flat = _bytes_of(out)
+    if run < _SHORT_RUN and run < flat.numel() and inner > 0:
+        rows = read_box(descriptor, offset, dtype, shape, (*box[:inner], *whole(shape[inner:])), what)
+        return part(rows, (*whole(rows.shape[:inner]), *box[inner:])).contiguous()
+    strides = [math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(inner)]
+    position = 0
+    for place in itertools.product(*(range(*limits) for limits in box[:inner])):
+        begin = offset + sum(index * stride for index, stride in zip(place, strides, strict=True)) + first * tail
+        read_bytes(descriptor, begin, flat[position : position + run], what)
+        position += run
+    return out
+
+
+def read_bytes(descriptor: int, offset: int, out: Tensor, what: str) -> None:
+    """Fill ``out``, a uint8 tensor of one dimension, from a position of a file.
+
+    Raises:
+        ConversionError: the file ends too early, or cannot be read.
+    """
+    view, done = _view(out), 0
+    while done < len(view):
+        try:
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+        except OSError as error:
+            raise ConversionError(f"{what} cannot be read ({error})", "check the disk, or fetch the checkpoint again") from error
+        if count == 0:
+            raise ConversionError(
+                f"{what}: the file ends {len(view) - done} bytes too early", "the file is truncated; fetch or write the checkpoint again"
+            )
+        done += count
+
+
+def write_bytes(descriptor: int, offset: int, data: Tensor) -> None:
+    """Write a contiguous tensor at a position of a file."""
+    view, done = bytes_of(data), 0
+    while done < len(view):
+        done += os.pwritev(descriptor, [view[done:]], offset + done)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied."""
+    return _view(_bytes_of(tensor))
+
+
+def _view(flat: Tensor) -> memoryview:
+    buffer: Any = flat.numpy()
+    return memoryview(buffer)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
