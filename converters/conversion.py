@@ -7,12 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from torch import Tensor
 
-from converters.adapters.lora import LoraAdapter
 from converters.checkpoint.exact import cast
 from converters.checkpoint.manifest import ConversionManifest, HeldAgainst, TensorHashes, excused_notes, not_finite_note
 from converters.checkpoint.narrowing import Narrowing
@@ -32,34 +31,12 @@ from converters.checkpoint.work import (
 )
 from converters.errors import ConversionError
 from converters.files.reading import require_space
-from converters.mapping.logical import LogicalModel
 from converters.mapping.places import rows_in
 from converters.mapping.rule import HuggingFaceTensor, TensorLocation
 
-
-class Plan(Protocol):
-    """What a conversion of either direction will do.
-
-    Attributes:
-        model: the source.
-        dtypes: of each Hugging Face tensor, as it will be written.
-        notes: what the conversion will say of itself that follows from the plan.
-        missing, left_out: names on either side that were excused.
-        adapter: that is merged into the tensors of ``model``.
-    """
-
-    @property
-    def model(self) -> LogicalModel: ...
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]: ...
-    @property
-    def notes(self) -> dict[str, Any]: ...
-    @property
-    def missing(self) -> tuple[str, ...]: ...
-    @property
-    def left_out(self) -> tuple[str, ...]: ...
-    @property
-    def adapter(self) -> LoraAdapter | None: ...
+if TYPE_CHECKING:
+    from converters.exporting import ExportPlan
+    from converters.importing import ImportPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +98,9 @@ class Conversion(ABC):
     pieces: Mapping[str, Sequence[HuggingFaceTensor]]
     files: Sequence[Sequence[str]]
 
-    def __init__(self, plan: Plan, staging: Staging, narrowing: Narrowing, manifest: ConversionManifest | None, directory: Path) -> None:
+    def __init__(
+        self, plan: ImportPlan | ExportPlan, staging: Staging, narrowing: Narrowing, manifest: ConversionManifest | None, directory: Path
+    ) -> None:
         self._plan, self.staging, self._narrowing = plan, staging, narrowing
         self._held = HeldAgainst(manifest, directory, plan.dtypes, () if plan.adapter is None else plan.adapter.changed)
         self.finished: dict[str, Mapping[str, Any]] = {}

@@ -238,8 +238,7 @@ def plan_import(
     model = HuggingFaceModel(source, architecture)
     adapter = None
     if lora is not None:
-        model = merged = merge_import(model, lora, dtype)
-        adapter = merged.adapter
+        model, adapter = merge_import(model, lora, dtype)
     rules = [rule for rule in all_rules(architecture) if _is_whole(rule, source, allow_missing)]
     dtypes = {part.name: kept_dtype(part, model.dtype(part), dtype) for rule in rules for part in rule.parts}
     accounted = {place.name for rule in rules for part in rule.parts for place in part.places}

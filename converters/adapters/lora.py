@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from converters.adapters.lora_config import LoraConfig
+from converters.adapters.lora_config import LoraConfig, is_among
 from converters.adapters.megatron_adapter import PEFT_PREFIX, MegatronAdapter
 from converters.adapters.peft_directory import PeftDirectory, is_peft_directory
 from converters.adapters.replaced_rows import Replacements
@@ -26,7 +26,7 @@ from converters.errors import ConversionError
 from converters.mapping.rule import HuggingFaceTensor, TensorLocation
 from converters.mapping.rules import hf_tensors
 from converters.model_config.architecture import Architecture
-from converters.torch_dist.location import find_checkpoint
+from converters.torch_dist.location import holds_checkpoint
 
 
 class AdapterSource(Protocol):
@@ -59,30 +59,6 @@ class AdapterSource(Protocol):
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A tensor, or a box of it, as a fresh contiguous CPU tensor."""
         ...
-
-
-def open_adapter(directory: Path, architecture: Architecture) -> AdapterSource:
-    """Open an adapter of a model.
-
-    Args:
-        directory: of PEFT, or a ``torch_dist`` checkpoint of adapters.
-        architecture: of the base model.
-
-    Raises:
-        ConversionError: there is none, it is damaged, or it is of a form that is not known here.
-    """
-    if not is_peft_directory(directory) and is_megatron(directory):
-        return MegatronAdapter(directory, architecture)
-    return PeftDirectory(directory)
-
-
-def is_megatron(directory: Path) -> bool:
-    """Whether there is a ``torch_dist`` checkpoint."""
-    try:
-        find_checkpoint(directory)
-    except (ConversionError, OSError):
-        return False
-    return True
 
 
 _FACTOR = re.compile(r"(?P<module>.+)\.(?P<factor>lora_(?:embedding_)?[AB])(?:\.weight)?")
@@ -122,15 +98,17 @@ class LoraAdapter:
 
     Attributes:
         source: its tensors.
+        base: names of the tensors of the base model that are stored with the adapter, by the name of the Hugging Face tensor.
         factors: by the name of the Hugging Face tensor that they change.
         replaced: rows that it has in place of the base model's, by the name of the Hugging Face tensor.
     """
 
     def __init__(self, directory: Path, architecture: Architecture) -> None:
         self.directory = directory
-        self.source: AdapterSource = open_adapter(directory, architecture)
+        is_megatron = not is_peft_directory(directory) and holds_checkpoint(directory)
+        self.source: AdapterSource = MegatronAdapter(directory, architecture) if is_megatron else PeftDirectory(directory)
         self._config = self.source.config
-        self._base: dict[str, str] = {}
+        self.base: dict[str, str] = {}
         tensors = {tensor.name: tensor for tensor in hf_tensors(architecture)}
         replacements = Replacements(self.source, tensors, architecture.tied_embeddings)
         self.replaced = replacements.found
@@ -192,16 +170,6 @@ class LoraAdapter:
         rows = self._read(factors.up, rows=(first, max(first, first + (stop - start - 1) * place.step + 1)))
         return rows[:: place.step, expert::experts].contiguous(), self._read(factors.down, rows=(expert * rank, (expert + 1) * rank))
 
-    @property
-    def base_names(self) -> list[str]:
-        """Hugging Face tensors of the base model that are stored with the adapter."""
-        return list(self._base)
-
-    def base_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows of such a tensor."""
-        shape = self.source.shape(self._base[name])
-        return self.source.read(self._base[name], ((start, stop), (0, shape[1])))
-
     def _read(self, name: str, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None) -> Tensor:
         shape = self.source.shape(name)
         return self.source.read(name, (rows or (0, shape[0]), columns or (0, shape[1]))).float()
@@ -213,7 +181,7 @@ class LoraAdapter:
         for name in sorted(set(self.source.keys()) - replacements.names):
             base = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
             if name.endswith(".base_layer.weight") and base in tensors and self.source.shape(name) == tensors[base].shape:
-                self._base[base] = name
+                self.base[base] = name
                 continue
             match = _FACTOR.fullmatch(name.removeprefix(PEFT_PREFIX)) if name.startswith(PEFT_PREFIX) else None
             if match is None:
@@ -242,7 +210,7 @@ class LoraAdapter:
         problems += _left_out(self._config, tensors, set(found), untrained)
         for stack, members in stacks.items():
             incomplete = any(tensor.name not in fitted for tensor, _ in members)
-            if self._config.asks_for_parameter(stack) and incomplete and not stack.startswith(untrained):
+            if is_among(stack, self._config.target_parameters) and incomplete and not stack.startswith(untrained):
                 problems.append(f"missing: {stack}, which target_parameters lists")
         if problems:
             self._refuse_wrapped(tensors)
@@ -341,5 +309,5 @@ def _untrained_layers(architecture: Architecture, changed: Iterable[str]) -> tup
 def _left_out(config: LoraConfig, tensors: Mapping[str, HuggingFaceTensor], found: set[str], untrained: tuple[str, ...]) -> list[str]:
     """Modules of the model that the config lists and that have no factors, but for those of ``untrained`` layers."""
     modules = [name.removesuffix(".weight") for name, tensor in tensors.items() if name.endswith(".weight") and len(tensor.shape) == 2]
-    listed = [module for module in modules if config.asks_for(module) and not module.startswith(untrained)]
+    listed = [module for module in modules if is_among(module, config.targets) and not module.startswith(untrained)]
     return [f"missing: {module}, which target_modules lists" for module in listed if module not in found]

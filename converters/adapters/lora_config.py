@@ -80,14 +80,6 @@ class LoraConfig:
         rank = self.rank_of(module)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
 
-    def asks_for(self, module: str) -> bool:
-        """Whether the config lists the module."""
-        return is_among(module, self.targets)
-
-    def asks_for_parameter(self, parameter: str) -> bool:
-        """Whether the config lists the parameter."""
-        return is_among(parameter, self.target_parameters)
-
 
 def is_among(name: str, targets: frozenset[str]) -> bool:
     """Whether a name, or its end behind a dot, is one of the targets."""

@@ -6,11 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from converters.adapters.lora_config import LoraConfig, read_lora_config
-from converters.checkpoint.boxes import Box
 from converters.checkpoint.safetensors_file import SafetensorsFile
 from converters.checkpoint.source import ADAPTER_CONFIG
 from converters.errors import ConversionError
@@ -19,7 +15,7 @@ from converters.files.reading import read_json_object
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 
-class PeftDirectory:
+class PeftDirectory(SafetensorsFile):
     """A directory of PEFT, itself an ``AdapterSource``.
 
     Args:
@@ -30,30 +26,13 @@ class PeftDirectory:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._file = SafetensorsFile(_weights_of(directory))
+        super().__init__(_weights_of(directory))
         self.raw_config = _read_json(directory / ADAPTER_CONFIG)
         self.config: LoraConfig = read_lora_config(directory / ADAPTER_CONFIG, self.raw_config)
 
     def files(self) -> list[Path]:
         """See ``AdapterSource``."""
-        return [self.directory / ADAPTER_CONFIG, self._file.path]
-
-    def keys(self) -> list[str]:
-        """See ``AdapterSource``."""
-        return self._file.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See ``AdapterSource``."""
-        return self._file.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """See ``AdapterSource``."""
-        return self._file.dtype(name)
-
-    def read(self, name: str, box: Box | None = None) -> Tensor:
-        """See ``AdapterSource``."""
-        return self._file.read(name, box)
+        return [self.path.with_name(ADAPTER_CONFIG), self.path]
 
 
 def is_peft_directory(directory: Path) -> bool:

@@ -5,6 +5,8 @@ Converting, verifying and comparing go through this view, so that each of them i
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -23,29 +25,59 @@ from converters.torch_dist.keys import StoredPlace, stored_place
 from converters.torch_dist.reader import StoredTensors
 
 
-class LogicalModel(Protocol):
+class Merging(Protocol):
+    """What is merged into tensors as they are read."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether it changes the Hugging Face tensor of that name."""
+        ...
+
+    def merge(self, name: str, rows: Tensor, start: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Rows of a tensor, from row ``start`` on, with the change in them."""
+        ...
+
+
+ChooseDtype = Callable[[str, torch.dtype], torch.dtype]
+"""From the name of a tensor that an adapter changes and the dtype that it is stored in to the dtype that the merged one is rounded to."""
+
+
+class LogicalModel(ABC):
     """A stored model.
 
     Attributes:
         architecture: which tensors it has, in which shapes.
+        adapter: that is merged into its tensors, and how their dtypes are chosen; None for none.
     """
 
     architecture: Architecture
+    adapter: tuple[Merging, ChooseDtype] | None = None
 
+    @abstractmethod
     def holds(self, tensor: HuggingFaceTensor) -> bool:
         """Whether all of a tensor is there; from headers and index alone."""
-        ...
+
+    @abstractmethod
+    def stored_dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
+        """The dtype a tensor is stored in."""
+
+    @abstractmethod
+    def stored_rows(self, tensor: HuggingFaceTensor, start: int, stop: int) -> Tensor:
+        """As of ``read``, without what is merged."""
 
     def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
-        """The dtype a tensor is stored in."""
-        ...
+        """The dtype that a tensor is read in."""
+        stored = self.stored_dtype(tensor)
+        return self.adapter[1](tensor.name, stored) if self.adapter is not None and tensor.name in self.adapter[0] else stored
 
     def read(self, tensor: HuggingFaceTensor, start: int, stop: int) -> Tensor:
-        """Rows ``start`` to ``stop`` of a tensor as a fresh contiguous CPU tensor of the stored dtype."""
-        ...
+        """Rows ``start`` to ``stop`` of a tensor as a fresh contiguous CPU tensor."""
+        rows = self.stored_rows(tensor, start, stop)
+        if self.adapter is None or tensor.name not in self.adapter[0]:
+            return rows
+        return self.adapter[0].merge(tensor.name, rows, start, self.dtype(tensor))
 
 
-class HuggingFaceModel:
+class HuggingFaceModel(LogicalModel):
     """A Hugging Face checkpoint."""
 
     def __init__(self, source: HuggingFaceSource, architecture: Architecture) -> None:
@@ -57,11 +89,11 @@ class HuggingFaceModel:
         """See ``LogicalModel``."""
         return any(place.name in self.source for place in tensor.places)
 
-    def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
+    def stored_dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
         """See ``LogicalModel``."""
         return self.source.dtype(self._place(tensor).name)
 
-    def read(self, tensor: HuggingFaceTensor, start: int, stop: int) -> Tensor:
+    def stored_rows(self, tensor: HuggingFaceTensor, start: int, stop: int) -> Tensor:
         """See ``LogicalModel``."""
         return read_part(tensor, self._place(tensor), self.source, (slice(start, stop),))
 
@@ -71,7 +103,7 @@ class HuggingFaceModel:
         return self._places[tensor.name]
 
 
-class MegatronModel:
+class MegatronModel(LogicalModel):
     """A ``torch_dist`` checkpoint of Megatron-Core.
 
     Args:
@@ -90,11 +122,11 @@ class MegatronModel:
         """See ``LogicalModel``."""
         return self.has(self._rules[tensor.name][0])
 
-    def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
+    def stored_dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
         """See ``LogicalModel``."""
         return self.checkpoint.dtype(self.place(self._rules[tensor.name][0]).key)
 
-    def read(self, tensor: HuggingFaceTensor, start: int, stop: int) -> Tensor:
+    def stored_rows(self, tensor: HuggingFaceTensor, start: int, stop: int) -> Tensor:
         """See ``LogicalModel``."""
         rule, part = self._rules[tensor.name]
         pieces = []
@@ -105,7 +137,7 @@ class MegatronModel:
                 pieces.append(self.read_rows(rule, first, first + high - low))
         if len(pieces) == 1:
             return pieces[0]
-        return torch.cat(pieces) if pieces else torch.empty((0, *tensor.shape[1:]), dtype=self.dtype(tensor))
+        return torch.cat(pieces) if pieces else torch.empty((0, *tensor.shape[1:]), dtype=self.stored_dtype(tensor))
 
     def read_rows(self, rule: Rule, start: int, stop: int) -> Tensor:
         """Rows of the whole Megatron-Core parameter, padding included."""

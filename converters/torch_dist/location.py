@@ -49,6 +49,6 @@ def holds_checkpoint(directory: Path) -> bool:
     """Whether ``find_checkpoint`` finds one."""
     try:
         find_checkpoint(directory)
-    except ConversionError:
+    except (ConversionError, OSError):
         return False
     return True

@@ -22,7 +22,7 @@ from megarl.checkpoint.storage import read_again
 from megarl.errors import UnusableCheckpointError
 from megarl.patched import patched
 
-__all__ = ["METADATA_FILE", "RestrictedReader", "read_plain", "read_plain_index", "restricted_loading"]
+__all__ = ["METADATA_FILE", "read_plain", "read_plain_index", "restricted_loading"]
 
 
 def read_plain(path: Path) -> dict[str, Any]:
@@ -38,29 +38,10 @@ def read_plain(path: Path) -> dict[str, Any]:
     return plain
 
 
-class RestrictedReader(dcp.FileSystemReader):
-    """DCP's reader, with an index that cannot run code."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """As DCP's, except that the index names no object but those that an index is made of.
-
-        Raises:
-            UnusableCheckpointError: see ``read_plain_index``.
-        """
-        return _read_metadata(self)
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """As DCP's; once more where the storage fails for a moment.
-
-        Raises:
-            StorageError: it does not come back.
-        """
-        return _read_data(self, plan, planner)
-
-
 @contextlib.contextmanager
 def restricted_loading() -> Iterator[None]:
-    """Inside, every reader of DCP's, whoever makes it, is a ``RestrictedReader``, and objects among the tensors are plain values."""
+    """Inside, every reader of DCP's, whoever makes it, has an index that names no object but those that an index is made of, and tries
+    again where the storage fails for a moment; objects among the tensors are plain values."""
     load_bytes = DefaultLoadPlanner.load_bytes
 
     def load_plain_bytes(self: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:

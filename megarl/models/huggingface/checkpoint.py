@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megarl.checkpoint.collective import appears_whole, failing_alike, failing_together, random_state_file
-from megarl.checkpoint.restricted import METADATA_FILE, RestrictedReader, read_plain
+from megarl.checkpoint.restricted import METADATA_FILE, read_plain, read_plain_index, restricted_loading
 from megarl.checkpoint.staging import RankWriter, StagingBuffer
 from megarl.checkpoint.storage import is_file, read_again
 from megarl.distributed.device import DeviceRuntime
@@ -204,8 +204,8 @@ def _read(state: Mapping[str, torch.Tensor], directory: Path, what: str) -> None
             "Check model_name and the path"
         )
     try:
-        with warnings.catch_warnings(action="ignore"):
-            dcp.load(dict(state), storage_reader=RestrictedReader(str(directory)))
+        with warnings.catch_warnings(action="ignore"), restricted_loading():
+            dcp.load(dict(state), storage_reader=dcp.FileSystemReader(str(directory)))
     except CheckpointException as error:
         refused = next((cause for cause, _ in error.failures.values() if isinstance(cause, StorageError)), None)
         raise refused or CheckpointError(f"{directory} cannot be read: {error}. It is damaged; take another checkpoint") from error
@@ -230,4 +230,4 @@ def require(directory: Path) -> None:
 
 def _metadata(directory: Path) -> Metadata:
     require(directory)
-    return RestrictedReader(str(directory)).read_metadata()
+    return read_plain_index(directory)
