@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import ConversionError
-from converters.model_config.sizes import read_number
+from converters.model_config.sizes import is_off, read_number
 
 # about training, about where the adapter comes from, or the choice of modules, which the adapter's own tensors show
 _INERT = frozenset(
@@ -131,11 +131,8 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
     start = config.get("init_lora_weights")
     if not any(start is value or start == value for value in _UNCHANGED_BASE):
         problems.append(f"init_lora_weights = {start!r}: it changed the base weights as training began, which are not at hand")
-    for key in sorted(set(config) - _INERT - _CHOICE - _READ - {"use_dora"}):
-        value = config[key]
-        if value is not None and value is not False and value not in ([], {}, ""):
-            problems.append(f"{key} = {value!r}: not supported")
-    return problems
+    others = sorted(set(config) - _INERT - _CHOICE - _READ - {"use_dora"})
+    return problems + [f"{key} = {config[key]!r}: not supported" for key in others if not is_off(config[key])]
 
 
 def _patterns(config: Mapping[str, Any], key: str, problems: list[str]) -> dict[str, float]:

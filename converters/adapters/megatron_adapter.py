@@ -34,6 +34,7 @@ from converters.torch_dist.location import find_checkpoint
 from converters.torch_dist.reader import TorchDistCheckpoint
 
 PEFT_PREFIX = "base_model.model."
+_SIDES = ("linear_in", "linear_out")
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.")
 _PARTS = {Kind.QKV: ("adapter_q", "adapter_k", "adapter_v"), Kind.GATED: ("adapter_gate", "adapter_up")}
 """What Megatron-Bridge's CanonicalLoRA calls the adapters of the parts of a fused layer."""
@@ -325,7 +326,7 @@ class MegatronAdapter:
     def _places(self, rule: Rule) -> Iterator[StoredPlace]:
         """Return where factors of a layer may be, of the whole and of its parts."""
         for part in (None, *parts_of(rule)):
-            for side in ("linear_in", "linear_out"):
+            for side in _SIDES:
                 yield self._place(rule, side, part)
 
     def _place(self, rule: Rule, side: str, part: int | None = None) -> StoredPlace:
@@ -358,37 +359,26 @@ class MegatronAdapter:
 
     def _add(self, rule: Rule, blocks: dict[str, Block] | None) -> Iterator[str]:
         """Take up the factors of a layer; what is wrong with them."""
-        of_parts = [
-            part for part in parts_of(rule) if any(self._has(self._place(rule, side, part)) for side in ("linear_in", "linear_out"))
-        ]
-        of_whole = any(self._has(self._place(rule, side)) for side in ("linear_in", "linear_out"))
-        module = self._place(rule, "linear_in").key.partition(".adapter.")[0]
-        if of_parts and of_whole:
+        found = [part for part in (None, *parts_of(rule)) if any(self._has(self._place(rule, side, part)) for side in _SIDES)]
+        if found[:1] == [None] and len(found) > 1:
+            module = self._place(rule, "linear_in").key.partition(".adapter.")[0]
             yield f"{module}: has an adapter for the whole layer and others for its parts"
             return
-        columns, rank = rule.parts[0].shape[1], (0, self.rank)
-        for part in of_parts:
-            rows = rule.parts[part].shape[0]
-            down, up = (self._place(rule, side, part) for side in ("linear_in", "linear_out"))
+        columns, runs = rule.parts[0].shape[1], runs_of(rule, self._architecture.head_dim, 0)
+        for part in found:
+            down, up = (self._place(rule, side, part) for side in _SIDES)
+            rows = rows_of(rule) if part is None else rule.parts[part].shape[0]
             faults = list(self._faults({down: (self.rank, columns), up: (rows, self.rank)}))
             yield from faults
-            if not faults:
-                self._factors[peft_name(rule.parts[part], "lora_A")] = _Factor(down, (rank,), (0, columns))
-                self._factors[peft_name(rule.parts[part], "lora_B")] = _Factor(up, ((0, rows),), rank)
-        if not of_whole:
-            return
-        down, up = (self._place(rule, side) for side in ("linear_in", "linear_out"))
-        faults = list(self._faults({down: (self.rank, columns), up: (rows_of(rule), self.rank)}))
-        yield from faults
-        if faults:
-            return
-        runs = runs_of(rule, self._architecture.head_dim, 0)
-        for number, tensor in enumerate(rule.parts):
-            block = rank if blocks is None else blocks.get(tensor.name)
-            if block is not None:
-                own = tuple((run.position, run.position + run.stop - run.start) for run in runs if run.part == number)
-                self._factors[peft_name(tensor, "lora_A")] = _Factor(down, (block,), (0, columns))
-                self._factors[peft_name(tensor, "lora_B")] = _Factor(up, own, block)
+            for number, tensor in () if faults else enumerate(rule.parts):
+                block: Block | None = (0, self.rank)
+                own: tuple[Block, ...] = ((0, rows),)
+                if part is None:
+                    block = block if blocks is None else blocks.get(tensor.name)
+                    own = tuple((run.position, run.position + run.stop - run.start) for run in runs if run.part == number)
+                if block is not None and part in (None, number):
+                    self._factors[peft_name(tensor, "lora_A")] = _Factor(down, (block,), (0, columns))
+                    self._factors[peft_name(tensor, "lora_B")] = _Factor(up, own, block)
 
     def _faults(self, wanted: dict[StoredPlace, tuple[int, int]]) -> Iterator[str]:
         for place, shape in wanted.items():

@@ -24,6 +24,7 @@ from converters.checkpoint.artifacts import read_config
 from converters.checkpoint.boxes import Box, shape_of
 from converters.checkpoint.source import HuggingFaceSource, open_source
 from converters.errors import ConversionError
+from converters.model_config.sizes import is_off
 
 Read = Callable[[Box], Tensor]
 """Reads a box of a stored tensor."""
@@ -292,10 +293,8 @@ def _method_of(config: Any) -> str:
             "dequantise the model with the library that wrote it",
         )
     problems = [] if config.get("activation_scheme", "dynamic") == "dynamic" else [f"activation_scheme = {config['activation_scheme']!r}"]
-    for key in sorted(set(config) - _INERT - ({"weight_block_size"} if method == FP8 else set())):
-        value = config[key]
-        if value is not None and value is not False and value not in ([], {}, ""):
-            problems.append(f"{key} = {value!r}")
+    others = sorted(set(config) - _INERT - ({"weight_block_size"} if method == FP8 else set()))
+    problems += [f"{key} = {config[key]!r}" for key in others if not is_off(config[key])]
     if problems:
         raise ConversionError(f"{KEY} says what is not understood", "dequantise the model with the library that wrote it", problems)
     return str(method)

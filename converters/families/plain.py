@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from converters.model_config.inert_keys import INERT_KEYS
+from converters.model_config.rope import ROPE_KINDS
 
 Config = dict[str, Any]
 
@@ -301,16 +302,6 @@ _CLASSES: Mapping[str, _ConfigClass] = {
         complete=_latent,
     ),
 }
-# the parameters that a kind of rotary scaling needs, and those that it may have
-_ROPE: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
-    "default": (frozenset(), frozenset()),
-    "linear": (frozenset({"factor"}), frozenset()),
-    "llama3": (frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}), frozenset()),
-    "yarn": (
-        frozenset({"factor", "original_max_position_embeddings"}),
-        frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
-    ),
-}
 
 
 def plain_families() -> frozenset[str]:
@@ -385,9 +376,9 @@ def _rope(content: Mapping[str, Any], config: Config, config_class: _ConfigClass
     if config_class.scales and not parameters:
         return None
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if not isinstance(kind, str) or kind not in _ROPE or parameters.get("type", kind) != kind:
+    if not isinstance(kind, str) or kind not in ROPE_KINDS or parameters.get("type", kind) != kind:
         return None
-    needed, possible = _ROPE[kind]
+    needed, possible = ROPE_KINDS[kind]
     numbers = set(parameters) - {"rope_type", "type"}
     if needed - numbers or numbers - needed - possible - {"rope_theta", "partial_rotary_factor"}:
         return None

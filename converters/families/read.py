@@ -19,7 +19,7 @@ from converters.model_config.heads import read_head
 from converters.model_config.inert_keys import INERT_KEYS
 from converters.model_config.prediction_layers import read_prediction_layers
 from converters.model_config.rope import read_rope, rotated_fraction, unread_rope_parameters
-from converters.model_config.sizes import SIZE_NEEDED, read_number
+from converters.model_config.sizes import SIZE_NEEDED, is_off, read_number
 
 _DTYPES = frozenset({"auto", "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "double", "float", "half"})
 _INTERNALS = frozenset({"attribute_map", "sub_configs"})
@@ -193,7 +193,7 @@ def unread_keys(config: Mapping[str, Any], family: Family) -> list[str]:
     """
     recording = _Recording(config)
     _read(recording, frozenset(), None)
-    return sorted(key for key in family.config_keys - recording.read if not _is_off(config.get(key)))
+    return sorted(key for key in family.config_keys - recording.read if not is_off(config.get(key)))
 
 
 class _Recording(dict[str, Any]):
@@ -278,17 +278,12 @@ def _refused_keys(config: Mapping[str, Any], family: Family, ignored: frozenset[
 def _foreign_keys(config: Mapping[str, Any], family: Family, ignored: frozenset[str]) -> list[str]:
     """Keys that are set and that neither every family handles nor this one."""
     known = _CONSUMED_KEYS | INERT_KEYS | family.config_keys | ignored | {"quantization_config", *_DROPOUTS}
-    return [key for key in sorted(set(config) - known) if not _is_off(config[key])]
+    return [key for key in sorted(set(config) - known) if not is_off(config[key])]
 
 
 def _is_rate(value: object) -> bool:
     """Whether a value is a rate of dropout, or None for none of it."""
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1)
-
-
-def _is_off(value: object) -> bool:
-    """None, False and empty values switch a feature off; zero may mean anything."""
-    return value is None or value is False or (isinstance(value, (str, list, tuple, dict)) and not value)
 
 
 def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int]:

@@ -14,6 +14,7 @@ from converters.foreign.known_settings import DEFAULTS, NEUTRAL, NEUTRAL_OF_MIXT
 from converters.foreign.settings import ForeignSettings
 from converters.model_config.architecture import Architecture
 from converters.model_config.megatron_settings import megatron_settings
+from converters.model_config.sizes import is_off
 
 GATE_OF_GPT_OSS = "quick_gelu"
 """Megatron-Core's activation function where a gate is limited."""
@@ -83,7 +84,7 @@ def _unknown(settings: ForeignSettings, ignored: Collection[str]) -> Iterator[st
     """Settings that are on, that may decide on the function, and that are not known here."""
     known = _PROVIDER | set(ignored)
     for name, value in sorted(settings.values.items()):
-        if is_suspicious(name) and name not in known and not name.startswith(("yarn_", "_")) and not _is_off(value):
+        if is_suspicious(name) and name not in known and not name.startswith(("yarn_", "_")) and not is_off(value):
             yield f"{name} = {value!r}: unknown setting, which may change the forward pass"
 
 
@@ -122,7 +123,3 @@ def sparse_layers(settings: ForeignSettings) -> list[bool]:
             f"{settings.origin}: moe_layer_freq = {value!r} is no pattern of {layers} layers", "pass --hf-config DIRECTORY"
         )
     return [bool(one) for one in pattern]
-
-
-def _is_off(value: Any) -> bool:
-    return value is None or value is False or (isinstance(value, str | list | tuple | dict) and not value)

@@ -12,23 +12,15 @@ from typing import Any
 import torch
 
 # what arguments consist of; everything else of the standard library is a reason to distrust the file
-_STANDARD = frozenset(
-    {
-        ("_codecs", "encode"),
-        ("argparse", "Namespace"),
-        ("builtins", "bytearray"),
-        ("builtins", "complex"),
-        ("builtins", "getattr"),
-        ("builtins", "object"),
-        ("builtins", "range"),
-        ("builtins", "slice"),
-        ("collections", "defaultdict"),
-        ("collections", "deque"),
-        ("copyreg", "_reconstructor"),
-        ("functools", "partial"),
-        ("types", "SimpleNamespace"),
-    }
-)
+_STANDARD = {
+    "_codecs": {"encode"},
+    "argparse": {"Namespace"},
+    "builtins": {"bytearray", "complex", "getattr", "object", "range", "slice"},
+    "collections": {"defaultdict", "deque"},
+    "copyreg": {"_reconstructor"},
+    "functools": {"partial"},
+    "types": {"SimpleNamespace"},
+}
 _STANDARD_MODULES = frozenset({"datetime", "decimal", "enum", "fractions", "pathlib", "signal", "uuid"})
 # torch.save writes the names of Python 2
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -95,7 +87,7 @@ def placeholder(module: str, name: str) -> Any:
     if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
         return getattr(torch, name)
     root = module.partition(".")[0]
-    known = (module, name) in _STANDARD or module in _STANDARD_MODULES
+    known = name in _STANDARD.get(module, ()) or module in _STANDARD_MODULES
     if root in sys.stdlib_module_names and not known:
         return None
     return type(name.rpartition(".")[2], (Placeholder,), {"what": f"{module}.{name}"})

@@ -7,23 +7,17 @@ from collections.abc import Mapping
 
 from converters.model_config.sizes import read_number
 
-_KEYS: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-    "yarn": frozenset(
-        {
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        }
+ROPE_KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
+    "default": (frozenset(), frozenset()),
+    "linear": (frozenset({"factor"}), frozenset()),
+    "llama3": (frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}), frozenset()),
+    "yarn": (
+        frozenset({"factor", "original_max_position_embeddings"}),
+        frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
     ),
 }
+"""The parameters that a kind of rotary scaling needs, and those that it may have."""
+_KEYS = {kind: needed | possible for kind, (needed, possible) in ROPE_KINDS.items()}
 # read by vLLM alone, each with the value that changes nothing
 _OF_VLLM: dict[str, tuple[object, str]] = {
     "attn_factor": (1, "multiplies the rotary embedding by it"),

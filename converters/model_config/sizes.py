@@ -27,3 +27,8 @@ def read_number(
         return float(value)
     problems.append(f"{name} = {value!r}: a {'number of at least 0' if may_be_zero else 'positive number'} is needed")
     return instead
+
+
+def is_off(value: object) -> bool:
+    """Whether a value switches a feature off: None, False and empty values do, zero may mean anything."""
+    return value is None or value is False or (isinstance(value, str | list | tuple | dict) and not value)

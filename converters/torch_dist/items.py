@@ -155,16 +155,9 @@ class _Described:
     strides: tuple[int, ...]
 
 
-def _describe(storage: tuple[str, torch.dtype], first: int, shape: tuple[int, ...], strides: tuple[int, ...], *unused: Any) -> _Described:
-    key, dtype = storage
-    return _Described(key, dtype, first, tuple(shape), tuple(strides))
-
-
-def _describe_typed(
-    storage: tuple[str, torch.dtype], first: int, shape: tuple[int, ...], strides: tuple[int, ...], *unused: Any
-) -> _Described:
-    """As ``_describe``, of the dtypes that have no storage class of their own: the fifth argument behind is the dtype."""
-    dtype = next((value for value in unused if isinstance(value, torch.dtype)), storage[1])
+def _describe(storage: tuple[str, torch.dtype], first: int, shape: tuple[int, ...], strides: tuple[int, ...], *more: Any) -> _Described:
+    """What rebuilds a tensor; of a dtype that has no storage class of its own, the dtype is among ``more``."""
+    dtype = next((value for value in more if isinstance(value, torch.dtype)), storage[1])
     return _Described(storage[0], dtype, first, tuple(shape), tuple(strides))
 
 
@@ -172,7 +165,7 @@ def _known(module: str, name: str) -> Any:
     """Return what a name in the description of a plain tensor stands for; None for what no plain tensor needs."""
     special = {
         ("torch._utils", "_rebuild_tensor_v2"): _describe,
-        ("torch._utils", "_rebuild_tensor_v3"): _describe_typed,
+        ("torch._utils", "_rebuild_tensor_v3"): _describe,
         ("torch.storage", "UntypedStorage"): torch.uint8,
         ("collections", "OrderedDict"): dict,
     }
