@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
 
+from converters.checkpoint.work import Answer
 from converters.errors import ConversionError
 from converters.foreign.options import MASTER_WEIGHTS, MODEL_WEIGHTS, OpeningOptions
 
@@ -159,7 +160,7 @@ def run(arguments: argparse.Namespace, megatron: Megatron | None = None) -> int:
     Raises:
         ConversionError: see the exit codes.
     """
-    actions: dict[str, Callable[[argparse.Namespace], tuple[int, dict[str, Any], str]]] = {
+    actions: dict[str, Callable[[argparse.Namespace], Answer]] = {
         "import": _import,
         "export": _export,
         "verify": _verify,
@@ -252,7 +253,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _import(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+def _import(arguments: argparse.Namespace) -> Answer:
     from converters.checkpoint.quantized import open_dequantized
     from converters.foreign.arguments import import_for_megatron_lm
     from converters.importing import import_model, plan_import
@@ -269,7 +270,7 @@ def _import(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     return _convert(import_for_megatron_lm if arguments.layout == MEGATRON_LM else import_model, plan, arguments)
 
 
-def _export(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+def _export(arguments: argparse.Namespace) -> Answer:
     from converters.exporting import export_model, plan_export
     from converters.opening import open_megatron
 
@@ -283,7 +284,7 @@ def _export(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     return _convert(export_model, plan, arguments)
 
 
-def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespace) -> Answer:
     from converters.checkpoint.manifest import NOT_FINITE_NOTE
     from converters.checkpoint.work import RunOptions, give_memory_back
 
@@ -321,21 +322,21 @@ def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespa
     return int(NOT_FINITE_NOTE in outcome.notes), facts, "\n".join(lines)
 
 
-def _verify(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+def _verify(arguments: argparse.Namespace) -> Answer:
     from converters.verify import verify_paths
 
     options, excused = opening_options(arguments), tuple(arguments.allow_missing)
     return verify_paths(arguments.paths, options, excused, logits=arguments.logits, lora=arguments.lora)
 
 
-def _diff(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+def _diff(arguments: argparse.Namespace) -> Answer:
     from converters.verify import diff_paths
 
     one, other = arguments.paths
     return diff_paths(one, other, opening_options(arguments), tuple(arguments.allow_missing))
 
 
-def _inspect(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+def _inspect(arguments: argparse.Namespace) -> Answer:
     from converters.describe import describe
     from converters.opening import open_any
 
@@ -344,7 +345,7 @@ def _inspect(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     return 0, facts, "\n".join(lines + ["architecture:"] + [f"  {key}: {value}" for key, value in facts["architecture"].items()])
 
 
-def _plan(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+def _plan(arguments: argparse.Namespace) -> Answer:
     from converters.checkpoint.quantized import open_dequantized
     from converters.describe import describe_export, describe_import
     from converters.exporting import plan_export
@@ -368,14 +369,14 @@ def _plan(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
     return 0, facts, "\n".join(lines)
 
 
-def _adapter(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+def _adapter(arguments: argparse.Namespace) -> Answer:
     from converters.adapters.adapter_command import convert_adapter
 
     ignored = tuple(arguments.ignore_config_key)
     return convert_adapter(arguments.source, arguments.target, arguments.hf_config, overwrite=arguments.overwrite, ignored=ignored)
 
 
-def _families(arguments: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
+def _families(arguments: argparse.Namespace) -> Answer:
     from converters.describe import describe_families
 
     families = describe_families()
@@ -406,7 +407,7 @@ def _load_families(files: Sequence[Path]) -> None:
             load_family_file(file)
 
 
-def _selftest(arguments: argparse.Namespace, megatron: Megatron | None) -> tuple[int, dict[str, Any], str]:
+def _selftest(arguments: argparse.Namespace, megatron: Megatron | None) -> Answer:
     from converters.selftest import selftest_of
 
     return selftest_of(arguments.family, arguments.family_file, arguments.config, megatron)

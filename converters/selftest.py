@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from converters.check import check_source
 from converters.checkpoint.source import HuggingFaceSource, open_source
+from converters.checkpoint.work import Answer
 from converters.errors import ConversionError
 from converters.exporting import export_model, plan_export
 from converters.families import family_of, is_built_in
@@ -38,6 +38,7 @@ from converters.families.base import Family
 from converters.families.hf_config import read_hf_config
 from converters.families.read import read_architecture, unread_keys, with_defaults
 from converters.family_file import load_family_file
+from converters.files.reading import read_json_object
 from converters.importing import import_model, plan_import
 from converters.mapping.layouts import padded_vocab_size
 from converters.mapping.rule import Kind, Rule
@@ -292,22 +293,6 @@ def _transformers_logprobs(model: Path, tokens: Tensor) -> Tensor:
     return torch.nn.functional.pad(chosen, (1, 0))
 
 
-def read_tiny_config(path: Path) -> dict[str, Any]:
-    """A ``config.json``, or that of a directory.
-
-    Raises:
-        ConversionError: it is missing or no JSON object.
-    """
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"{file} cannot be read as JSON ({error})", "give the config.json of a tiny model") from error
-    if not isinstance(config, dict):
-        raise ConversionError(f"{file} is no JSON object", "give the config.json of a tiny model")
-    return config
-
-
 FAILED = 1
 
 
@@ -316,7 +301,7 @@ def selftest_of(
     family_files: Sequence[Path],
     config: Path | None,
     megatron: Callable[[Sequence[Path]], AbstractContextManager[ComputeLogprobs]] | None,
-) -> tuple[int, dict[str, Any], str]:
+) -> Answer:
     """Check one family.
 
     Args:
@@ -334,7 +319,11 @@ def selftest_of(
     if name is None and not family_files:
         raise ConversionError("selftest needs a family", "pass --family NAME, or --family-file FILE")
     family = family_of(name) if name is not None else load_family_file(family_files[-1])
-    tiny = read_tiny_config(config) if config is not None else tiny_config(family)
+    if config is None:
+        tiny = tiny_config(family)
+    else:
+        file = config / "config.json" if config.is_dir() else config
+        tiny = read_json_object(file, (f"{file} cannot be read", "give the config.json of a tiny model"))
     with contextlib.ExitStack() as stack:
         _silence_progress_bars(stack)
         compute = stack.enter_context(megatron(family_files)) if megatron is not None else None

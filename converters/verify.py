@@ -13,6 +13,7 @@ from converters.check import account, check_source
 from converters.checkpoint.artifacts import changed_files, file_hashes, speaks
 from converters.checkpoint.manifest import MANIFEST_FILE
 from converters.checkpoint.quantized import DequantizedSource
+from converters.checkpoint.work import Answer
 from converters.compare import (
     NOT_FINITE,
     Difference,
@@ -214,7 +215,7 @@ DIFFERENT = 1
 
 def verify_paths(
     paths: Sequence[Path], options: OpeningOptions, excused: Sequence[str], *, logits: bool, lora: Path | None = None
-) -> tuple[int, dict[str, Any], str]:
+) -> Answer:
     """Verify one checkpoint, or two against each other.
 
     Args:
@@ -263,7 +264,7 @@ def verify_paths(
     return (DIFFERENT if found else 0), facts, "\n".join(lines)
 
 
-def diff_paths(first: Path, second: Path, options: OpeningOptions, excused: Sequence[str]) -> tuple[int, dict[str, Any], str]:
+def diff_paths(first: Path, second: Path, options: OpeningOptions, excused: Sequence[str]) -> Answer:
     """List in what two models differ. Arguments and errors as of ``verify_paths``."""
     one, other = open_any(first, options), open_any(second, options)
     found = [each for each in differences(one, other, excused) if each.kind != NOT_FINITE]

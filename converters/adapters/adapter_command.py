@@ -18,6 +18,7 @@ from converters.checkpoint.artifacts import HF_DIRECTORY, read_config
 from converters.checkpoint.manifest import WEIGHTS, fingerprints
 from converters.checkpoint.source import ADAPTER_CONFIG
 from converters.checkpoint.staging import Staging, check_apart, follow_umask
+from converters.checkpoint.work import Answer
 from converters.errors import ConversionError
 from converters.families.read import read_architecture
 from converters.torch_dist.location import find_checkpoint
@@ -88,9 +89,7 @@ def _is_ours(directory: Path) -> bool:
     return (directory / ADAPTER_CONFIG).is_file()
 
 
-def convert_adapter(
-    source: Path, target: Path, hf_directory: Path | None, *, overwrite: bool, ignored: Collection[str] = ()
-) -> tuple[int, dict[str, Any], str]:
+def convert_adapter(source: Path, target: Path, hf_directory: Path | None, *, overwrite: bool, ignored: Collection[str] = ()) -> Answer:
     """Convert an adapter to the form that it does not have.
 
     Args:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,46 +20,14 @@ from converters.adapters.megatron_adapter import PEFT_PREFIX, MegatronAdapter
 from converters.adapters.peft_directory import PeftDirectory, is_peft_directory
 from converters.adapters.replaced_rows import Replacements
 from converters.check import wrapped_names
-from converters.checkpoint.boxes import Box
 from converters.errors import ConversionError
 from converters.mapping.rule import HuggingFaceTensor, TensorLocation
 from converters.mapping.rules import hf_tensors
 from converters.model_config.architecture import Architecture
 from converters.torch_dist.location import holds_checkpoint
 
-
-class AdapterSource(Protocol):
-    """The tensors of an adapter.
-
-    Attributes:
-        config: how they change weights.
-        raw_config: what PEFT's ``adapter_config.json`` says, or would.
-    """
-
-    config: LoraConfig
-    raw_config: Mapping[str, Any]
-
-    def files(self) -> list[Path]:
-        """All that it is read from; it changes with them."""
-        ...
-
-    def keys(self) -> list[str]:
-        """Names of all tensors."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor: [rank, in] of ``lora_A``, [out, rank] of ``lora_B``."""
-        ...
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Stored dtype of a tensor."""
-        ...
-
-    def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A tensor, or a box of it, as a fresh contiguous CPU tensor."""
-        ...
-
-
+AdapterSource = PeftDirectory | MegatronAdapter
+"""The tensors of an adapter: ``lora_A`` is [rank, in], ``lora_B`` [out, rank]."""
 _FACTOR = re.compile(r"(?P<module>.+)\.(?P<factor>lora_(?:embedding_)?[AB])(?:\.weight)?")
 # of float32 temporaries; small enough for a processor's cache
 _BLOCK_ELEMENTS = 2**17

@@ -170,10 +170,7 @@ def said_of(directory: Path, kept: Path | None, rank: int, names: Sequence[str],
         ConversionError: nothing says the scale, or what says it says another rank or another kind of adapter.
     """
     if kept is not None:
-        try:
-            return AdapterMetadata(kept, read_json_object(kept), 1)
-        except FileNotFoundError as error:
-            raise ConversionError(f"{kept} does not exist", "import the adapter again") from error
+        return AdapterMetadata(kept, read_json_object(kept, (f"{kept} does not exist", "import the adapter again")), 1)
     path = find_run_config(directory)
     if path is None:
         raise ConversionError(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from converters.adapters.lora_config import LoraConfig, read_lora_config
 from converters.checkpoint.safetensors_file import SafetensorsFile
@@ -27,8 +25,9 @@ class PeftDirectory(SafetensorsFile):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(_weights_of(directory))
-        self.raw_config = _read_json(directory / ADAPTER_CONFIG)
-        self.config: LoraConfig = read_lora_config(directory / ADAPTER_CONFIG, self.raw_config)
+        path = directory / ADAPTER_CONFIG
+        self.raw_config = read_json_object(path, (f"{path} does not exist", "save the adapter again"))
+        self.config: LoraConfig = read_lora_config(path, self.raw_config)
 
     def files(self) -> list[Path]:
         """See ``AdapterSource``."""
@@ -50,10 +49,3 @@ def _weights_of(directory: Path) -> Path:
             "save the adapter with save_pretrained of a recent peft; only safetensors are read, since other formats may run code",
         )
     return directory / WEIGHTS_FILE
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        return read_json_object(path)
-    except FileNotFoundError as error:
-        raise ConversionError(f"{path} does not exist", "save the adapter again") from error

@@ -190,7 +190,5 @@ def read_config(directory: Path) -> dict[str, Any]:
     Raises:
         ConversionError: it is missing or damaged.
     """
-    try:
-        return read_json_object(directory / "config.json")
-    except FileNotFoundError as error:
-        raise ConversionError(f"{directory} has no config.json", "give the directory of a whole model") from error
+    absent = (f"{directory} has no config.json", "give the directory of a whole model")
+    return read_json_object(directory / "config.json", absent)

@@ -15,7 +15,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,20 +36,6 @@ _EXPONENT_BIAS, _NO_NUMBER = 127, 255
 _PIECE_ELEMENTS = 2**18
 
 
-class Format(Protocol):
-    """A quantised tensor.
-
-    Attributes:
-        shape: of the numbers.
-    """
-
-    shape: tuple[int, ...]
-
-    def read(self, box: Box, dtype: torch.dtype) -> Tensor:
-        """The numbers in a box, each computed in float32 and rounded once to ``dtype``."""
-        ...
-
-
 class BlockScaled:
     """FP8 with block scales.
 
@@ -65,7 +51,7 @@ class BlockScaled:
         self._read_weight, self._read_scale = read_weight, read_scale
 
     def read(self, box: Box, dtype: torch.dtype) -> Tensor:
-        """See ``Format``."""
+        """The numbers in a box, each computed in float32 and rounded once to ``dtype``."""
         leading, (rows, columns) = box[:-2], box[-2:]
         scales = self._read_scale((*leading, _blocks(rows, self._block[0]), _blocks(columns, self._block[1]))).float()
         of_column = torch.arange(*columns) // self._block[1] - columns[0] // self._block[1]
@@ -92,7 +78,7 @@ class Microscaled:
         self._read_blocks, self._read_scales = read_blocks, read_scales
 
     def read(self, box: Box, dtype: torch.dtype) -> Tensor:
-        """See ``Format``."""
+        """See ``BlockScaled``."""
         leading, (start, stop) = box[:-1], box[-1]
         groups = _blocks((start, stop), GROUP)
         blocks = self._read_blocks((*leading, groups, (0, GROUP // 2))).flatten(0, -3)
@@ -175,7 +161,7 @@ class DequantizedSource(HuggingFaceSource):
         self._block = _block_of(config) if self.method == FP8 else (1, GROUP)
         self.dequantized_dtype = torch.bfloat16
         self._hidden: set[str] = set()
-        self._formats: dict[str, Format] = {}
+        self._formats: dict[str, BlockScaled | Microscaled] = {}
         problems = list(self._find_blocks(self._block) if self.method == FP8 else self._find_groups())
         if problems:
             raise ConversionError(f"the {self.method} weights in {directory} are not complete", _FIX, problems)

@@ -28,6 +28,10 @@ _SECONDS_BETWEEN_LINES = 5.0
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
+Answer = tuple[int, dict[str, Any], str]
+"""Of a command: exit code, facts for programs, text for people."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """Run options: how a conversion is to be done; what it makes does not depend on it.

@@ -58,16 +58,24 @@ DEEPEST = 64
 """Levels of lists and objects in each other that a file may have; no config has more than a few."""
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path, absent: tuple[str, str] | None = None) -> dict[str, Any]:
     """The object in a JSON file.
 
+    Args:
+        path: of the file.
+        absent: what to say where there is no such file, and what to do about it.
+
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: there is no such file, and nothing to say of it.
         ConversionError: it cannot be read, holds something else, or nests deeper than ``DEEPEST`` levels.
     """
     try:
         content = json.loads(require_regular(path).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ConversionError):
+    except FileNotFoundError as error:
+        if absent is None:
+            raise
+        raise ConversionError(*absent) from error
+    except ConversionError:
         raise
     # json gives up with a RecursionError on what nests too deeply
     except (OSError, ValueError, RecursionError) as error:

@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from converters.checkpoint.source import HuggingFaceSource
 from converters.errors import ConversionError
 from converters.mapping.rule import HuggingFaceTensor, TensorLocation
 
 
-class TensorSource(Protocol):
-    """Tensor source: what is needed of a source to read shards from it."""
-
-    def __contains__(self, name: str) -> bool:
-        """Whether there is a tensor of that name."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Full shape of a tensor."""
-        ...
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Stored dtype of a tensor."""
-        ...
-
-    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
-        """A tensor, or a slice of it along its leading dimensions, as a fresh contiguous tensor."""
-        ...
-
-
-def locate(tensor: HuggingFaceTensor, source: TensorSource) -> TensorLocation:
+def locate(tensor: HuggingFaceTensor, source: HuggingFaceSource) -> TensorLocation:
     """The place where ``source`` keeps a tensor; its own name if it is nowhere.
 
     Raises:
@@ -54,7 +33,7 @@ def locate(tensor: HuggingFaceTensor, source: TensorSource) -> TensorLocation:
     return place
 
 
-def read_part(tensor: HuggingFaceTensor, place: TensorLocation, source: TensorSource, slices: Sequence[slice] = ()) -> Tensor:
+def read_part(tensor: HuggingFaceTensor, place: TensorLocation, source: HuggingFaceSource, slices: Sequence[slice] = ()) -> Tensor:
     """A tensor or a part of it, touching only the bytes of that part.
 
     Args:
@@ -78,7 +57,7 @@ def read_part(tensor: HuggingFaceTensor, place: TensorLocation, source: TensorSo
     return source.read(place.name, (slice(place.index, place.index + 1), *stored)).squeeze(0)
 
 
-def _read_apart(place: TensorLocation, source: TensorSource, wanted: Sequence[slice]) -> Tensor:
+def _read_apart(place: TensorLocation, source: HuggingFaceSource, wanted: Sequence[slice]) -> Tensor:
     """Read rows of a tensor that do not lie one behind the other; what lies between them is read along."""
     rows, others = wanted[0], wanted[1:]
     first = place.start + rows.start * place.step

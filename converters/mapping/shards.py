@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from converters.checkpoint.source import HuggingFaceSource
 from converters.errors import ConversionError
 from converters.mapping.layouts import ShardLayout, Span, padded_vocab_size, shard_layout
-from converters.mapping.places import TensorSource, locate, read_part, rows_in
+from converters.mapping.places import locate, read_part, rows_in
 from converters.mapping.rule import Kind, Rule, TensorLocation
 from converters.mapping.rules import hf_tensors
 from converters.model_config.architecture import Architecture
@@ -18,7 +19,7 @@ from converters.model_config.architecture import Architecture
 
 def load_shard(
     rule: Rule,
-    source: TensorSource,
+    source: HuggingFaceSource,
     architecture: Architecture,
     tp_rank: int = 0,
     tp_size: int = 1,
@@ -107,7 +108,7 @@ def _copy_out(shard: Tensor, layout: ShardLayout, tensors: Sequence[Tensor]) -> 
         position += span.length
 
 
-def _read_span(rule: Rule, places: Sequence[TensorLocation], source: TensorSource, axis: int, span: Span) -> Tensor:
+def _read_span(rule: Rule, places: Sequence[TensorLocation], source: HuggingFaceSource, axis: int, span: Span) -> Tensor:
     part, place = rule.parts[span.part], places[span.part]
     if span.length == part.shape[axis]:
         return read_part(part, place, source)
@@ -115,7 +116,7 @@ def _read_span(rule: Rule, places: Sequence[TensorLocation], source: TensorSourc
     return read_part(part, place, source, (*before, slice(span.start, span.stop)))
 
 
-def _common_dtype(rule: Rule, places: Sequence[TensorLocation], source: TensorSource) -> torch.dtype:
+def _common_dtype(rule: Rule, places: Sequence[TensorLocation], source: HuggingFaceSource) -> torch.dtype:
     dtypes = {place.name: source.dtype(place.name) for place in places}
     if len(set(dtypes.values())) > 1:
         raise ConversionError(
