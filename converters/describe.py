@@ -65,8 +65,7 @@ def describe(opened: Opened) -> dict[str, Any]:
 def describe_import(plan: ImportPlan, workers: int) -> dict[str, Any]:
     """Return what an import would write."""
     tensors = [
-        {"key": tensor.key, "shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "bytes": _size(tensor.shape, tensor.dtype)}
-        for tensor in plan.tensors
+        {"key": tensor.key, "shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "bytes": tensor.size} for tensor in plan.tensors
     ]
     return _described("import", plan.architecture.family, tensors, [name for name, _ in plan.files], workers)
 
@@ -97,7 +96,3 @@ def describe_families() -> list[dict[str, Any]]:
         {"model_type": family.model_type, "class": family.architecture_class, "config_keys": sorted(family.config_keys)}
         for family in FAMILIES.values()
     ]
-
-
-def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize

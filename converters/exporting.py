@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,7 @@ from converters.checkpoint.manifest import (
     fingerprint_of_rules,
     fingerprints,
 )
-from converters.checkpoint.narrowing import Narrowing, kept_dtype
+from converters.checkpoint.narrowing import Narrowing, kept_dtype, main_dtype
 from converters.checkpoint.safetensors_file import DTYPE_NAMES, OpenFiles
 from converters.checkpoint.staging import Staging, check_apart
 from converters.checkpoint.work import (
@@ -213,14 +212,6 @@ class ExportPlan:
         """Dtype of each Hugging Face tensor as it will be written."""
         return {part.name: tensor.dtype for tensor in self.written for part, _ in tensor.parts}
 
-    @property
-    def main_dtype(self) -> torch.dtype:
-        """The dtype that most bytes have."""
-        sizes: Counter[torch.dtype] = Counter()
-        for tensor in self.written:
-            sizes[tensor.dtype] += tensor.size
-        return max(sizes, key=lambda dtype: sizes[dtype])
-
     @functools.cached_property
     def fingerprint(self) -> dict[str, str]:
         """Changes with whatever changes the bytes that will be written; by the name of what decides about them."""
@@ -287,7 +278,7 @@ def plan_export(
     stored = _stored(rules, checkpoint.manifest)
     written: list[tuple[str, tuple[int, ...], torch.dtype, Parts]] = []
     for place, parts in stored:
-        dtypes = {kept_dtype(part, _dtype(model, checkpoint.manifest, part), dtype) for part, _ in parts}
+        dtypes = {kept_dtype(part, checkpoint.dtype_before(part.name, model.dtype(part)), dtype) for part, _ in parts}
         if len(dtypes) > 1:
             raise ConversionError(f"{place.name} is made of tensors of different dtypes", "pass --dtype to choose one")
         written.append((place.name, place.shape, dtypes.pop(), parts))
@@ -346,12 +337,6 @@ def _repeated(rules: list[Rule], manifest: ConversionManifest | None) -> list[tu
             place = TensorLocation(name, parts[original].shape)
             again.append((place, ((parts[original], place),)))
     return again
-
-
-def _dtype(model: MegatronModel, manifest: ConversionManifest | None, part: HuggingFaceTensor) -> torch.dtype:
-    """Return what a tensor is stored in; what it was in before an import widened it, to keep one dtype in a stack of layers."""
-    stored = model.dtype(part)
-    return stored if manifest is None else manifest.dtype_before(part.name, stored)
 
 
 def export_model(
@@ -460,7 +445,7 @@ def _write_rest(plan: ExportPlan, directory: Path, digests: Mapping[str, str], n
             refuse_changed_config(directory, plan.checkpoint.config_hash, plan.checkpoint.hf_directory)
     if plan.checkpoint.config_is_made:
         (directory / "config.json").write_text(json.dumps(plan.checkpoint.config, indent=2) + "\n", encoding="utf-8")
-    write_config(directory, plan.main_dtype)
+    write_config(directory, main_dtype((tensor.dtype, tensor.size) for tensor in plan.written))
     own = {part.name: (part, tensor) for tensor in plan.written for part, _ in tensor.parts}
     tensors = {name: TensorRecord(dtype_name(tensor.dtype), part.shape, digests[name]) for name, (part, tensor) in own.items()}
     manifest = plan.checkpoint.manifest

@@ -104,18 +104,14 @@ class ImportPlan:
     @property
     def notes(self) -> dict[str, Any]:
         """Return what the conversion will say of itself that follows from the plan."""
-        source = self.model.source
-        dequantized = source.notes() if isinstance(source, DequantizedSource) else {}
-        return {**dequantized, **self._notes_of_config, **self._unread_files, **({} if self.adapter is None else self.adapter.notes())}
-
-    @property
-    def _notes_of_config(self) -> dict[str, Any]:
-        return {"config.json": "; ".join(self.config_notes)} if self.config_notes else {}
-
-    @property
-    def _unread_files(self) -> dict[str, Any]:
-        unread = self.model.source.unread_files()
-        return {"not_read": f"{', '.join(unread)}: not part of the checkpoint (left by an earlier save?)"} if unread else {}
+        source, notes = self.model.source, {}
+        if isinstance(source, DequantizedSource):
+            notes.update(source.notes())
+        if self.config_notes:
+            notes["config.json"] = "; ".join(self.config_notes)
+        if unread := source.unread_files():
+            notes["not_read"] = f"{', '.join(unread)}: not part of the checkpoint (left by an earlier save?)"
+        return notes if self.adapter is None else notes | self.adapter.notes()
 
     @property
     def architecture(self) -> Architecture:

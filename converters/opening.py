@@ -16,6 +16,7 @@ from converters.checkpoint.quantized import open_dequantized
 from converters.checkpoint.source import HuggingFaceSource
 from converters.errors import ConversionError
 from converters.families.read import read_architecture
+from converters.files.reading import identity_of
 from converters.foreign.agreement import check_agreement
 from converters.foreign.hf_config import derived_config
 from converters.foreign.master_weights import optimizer_beside
@@ -70,11 +71,14 @@ class MegatronCheckpoint:
         own = self.manifest is not None and self.hf_directory == self.directory / HF_DIRECTORY
         return self.manifest.files if self.manifest is not None and own else {}
 
+    def dtype_before(self, name: str, stored: torch.dtype) -> torch.dtype:
+        """The dtype of a Hugging Face tensor before an import widened it, to keep one dtype in a stack of layers."""
+        return stored if self.manifest is None else self.manifest.dtype_before(name, stored)
+
     def identity(self) -> list[Any]:
         """Changes when the weights do: name, size and time of change of each file."""
         places = [self.directory, *([] if self.weights == MODEL_WEIGHTS else optimizer_beside(self.directory))]
-        files = [path for place in places for path in sorted(place.iterdir()) if path.is_file()]
-        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+        return identity_of(path for place in places for path in sorted(place.iterdir()) if path.is_file())
 
 
 def open_megatron(path: Path, options: OpeningOptions | None = None) -> MegatronCheckpoint:
@@ -108,7 +112,7 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
         manifest,
         checkpoint,
         config_is_made=made,
-        unanswered=_unanswered(config, options) if made else (),
+        unanswered=("--eos-token-id",) if made and config.get("eos_token_id") is None and options.eos_token_ids is None else (),
         padding_is_free=settings is not None and manifest is None,
         weights=options.weights,
         config_hash=hash_of_config,
@@ -152,8 +156,7 @@ class Opened:
         """Dtype of a tensor; before an import widened it, if one did."""
         stored = self.model.dtype(tensor)
         # what an export wrote in another dtype than its manifest says is a difference, and no widening
-        widened = self.manifest is not None and isinstance(self.model, MegatronModel)
-        return self.manifest.dtype_before(tensor.name, stored) if self.manifest is not None and widened else stored
+        return stored if self.megatron is None else self.megatron.dtype_before(tensor.name, stored)
 
 
 def open_any(path: Path, options: OpeningOptions | None = None) -> Opened:
@@ -196,10 +199,6 @@ def _made_config(directory: Path, settings: ForeignSettings | None, options: Ope
     if EMBEDDING not in tensors:
         raise ConversionError(f"{directory} has no {EMBEDDING}", "give the checkpoint of a whole language model")
     return derived_config(settings, vocab_size_of(settings, options, tensors.shape(EMBEDDING)[0]), token_entries(options))
-
-
-def _unanswered(config: dict[str, Any], options: OpeningOptions) -> tuple[str, ...]:
-    return ("--eos-token-id",) if config.get("eos_token_id") is None and options.eos_token_ids is None else ()
 
 
 def open_huggingface(source: HuggingFaceSource, ignored_config_keys: tuple[str, ...] = ()) -> HuggingFaceModel:

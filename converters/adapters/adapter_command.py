@@ -21,6 +21,7 @@ from converters.checkpoint.staging import Staging, check_apart, follow_umask
 from converters.checkpoint.work import Answer
 from converters.errors import ConversionError
 from converters.families.read import read_architecture
+from converters.files.reading import identity_of
 from converters.torch_dist.location import find_checkpoint
 
 _OF_EXPERTS = re.compile(r".*\.(gate_proj|up_proj|down_proj)\.lora_[AB]\.weight")
@@ -72,8 +73,8 @@ def write_peft_adapter(adapter: MegatronAdapter, target: Path, *, overwrite: boo
             misread,
         )
     check_apart(adapter.directory, target)
-    identity = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in adapter.files()]
-    with Staging(target, fingerprints({WEIGHTS: identity}), overwrite=overwrite, is_ours=_is_ours) as staging:
+    plan = fingerprints({WEIGHTS: identity_of(adapter.files())})
+    with Staging(target, plan, overwrite=overwrite, is_ours=lambda directory: (directory / ADAPTER_CONFIG).is_file()) as staging:
         tensors = {name: adapter.read(name) for name in sorted(adapter.keys())}
         save_file(tensors, staging.directory / WEIGHTS_FILE, metadata={"format": "pt"})
         if kept:
@@ -83,10 +84,6 @@ def write_peft_adapter(adapter: MegatronAdapter, target: Path, *, overwrite: boo
         follow_umask(staging.directory, staging.directory / ADAPTER_CONFIG)
         staging.finish()
     return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors.values())}
-
-
-def _is_ours(directory: Path) -> bool:
-    return (directory / ADAPTER_CONFIG).is_file()
 
 
 def convert_adapter(source: Path, target: Path, hf_directory: Path | None, *, overwrite: bool, ignored: Collection[str] = ()) -> Answer:

@@ -21,6 +21,7 @@ from converters.adapters.peft_directory import PeftDirectory, is_peft_directory
 from converters.adapters.replaced_rows import Replacements
 from converters.check import wrapped_names
 from converters.errors import ConversionError
+from converters.files.reading import identity_of
 from converters.mapping.rule import HuggingFaceTensor, TensorLocation
 from converters.mapping.rules import hf_tensors
 from converters.model_config.architecture import Architecture
@@ -100,7 +101,7 @@ class LoraAdapter:
 
     def identity(self) -> list[list[str | int]]:
         """Changes when its files do."""
-        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in self.source.files()]
+        return identity_of(self.source.files())
 
     def merge(self, name: str, rows: Tensor, start: int, dtype: torch.dtype | None = None) -> Tensor:
         """Rows of a base tensor with the adapter in them.

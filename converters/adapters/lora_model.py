@@ -47,9 +47,7 @@ def merge_export(checkpoint: MegatronCheckpoint, directory: Path, dtype: torch.d
     """Merge an adapter into a ``torch_dist`` checkpoint. A tensor that its import widened is rounded to what it was in before."""
 
     def choose(name: str, stored: torch.dtype) -> torch.dtype:
-        if dtype is not None:
-            return torch.float32
-        return stored if checkpoint.manifest is None else checkpoint.manifest.dtype_before(name, stored)
+        return checkpoint.dtype_before(name, stored) if dtype is None else torch.float32
 
     model, adapter = _merged(checkpoint.model, directory, choose)
     return dataclasses.replace(checkpoint, model=model), adapter

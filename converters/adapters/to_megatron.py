@@ -145,7 +145,7 @@ def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool =
         shutil.copyfile(plan.adapter.directory / ADAPTER_CONFIG, beside / ADAPTER_CONFIG)
         _manifest(plan, hashes.digests()).write(staging.directory)
         staging.finish()
-    return {"tensors": len(tensors), "bytes": sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in tensors.values())}
+    return {"tensors": len(tensors), "bytes": sum(one.size for one in tensors.values())}
 
 
 def _without_form(adapter: LoraAdapter, known: set[str]) -> Iterator[str]:

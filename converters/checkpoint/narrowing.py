@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -23,6 +24,14 @@ def kept_dtype(tensor: HuggingFaceTensor, stored: torch.dtype, asked: torch.dtyp
     if asked is None:
         return stored
     return torch.promote_types(asked, torch.float32) if tensor.stays_float32 else asked
+
+
+def main_dtype(tensors: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
+    """The dtype that most bytes have, of tensors given by dtype and bytes; of a tie, the one seen first."""
+    sizes: Counter[torch.dtype] = Counter()
+    for dtype, size in tensors:
+        sizes[dtype] += size
+    return max(sizes, key=lambda dtype: sizes[dtype])
 
 
 class Narrowing:

@@ -57,7 +57,7 @@ class BlockScaled:
         of_column = torch.arange(*columns) // self._block[1] - columns[0] // self._block[1]
         weight = self._read_weight(box)
         result = torch.empty(shape_of(box), dtype=dtype)
-        for index in _indices(leading):
+        for index in itertools.product(*(range(stop - start) for start, stop in leading)):
             for number, (start, stop) in enumerate(_cuts(rows, self._block[0])):
                 piece = slice(start - rows[0], stop - rows[0])
                 result[index][piece] = weight[index][piece].float() * scales[index][number][of_column]
@@ -110,10 +110,6 @@ def _cuts(span: tuple[int, int], size: int) -> Iterator[tuple[int, int]]:
         end = min(stop, (start // size + 1) * size)
         yield start, end
         start = end
-
-
-def _indices(leading: Box) -> Iterator[tuple[int, ...]]:
-    return itertools.product(*(range(stop - start) for start, stop in leading))
 
 
 KEY = "quantization_config"
@@ -248,11 +244,8 @@ class DequantizedSource(HuggingFaceSource):
             return [f"dtype: {scale} is {dtype}; {' or '.join(map(str, dtypes))} is needed"]
         return []
 
-    def _reader(self, name: str) -> functools.partial[Tensor]:
-        return functools.partial(self._read_stored, name)
-
-    def _read_stored(self, name: str, box: Box) -> Tensor:
-        return self._file(name).read(name, box)
+    def _reader(self, name: str) -> Read:
+        return functools.partial(self._file(name).read, name)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

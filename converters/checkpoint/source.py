@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from converters.checkpoint.safetensors_file import OpenFiles, SafetensorsFile
 from converters.errors import ConversionError
 from converters.files.kinds import misplaced_kind, unfinished_download
-from converters.files.reading import read_json_object
+from converters.files.reading import identity_of, read_json_object
 from converters.torch_dist.location import holds_checkpoint
 
 if TYPE_CHECKING:
@@ -111,8 +111,7 @@ class HuggingFaceSource:
 
     def identity(self) -> list[list[str | int]]:
         """Changes when the weights do: name, size and time of change of each of their files."""
-        files = sorted({self.directory / name for name in self._file_of.values()})
-        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+        return identity_of(sorted({self.directory / name for name in self._file_of.values()}))
 
     def names(self) -> list[str]:
         """Names of all tensors, sorted."""

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import uuid
-from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from converters.checkpoint.narrowing import main_dtype
 from converters.checkpoint.staging import check_target, follow_umask, put_in_place
 from converters.errors import ConversionError
 from converters.families import FAMILIES
@@ -77,7 +77,7 @@ def write_hf(
             shards.add(name, tensor)
         _check_names(shards.names, expected_names)
         shards.finish()
-        _write_config(partial, hf_config, shards.main_dtype())
+        _write_config(partial, hf_config, main_dtype(shards.sizes))
         if generation_config is not None:
             generation_config.to_json_file(partial / "generation_config.json")
         if tokenizer is not None:
@@ -101,8 +101,7 @@ class _ShardWriter:
         self._pending_bytes = 0
         self._shard_of: dict[str, int] = {}
         self._shard_count = 0
-        self._total_bytes = 0
-        self._bytes_of_dtype: Counter[torch.dtype] = Counter()
+        self.sizes: list[tuple[torch.dtype, int]] = []
 
     @property
     def names(self) -> Collection[str]:
@@ -119,8 +118,7 @@ class _ShardWriter:
         self._pending[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         self._shard_of[name] = self._shard_count
         self._pending_bytes += size
-        self._total_bytes += size
-        self._bytes_of_dtype[tensor.dtype] += size
+        self.sizes.append((tensor.dtype, size))
 
     def finish(self) -> None:
         """Write the last shard, give the files their final names, and write the index if there are several."""
@@ -134,15 +132,11 @@ class _ShardWriter:
         for number, name in enumerate(names):
             rename_surely(self._part_path(number), self._directory / name)
         index = {
-            "metadata": {"total_size": self._total_bytes},
+            "metadata": {"total_size": sum(size for _, size in self.sizes)},
             "weight_map": {name: names[number] for name, number in sorted(self._shard_of.items())},
         }
         text = json.dumps(index, indent=2) + "\n"
         (self._directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-
-    def main_dtype(self) -> torch.dtype:
-        """The dtype that most bytes have; of a tie, the one seen first."""
-        return max(self._bytes_of_dtype, key=lambda dtype: self._bytes_of_dtype[dtype])
 
     def _write_shard(self) -> None:
         save_file(self._pending, self._part_path(self._shard_count), metadata={"format": "pt"})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,11 @@ def check_depth(content: Any, what: str) -> None:
             raise ConversionError(f"{what} nests deeper than {DEEPEST} levels", "fetch or write the file again")
         children = [value.values() if isinstance(value, Mapping) else value for value in level if isinstance(value, (Mapping, list, tuple))]
         level, depth = [child for several in children for child in several], depth + 1
+
+
+def identity_of(paths: Iterable[Path]) -> list[list[str | int]]:
+    """Changes when one of the files does: name, size and time of change of each."""
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
 
 
 def require_space(directory: Path, needed: int) -> None:

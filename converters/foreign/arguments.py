@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from converters.checkpoint.narrowing import main_dtype
 from converters.checkpoint.work import ConversionResult, RunOptions
 from converters.errors import ConversionError
 from converters.foreign.settings import ROPE_FACTOR
@@ -208,7 +208,7 @@ def import_for_megatron_lm(
     Raises:
         ConversionError: as there; also where a training run keeps its checkpoints in ``target``, or Megatron-LM has no such model.
     """
-    state = megatron_lm_state(plan.architecture, plan.padded_vocab, _main_dtype(plan))
+    state = megatron_lm_state(plan.architecture, plan.padded_vocab, main_dtype((plan.dtype(rule), plan.size(rule)) for rule in plan.rules))
     # first, so that a run that was killed behind it goes on where it ended: what it names is not there yet
     write_tracker(target)
     try:
@@ -221,11 +221,3 @@ def import_for_megatron_lm(
     write_tracker(target)
     flags = further_flags(state)
     return dataclasses.replace(outcome, target=target, notes=outcome.notes | ({"further_flags": flags} if flags else {}))
-
-
-def _main_dtype(plan: ImportPlan) -> torch.dtype:
-    """The dtype that most bytes have."""
-    sizes: Counter[torch.dtype] = Counter()
-    for rule in plan.rules:
-        sizes[plan.dtype(rule)] += plan.size(rule)
-    return max(sizes, key=lambda dtype: sizes[dtype])

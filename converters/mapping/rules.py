@@ -47,21 +47,17 @@ def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
         suffix = sequential_name(_PORTABLE_NAMES.get(suffix, suffix))
         rule = rules.get(f"{prefix}{suffix}")
         if rule is None and is_expert(megatron_name) and architecture.mixture is not None and architecture.is_sparse(layer):
-            _refuse_expert(megatron_name, architecture.mixture.num_experts)
+            experts = architecture.mixture.num_experts
+            if expert_index(megatron_name) >= experts:
+                raise ConversionError(
+                    f"{megatron_name}: a layer has experts 0 to {experts - 1}",
+                    "give the global expert index, counted from 0 over all expert-parallel ranks",
+                )
     if rule is None:
         near = difflib.get_close_matches(megatron_name, list(rules), n=1)
         hint = f"the nearest known name is {near[0]}" if near else "strip wrapper prefixes and skip _extra_state entries"
         raise ConversionError(f"{megatron_name} is no parameter of a {architecture.family} model with these settings", hint)
     return rule
-
-
-def _refuse_expert(megatron_name: str, num_experts: int) -> None:
-    """Say what is wrong with the name of an expert's parameter, if it is the number."""
-    if expert_index(megatron_name) >= num_experts:
-        raise ConversionError(
-            f"{megatron_name}: a layer has experts 0 to {num_experts - 1}",
-            "give the global expert index, counted from 0 over all expert-parallel ranks",
-        )
 
 
 def all_rules(architecture: Architecture) -> list[Rule]:

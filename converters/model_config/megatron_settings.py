@@ -160,7 +160,9 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
     model, attributes = _rotary(architecture)
     if architecture.mixture is not None:
         transformer |= _mixture(architecture.mixture)
-        attributes |= _mixture_attributes(architecture.mixture)
+        if _has_constant_weight(architecture.mixture):
+            # Megatron-Core computes it, but its constructor refuses it: the router then learns from a load-balancing loss alone
+            attributes["moe_router_pre_softmax"] = False
     model |= {
         "vocab_size": architecture.vocab_size,
         "max_sequence_length": architecture.max_position,
@@ -232,13 +234,8 @@ def _routes_like_megatron(mixture: MixtureOfExperts) -> bool:
     return ranked_by == routing.best_of_group and (routing.score == "sigmoid" or not mixture.normalized or ranked_by == 1)
 
 
-def _mixture_attributes(mixture: MixtureOfExperts) -> dict[str, Any]:
-    """Softmax over the logit of one expert gives it the weight 1, as transformers does; Megatron-Core computes that, but its constructor
-    refuses it, because the router then learns from a load-balancing loss alone."""
-    return {"moe_router_pre_softmax": False} if _has_constant_weight(mixture) else {}
-
-
 def _has_constant_weight(mixture: MixtureOfExperts) -> bool:
+    """Whether a token's one expert always has the weight 1, as softmax over its logit alone gives it."""
     return mixture.routing.score == "softmax" and mixture.normalized and mixture.experts_per_token == 1
 
 

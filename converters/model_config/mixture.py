@@ -185,7 +185,9 @@ def read_deepseek_mixture(
     Returns:
         None for a model without experts.
     """
-    sparse_layers = _read_dense_first(config, num_layers, problems) if sparse_layers is None else sparse_layers
+    if sparse_layers is None:
+        dense = read_size(config, "first_k_dense_replace", problems, least=0)
+        sparse_layers = tuple(layer >= dense for layer in range(num_layers))
     if not any(sparse_layers):
         return None
     experts, chosen = read_size(config, "n_routed_experts", problems), read_size(config, "num_experts_per_tok", problems)
@@ -222,9 +224,3 @@ def require_sigmoids(config: Mapping[str, object], problems: list[str]) -> None:
     require(config, "scoring_func", "sigmoid", "transformers computes no other score for this family", problems)
     require(config, "topk_method", "noaux_tc", "transformers chooses experts in no other way for this family", problems)
     require(config, "moe_layer_freq", 1, "transformers gives every layer behind the first ones experts", problems)
-
-
-def _read_dense_first(config: Mapping[str, object], num_layers: int, problems: list[str]) -> tuple[bool, ...]:
-    """Return for each layer, whether it has experts: all but the first ``first_k_dense_replace``."""
-    dense = read_size(config, "first_k_dense_replace", problems, least=0)
-    return tuple(layer >= dense for layer in range(num_layers))

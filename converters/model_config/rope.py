@@ -61,8 +61,15 @@ def read_rope(config: Mapping[str, object], problems: list[str], *, partly: bool
     theta = _number(parameters, "rope_theta", problems)
     if kind == "default":
         return theta, None
-    read = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}[str(kind)]
-    return theta, read(parameters, config, problems)
+    if kind == "yarn":
+        return theta, _yarn(parameters, config, problems)
+    settings: dict[str, object] = {"type": kind}
+    for key in ("factor", "low_freq_factor", "high_freq_factor"):
+        if key in _KEYS[kind]:
+            settings[key] = _number(parameters, key, problems)
+    if kind == "llama3":
+        settings["original_max_position_embeddings"] = _original_length(parameters, config, problems)
+    return theta, settings
 
 
 def rotary_disagreements(config: Mapping[str, object]) -> list[str]:
@@ -131,19 +138,6 @@ def _parameters(config: Mapping[str, object]) -> dict[str, object]:
 def _number(parameters: Mapping[str, object], key: str, problems: list[str], default: object = None) -> float:
     """A positive number; anything else becomes a problem and NaN."""
     return read_number(parameters.get(key), f"rope parameter {key}", problems, default=default, instead=math.nan)
-
-
-def _linear(parameters: Mapping[str, object], config: Mapping[str, object], problems: list[str]) -> dict[str, object]:
-    del config
-    return {"type": "linear", "factor": _number(parameters, "factor", problems)}
-
-
-def _llama3(parameters: Mapping[str, object], config: Mapping[str, object], problems: list[str]) -> dict[str, object]:
-    settings: dict[str, object] = {"type": "llama3"}
-    for key in ("factor", "low_freq_factor", "high_freq_factor"):
-        settings[key] = _number(parameters, key, problems)
-    settings["original_max_position_embeddings"] = _original_length(parameters, config, problems)
-    return settings
 
 
 def _yarn(parameters: Mapping[str, object], config: Mapping[str, object], problems: list[str]) -> dict[str, object]:

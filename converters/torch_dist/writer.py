@@ -38,6 +38,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
