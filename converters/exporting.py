@@ -194,11 +194,6 @@ class ExportPlan:
         """Architecture of the model."""
         return self.model.architecture
 
-    @property
-    def size(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.size for tensor in self.written)
-
     @functools.cached_property
     def files(self) -> dict[str, list[WrittenTensor]]:
         """Tensors by file."""

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from converters.check import check_source
+from converters.checkpoint.manifest import dtype_name
 from converters.checkpoint.source import HuggingFaceSource, open_source
 from converters.checkpoint.work import Answer
 from converters.errors import ConversionError
@@ -191,19 +192,18 @@ class _Variant:
 
     def findings(self, compute: ComputeLogprobs | None, thorough: bool) -> Iterator[Finding]:
         """Every check, until one fails that the next ones need."""
-        found = self._checked("rules", lambda: _refuse(list(rule_problems(self.architecture))))
+        note = "" if is_known_to_transformers(self.family) else "made of the rules: transformers does not know the family"
+        found = self._checked("rules", lambda: _refuse([*rule_problems(self.architecture)]))
         yield found
+        if found.result == "passed":
+            save_random(self.model, self.config, self.family, self.architecture)
+            found = self._checked("tensors", lambda: check_source(open_source(self.model), self.architecture), note)
+            yield found
         if found.result == "failed":
             return
-        save_random(self.model, self.config, self.family, self.architecture)
-        known = is_known_to_transformers(self.family)
-        found = self._checked("tensors", self._tensors, "" if known else "made of the rules: transformers does not know the family")
-        yield found
-        if found.result == "failed":
-            return
-        yield self._checked("shards", lambda: _refuse(list(shard_problems(open_source(self.model), self.architecture))))
+        yield self._checked("shards", lambda: _refuse([*shard_problems(open_source(self.model), self.architecture)]))
         for dtype in (torch.float32, torch.bfloat16):
-            yield self._checked("round trip", functools.partial(self._round_trip, dtype), str(dtype).removeprefix("torch."))
+            yield self._checked("round trip", functools.partial(self._round_trip, dtype), dtype_name(dtype))
         if thorough:
             yield self._checked("accounting", self._accounting)
         yield self._logprobs(compute)
@@ -227,11 +227,8 @@ class _Variant:
             return Finding(self.name, check, "failed", f"{type(error).__name__}: {error}")
         return Finding(self.name, check, "passed", text)
 
-    def _tensors(self) -> None:
-        check_source(open_source(self.model), self.architecture)
-
     def _round_trip(self, dtype: torch.dtype) -> None:
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         source, middle, back = (self.directory / f"{step}-{name}" for step in ("source", "middle", "back"))
         save_unique(source, self.model, self.architecture, dtype)
         import_model(plan_import(open_source(source), vocab_multiple=_VOCABULARY_MULTIPLE, allow_unsupported=True), middle)

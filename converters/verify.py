@@ -82,14 +82,14 @@ def verify(one: Opened, other: Opened | None = None, excused: Sequence[str] = ()
         one, other: the checkpoints.
         excused: patterns (``*`` and ``?``) of names that need no counterpart, besides those that a manifest says were excused.
     """
-    alone = (*excused, *recorded_excuses(one, other))
-    found = list(problems_of(one, alone))
+    opened = [one] if other is None else [one, other]
+    alone = (*excused, *recorded_excuses(opened))
+    found = [difference for each in opened for difference in problems_of(each, alone)]
     if other is not None:
-        found += problems_of(other, alone)
         # the comparison says which values are not finite
         found = [difference for difference in found if difference.kind != "values"]
     # what is missing cannot be compared
-    if any(difference.kind == "keys" for difference in found):
+    if _has_kind(found, "keys"):
         return found
     if other is None:
         return found + (list(value_problems(one)) if one.manifest is None else [])
@@ -111,52 +111,57 @@ def agree_on_dtypes(one: Opened, other: Opened) -> None:
                 break
 
 
-def recorded_excuses(one: Opened, other: Opened | None = None) -> tuple[str, ...]:
+def _has_kind(found: Sequence[Difference], *kinds: str) -> bool:
+    return any(difference.kind in kinds for difference in found)
+
+
+def recorded_excuses(opened: Sequence[Opened]) -> tuple[str, ...]:
     """Patterns of the names that a conversion which made one of the checkpoints was excused from."""
-    manifests = [opened.manifest for opened in (one, other) if opened is not None and opened.manifest is not None]
-    return tuple(dict.fromkeys(name for manifest in manifests for name in manifest.excused))
+    return tuple(dict.fromkeys(name for each in opened if each.manifest is not None for name in each.manifest.excused))
 
 
-def scope(one: Opened, other: Opened | None, found: Sequence[Difference], excused: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """Return what ``verify`` checked, and what it did not, in words."""
-    checked, unchecked = ["names, shapes and dtypes of all tensors against config.json"], [*_unchecked_files(one, other)]
-    for opened in (one, other):
-        if opened is not None and opened.megatron is not None and opened.megatron.stored.objects and opened.manifest is None:
-            unchecked.append(f"the {len(opened.megatron.stored.objects)} objects of {opened.path.name} that are no tensors")
-    if any(isinstance(opened.model, MegatronModel) for opened in (one, other) if opened is not None):
+def scope(opened: Sequence[Opened], found: Sequence[Difference], excused: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """Return what ``verify`` of one or two checkpoints checked, and what it did not, in words."""
+    checked, unchecked = ["names, shapes and dtypes of all tensors against config.json"], [*_unchecked_files(opened)]
+    for each in opened:
+        if each.megatron is not None and each.megatron.stored.objects and each.manifest is None:
+            unchecked.append(f"the {len(each.megatron.stored.objects)} objects of {each.path.name} that are no tensors")
+    if any(each.megatron is not None for each in opened):
         checked.append("every element is stored exactly once; rows behind the vocabulary are zero")
-    if any(difference.kind == "keys" for difference in found):
+    if _has_kind(found, "keys"):
         return checked[:1], ["values: names or shapes are wrong already", *unchecked]
-    for opened in (one, other):
-        if opened is not None and opened.manifest is not None:
-            files = " and files beside the weights" if opened.recorded_files else ""
-            checked.append(f"the values{files} of {opened.path.name} against the hashes in its {MANIFEST_FILE}")
-    if other is not None:
-        settings = ", special tokens and defaults of text generation" if one.config is not None and other.config is not None else ""
-        files = ", tokenizer and chat templates" if one.files is not None and other.files is not None else ""
+    for each in opened:
+        if each.manifest is not None:
+            files = " and files beside the weights" if each.recorded_files else ""
+            checked.append(f"the values{files} of {each.path.name} against the hashes in its {MANIFEST_FILE}")
+    if len(opened) == 2:
+        settings = "" if any(each.config is None for each in opened) else ", special tokens and defaults of text generation"
+        files = "" if any(each.files is None for each in opened) else ", tokenizer and chat templates"
         checked.append(f"config{settings}{files} and values of both, bit for bit")
-    elif one.manifest is None:
-        checked.append("every value was read and is finite" if not found else "every value was read")
+    elif opened[0].manifest is None:
+        checked.append("every value was read" if found else "every value was read and is finite")
         unchecked.insert(0, f"whether the values are the right ones: there is no {MANIFEST_FILE} and no second checkpoint")
-    names = [*excused, *recorded_excuses(one, other)]
+    names = [*excused, *recorded_excuses(opened)]
     return checked, [*unchecked, *([f"excused: {', '.join(names)}"] if names else [])]
 
 
-def _unchecked_files(one: Opened, other: Opened | None) -> Iterator[str]:
-    """Unchecked files of the files beside the weights, which were compared with nothing."""
-    if other is None:
-        later = sorted(file_hashes(one.files).keys() - one.recorded_files.keys()) if one.files is not None else []
-        if not one.recorded_files:
+def _unchecked_files(opened: Sequence[Opened]) -> Iterator[str]:
+    """Say which files beside the weights were compared with nothing."""
+    hashes = [file_hashes(each.files) for each in opened if each.files is not None]
+    if len(opened) == 1:
+        recorded = opened[0].recorded_files
+        later = sorted({name for each in hashes for name in each} - recorded.keys())
+        if not recorded:
             yield "tokenizer and other files beside the weights"
         elif later:
             yield f"files that came after the conversion: {', '.join(later)}"
         return
-    if one.config is None or other.config is None:
+    if any(each.config is None for each in opened):
         yield "special tokens and defaults of text generation: a config is made of its trainer's settings"
-    if one.files is None or other.files is None:
+    if len(hashes) < 2:
         yield "tokenizer and other files beside the weights: there are none on one side"
         return
-    left, right = file_hashes(one.files), file_hashes(other.files)
+    left, right = hashes
     silent = [name for name in sorted({*left, *right}) if not speaks(name) and left.get(name) != right.get(name)]
     if silent:
         yield f"files that differ and say nothing of the model: {', '.join(silent)}"
@@ -239,11 +244,11 @@ def verify_paths(
         opened[0] = merge_opened(opened[0], lora, opened[1])
     one, other = opened[0], opened[1] if len(opened) == 2 else None
     found = verify(one, other, excused)
-    checked, unchecked = scope(one, other, found, excused)
+    checked, unchecked = scope(opened, found, excused)
     facts: dict[str, Any] = {
         "equal": all(each.kind == NOT_FINITE for each in found),
-        "values_checked": not any(each.kind == "keys" for each in found) and (other is not None or one.manifest is not None),
-        "tensors": len(one.tensors) if not any(each.kind == "keys" for each in found) else None,
+        "values_checked": not _has_kind(found, "keys") and (other is not None or one.manifest is not None),
+        "tensors": None if _has_kind(found, "keys") else len(one.tensors),
         "checked": checked,
         "not_checked": unchecked,
         "differences": [asdict(each) for each in found],
@@ -253,7 +258,7 @@ def verify_paths(
         if found
         else [f"{facts['tensors']} tensors: {_said(opened)}"]
     )
-    if logits and any(each.kind in ("keys", "missing", "shape") for each in found):
+    if logits and _has_kind(found, "keys", "missing", "shape"):
         unchecked.append("logits: the models are too different")
     elif logits and any(len(each.tensors) < len(hf_tensors(each.model.architecture)) for each in opened):
         unchecked.append("logits: a model without some of its tensors has none")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from converters.errors import ConversionError
@@ -145,19 +146,14 @@ def _read(config: Mapping[str, Any], ignored: frozenset[str], config_class: type
     head = read_head(config, family.architecture_class, problems)
     dimensions = _dimensions(config, problems)
     rope_theta, rope_scaling = read_rope(config, problems, partly=family.rotates_partly)
-    features = family.read_features(config)
     gate_limit = family.read_gate_limit(config, problems)
     window, window_layers = _sliding_window(config, family, problems), None
     if family.has_layer_windows:
         window, window_layers = _layer_windows(config, window, dimensions["num_layers"], problems)
     architecture = Architecture(
         family=family.model_type,
-        **dimensions,
         tied_embeddings=head is None and bool(config.get("tie_word_embeddings")),
-        qkv_bias=features.qkv_bias,
-        attention_output_bias=features.attention_output_bias,
-        mlp_bias=features.mlp_bias,
-        qk_norm=features.qk_norm,
+        **{**dimensions, **asdict(family.read_features(config))},
         norm_epsilon=read_number(config.get("rms_norm_eps"), "rms_norm_eps", problems, instead=math.nan),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
@@ -167,7 +163,6 @@ def _read(config: Mapping[str, Any], ignored: frozenset[str], config_class: type
         mixture=family.read_mixture(config, dimensions["num_layers"], problems),
         rotary_fraction=rotated_fraction(config, dimensions["head_dim"], problems) if family.rotates_partly else 1.0,
         window_layers=window_layers,
-        sinks=features.sinks,
         gate_limit=gate_limit,
         latent_attention=family.read_latent_attention(config, problems),
         prediction_layers=read_prediction_layers(config, problems) if family.may_predict_further else 0,
