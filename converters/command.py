@@ -41,7 +41,12 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
     into.add_argument("source", help="directory or hub id")
     into.add_argument("--revision", help="branch, tag or commit of a hub repository")
     into.add_argument("--vocab-multiple", type=int, default=1, metavar="N", help="pad the vocabulary with zero rows to a multiple of N")
-    add_layout_flag(into)
+    into.add_argument(
+        "--layout",
+        choices=[MEGARL, MEGATRON_LM],
+        default=MEGARL,
+        help="megatron-lm: release/ with arguments, and the file that names it, as --load of Megatron-LM wants them",
+    )
     out = commands.add_parser("export", help="torch_dist of Megatron-Core -> Hugging Face safetensors", epilog=_EPILOG)
     out.add_argument("source", type=Path, help="checkpoint, or a directory that a trainer keeps it in")
     out.add_argument("--max-shard-size", type=read_size, default=5_000_000_000, metavar="SIZE", help="of a file (default 5e9 bytes)")
@@ -172,7 +177,10 @@ def run(arguments: argparse.Namespace, megatron: Megatron | None = None) -> int:
         "selftest": functools.partial(_selftest, megatron=megatron),
     }
     try:
-        _load_families(arguments.family_file)
+        for file in arguments.family_file:
+            from converters.family_file import load_family_file
+
+            load_family_file(file)
         _require_signed(arguments)
         code, facts, text = actions[arguments.action](arguments)
     except OSError as error:
@@ -399,14 +407,6 @@ def _require_signed(arguments: argparse.Namespace) -> None:
         require_signed(directory, key, whole=getattr(arguments, "source_weights", MODEL_WEIGHTS) == MASTER_WEIGHTS)
 
 
-def _load_families(files: Sequence[Path]) -> None:
-    if files:
-        from converters.family_file import load_family_file
-
-        for file in files:
-            load_family_file(file)
-
-
 def _selftest(arguments: argparse.Namespace, megatron: Megatron | None) -> Answer:
     from converters.selftest import selftest_of
 
@@ -446,16 +446,6 @@ def add_opening_flags(command: argparse.ArgumentParser) -> None:
         choices=[MODEL_WEIGHTS, MASTER_WEIGHTS],
         default=MODEL_WEIGHTS,
         help="master: the float32 weights of the optimizer (default: the model's own)",
-    )
-
-
-def add_layout_flag(command: argparse.ArgumentParser) -> None:
-    """Add the flag that says for whom a checkpoint is written."""
-    command.add_argument(
-        "--layout",
-        choices=[MEGARL, MEGATRON_LM],
-        default=MEGARL,
-        help="megatron-lm: release/ with arguments, and the file that names it, as --load of Megatron-LM wants them",
     )
 
 

@@ -338,7 +338,7 @@ class _Import(Conversion):
         for start, stop in row_ranges(shape, plan.dtype(rule).itemsize):
             rows = []
             for run in runs:
-                low, high = max(start, run.position), min(stop, run.position + run.stop - run.start)
+                low, high = max(start, run.position), min(stop, run.position + run.length)
                 if low < high:
                     rows.append(Rows(rule.parts[run.part], run.start + low - run.position, slice(low - start, high - start)))
             offsets = (*place.index, start, *[0] * (len(shape) - 1))

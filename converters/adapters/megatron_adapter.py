@@ -263,7 +263,7 @@ class MegatronAdapter:
         self._architecture, self.family, self.has_experts = architecture, architecture.family, architecture.mixture is not None
         self._stacked = any(_STACKED.match(key) for key in found)
         rules = linears(architecture)
-        places = [place for rule in rules for place in self._places(rule)]
+        places = [self._place(rule, side, part) for rule in rules for part in (None, *parts_of(rule)) for side in _SIDES]
         self._tensors = CanonicalTensors(checkpoint, {place.key: place.grid for place in places})
         self._refuse_unknown(found, {place.key for place in places})
         self.rank = self._common_rank(rules)
@@ -320,12 +320,6 @@ class MegatronAdapter:
         box = (*((index, index + 1) for index in place.index), rows, columns)
         return self._tensors.read(place.key, box).reshape(rows[1] - rows[0], columns[1] - columns[0])
 
-    def _places(self, rule: Rule) -> Iterator[StoredPlace]:
-        """Return where factors of a layer may be, of the whole and of its parts."""
-        for part in (None, *parts_of(rule)):
-            for side in _SIDES:
-                yield self._place(rule, side, part)
-
     def _place(self, rule: Rule, side: str, part: int | None = None) -> StoredPlace:
         return stored_factor(rule, self._architecture, side, part, stacked=self._stacked)
 
@@ -372,7 +366,7 @@ class MegatronAdapter:
                 own: tuple[Block, ...] = ((0, rows),)
                 if part is None:
                     block = block if blocks is None else blocks.get(tensor.name)
-                    own = tuple((run.position, run.position + run.stop - run.start) for run in runs if run.part == number)
+                    own = tuple((run.position, run.position + run.length) for run in runs if run.part == number)
                 if block is not None and part in (None, number):
                     self._factors[peft_name(tensor, "lora_A")] = _Factor(down, (block,), (0, columns))
                     self._factors[peft_name(tensor, "lora_B")] = _Factor(up, own, block)
@@ -423,5 +417,5 @@ class MegatronAdapter:
             stored = self._read(up, (0, rows_of(rule)), (0, self.rank))
             for run in runs_of(rule, self._architecture.head_dim, 0):
                 start, stop = blocks.get(rule.parts[run.part].name, (0, 0))
-                rows = stored[run.position : run.position + run.stop - run.start]
+                rows = stored[run.position : run.position + run.length]
                 yield up.key, torch.cat([rows[:, :start], rows[:, stop:]], dim=1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from converters.adapters.lora import Factors, LoraAdapter
-from converters.adapters.megatron_adapter import BLOCKS, FORM_NOTE, SHARED, Block, block, linears, peft_name, rows_of, stored_factor
+from converters.adapters.megatron_adapter import BLOCKS, FORM_NOTE, SHARED, block, linears, peft_name, rows_of, stored_factor
 from converters.checkpoint.artifacts import HF_DIRECTORY, read_config
 from converters.checkpoint.boxes import bytes_of
 from converters.checkpoint.manifest import (
@@ -76,14 +76,6 @@ class AdapterPlan:
         layers = "stacked" if self.stacked else "apart"
         alpha = self.scaling * self.stored_rank
         return {FORM_NOTE: self.form, "rank": self.stored_rank, "alpha": int(alpha) if alpha.is_integer() else alpha, "layers": layers}
-
-    def block(self, part: int) -> Block:
-        """The ranks of a part."""
-        return block(part, self.rank, self.form)
-
-    def place(self, rule: Rule, side: str) -> StoredPlace:
-        """Return where a factor will stand."""
-        return stored_factor(rule, self.architecture, side, stacked=self.stacked)
 
 
 def plan_adapter(directory: Path, hf_directory: Path, ignored: Collection[str] = ()) -> AdapterPlan:
@@ -194,14 +186,14 @@ def _stored(plan: AdapterPlan, rule: Rule, hashes: TensorHashes) -> Iterator[tup
     ups: dict[int, Tensor] = {}
     for number, factors in enumerate(found):
         if factors is not None:
-            start, stop = plan.block(number)
+            start, stop = block(number, plan.rank, plan.form)
             down[start:stop], ups[number] = read(factors.down), read(factors.up)
     for run in runs_of(rule, plan.architecture.head_dim, 0):
         if run.part in ups:
-            start, stop = plan.block(run.part)
-            up[run.position : run.position + run.stop - run.start, start:stop] = ups[run.part][run.start : run.stop]
-    yield plan.place(rule, "linear_in"), down
-    yield plan.place(rule, "linear_out"), up
+            start, stop = block(run.part, plan.rank, plan.form)
+            up[run.position : run.position + run.length, start:stop] = ups[run.part][run.start : run.stop]
+    for side, factor in (("linear_in", down), ("linear_out", up)):
+        yield stored_factor(rule, plan.architecture, side, stacked=plan.stacked), factor
 
 
 def _read(source: Any, hashes: TensorHashes, name: str) -> Tensor:

@@ -17,11 +17,12 @@ from converters.mapping.rule import Kind, Rule
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Indices ``start`` to ``stop`` along the cut axis of part number ``part`` of the rule."""
+    """Indices ``start`` to ``stop`` along the cut axis of part number ``part`` of the rule, from index ``position`` on in the shard."""
 
     part: int
     start: int
     stop: int
+    position: int = 0
 
     @property
     def length(self) -> int:
@@ -49,18 +50,8 @@ class ShardLayout:
         return self.shape[self.axis] - sum(span.length for span in self.spans)
 
 
-@dataclass(frozen=True, slots=True)
-class RowRun:
-    """Rows ``start`` to ``stop`` of part number ``part`` of a rule, which lie from row ``position`` on in the whole parameter."""
-
-    part: int
-    start: int
-    stop: int
-    position: int
-
-
 @lru_cache(maxsize=4096)
-def runs_of(rule: Rule, head_dim: int, padded_vocab: int) -> tuple[RowRun, ...]:
+def runs_of(rule: Rule, head_dim: int, padded_vocab: int) -> tuple[Span, ...]:
     """Return where every row of the whole parameter, not cut over any ranks, comes from, in the order of its rows.
 
     Args:
@@ -69,12 +60,8 @@ def runs_of(rule: Rule, head_dim: int, padded_vocab: int) -> tuple[RowRun, ...]:
         padded_vocab: rows of the padded embedding; used by ``Kind.VOCAB`` alone. What the runs leave at the end is padding.
     """
     if rule.kind is Kind.ROW:  # cut by columns: its rows are those of its tensor
-        return (RowRun(0, 0, rule.parts[0].shape[0], 0),)
-    runs, position = [], 0
-    for span in shard_layout(rule, head_dim, 0, 1, padded_vocab).spans:
-        runs.append(RowRun(span.part, span.start, span.stop, position))
-        position += span.length
-    return tuple(runs)
+        return (Span(0, 0, rule.parts[0].shape[0]),)
+    return shard_layout(rule, head_dim, 0, 1, padded_vocab).spans
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int, divisible_by: int = 1) -> int:
@@ -111,8 +98,10 @@ def shard_layout(rule: Rule, head_dim: int, tp_rank: int, tp_size: int, padded_v
         start, stop = _cut(rule, rows, tp_rank, tp_size)
         spans = tuple(_clip(_qkv_spans(rule, head_dim), start, stop))
         return ShardLayout((stop - start, *first[1:]), 0, spans)
-    spans = tuple(Span(index, *_cut(rule, part.shape[0], tp_rank, tp_size)) for index, part in enumerate(rule.parts))
-    return ShardLayout((sum(span.length for span in spans), *first[1:]), 0, spans)
+    parts: list[Span] = []
+    for index, part in enumerate(rule.parts):
+        parts.append(Span(index, *_cut(rule, part.shape[0], tp_rank, tp_size), sum(span.length for span in parts)))
+    return ShardLayout((sum(span.length for span in parts), *first[1:]), 0, tuple(parts))
 
 
 def _cut(rule: Rule, length: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
@@ -155,5 +144,5 @@ def _clip(spans: Iterator[Span], start: int, stop: int) -> Iterator[Span]:
     for span in spans:
         low, high = max(start, position), min(stop, position + span.length)
         if low < high:
-            yield Span(span.part, span.start + low - position, span.start + high - position)
+            yield Span(span.part, span.start + low - position, span.start + high - position, low - start)
         position += span.length

@@ -51,11 +51,9 @@ def load_shard(
     if len(layout.spans) == 1 and not layout.padding:
         return _read_span(rule, places, source, layout.axis, layout.spans[0]).to(dtype)
     shard = torch.empty(layout.shape, dtype=dtype)
-    position = 0
     for span in layout.spans:
-        shard.narrow(layout.axis, position, span.length).copy_(_read_span(rule, places, source, layout.axis, span))
-        position += span.length
-    shard.narrow(layout.axis, position, layout.padding).zero_()
+        shard.narrow(layout.axis, span.position, span.length).copy_(_read_span(rule, places, source, layout.axis, span))
+    shard.narrow(layout.axis, layout.shape[layout.axis] - layout.padding, layout.padding).zero_()
     return shard
 
 
@@ -101,11 +99,9 @@ def to_hf(
 
 def _copy_out(shard: Tensor, layout: ShardLayout, tensors: Sequence[Tensor]) -> None:
     """Copy every span of a shard to its place in the full tensors."""
-    position = 0
     for span in layout.spans:
-        rows = shard.narrow(layout.axis, position, span.length)
+        rows = shard.narrow(layout.axis, span.position, span.length)
         tensors[span.part].narrow(layout.axis, span.start, span.length).copy_(rows)
-        position += span.length
 
 
 def _read_span(rule: Rule, places: Sequence[TensorLocation], source: HuggingFaceSource, axis: int, span: Span) -> Tensor:
