@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,7 @@ class ConversionManifest:
             "notes": self.notes,
             "files": self.files,
             "excused": {"missing": list(self.missing), "left_out": list(self.left_out)},
-            "tensors": {
-                name: {"dtype": record.dtype, "shape": list(record.shape), "sha256": record.sha256} for name, record in self.tensors.items()
-            },
+            "tensors": {name: asdict(record) for name, record in self.tensors.items()},
         }
         with whole_file(directory / MANIFEST_FILE) as file:
             file.write((json.dumps(content, indent=1) + "\n").encode())

@@ -36,45 +36,31 @@ def _layer_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
 
 
 def _expert_rules(facts: ModelFacts, mixture: MixtureOfExperts, layer: int) -> Iterator[Rule]:
-    hidden, width = facts.hidden_size, mixture.ffn_hidden_size
-    for expert in range(mixture.num_experts):
-        megatron = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}."
-        tensors = _ExpertTensors(f"model.layers.{layer}.mlp.experts", expert, mixture.num_experts)
-        gated = tuple(
-            tensors.matrix(name, "gate_up_proj", (width, hidden), start, 2) for start, name in enumerate(("gate_proj", "up_proj"))
-        )
-        yield Rule(f"{megatron}linear_fc1.weight", Kind.GATED, gated)
-        biases = tuple(tensors.bias(name, "gate_up_proj", width, start, 2) for start, name in enumerate(("gate_proj", "up_proj")))
-        yield Rule(f"{megatron}linear_fc1.bias", Kind.GATED, biases)
-        yield Rule(f"{megatron}linear_fc2.weight", Kind.ROW, (tensors.matrix("down_proj", "down_proj", (hidden, width), 0, 1),))
-        yield Rule(f"{megatron}linear_fc2.bias", Kind.REPLICATED, (tensors.bias("down_proj", "down_proj", hidden, 0, 1),))
+    hidden, width, experts = facts.hidden_size, mixture.ffn_hidden_size, mixture.num_experts
+    block = f"model.layers.{layer}.mlp.experts"
+    # name, the stored tensor, shape of the matrix, its first row there, and from a row to the next
+    gate, up = ("gate_proj", "gate_up_proj", (width, hidden), 0, 2), ("up_proj", "gate_up_proj", (width, hidden), 1, 2)
+    down = ("down_proj", "down_proj", (hidden, width), 0, 1)
 
-
-class _ExpertTensors:
-    """Tensors of one expert inside those of all.
-
-    Args:
-        block: name of the experts of a layer.
-        expert: counted from 0.
-        experts: how many there are.
-    """
-
-    def __init__(self, block: str, expert: int, experts: int) -> None:
-        self._block, self._expert, self._experts = block, expert, experts
-
-    def matrix(self, name: str, stored: str, shape: tuple[int, int], start: int, step: int) -> HuggingFaceTensor:
-        """A matrix [rows, columns] whose rows are every ``step``-th column of the stored one, from ``start`` on."""
+    def matrix(expert: int, name: str, stored: str, shape: tuple[int, int], start: int, step: int) -> HuggingFaceTensor:
+        """A matrix whose rows are every ``step``-th column of the stored one, from ``start`` on."""
         rows, columns = shape[0] * step, shape[1]
         places = (
-            TensorLocation(f"{self._block}.{stored}", (self._experts, columns, rows), self._expert, start, step, transposed=True),
-            TensorLocation(f"{self._block}.{stored}_blocks", (self._experts, rows, columns), self._expert, start, step, written=False),
+            TensorLocation(f"{block}.{stored}", (experts, columns, rows), expert, start, step, transposed=True),
+            TensorLocation(f"{block}.{stored}_blocks", (experts, rows, columns), expert, start, step, written=False),
         )
-        return HuggingFaceTensor(f"{self._block}.{self._expert}.{name}.weight", shape, places, alone=False)
+        return HuggingFaceTensor(f"{block}.{expert}.{name}.weight", shape, places, alone=False)
 
-    def bias(self, name: str, stored: str, length: int, start: int, step: int) -> HuggingFaceTensor:
-        """A bias of every ``step``-th element of the stored one, from ``start`` on."""
-        place = TensorLocation(f"{self._block}.{stored}_bias", (self._experts, length * step), self._expert, start, step)
-        return HuggingFaceTensor(f"{self._block}.{self._expert}.{name}.bias", (length,), (place,), alone=False)
+    def bias(expert: int, name: str, stored: str, shape: tuple[int, int], start: int, step: int) -> HuggingFaceTensor:
+        place = TensorLocation(f"{block}.{stored}_bias", (experts, shape[0] * step), expert, start, step)
+        return HuggingFaceTensor(f"{block}.{expert}.{name}.bias", shape[:1], (place,), alone=False)
+
+    for expert in range(experts):
+        megatron = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}."
+        yield Rule(f"{megatron}linear_fc1.weight", Kind.GATED, (matrix(expert, *gate), matrix(expert, *up)))
+        yield Rule(f"{megatron}linear_fc1.bias", Kind.GATED, (bias(expert, *gate), bias(expert, *up)))
+        yield Rule(f"{megatron}linear_fc2.weight", Kind.ROW, (matrix(expert, *down),))
+        yield Rule(f"{megatron}linear_fc2.bias", Kind.REPLICATED, (bias(expert, *down),))
 
 
 def _read_gate_limit(config: Mapping[str, object], problems: list[str]) -> float | None:

@@ -46,7 +46,7 @@ class _ConfigClass:
     """What transformers' config class of a family makes of a file.
 
     Attributes:
-        keys: beside those of ``_COMMON``.
+        keys: beside those of ``_COMMON``: a ``_Key``, or the default of one that takes values of its kind.
         theta: base of the rotary embedding where a file does not say.
         free: keys that the class has no field for; it keeps whatever they say, and adds none of its own.
         complete: does to a filled config what the class does after its fields are set.
@@ -54,7 +54,7 @@ class _ConfigClass:
         scales: it has a rotary scaling of its own where a file has none.
     """
 
-    keys: Mapping[str, _Key]
+    keys: Mapping[str, Any]
     theta: float = 10000.0
     free: frozenset[str] = frozenset()
     complete: Callable[[Config], None] = field(default=_no_change)
@@ -62,7 +62,7 @@ class _ConfigClass:
     scales: bool = False
 
 
-_COMMON: Mapping[str, _Key] = {
+_COMMON: Mapping[str, Any] = {
     "model_type": _Key((str,)),
     "hidden_size": _SIZE,
     "intermediate_size": _SIZE,
@@ -71,19 +71,19 @@ _COMMON: Mapping[str, _Key] = {
     "vocab_size": _SIZE,
     "max_position_embeddings": _SIZE,
     "num_key_value_heads": _SIZE,
-    "hidden_act": _like("silu"),
-    "initializer_range": _like(0.02),
-    "rms_norm_eps": _like(1e-6),
-    "tie_word_embeddings": _like(False),
-    "attention_dropout": _like(0.0),
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
     "architectures": _like(None, list),
     # what changes neither logits nor training, but is refused where it is of another kind
-    "use_cache": _like(True),
-    "is_encoder_decoder": _like(False),
+    "use_cache": True,
+    "is_encoder_decoder": False,
     "output_hidden_states": _like(False, _NOTHING),
     "output_attentions": _like(False, _NOTHING),
     "return_dict": _like(True, _NOTHING),
-    "chunk_size_feed_forward": _like(0),
+    "chunk_size_feed_forward": 0,
     "pad_token_id": _OPTIONAL_INT,
     "bos_token_id": _OPTIONAL_INT,
     "eos_token_id": _OPTIONAL_INT,
@@ -91,10 +91,10 @@ _COMMON: Mapping[str, _Key] = {
     "torch_dtype": _like(None, str),
     "transformers_version": _like(None, str),
 }
-_WINDOWS: Mapping[str, _Key] = {
-    "use_sliding_window": _like(False),
+_WINDOWS: Mapping[str, Any] = {
+    "use_sliding_window": False,
     "sliding_window": _like(4096, _NOTHING),
-    "max_window_layers": _like(28),
+    "max_window_layers": 28,
     "layer_types": _like(None, list),
 }
 _ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
@@ -153,17 +153,17 @@ def _latent(config: Config) -> None:
     config.update(_latent_widths(config))
 
 
-_SPARSE_QWEN: Mapping[str, _Key] = {
-    "decoder_sparse_step": _like(1),
+_SPARSE_QWEN: Mapping[str, Any] = {
+    "decoder_sparse_step": 1,
     "moe_intermediate_size": _SIZE,
     "num_experts_per_tok": _SIZE,
-    "norm_topk_prob": _like(False),
-    "output_router_logits": _like(False),
-    "router_aux_loss_coef": _like(0.001),
+    "norm_topk_prob": False,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
     "mlp_only_layers": _like(None, list),
 }
-_DEEPSEEK: Mapping[str, _Key] = {
-    "attention_bias": _like(False),
+_DEEPSEEK: Mapping[str, Any] = {
+    "attention_bias": False,
     "pretraining_tp": _like(1, _NOTHING),
     "first_k_dense_replace": _Key((int,)),
     "kv_lora_rank": _SIZE,
@@ -172,7 +172,7 @@ _DEEPSEEK: Mapping[str, _Key] = {
     "n_shared_experts": _Key((int,)),
     "num_experts_per_tok": _SIZE,
     "moe_intermediate_size": _SIZE,
-    "output_router_logits": _like(False),
+    "output_router_logits": False,
     "qk_nope_head_dim": _SIZE,
     "qk_rope_head_dim": _SIZE,
     "v_head_dim": _SIZE,
@@ -187,8 +187,8 @@ _CLASSES: Mapping[str, _ConfigClass] = {
         {
             "num_key_value_heads": _OPTIONAL_INT,
             "head_dim": _OPTIONAL_INT,
-            "attention_bias": _like(False),
-            "mlp_bias": _like(False),
+            "attention_bias": False,
+            "mlp_bias": False,
             "pretraining_tp": _like(1, _NOTHING),
         },
         complete=_head_width,
@@ -196,17 +196,17 @@ _CLASSES: Mapping[str, _ConfigClass] = {
     ),
     "mistral": _ConfigClass({"head_dim": _OPTIONAL_INT, "sliding_window": _like(4096, _NOTHING)}, complete=_head_width),
     "qwen2": _ConfigClass({**_WINDOWS, "head_dim": _OPTIONAL_INT}, complete=_windows),
-    "qwen3": _ConfigClass({**_WINDOWS, "head_dim": _like(128), "attention_bias": _like(False)}, complete=_windows),
+    "qwen3": _ConfigClass({**_WINDOWS, "head_dim": 128, "attention_bias": False}, complete=_windows),
     "mixtral": _ConfigClass(
         {
-            "rms_norm_eps": _like(1e-5),
+            "rms_norm_eps": 1e-5,
             "head_dim": _OPTIONAL_INT,
             "sliding_window": _OPTIONAL_INT,
             "num_experts_per_tok": _SIZE,
             "num_local_experts": _SIZE,
-            "output_router_logits": _like(False),
-            "router_aux_loss_coef": _like(0.001),
-            "router_jitter_noise": _like(0.0),
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.001,
+            "router_jitter_noise": 0.0,
         },
         theta=1000000.0,
     ),
@@ -217,7 +217,7 @@ _CLASSES: Mapping[str, _ConfigClass] = {
             "head_dim": _OPTIONAL_INT,
             "num_experts": _SIZE,
             "shared_expert_intermediate_size": _SIZE,
-            "qkv_bias": _like(True),
+            "qkv_bias": True,
         },
         complete=_qwen2_moe,
     ),
@@ -225,9 +225,9 @@ _CLASSES: Mapping[str, _ConfigClass] = {
         {
             **_SPARSE_QWEN,
             "head_dim": _OPTIONAL_INT,
-            "num_experts": _like(128),
-            "attention_bias": _like(False),
-            "use_sliding_window": _like(False),
+            "num_experts": 128,
+            "attention_bias": False,
+            "use_sliding_window": False,
             "sliding_window": _like(4096, _NOTHING),
             "num_local_experts": _Key((int,), (None,)),
         },
@@ -236,37 +236,37 @@ _CLASSES: Mapping[str, _ConfigClass] = {
     ),
     "glm4_moe": _ConfigClass(
         {
-            "rms_norm_eps": _like(1e-5),
+            "rms_norm_eps": 1e-5,
             "head_dim": _OPTIONAL_INT,
-            "attention_bias": _like(False),
+            "attention_bias": False,
             "moe_intermediate_size": _SIZE,
             "num_experts_per_tok": _SIZE,
-            "output_router_logits": _like(False),
+            "output_router_logits": False,
             "n_shared_experts": _Key((int,)),
             "n_routed_experts": _SIZE,
-            "routed_scaling_factor": _like(1.0),
+            "routed_scaling_factor": 1.0,
             "n_group": _SIZE,
             "topk_group": _SIZE,
             "first_k_dense_replace": _Key((int,)),
-            "norm_topk_prob": _like(True),
-            "use_qk_norm": _like(False),
-            "num_nextn_predict_layers": _like(1),
-            "partial_rotary_factor": _like(0.5),
+            "norm_topk_prob": True,
+            "use_qk_norm": False,
+            "num_nextn_predict_layers": 1,
+            "partial_rotary_factor": 0.5,
         },
     ),
     "gpt_oss": _ConfigClass(
         {
-            "rms_norm_eps": _like(1e-5),
-            "head_dim": _like(64),
+            "rms_norm_eps": 1e-5,
+            "head_dim": 64,
             "num_local_experts": _SIZE,
             "num_experts_per_tok": _SIZE,
             "sliding_window": _like(128, _NOTHING),
-            "swiglu_alpha": _like(1.702),
-            "swiglu_limit": _like(7.0),
-            "router_aux_loss_coef": _like(0.001),
-            "output_router_logits": _like(False),
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "router_aux_loss_coef": 0.001,
+            "output_router_logits": False,
             "layer_types": _like(None, list),
-            "attention_bias": _like(True),
+            "attention_bias": True,
         },
         theta=150000.0,
         scales=True,
@@ -277,12 +277,12 @@ _CLASSES: Mapping[str, _ConfigClass] = {
         {
             **_DEEPSEEK,
             "num_key_value_heads": _OPTIONAL_INT,
-            "mlp_bias": _like(False),
+            "mlp_bias": False,
             "n_group": _OPTIONAL_INT,
             "topk_group": _OPTIONAL_INT,
             "topk_method": _like("greedy", _NOTHING),
             "norm_topk_prob": _like(False, _NOTHING),
-            "routed_scaling_factor": _like(1.0),
+            "routed_scaling_factor": 1.0,
         },
         free=_DEEPSEEK_FREE | {"rope_interleave"},
         complete=_latent,
@@ -294,9 +294,9 @@ _CLASSES: Mapping[str, _ConfigClass] = {
             "n_group": _Key((int,)),
             "topk_group": _Key((int,)),
             "norm_topk_prob": _like(True, _NOTHING),
-            "routed_scaling_factor": _like(2.5),
+            "routed_scaling_factor": 2.5,
             "rope_interleave": _like(True, _NOTHING),
-            "num_nextn_predict_layers": _like(1),
+            "num_nextn_predict_layers": 1,
         },
         free=_DEEPSEEK_FREE | {"topk_method"},
         complete=_latent,
@@ -317,7 +317,8 @@ def filled_config(content: Mapping[str, Any]) -> Config | None:
     kind = _CLASSES.get(content["model_type"]) if isinstance(content.get("model_type"), str) else None
     if kind is None:
         return None
-    keys = {**_COMMON, **kind.keys}
+    table = {**_COMMON, **kind.keys}
+    keys = {name: key if isinstance(key, _Key) else _like(key) for name, key in table.items()}
     given = {key: value for key, value in content.items() if key not in _ROPE_KEYS}
     if not all(_is_plain(key, value, keys, kind.free) for key, value in given.items()):
         return None
