@@ -66,16 +66,53 @@ def check_source(source: HuggingFaceSource, architecture: Architecture, compare_
         ConversionError: with every missing tensor, unknown tensor, wrong shape and unusable dtype.
     """
     check_headers(source, architecture, excused)
-    if compare_tied:
-        _refuse(source, architecture, _unequal_copies(source, architecture, excused))
+    problems = []
+    for name, original in repeated_tensors(architecture).items() if compare_tied else ():
+        if name not in source or is_excused([name], excused) or _equal(source, original, name):
+            continue
+        if name == _HEAD:
+            problems.append(f"{name} differs from {original}, but tie_word_embeddings is true: set it to false to keep both")
+        else:
+            problems.append(f"{name} differs from {original}, which Megatron-Core's prediction layers share with the model")
+    _refuse(source, architecture, problems)
 
 
 def check_headers(source: HuggingFaceSource, architecture: Architecture, excused: Sequence[str] = ()) -> None:
     """``check_source`` without comparing tensors that should say the same. Reads headers only, without torch."""
-    accounted: set[str] = set()
     source.check_files()
-    asked = _asked_problems(source, architecture, accounted, excused)
-    _refuse(source, architecture, asked + _unasked_problems(source, architecture, accounted, excused))
+    # names of the stored tensors that hold tensors of the architecture
+    accounted: set[str] = set()
+    problems: list[str] = []
+
+    def compare(name: str, shape: tuple[int, ...]) -> None:
+        found, dtype = source.shape(name), source.dtype_name(name)
+        if found != shape:
+            formula = formula_of(name, shape, architecture)
+            problems.append(f"shape: {name} is {list(found)}, config.json asks for {list(shape)} = {formula}")
+        if dtype not in _DTYPES:
+            problems.append(f"dtype: {name} is {dtype}; quantised weights have to be dequantised first")
+
+    for tensor in hf_tensors(architecture):
+        places = [place for place in tensor.places if place.name in source]
+        usual = tensor.places[0]
+        if not places and usual.name not in accounted and not is_excused([tensor.name, usual.name], excused):
+            accounted.update([] if tensor.alone else [usual.name])
+            problems.append(f"missing: {usual.name} {list(usual.shape)}")
+        if len(places) > 1:
+            problems.append(f"stored more than once: {', '.join(place.name for place in places)}")
+        for place in places:
+            # A stack of experts holds many tensors; what is wrong with it is said once.
+            if place.name not in accounted:
+                accounted.add(place.name)
+                compare(place.name, place.shape)
+    for name in source.names():
+        if name in accounted or _IGNORABLE.fullmatch(name) or is_excused([name], excused):
+            continue
+        if name in repeated_tensors(architecture):
+            compare(name, (architecture.vocab_size, architecture.hidden_size))
+        else:
+            problems.append(f"unknown: {name} {list(source.shape(name))}")
+    _refuse(source, architecture, problems)
 
 
 def _refuse(source: HuggingFaceSource, architecture: Architecture, problems: list[str]) -> None:
@@ -136,51 +173,6 @@ def _without(name: str, words: tuple[str, ...]) -> str:
     return name.removeprefix(".".join(words) + ".")
 
 
-def _asked_problems(source: HuggingFaceSource, architecture: Architecture, accounted: set[str], excused: Sequence[str]) -> list[str]:
-    """Problems with tensors of the architecture. Names of the stored tensors that hold them are put into ``accounted``."""
-    problems = []
-    for tensor in hf_tensors(architecture):
-        places = [place for place in tensor.places if place.name in source]
-        usual = tensor.places[0]
-        if not places and usual.name not in accounted and not is_excused([tensor.name, usual.name], excused):
-            accounted.update([] if tensor.alone else [usual.name])
-            problems.append(f"missing: {usual.name} {list(usual.shape)}")
-        if len(places) > 1:
-            problems.append(f"stored more than once: {', '.join(place.name for place in places)}")
-        for place in places:
-            # A stack of experts holds many tensors; what is wrong with it is said once.
-            if place.name not in accounted:
-                accounted.add(place.name)
-                problems += _tensor_problems(source, architecture, place.name, place.shape)
-    return problems
-
-
-def _unasked_problems(source: HuggingFaceSource, architecture: Architecture, accounted: set[str], excused: Sequence[str]) -> list[str]:
-    """Problems with tensors that the architecture does not ask for."""
-    problems = []
-    for name in source.names():
-        if name in accounted or _IGNORABLE.fullmatch(name) or is_excused([name], excused):
-            continue
-        if name in repeated_tensors(architecture):
-            problems += _tensor_problems(source, architecture, name, (architecture.vocab_size, architecture.hidden_size))
-        else:
-            problems.append(f"unknown: {name} {list(source.shape(name))}")
-    return problems
-
-
-def _unequal_copies(source: HuggingFaceSource, architecture: Architecture, excused: Sequence[str]) -> list[str]:
-    """Problems with tensors that should say what another one says."""
-    problems = []
-    for name, original in repeated_tensors(architecture).items():
-        if name not in source or is_excused([name], excused) or _equal(source, original, name):
-            continue
-        if name == _HEAD:
-            problems.append(f"{name} differs from {original}, but tie_word_embeddings is true: set it to false to keep both")
-        else:
-            problems.append(f"{name} differs from {original}, which Megatron-Core's prediction layers share with the model")
-    return problems
-
-
 def repeated_tensors(architecture: Architecture) -> dict[str, str]:
     """Names of tensors that a checkpoint may have beside those of the architecture, with the names of those that they repeat."""
     return ({_HEAD: _EMBEDDING} if architecture.tied_embeddings else {}) | dict(copies(architecture))
@@ -199,17 +191,6 @@ def stored_twice(source: HuggingFaceSource, architecture: Architecture, excused:
 def is_excused(names: Sequence[str], patterns: Sequence[str]) -> bool:
     """Whether one of the names matches one of the patterns (``*`` and ``?``)."""
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
-
-
-def _tensor_problems(source: HuggingFaceSource, architecture: Architecture, name: str, shape: tuple[int, ...]) -> list[str]:
-    problems = []
-    if source.shape(name) != shape:
-        formula = formula_of(name, shape, architecture)
-        problems.append(f"shape: {name} is {list(source.shape(name))}, config.json asks for {list(shape)} = {formula}")
-    dtype = source.dtype_name(name)
-    if dtype not in _DTYPES:
-        problems.append(f"dtype: {name} is {dtype}; quantised weights have to be dequantised first")
-    return problems
 
 
 def _equal(source: HuggingFaceSource, first: str, second: str) -> bool:
