@@ -42,12 +42,7 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
     into.add_argument("source", help="directory or hub id")
     into.add_argument("--revision", help="branch, tag or commit of a hub repository")
     into.add_argument("--vocab-multiple", type=int, default=1, metavar="N", help="pad the vocabulary with zero rows to a multiple of N")
-    into.add_argument(
-        "--layout",
-        choices=[MEGARL, MEGATRON_LM],
-        default=MEGARL,
-        help="megatron-lm: release/ with arguments, and the file that names it, as --load of Megatron-LM wants them",
-    )
+    _add_layout(into)
     out = add("export", help="torch_dist of Megatron-Core -> Hugging Face safetensors")
     out.add_argument("source", type=Path, help="checkpoint, or a directory that a trainer keeps it in")
     out.add_argument("--max-shard-size", type=read_size, default=5_000_000_000, metavar="SIZE", help="of a file (default 5e9 bytes)")
@@ -346,12 +341,9 @@ def _diff(arguments: argparse.Namespace) -> Answer:
 
 
 def _inspect(arguments: argparse.Namespace) -> Answer:
-    from converters.describe import describe
-    from converters.opening import open_any
+    from converters.describe import inspect_path
 
-    facts = describe(open_any(arguments.paths[0], opening_options(arguments)))
-    lines = [f"{key.replace('_', ' ')}: {value}" for key, value in facts.items() if key != "architecture"]
-    return 0, facts, "\n".join(lines + ["architecture:"] + [f"  {key}: {value}" for key, value in facts["architecture"].items()])
+    return inspect_path(arguments.paths[0], opening_options(arguments))
 
 
 def _plan(arguments: argparse.Namespace) -> Answer:
@@ -385,11 +377,10 @@ def _adapter(arguments: argparse.Namespace) -> Answer:
     return convert_adapter(arguments.source, arguments.target, arguments.hf_config, overwrite=arguments.overwrite, ignored=ignored)
 
 
-def _families(arguments: argparse.Namespace) -> Answer:
-    from converters.describe import describe_families
+def _families(_: argparse.Namespace) -> Answer:
+    from converters.describe import list_families
 
-    families = describe_families()
-    return 0, {"families": families}, "\n".join(f"{family['model_type']:<16} {family['class']}" for family in families)
+    return list_families()
 
 
 def _require_signed(arguments: argparse.Namespace) -> None:
@@ -422,6 +413,15 @@ def _dtype(name: str | None) -> Any:
 
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 10**8 else f"{size / 1e6:.2f} MB"
+
+
+def _add_layout(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--layout",
+        choices=[MEGARL, MEGATRON_LM],
+        default=MEGARL,
+        help="megatron-lm: release/ with arguments, and the file that names it, as --load of Megatron-LM wants them",
+    )
 
 
 def add_opening_flags(command: argparse.ArgumentParser) -> None:

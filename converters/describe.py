@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from converters.checkpoint.manifest import dtype_name
 from converters.checkpoint.quantized import DequantizedSource
-from converters.checkpoint.work import BYTES_A_WORKER, resident_memory
+from converters.checkpoint.work import BYTES_A_WORKER, Answer, resident_memory
 from converters.exporting import ExportPlan
 from converters.families import FAMILIES
+from converters.foreign.options import OpeningOptions
 from converters.importing import ImportPlan
 from converters.mapping.logical import HuggingFaceModel, MegatronModel
 from converters.mapping.rules import hf_tensors
-from converters.opening import HUGGING_FACE, MEGATRON, Opened
+from converters.opening import HUGGING_FACE, MEGATRON, Opened, open_any
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -90,9 +92,17 @@ def _described(direction: str, family: str, tensors: list[dict[str, Any]], files
     }
 
 
-def describe_families() -> list[dict[str, Any]]:
-    """The families that can be converted."""
-    return [
+def inspect_path(path: Path, options: OpeningOptions) -> Answer:
+    """Say what a checkpoint is. Arguments and errors as of ``open_any``."""
+    facts = describe(open_any(path, options))
+    lines = [f"{key.replace('_', ' ')}: {value}" for key, value in facts.items() if key != "architecture"]
+    return 0, facts, "\n".join([*lines, "architecture:", *(f"  {key}: {value}" for key, value in facts["architecture"].items())])
+
+
+def list_families() -> Answer:
+    """List the families that can be converted."""
+    families = [
         {"model_type": family.model_type, "class": family.architecture_class, "config_keys": sorted(family.config_keys)}
         for family in FAMILIES.values()
     ]
+    return 0, {"families": families}, "\n".join(f"{family['model_type']:<16} {family['class']}" for family in families)

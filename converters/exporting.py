@@ -320,18 +320,14 @@ def _stored(rules: list[Rule], manifest: ConversionManifest | None) -> list[tupl
                 if other.written and described is not None and other.name == described["name"]:
                     place = other
             together.setdefault(place.name, []).append((part, place))
-    return [(TensorLocation(name, parts[0][1].shape), tuple(parts)) for name, parts in together.items()] + _repeated(rules, manifest)
-
-
-def _repeated(rules: list[Rule], manifest: ConversionManifest | None) -> list[tuple[TensorLocation, Parts]]:
-    """Tensors that the source stored a second time under another name."""
-    parts = {part.name: part for rule in rules for part in rule.parts}
-    again: list[tuple[TensorLocation, Parts]] = []
+    stored = [(TensorLocation(name, parts[0][1].shape), tuple(parts)) for name, parts in together.items()]
+    known = {part.name: part for rule in rules for part in rule.parts}
+    # those that the source stored a second time under another name
     for name, original in (manifest.also_stored if manifest is not None else {}).items():
-        if original in parts and name not in parts:
-            place = TensorLocation(name, parts[original].shape)
-            again.append((place, ((parts[original], place),)))
-    return again
+        if original in known and name not in known:
+            place = TensorLocation(name, known[original].shape)
+            stored.append((place, ((known[original], place),)))
+    return stored
 
 
 def export_model(
@@ -407,7 +403,9 @@ class _Export(Conversion):
         for part, place in () if tensor.blocks else tensor.parts:
             row_bytes = torch.Size(part.shape[1:]).numel() * dtype.itemsize
             for start, stop in row_ranges(part.shape, dtype.itemsize):
-                position = (_row_of(place) + start) * row_bytes
+                # counted over the axis of experts too
+                row = place.start + start + (0 if place.index is None else place.index * place.shape[1])
+                position = row * row_bytes
                 yield Chunk(name, (begin + position,), (stop - start, *part.shape[1:]), dtype, [Rows(part, start)])
 
     def put(self, name: str, chunks: Iterator[tuple[Chunk, Tensor]]) -> dict[str, Any]:
@@ -422,11 +420,6 @@ class _Export(Conversion):
 
     def write_rest(self, digests: Mapping[str, str], notes: dict[str, Any]) -> None:
         _write_rest(self._export, self.staging.directory, digests, notes)
-
-
-def _row_of(place: TensorLocation) -> int:
-    """The first row of a part in its stored tensor, counted over the axis of experts too."""
-    return place.start if place.index is None else place.index * place.shape[1] + place.start
 
 
 def _write_rest(plan: ExportPlan, directory: Path, digests: Mapping[str, str], notes: dict[str, Any]) -> None:

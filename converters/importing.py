@@ -368,24 +368,16 @@ class _Import(Conversion):
         refuse_changed_config(beside, plan.config_hash, source.directory)
         if isinstance(source, DequantizedSource):
             drop_quantization(beside)
-        _manifest(plan, digests, notes, file_hashes(beside)).write(directory)
+        tensors, places = {}, {}
+        for part in (part for rule in plan.rules for part in rule.parts):
+            tensors[part.name] = TensorRecord(dtype_name(plan.dtypes[part.name]), part.shape, digests[part.name])
+            place = locate(part, source)
+            if place.name != part.name:
+                places[part.name] = dataclasses.asdict(place)
+        family, also_stored, files = plan.architecture.family, dict(plan.also_stored), file_hashes(beside)
+        ConversionManifest(source.name, family, tensors, also_stored, places, notes, plan.missing, plan.left_out, files).write(directory)
 
 
 def _item(described: Sequence[Any]) -> StoredItem:
     key, offsets, sizes, *place = described
     return StoredItem(key, tuple(offsets), tuple(sizes), *place)
-
-
-def _manifest(plan: ImportPlan, digests: Mapping[str, str], notes: dict[str, Any], files: dict[str, str]) -> ConversionManifest:
-    """Return what the checkpoint will say of itself."""
-    tensors, places = {}, {}
-    for rule in plan.rules:
-        for part in rule.parts:
-            tensors[part.name] = TensorRecord(dtype_name(plan.dtypes[part.name]), part.shape, digests[part.name])
-            place = locate(part, plan.model.source)
-            if place.name != part.name:
-                places[part.name] = dataclasses.asdict(place)
-    source = plan.model.source
-    return ConversionManifest(
-        source.name, plan.architecture.family, tensors, dict(plan.also_stored), places, notes, plan.missing, plan.left_out, files
-    )

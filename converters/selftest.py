@@ -71,22 +71,18 @@ def rule_problems(architecture: Architecture) -> Iterator[str]:
     rules = [*head_rules(family.model_rules(architecture), architecture)]
     for layer in range(architecture.num_layers):
         rules += family.layer_rules(architecture, layer)
-    yield from _twice("Megatron-Core parameter", [rule.megatron_name for rule in rules])
-    emitted = all_rules(architecture)
-    yield from _twice("Hugging Face tensor", [part.name for rule in emitted for part in rule.parts])
-    stacked = is_stacked(architecture)
-    places = [stored_place(rule, architecture, stacked=stacked) for rule in emitted]
-    yield from _twice("place in a checkpoint", [f"{place.key} {list(place.index)}" for place in places])
+    emitted, stacked = all_rules(architecture), is_stacked(architecture)
+    places = (stored_place(rule, architecture, stacked=stacked) for rule in emitted)
+    for what, names in {
+        "Megatron-Core parameter": [rule.megatron_name for rule in rules],
+        "Hugging Face tensor": [part.name for rule in emitted for part in rule.parts],
+        "place in a checkpoint": [f"{place.key} {list(place.index)}" for place in places],
+    }.items():
+        yield from (f"{what} {name} has {count} rules" for name, count in Counter(names).items() if count > 1)
     for rule in emitted:
         if rule_for(rule.megatron_name, architecture) != rule:
             yield f"{rule.megatron_name}: another rule is found under this name"
         yield from _part_problems(rule, architecture)
-
-
-def _twice(what: str, names: list[str]) -> Iterator[str]:
-    for name, count in Counter(names).items():
-        if count > 1:
-            yield f"{what} {name} has {count} rules"
 
 
 def _part_problems(rule: Rule, architecture: Architecture) -> Iterator[str]:
@@ -118,17 +114,13 @@ def shard_problems(source: HuggingFaceSource, architecture: Architecture) -> Ite
                 if ranks == 1:
                     raise
                 continue  # a size that does not divide by two
-            yield from _changed(rule, shards, source, architecture)
-
-
-def _changed(rule: Rule, shards: list[Tensor], source: HuggingFaceSource, architecture: Architecture) -> Iterator[str]:
-    back = dict(to_hf(rule, shards, architecture))
-    whole = dict(to_hf(rule, [load_shard(rule, source, architecture)], architecture))
-    for part in rule.parts:
-        # a tensor that is stored in one piece under its own name is compared with what is stored
-        expected = source.read(part.name) if part.name in source else whole[part.name]
-        if not torch.equal(back[part.name], expected):
-            yield f"{part.name}: cut over {len(shards)} ranks as {rule.kind} and put together again, it is another tensor"
+            back = dict(to_hf(rule, shards, architecture))
+            whole = dict(to_hf(rule, [load_shard(rule, source, architecture)], architecture))
+            for part in rule.parts:
+                # a tensor that is stored in one piece under its own name is compared with what is stored
+                expected = source.read(part.name) if part.name in source else whole[part.name]
+                if not torch.equal(back[part.name], expected):
+                    yield f"{part.name}: cut over {ranks} ranks as {rule.kind} and put together again, it is another tensor"
 
 
 ComputeLogprobs = Callable[[Path, Tensor], Tensor]
@@ -325,14 +317,10 @@ def selftest_of(
         _silence_progress_bars(stack)
         compute = stack.enter_context(megatron(family_files)) if megatron is not None else None
         findings = list(selftest(family, tiny, compute))
-    failed = [finding for finding in findings if finding.result == "failed"]
-    facts = {"family": family.model_type, "passed": not failed, "findings": [asdict(finding) for finding in findings]}
-    return (FAILED if failed else 0), facts, "\n".join([*map(str, findings), _summary(family.model_type, findings)])
-
-
-def _summary(name: str, findings: Sequence[Finding]) -> str:
-    counts = [f"{sum(finding.result == result for finding in findings)} {result}" for result in ("passed", "failed", "left out")]
-    return f"{name}: {', '.join(counts)}"
+    counts = Counter(finding.result for finding in findings)
+    summary = f"{family.model_type}: {', '.join(f'{counts[result]} {result}' for result in ('passed', 'failed', 'left out'))}"
+    facts = {"family": family.model_type, "passed": not counts["failed"], "findings": [asdict(finding) for finding in findings]}
+    return (FAILED if counts["failed"] else 0), facts, "\n".join([*map(str, findings), summary])
 
 
 def _silence_progress_bars(stack: contextlib.ExitStack) -> None:

@@ -43,14 +43,12 @@ _PARTS = {Kind.QKV: ("adapter_q", "adapter_k", "adapter_v"), Kind.GATED: ("adapt
 def linears(architecture: Architecture) -> list[Rule]:
     """The rules of the weights of linear layers that may have an adapter: those inside of layers. Experts have none here, since
     Megatron-Bridge keeps one for all experts of a rank, and PEFT one for each."""
-    return [rule for rule in all_rules(architecture) if _is_linear(rule)]
-
-
-def _is_linear(rule: Rule) -> bool:
-    name = rule.megatron_name
-    if _LAYER.match(name) is None or not name.endswith(".weight") or is_expert(name):
-        return False
-    return all(len(part.shape) == 2 and part.name.endswith(".weight") for part in rule.parts)
+    return [
+        rule
+        for rule in all_rules(architecture)
+        if _LAYER.match(rule.megatron_name) and rule.megatron_name.endswith(".weight") and not is_expert(rule.megatron_name)
+        if all(len(part.shape) == 2 and part.name.endswith(".weight") for part in rule.parts)
+    ]
 
 
 def peft_name(part: HuggingFaceTensor, factor: str) -> str:
@@ -278,7 +276,9 @@ class MegatronAdapter:
         said = said_of(self.directory, kept if manifest is not None else None, self.rank, list(self._factors), architecture)
         self.raw_config, self.origin = said.raw_config, said.origin
         self.config: LoraConfig = read_lora_config(self.origin, self.raw_config)
-        if said.tensor_parallel != 1 and any(self._is_cut_apart(rule) for rule in rules):
+        # adapters of gate and up apart, whose rows Megatron-Bridge takes for those of both
+        apart = (self._place(rule, "linear_out", part) for rule in rules if rule.kind is Kind.GATED for part in parts_of(rule))
+        if said.tensor_parallel != 1 and any(map(self._has, apart)):
             raise ConversionError(
                 f"{self.directory} holds adapters of gate and up saved with tensor_model_parallel_size = {said.tensor_parallel}: "
                 "Megatron-Bridge (0.3.1) then exchanges their rows, and nothing in the checkpoint tells whether its release did",
@@ -331,10 +331,6 @@ class MegatronAdapter:
         return shape[: len(place.grid)] == place.grid and self._tensors.is_saved(
             place.key, (*((index, index + 1) for index in place.index), *whole(own))
         )
-
-    def _is_cut_apart(self, rule: Rule) -> bool:
-        """Whether gate and up have adapters of their own, whose rows Megatron-Bridge takes for those of both."""
-        return rule.kind is Kind.GATED and any(self._has(self._place(rule, "linear_out", part)) for part in parts_of(rule))
 
     def _common_rank(self, rules: list[Rule]) -> int:
         ranks = {

@@ -68,7 +68,9 @@ class Replacements:
         for stored in sorted(source.keys()):
             name = stored.removeprefix(PEFT_PREFIX)
             if name.endswith(_TOKENS):
-                self._add(stored, f"{name.removesuffix(_TOKENS)}.weight", self._tokens_of(name.removesuffix(_TOKENS)))
+                module = name.removesuffix(_TOKENS)
+                listed = (tokens for target, tokens in self._config.token_indices.items() if is_among(module, frozenset({target})))
+                self._add(stored, f"{module}.weight", next(listed, None))
             elif self._is_saved(name) and (name in tensors or (tied and name == _HEAD)):
                 self._add(stored, name, None)
         self.problems += [
@@ -83,10 +85,6 @@ class Replacements:
         parts = name.split(".")[:-1]
         modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
         return any(module.endswith(target) for module in modules for target in self._config.saved_modules)
-
-    def _tokens_of(self, module: str) -> tuple[int, ...] | None:
-        listed = [tokens for target, tokens in self._config.token_indices.items() if is_among(module, frozenset({target}))]
-        return listed[0] if listed else None
 
     def _add(self, stored: str, name: str, tokens: tuple[int, ...] | None) -> None:
         self.names.add(stored)

@@ -147,9 +147,7 @@ def _read(config: Mapping[str, Any], ignored: frozenset[str], config_class: type
     dimensions = _dimensions(config, problems)
     rope_theta, rope_scaling = read_rope(config, problems, partly=family.rotates_partly)
     gate_limit = family.read_gate_limit(config, problems)
-    window, window_layers = _sliding_window(config, family, problems), None
-    if family.has_layer_windows:
-        window, window_layers = _layer_windows(config, window, dimensions["num_layers"], problems)
+    window, window_layers = _windows(config, family, dimensions["num_layers"], problems)
     architecture = Architecture(
         family=family.model_type,
         tied_embeddings=head is None and bool(config.get("tie_word_embeddings")),
@@ -308,21 +306,14 @@ def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int
     return dimensions
 
 
-def _sliding_window(config: Mapping[str, Any], family: Family, problems: list[str]) -> int | None:
-    """The window of a family that has one window for all layers, tokens."""
-    window = config.get("sliding_window")
-    if not (family.has_uniform_window or family.has_layer_windows) or window is None:
-        return None
-    if isinstance(window, int) and not isinstance(window, bool) and window > 0:
-        return window
-    problems.append(f"sliding_window = {window!r}: a positive whole number or null is needed")
-    return None
-
-
-def _layer_windows(
-    config: Mapping[str, Any], window: int | None, num_layers: int, problems: list[str]
-) -> tuple[int | None, tuple[bool, ...] | None]:
-    """The window, and which layers have it, of a family whose layers differ; both None where none has it."""
+def _windows(config: Mapping[str, Any], family: Family, num_layers: int, problems: list[str]) -> tuple[int | None, tuple[bool, ...] | None]:
+    """The window, tokens, and which layers have it: None for all of them. Both None where none has it."""
+    window = config.get("sliding_window") if family.has_uniform_window or family.has_layer_windows else None
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        problems.append(f"sliding_window = {window!r}: a positive whole number or null is needed")
+        window = None
+    if not family.has_layer_windows:
+        return window, None
     kinds = list(config.get("layer_types") or ())
     if len(kinds) != num_layers or set(kinds) - {"sliding_attention", "full_attention"}:
         problems.append(f"layer_types = {kinds!r}: sliding_attention or full_attention is needed for each of the {num_layers} layers")

@@ -45,7 +45,13 @@ def check_agreement(settings: ForeignSettings, architecture: Architecture, ignor
     Raises:
         ConversionError: with every setting in which they differ, and every one that neither the config nor this library knows.
     """
-    problems = [*_differences(settings, architecture, ignored), *_unknown(settings, ignored)]
+    known = _PROVIDER | set(ignored)
+    problems = [*_differences(settings, architecture, ignored)]
+    problems += [
+        f"{name} = {value!r}: unknown setting, which may change the forward pass"
+        for name, value in sorted(settings.values.items())
+        if is_suspicious(name) and name not in known and not name.startswith(("yarn_", "_")) and not is_off(value)
+    ]
     if problems:
         raise ConversionError(
             f"{settings.origin} does not describe the model that its Hugging Face config ({architecture.family}) describes",
@@ -78,14 +84,6 @@ def _differences(settings: ForeignSettings, architecture: Architecture, ignored:
     for name in sorted(set(neutral) - set(expected) - set(ignored)):
         if values.get(name) is not None and values[name] not in neutral[name]:
             yield f"{name} = {values[name]!r}: nothing in the config says so"
-
-
-def _unknown(settings: ForeignSettings, ignored: Collection[str]) -> Iterator[str]:
-    """Settings that are on, that may decide on the function, and that are not known here."""
-    known = _PROVIDER | set(ignored)
-    for name, value in sorted(settings.values.items()):
-        if is_suspicious(name) and name not in known and not name.startswith(("yarn_", "_")) and not is_off(value):
-            yield f"{name} = {value!r}: unknown setting, which may change the forward pass"
 
 
 def _same(name: str, found: Any, wanted: Any, layers: int) -> bool:
