@@ -22,11 +22,9 @@ from converters.checkpoint.work import (
     Piece,
     Progress,
     RunOptions,
-    check_records,
     peak_memory,
     row_ranges,
     run_pieces,
-    say_why_anew,
     workers_within,
 )
 from converters.errors import ConversionError
@@ -183,7 +181,9 @@ class Conversion(ABC):
                 self._narrowing.recall(record["errors"])
 
         pieces = [Piece(self.size(record[self.kind]), functools.partial(check, record)) for record in records]
-        check_records(pieces, workers, progress)
+        shown = Progress(sum(piece.size for piece in pieces), "check what is written", progress if pieces else None)
+        run_pieces(pieces, workers, shown)
+        shown.finish()
 
     def incomplete(self) -> list[int]:
         """Numbers of the files that are not whole, or of which a piece is not finished."""
@@ -228,7 +228,10 @@ def convert(
         sizes = {name: conversion.size(name) for number in own for name in conversion.files[number]}
         total = sum(sizes.values())
         shown = Progress(total, f"{conversion.verb} {target.name}", progress)
-        notes: dict[str, Any] = {**say_why_anew(staging.started_anew_because_of, shown)}
+        notes: dict[str, Any] = {}
+        if staging.started_anew_because_of:
+            shown.say(f"an unfinished run is not taken up, since these have changed: {', '.join(staging.started_anew_because_of)}")
+            notes["started_anew_because_of"] = staging.started_anew_because_of
         check = functools.partial(conversion.check, workers, progress)
         check(staging.records)
         resumed = sum(size for name, size in sizes.items() if name in conversion.finished)

@@ -139,23 +139,10 @@ def require_as_written(adapter: MegatronAdapter, manifest: ConversionManifest, p
 _KNOWN = ("LoRA", "CanonicalLoRA")
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterMetadata:
-    """Metadata of a checkpoint of adapters.
-
-    Attributes:
-        origin: the file that says it.
-        raw_config: PEFT's config.
-        tensor_parallel: over how many ranks the adapters were cut that were saved, as it stands there; 1 if nothing says it.
-    """
-
-    origin: Path
-    raw_config: Mapping[str, Any]
-    tensor_parallel: Any
-
-
-def said_of(directory: Path, kept: Path | None, rank: int, names: Sequence[str], architecture: Architecture) -> AdapterMetadata:
-    """Look for it.
+def said_of(
+    directory: Path, kept: Path | None, rank: int, names: Sequence[str], architecture: Architecture
+) -> tuple[Path, Mapping[str, Any], Any]:
+    """Look for what says how a checkpoint's adapters change weights.
 
     Args:
         directory: of the checkpoint.
@@ -164,11 +151,14 @@ def said_of(directory: Path, kept: Path | None, rank: int, names: Sequence[str],
         names: PEFT's names of their factors.
         architecture: of the base model.
 
+    Returns:
+        The file that says it, PEFT's config, and over how many ranks the adapters were cut that were saved, as it stands there.
+
     Raises:
         ConversionError: nothing says the scale, or what says it says another rank or another kind of adapter.
     """
     if kept is not None:
-        return AdapterMetadata(kept, read_json_object(kept, (f"{kept} does not exist", "import the adapter again")), 1)
+        return kept, read_json_object(kept, (f"{kept} does not exist", "import the adapter again")), 1
     path = find_run_config(directory)
     if path is None:
         raise ConversionError(
@@ -180,7 +170,7 @@ def said_of(directory: Path, kept: Path | None, rank: int, names: Sequence[str],
         raise ConversionError(f"{path}: peft = {kind or section}, known are {' and '.join(_KNOWN)}", "let the trainer merge the adapters")
     if section.get("dim") != rank:
         raise ConversionError(f"{path}: dim = {section.get('dim')!r}, the stored adapters have rank {rank}", "use the file of this run")
-    return AdapterMetadata(path, _made_config(section, model, names, architecture), model.get("tensor_model_parallel_size") or 1)
+    return path, _made_config(section, model, names, architecture), model.get("tensor_model_parallel_size") or 1
 
 
 def _made_config(section: Mapping[str, Any], model: Mapping[str, Any], names: Sequence[str], architecture: Architecture) -> dict[str, Any]:
@@ -274,13 +264,13 @@ class MegatronAdapter:
         self.left_out = self._beside(checkpoint, found)
         kept = self.directory / HF_DIRECTORY / ADAPTER_CONFIG
         said = said_of(self.directory, kept if manifest is not None else None, self.rank, list(self._factors), architecture)
-        self.raw_config, self.origin = said.raw_config, said.origin
+        self.origin, self.raw_config, cut = said
         self.config: LoraConfig = read_lora_config(self.origin, self.raw_config)
         # adapters of gate and up apart, whose rows Megatron-Bridge takes for those of both
         apart = (self._place(rule, "linear_out", part) for rule in rules if rule.kind is Kind.GATED for part in parts_of(rule))
-        if said.tensor_parallel != 1 and any(map(self._has, apart)):
+        if cut != 1 and any(map(self._has, apart)):
             raise ConversionError(
-                f"{self.directory} holds adapters of gate and up saved with tensor_model_parallel_size = {said.tensor_parallel}: "
+                f"{self.directory} holds adapters of gate and up saved with tensor_model_parallel_size = {cut}: "
                 "Megatron-Bridge (0.3.1) then exchanges their rows, and nothing in the checkpoint tells whether its release did",
                 "save it with tensor parallelism 1, or let Megatron-Bridge write the PEFT adapter",
             )

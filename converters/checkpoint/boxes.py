@@ -71,8 +71,8 @@ def read_box(descriptor: int, offset: int, dtype: torch.dtype, shape: Sequence[i
     tail = math.prod(shape[inner + 1 :]) * dtype.itemsize
     first, last = box[inner] if box else (0, 1)
     run = (last - first) * tail
-    flat = _bytes_of(out)
-    if run < _SHORT_RUN and run < flat.numel() and inner > 0:
+    flat = bytes_of(out)
+    if run < _SHORT_RUN and run < len(flat) and inner > 0:
         rows = read_box(descriptor, offset, dtype, shape, (*box[:inner], *whole(shape[inner:])), what)
         return part(rows, (*whole(rows.shape[:inner]), *box[inner:])).contiguous()
     strides = [math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(inner)]
@@ -84,13 +84,13 @@ def read_box(descriptor: int, offset: int, dtype: torch.dtype, shape: Sequence[i
     return out
 
 
-def read_bytes(descriptor: int, offset: int, out: Tensor, what: str) -> None:
-    """Fill ``out``, a uint8 tensor of one dimension, from a position of a file.
+def read_bytes(descriptor: int, offset: int, view: memoryview, what: str) -> None:
+    """Fill ``view`` from a position of a file.
 
     Raises:
         ConversionError: the file ends too early, or cannot be read.
     """
-    view, done = _view(out), 0
+    done = 0
     while done < len(view):
         try:
             count = os.preadv(descriptor, [view[done:]], offset + done)
@@ -112,13 +112,5 @@ def write_bytes(descriptor: int, offset: int, data: Tensor) -> None:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied."""
-    return _view(_bytes_of(tensor))
-
-
-def _view(flat: Tensor) -> memoryview:
-    buffer: Any = flat.numpy()
+    buffer: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(buffer)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)

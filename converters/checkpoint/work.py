@@ -184,21 +184,6 @@ def run_pieces(pieces: Sequence[Piece], workers: int, progress: Progress) -> Non
             raise error
 
 
-def check_records(checks: Sequence[Piece], workers: int, stream: TextIO | None) -> None:
-    """Compare what was recorded of files with the files."""
-    progress = Progress(sum(piece.size for piece in checks), "check what is written", stream if checks else None)
-    run_pieces(checks, workers, progress)
-    progress.finish()
-
-
-def say_why_anew(changed: Sequence[str], progress: Progress) -> dict[str, list[str]]:
-    """Say why an earlier run's unfinished work is not taken up; also as a note of the outcome. Nothing where nothing has changed."""
-    if not changed:
-        return {}
-    progress.say(f"an unfinished run is not taken up, since these have changed: {', '.join(changed)}")
-    return {"started_anew_because_of": list(changed)}
-
-
 class Progress:
     """Bytes done of all, with the time that is left: one line rewritten on a terminal, a line now and then elsewhere.
 

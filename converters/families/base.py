@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ from converters.families import dense
 from converters.mapping.rule import Rule
 from converters.model_config.latent_attention import LatentAttention
 from converters.model_config.mixture import MixtureOfExperts
+from converters.model_config.sizes import Config
 
 if TYPE_CHECKING:
     from converters.model_config.architecture import ModelFacts
@@ -30,7 +31,7 @@ PLAIN = Features()
 """None of them."""
 
 
-def features_of(config: Mapping[str, object], **keys: str | bool) -> Features:
+def features_of(config: Config, **keys: str | bool) -> Features:
     """Read the optional tensors.
 
     Args:
@@ -44,7 +45,7 @@ def _read_nothing(*_: object) -> None:
     return None
 
 
-def read_windows(config: Mapping[str, object], num_layers: int, *, uniform: bool, by_layer: bool) -> tuple[int | None, ...]:
+def read_windows(config: Config, num_layers: int, *, uniform: bool, by_layer: bool) -> tuple[int | None, ...]:
     """The window of each layer, in tokens: a token sees itself and the ``window - 1`` tokens before it; None for all before it.
 
     Args:
@@ -99,15 +100,15 @@ class Family:
     model_type: str
     architecture_class: str
     config_keys: frozenset[str]
-    read_features: Callable[[Mapping[str, object]], Features] = features_of
+    read_features: Callable[[Config], Features] = features_of
     model_rules: Callable[[ModelFacts], tuple[Rule, ...]] = dense.model_rules
     layer_rules: Callable[[ModelFacts, int], tuple[Rule, ...]] = dense.layer_rules
-    read_mixture: Callable[[Mapping[str, object], int, list[str]], MixtureOfExperts | None] = _read_nothing
+    read_mixture: Callable[[Config, int, list[str]], MixtureOfExperts | None] = _read_nothing
     has_uniform_window: bool = False
-    read_latent_attention: Callable[[Mapping[str, object], list[str]], LatentAttention | None] = _read_nothing
+    read_latent_attention: Callable[[Config, list[str]], LatentAttention | None] = _read_nothing
     may_predict_further: bool = False
     has_layer_windows: bool = False
-    read_gate_limit: Callable[[Mapping[str, object], list[str]], float | None] = _read_nothing
+    read_gate_limit: Callable[[Config, list[str]], float | None] = _read_nothing
     rotates_partly: bool = False
     config_like: str | None = None
-    defaults: Mapping[str, object] = field(default_factory=dict)
+    defaults: Config = field(default_factory=dict)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 from converters.families.base import Family
@@ -10,11 +9,12 @@ from converters.families.deepseek_v3 import CONFIG_KEYS, NAMES
 from converters.families.sparse import layer_rules
 from converters.model_config import latent_attention
 from converters.model_config.mixture import MixtureOfExperts, read_deepseek_mixture, require
+from converters.model_config.sizes import Config
 
 _METHODS = ("greedy", "group_limited_greedy")
 
 
-def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
+def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
     if config.get("mlp_bias"):
         problems.append(f"mlp_bias = {config['mlp_bias']!r}: Megatron-Core has no biases in MLPs alone")
     require(config, "scoring_func", "softmax", "transformers computes no other score for this family", problems)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 from converters.families.base import Family
 from converters.families.sparse import MixtureNames, layer_rules
 from converters.model_config import latent_attention, prediction_layers
 from converters.model_config.mixture import MixtureOfExperts, read_deepseek_mixture, require_sigmoids
+from converters.model_config.sizes import Config
 
 NAMES = MixtureNames(shared="shared_experts")
 
@@ -39,7 +39,7 @@ CONFIG_KEYS = latent_attention.CONFIG_KEYS | {
 """Config keys that both generations have."""
 
 
-def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
+def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
     require_sigmoids(config, problems)
     return read_deepseek_mixture(config, num_layers, problems)
 

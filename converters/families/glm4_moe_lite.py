@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from converters.families import deepseek_v3
 from converters.model_config.mixture import MixtureOfExperts, read_deepseek_mixture, require, require_sigmoids
+from converters.model_config.sizes import Config
 
 _KINDS = ("dense", "sparse")
 
 
-def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
+def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
     require_sigmoids(config, problems)
     kinds = config.get("mlp_layer_types")
     if kinds is None:  # as transformers fills it in

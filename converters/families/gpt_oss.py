@@ -6,7 +6,7 @@ All experts of a layer are stored together, transposed, and rows of gate and up 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from converters.families.base import Family, features_of
 from converters.families.sparse import MixtureNames, router_rules
 from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, TensorLocation
 from converters.model_config.mixture import MixtureOfExperts, Routing, read_mixture
-from converters.model_config.sizes import read_number
+from converters.model_config.sizes import Config, read_number
 
 if TYPE_CHECKING:
     from converters.model_config.architecture import ModelFacts
@@ -63,14 +63,14 @@ def _expert_rules(facts: ModelFacts, mixture: MixtureOfExperts, layer: int) -> I
         yield Rule(f"{megatron}linear_fc2.bias", Kind.REPLICATED, (bias(expert, *down),))
 
 
-def _read_gate_limit(config: Mapping[str, object], problems: list[str]) -> float | None:
+def _read_gate_limit(config: Config, problems: list[str]) -> float | None:
     alpha, limit = config.get("swiglu_alpha"), config.get("swiglu_limit")
     if alpha is not None and alpha != _ALPHA:
         problems.append(f"swiglu_alpha = {alpha!r}: only {_ALPHA} is supported, which is written into Megatron-Core's code")
     return read_number(limit, "swiglu_limit", problems)
 
 
-def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
+def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
     if config.get("attention_bias") is not True:
         problems.append(f"attention_bias = {config.get('attention_bias')!r}: only true is supported; Megatron-Core has all biases or none")
     if config.get("num_local_experts") == 0:

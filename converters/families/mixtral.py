@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 from converters.families.base import Family
 from converters.families.sparse import MixtureNames, layer_rules
 from converters.model_config.mixture import MixtureOfExperts, read_mixture
+from converters.model_config.sizes import Config
 
 _NAMES = MixtureNames(blocks=("block_sparse_moe", "mlp"), gate="w1", up="w3", down="w2")
 
 
-def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
+def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
     noise = config.get("router_jitter_noise")
     if noise:
         problems.append(

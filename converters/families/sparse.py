@@ -6,14 +6,14 @@ were stored. Both forms are read, under both names that the block has had.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from converters.families import dense
 from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, TensorLocation, module_rules
 from converters.model_config.mixture import MixtureOfExperts, read_mixture
-from converters.model_config.sizes import read_size
+from converters.model_config.sizes import Config, read_size
 
 if TYPE_CHECKING:
     from converters.model_config.architecture import ModelFacts
@@ -39,7 +39,7 @@ class MixtureNames:
 
 
 def read_qwen_mixture(
-    config: Mapping[str, object], num_layers: int, problems: list[str], *, shared_width_key: str | None = None
+    config: Config, num_layers: int, problems: list[str], *, shared_width_key: str | None = None
 ) -> MixtureOfExperts | None:
     """The mixture of Qwen2-MoE and Qwen3-MoE; arguments as of ``read_mixture``."""
     return read_mixture(
@@ -52,7 +52,7 @@ def read_qwen_mixture(
     )
 
 
-def _read_sparse_layers(config: Mapping[str, object], num_layers: int, problems: list[str]) -> tuple[bool, ...]:
+def _read_sparse_layers(config: Config, num_layers: int, problems: list[str]) -> tuple[bool, ...]:
     """Return for each layer of Qwen's mixtures, whether it has experts; what is wrong is appended to ``problems``.
 
     Every ``decoder_sparse_step``-th has, counted from one, unless ``mlp_only_layers`` (counted from zero) names it.

@@ -5,23 +5,22 @@ It is not converted. The torch backends run such models as transformers has them
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from converters.families.base import Family, Features
 from converters.families.sparse import layer_rules
 from converters.model_config.mixture import MixtureOfExperts
+from converters.model_config.sizes import Config
 
 _NORMALISED_HEADS = frozenset({"gemma3_text", "gemma3"})
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def _read_features(config: Mapping[str, object]) -> Features:
+def _read_features(config: Config) -> Features:
     biased = bool(config.get("attention_bias"))
     norms = config.get("model_type") in _NORMALISED_HEADS or bool(config.get("use_qk_norm"))
     return Features(qkv_bias=biased, attention_output_bias=biased, mlp_bias=bool(config.get("mlp_bias")), qk_norm=norms)
 
 
-def _read_mixture(config: Mapping[str, object], num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
+def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
     """The experts, which are taken to be in every layer."""
     del problems
     experts = next((_number(config[key]) for key in _EXPERTS if config.get(key)), 0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converters.mapping.rule import Kind, Rule, module_rules
-from converters.model_config.sizes import read_size
+from converters.model_config.sizes import Config, read_size
 
 if TYPE_CHECKING:
     from converters.model_config.architecture import ModelFacts
@@ -45,7 +45,7 @@ def known_classes(architecture_class: str) -> dict[str, bool | None]:
     return {architecture_class: None, **scoring}
 
 
-def read_head(config: Mapping[str, object], architecture_class: str, problems: list[str]) -> ScoreHead | None:
+def read_head(config: Config, architecture_class: str, problems: list[str]) -> ScoreHead | None:
     """The head that a config names under ``architectures``; None for a language model. What is wrong is appended to ``problems``."""
     classes = config.get("architectures")
     if not classes:

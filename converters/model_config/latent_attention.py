@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converters.mapping.rule import Kind, Rule, module_rules
-from converters.model_config.sizes import read_number, read_size
+from converters.model_config.sizes import Config, read_number, read_size
 
 if TYPE_CHECKING:
     from converters.model_config.architecture import ModelFacts
@@ -61,7 +61,7 @@ class LatentAttention:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
-def read_latent_attention(config: Mapping[str, object], problems: list[str]) -> LatentAttention:
+def read_latent_attention(config: Config, problems: list[str]) -> LatentAttention:
     """The attention that a config describes; what cannot be carried over is appended to ``problems``."""
     if config.get("attention_bias"):
         problems.append(f"attention_bias = {config['attention_bias']!r}: Megatron-Core's latent attention has no biases")
@@ -112,7 +112,7 @@ def attention_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
         )
 
 
-def _mscale_all_dim(config: Mapping[str, object], problems: list[str]) -> float:
+def _mscale_all_dim(config: Config, problems: list[str]) -> float:
     """From the parameters of the rotary embedding. transformers reads it without ``mscale`` too, and zero as "not given"."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     value = parameters.get("mscale_all_dim") if isinstance(parameters, Mapping) else None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from converters.model_config.sizes import read_number, read_size
+from converters.model_config.sizes import Config, read_number, read_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class Routing:
 
 
 def read_deepseek_routing(
-    config: Mapping[str, object],
+    config: Config,
     problems: list[str],
     *,
     experts: int,
@@ -117,7 +116,7 @@ class MixtureOfExperts:
 
 
 def read_mixture(
-    config: Mapping[str, object],
+    config: Config,
     problems: list[str],
     *,
     width_key: str,
@@ -163,7 +162,7 @@ def read_mixture(
 
 
 def read_deepseek_mixture(
-    config: Mapping[str, object],
+    config: Config,
     num_layers: int,
     problems: list[str],
     *,
@@ -208,7 +207,7 @@ def read_deepseek_mixture(
     )
 
 
-def require(config: Mapping[str, object], key: str, only: object, why: str, problems: list[str]) -> None:
+def require(config: Config, key: str, only: object, why: str, problems: list[str]) -> None:
     """Append a problem if a key is there with another value than the only one that transformers computes with."""
     value = config.get(key)
     if value is not None and value != only:
@@ -219,7 +218,7 @@ ROUTER_KEYS = frozenset({"moe_layer_freq", "scoring_func", "topk_method"})
 """Config keys of routers that take sigmoids (``require_sigmoids``); transformers reads none of them, other engines do."""
 
 
-def require_sigmoids(config: Mapping[str, object], problems: list[str]) -> None:
+def require_sigmoids(config: Config, problems: list[str]) -> None:
     """Append a problem for each key of a router that asks for something else than sigmoids with a correction bias."""
     require(config, "scoring_func", "sigmoid", "transformers computes no other score for this family", problems)
     require(config, "topk_method", "noaux_tc", "transformers chooses experts in no other way for this family", problems)

@@ -9,11 +9,12 @@ weights that leave all of them out, as transformers itself saves them; but not w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from converters.mapping.rule import Kind, Rule, module_rules
+from converters.model_config.sizes import Config
 
 if TYPE_CHECKING:
     from converters.model_config.architecture import Architecture, ModelFacts
@@ -27,7 +28,7 @@ _INNER = "transformer_layer"
 _NAME = re.compile(r"(mtp\.layers\.(?:0|[1-9]\d*)\.)mtp_model_layer(\..+)")
 
 
-def read_prediction_layers(config: Mapping[str, object], problems: list[str]) -> int:
+def read_prediction_layers(config: Config, problems: list[str]) -> int:
     """Return how many a config counts; what is wrong is appended to ``problems``."""
     value = config.get("num_nextn_predict_layers", config.get("num_mtp_layers"))
     if value is None:

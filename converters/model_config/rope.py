@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from converters.model_config.sizes import read_number
+from converters.model_config.sizes import Config, read_number
 
 ROPE_KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "default": (frozenset(), frozenset()),
@@ -29,7 +29,7 @@ _OF_OTHERS = frozenset({"alpha", "long_factor", "long_mscale", "mrope_interleave
 _COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
-def read_rope(config: Mapping[str, object], problems: list[str], *, partly: bool = False) -> tuple[float, dict[str, object] | None]:
+def read_rope(config: Config, problems: list[str], *, partly: bool = False) -> tuple[float, dict[str, object] | None]:
     """Base and scaling of the rotary embedding.
 
     Reads ``rope_parameters`` and, where that is absent, the older ``rope_theta`` and ``rope_scaling``. What cannot be represented is
@@ -72,7 +72,7 @@ def read_rope(config: Mapping[str, object], problems: list[str], *, partly: bool
     return theta, settings
 
 
-def rotary_disagreements(config: Mapping[str, object]) -> list[str]:
+def rotary_disagreements(config: Config) -> list[str]:
     """Return the rotary parameters by which vLLM would compute another model than transformers, each with the reason."""
     parameters = _parameters(config)
     return [
@@ -82,7 +82,7 @@ def rotary_disagreements(config: Mapping[str, object]) -> list[str]:
     ]
 
 
-def unread_rope_parameters(config: Mapping[str, object]) -> list[str]:
+def unread_rope_parameters(config: Config) -> list[str]:
     """Return the rotary parameters, with their values, that nobody reads and that ``read_rope`` therefore passes over."""
     parameters = _parameters(config)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
@@ -92,13 +92,13 @@ def unread_rope_parameters(config: Mapping[str, object]) -> list[str]:
     return [f"rope_scaling.{key} = {parameters[key]!r}" for key in _unread(parameters, kind) if key not in known]
 
 
-def _unread(parameters: Mapping[str, object], kind: str) -> list[str]:
+def _unread(parameters: Config, kind: str) -> list[str]:
     """Parameters that transformers does not read for a type of rotary embedding, without those that change nothing anywhere."""
     keys = sorted(set(parameters) - _COMMON_KEYS - _KEYS[kind])
     return [key for key in keys if parameters[key] is not None and not (key in _OF_VLLM and parameters[key] == _OF_VLLM[key][0])]
 
 
-def rotated_fraction(config: Mapping[str, object], head_dim: int, problems: list[str]) -> float:
+def rotated_fraction(config: Config, head_dim: int, problems: list[str]) -> float:
     """The part of a head, from its beginning, that is rotated (``partial_rotary_factor``); all of it where the config does not say."""
     fraction = _parameters(config).get("partial_rotary_factor")
     if fraction is None:
@@ -125,7 +125,7 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
     return scale(1.0)
 
 
-def _parameters(config: Mapping[str, object]) -> dict[str, object]:
+def _parameters(config: Config) -> dict[str, object]:
     """The flat or nested rotary parameters, with the older top-level keys filled in."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     parameters = dict(found) if isinstance(found, Mapping) else {"rope_type": found}
@@ -135,12 +135,12 @@ def _parameters(config: Mapping[str, object]) -> dict[str, object]:
     return parameters
 
 
-def _number(parameters: Mapping[str, object], key: str, problems: list[str], default: object = None) -> float:
+def _number(parameters: Config, key: str, problems: list[str], default: object = None) -> float:
     """A positive number; anything else becomes a problem and NaN."""
     return read_number(parameters.get(key), f"rope parameter {key}", problems, default=default, instead=math.nan)
 
 
-def _yarn(parameters: Mapping[str, object], config: Mapping[str, object], problems: list[str]) -> dict[str, object]:
+def _yarn(parameters: Config, config: Config, problems: list[str]) -> dict[str, object]:
     original = _original_length(parameters, config, problems)
     longest = config.get("max_position_embeddings")
     stretched = longest / original if isinstance(longest, int) and original else None
@@ -163,7 +163,7 @@ def _yarn(parameters: Mapping[str, object], config: Mapping[str, object], proble
     }
 
 
-def _original_length(parameters: Mapping[str, object], config: Mapping[str, object], problems: list[str]) -> int:
+def _original_length(parameters: Config, config: Config, problems: list[str]) -> int:
     """Context length before scaling, tokens; transformers falls back to ``max_position_embeddings``."""
     value = _number(parameters, "original_max_position_embeddings", problems, default=config.get("max_position_embeddings"))
     return 0 if math.isnan(value) else int(value)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+Config = Mapping[str, object]
+"""A flat ``config.json``, with the defaults of its class filled in, or one of its sections."""
 SIZE_NEEDED = "a positive whole number is needed"
 """End of what is said of a size that is missing or of the wrong kind."""
 
 
-def read_size(config: Mapping[str, object], key: str, problems: list[str], *, least: int = 1) -> int:
+def read_size(config: Config, key: str, problems: list[str], *, least: int = 1) -> int:
     """The size under a key, a whole number; where it is none, or below ``least`` (0 or 1), that, and a problem."""
     value = config.get(key)
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
