@@ -205,7 +205,7 @@ def _read(state: Mapping[str, torch.Tensor], directory: Path, what: str) -> None
         )
     try:
         with warnings.catch_warnings(action="ignore"), restricted_loading():
-            dcp.load(dict(state), storage_reader=dcp.FileSystemReader(str(directory)))
+            dcp.load(dict(state), checkpoint_id=directory)
     except CheckpointException as error:
         refused = next((cause for cause, _ in error.failures.values() if isinstance(cause, StorageError)), None)
         raise refused or CheckpointError(f"{directory} cannot be read: {error}. It is damaged; take another checkpoint") from error
