@@ -7,11 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import torch
 from torch import Tensor
 
+from converters.adapters.lora import LoraAdapter
 from converters.checkpoint.exact import cast
 from converters.checkpoint.manifest import ConversionManifest, HeldAgainst, TensorHashes, excused_notes, not_finite_note
 from converters.checkpoint.narrowing import Narrowing
@@ -29,12 +30,37 @@ from converters.checkpoint.work import (
 )
 from converters.errors import ConversionError
 from converters.files.reading import require_space
+from converters.mapping.logical import LogicalModel
 from converters.mapping.places import rows_in
 from converters.mapping.rule import HuggingFaceTensor, TensorLocation
 
-if TYPE_CHECKING:
-    from converters.exporting import ExportPlan
-    from converters.importing import ImportPlan
+
+class Plan(Protocol):
+    """What a conversion reads of its plan."""
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Tensors that the source does not have, and is excused for."""
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of the source without a counterpart that were excused."""
+
+    @property
+    def adapter(self) -> LoraAdapter | None:
+        """An adapter that is merged."""
+
+    @property
+    def model(self) -> LogicalModel:
+        """The source."""
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Of each Hugging Face tensor, as it will be kept."""
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What the conversion will say of itself that follows from the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +122,7 @@ class Conversion(ABC):
     pieces: Mapping[str, Sequence[HuggingFaceTensor]]
     files: Sequence[Sequence[str]]
 
-    def __init__(
-        self, plan: ImportPlan | ExportPlan, staging: Staging, narrowing: Narrowing, manifest: ConversionManifest | None, directory: Path
-    ) -> None:
+    def __init__(self, plan: Plan, staging: Staging, narrowing: Narrowing, manifest: ConversionManifest | None, directory: Path) -> None:
         self._plan, self.staging, self._narrowing = plan, staging, narrowing
         self._held = HeldAgainst(manifest, directory, plan.dtypes, () if plan.adapter is None else plan.adapter.changed)
         self.finished: dict[str, Mapping[str, Any]] = {}

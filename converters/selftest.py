@@ -36,6 +36,7 @@ from converters.errors import ConversionError
 from converters.exporting import export_model, plan_export
 from converters.families import family_of, is_built_in
 from converters.families.base import Family
+from converters.families.head import head_rules
 from converters.families.hf_config import read_hf_config
 from converters.families.read import read_architecture, unread_keys, with_defaults
 from converters.family_file import load_family_file
@@ -46,7 +47,6 @@ from converters.mapping.rule import Kind, Rule
 from converters.mapping.rules import all_rules, rule_for
 from converters.mapping.shards import load_shard, to_hf
 from converters.model_config.architecture import Architecture
-from converters.model_config.heads import head_rules
 from converters.model_config.megatron_settings import megatron_settings
 from converters.opening import open_any, open_megatron
 from converters.selftest_models import (

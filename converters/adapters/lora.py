@@ -18,7 +18,7 @@ from torch import Tensor
 from converters.adapters.lora_config import LoraConfig, is_among
 from converters.adapters.megatron_adapter import PEFT_PREFIX, MegatronAdapter
 from converters.adapters.peft_directory import PeftDirectory, is_peft_directory
-from converters.adapters.replaced_rows import Replacements
+from converters.adapters.replaced_rows import AdapterSource, Replacements
 from converters.check import wrapped_names
 from converters.errors import ConversionError
 from converters.files.reading import identity_of
@@ -27,7 +27,6 @@ from converters.mapping.rules import hf_tensors
 from converters.model_config.architecture import Architecture
 from converters.torch_dist.location import holds_checkpoint
 
-AdapterSource = PeftDirectory | MegatronAdapter
 """The tensors of an adapter: ``lora_A`` is [rank, in], ``lora_B`` [out, rank]."""
 _FACTOR = re.compile(r"(?P<module>.+)\.(?P<factor>lora_(?:embedding_)?[AB])(?:\.weight)?")
 # of float32 temporaries; small enough for a processor's cache

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from converters.adapters.lora_config import LoraConfig, is_among
-from converters.adapters.megatron_adapter import PEFT_PREFIX
+from converters.adapters.megatron_adapter import PEFT_PREFIX, MegatronAdapter
+from converters.adapters.peft_directory import PeftDirectory
 from converters.mapping.rule import HuggingFaceTensor
 
-if TYPE_CHECKING:
-    from converters.adapters.lora import AdapterSource
+AdapterSource = PeftDirectory | MegatronAdapter
 
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"

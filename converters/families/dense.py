@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from converters.families import latent
 from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, module_rules
-from converters.model_config import latent_attention
 
 if TYPE_CHECKING:
     from converters.model_config.architecture import ModelFacts
@@ -39,7 +39,7 @@ def attention_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
     megatron, prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."
     yield from module_rules(f"{megatron}input_layernorm", Kind.REPLICATED, {f"{prefix}input_layernorm": (hidden,)})
     if facts.latent_attention is not None:
-        yield from latent_attention.attention_rules(facts, layer)
+        yield from latent.attention_rules(facts, layer)
     else:
         heads = {f"{prefix}self_attn.{letter}_proj": (width, hidden) for letter, width in (("q", query), ("k", key), ("v", key))}
         yield from module_rules(f"{megatron}self_attention.linear_qkv", Kind.QKV, heads, bias=facts.qkv_bias)

@@ -8,9 +8,9 @@ from functools import lru_cache
 
 from converters.errors import ConversionError
 from converters.families import family_of
+from converters.families.head import head_rules
 from converters.mapping.rule import FUSED_NORMS, HuggingFaceTensor, Rule, expert_index, is_expert, sequential_name
 from converters.model_config.architecture import Architecture
-from converters.model_config.heads import head_rules
 from converters.model_config.prediction_layers import prediction_rules, usual_name
 
 _LAYER = re.compile(r"((decoder|mtp)\.layers\.(0|[1-9]\d*)\.(?:transformer_layer\.)?)(.+)")

@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converters.mapping.rule import Kind, Rule, module_rules
 from converters.model_config.sizes import Config, read_size
 
 if TYPE_CHECKING:
-    from converters.model_config.architecture import ModelFacts
+    pass
 
 OUTPUT_LAYER = "output_layer.weight"
 _LANGUAGE_MODEL = "ForCausalLM"
@@ -60,12 +59,3 @@ def read_head(config: Config, architecture_class: str, problems: list[str]) -> S
     names = config.get("id2label")
     labels = config.get("num_labels", len(names) if isinstance(names, Mapping) else None)
     return ScoreHead(read_size({"num_labels": labels}, "num_labels", problems), bias)
-
-
-def head_rules(rules: tuple[Rule, ...], facts: ModelFacts) -> tuple[Rule, ...]:
-    """The rules of a model's parameters outside its layers, with the score layer in place of the output layer if it has one."""
-    head = facts.head
-    if head is None:
-        return rules
-    scoring = module_rules("output_layer", Kind.REPLICATED, {"score": (head.labels, facts.hidden_size)}, bias=head.bias)
-    return (*(rule for rule in rules if rule.megatron_name != OUTPUT_LAYER), *scoring)

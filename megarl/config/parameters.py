@@ -8,10 +8,10 @@ from functools import lru_cache
 
 from converters.families import FAMILIES
 from converters.families.base import Family
+from converters.families.head import head_rules
 from converters.families.usual import USUAL
 from converters.mapping.rule import Kind, Rule, expert_index, is_expert
 from converters.model_config.architecture import ModelFacts
-from converters.model_config.heads import head_rules
 from megarl.config.arithmetic import padded_vocabulary
 
 # a buffer, which no gradient reaches

@@ -7,6 +7,7 @@ import functools
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,14 @@ def test_a_short_module_has_several_importers() -> None:
         if len(clients) == 1 and lines_of(name) < SHORT and not name.endswith("__main__") and not name.startswith(exempt)
     }
     assert not short, f"put them into the module that imports them, or name their kind in PLUG_INS: {sorted(short)}"
+
+
+def test_imports_form_no_circle() -> None:
+    """Also those for types alone, and inside functions: modules of a circle cannot be read one after the other."""
+    try:
+        TopologicalSorter(importers()).prepare()
+    except CycleError as error:
+        raise AssertionError(f"these import one another: {' <- '.join(error.args[1])}") from None
 
 
 def lines_of(name: str) -> int:
