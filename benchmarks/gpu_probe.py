@@ -340,12 +340,12 @@ def ipc(probe: Probe) -> Figures:
 
 def _refit(worker: Any, engine: Connection) -> dict[str, float]:
     """One refit; fingerprints of what the engine read, by name."""
-    from megarl.weight_sync.manifest import groups_within
+    from megarl.weight_sync.manifest import Manifest
 
-    sizes, room = worker.prepare_weights_for_ipc()
+    _, room = worker.prepare_weights_for_ipc()
     found: dict[str, float] = {}
-    for keys in groups_within(sizes, int(room)):
-        engine.send(worker.get_weights_ipc_handles(list(keys)))
+    for group in Manifest.from_description(worker.prepare_refit_info()).groups(int(room)):
+        engine.send(worker.get_weights_ipc_handles(group.names))
         found |= engine.recv()
     return found
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from converters.model_config.architecture import Architecture
     from megarl.models.generation.engine_group import EngineGroup
     from megarl.models.policy.lm_policy import Policy
-    from megarl.weight_sync.layout import TensorInfo
     from megarl.weight_sync.manifest import Manifest
+    from megarl.weight_sync.plan import Group, TensorInfo
     from megarl.weight_sync.slices import Slice
 
 CALLS = 2
@@ -453,7 +453,7 @@ def _point(name: str, layout: Layout, manifest: Manifest, ranks: int) -> Point:
         raise RuntimeError(f"{ours.calls} calls a refit beside the policy and {apart.calls} apart from it: at most {CALLS} are allowed")
     found_moved = moved(manifest, layout, wanted)
     handed = found_moved.handed
-    groups = handed.names_within(room(handed))
+    groups = list(handed.groups(room(handed)))
     posted = sum(len(_text(handed, group)) for group in groups)
     metrics = {
         "calls": Metric.of("calls of all ranks or all engines by which weights go", [ours.calls]),
@@ -480,8 +480,7 @@ def _point(name: str, layout: Layout, manifest: Manifest, ranks: int) -> Point:
     return Point({"model": name, "ranks": ranks, "engines": ranks // layout.engine}, metrics)
 
 
-def _text(manifest: Manifest, names: list[str]) -> str:
+def _text(manifest: Manifest, group: Group) -> str:
     from megarl.weight_sync.handover import without_bytes
 
-    group = manifest.group_named(names)
     return json.dumps(without_bytes(payload(manifest, group.first, group.count)))

@@ -113,7 +113,7 @@ def _timed(config: PolicyConfig, repeats: int) -> tuple[Mapping[str, list[float]
     group = manifest.group(0, len(exported))
     buffer = torch.zeros(group.nbytes, dtype=torch.uint8)
     pack(backend.export_hf(), manifest, group, buffer)
-    same = all(torch.equal(exported[name], tensor) for name, tensor in manifest.named_views(group, buffer))
+    same = all(torch.equal(exported[name], tensor) for name, tensor in group.views(buffer))
     assert same, "other weights are laid down"
     flat = torch.cat([tensor.flatten() for tensor in exported.values()])
     target, count = torch.empty_like(flat), len(exported)
@@ -139,8 +139,7 @@ def _memory(config: PolicyConfig) -> float:
     manifest = Manifest.from_description(worker.prepare_refit_info())
 
     def refit() -> None:
-        for names in manifest.names_within(worker.begin_refit()):
-            group = manifest.group_named(names)
+        for group in manifest.groups(worker.begin_refit()):
             worker.get_part_ipc_handles(group.first, group.count)
 
     taken = peak_of(refit)

@@ -21,7 +21,7 @@ from benchmarks.point import Metric, Point, sides
 from benchmarks.timing import spent_in_turn
 
 if TYPE_CHECKING:
-    from megarl.weight_sync.layout import TensorInfo
+    from megarl.weight_sync.plan import TensorInfo
 
 LAYERS, EXPERTS = 3, (8, 128)
 REPEATS, QUICK_REPEATS = 5, 2
@@ -39,7 +39,7 @@ def measure(quick: bool) -> Iterator[Point]:
 
     from converters.families.read import read_architecture
     from converters.mapping.rules import hf_tensors
-    from megarl.weight_sync.layout import TensorInfo
+    from megarl.weight_sync.plan import TensorInfo
 
     # as vLLM's runner for CPUs has it
     torch.accelerator.empty_cache = torch.accelerator.synchronize = lambda *_: None  # type: ignore[assignment]

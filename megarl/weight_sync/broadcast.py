@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megarl.distributed.device import is_out_of_memory
 from megarl.errors import RefitError
-from megarl.weight_sync.layout import ALIGNMENT, Group, TensorInfo, checksum
 from megarl.weight_sync.manifest import Manifest, WeightIterator, drain, expect_end, pack
+from megarl.weight_sync.plan import ALIGNMENT, Group, checksum
 from megarl.weight_sync.transfer_group import NEW_GROUP, TransferGroup
 
 BUFFERS = 2
@@ -39,7 +39,8 @@ class Channel:
         self._group = group
         self.manifest = manifest
         self.round = 0
-        self._memory = [torch.empty(HEADER + group.buffer_bytes, dtype=torch.uint8, device=group.device) for _ in range(BUFFERS)]
+        # zeros, because what is between weights is sent as well, and is not to be what this process had there before
+        self._memory = [torch.zeros(HEADER + group.buffer_bytes, dtype=torch.uint8, device=group.device) for _ in range(BUFFERS)]
         self._headers = [buffer[: 8 * WORDS].view(torch.int64) for buffer in self._memory]
         self._bodies = [buffer[HEADER:] for buffer in self._memory]
         self._works: dict[int, list[dist.Work]] = {}
@@ -48,10 +49,6 @@ class Channel:
         self.parts: list[Group] = [part for _, part in coming]
         self._stages = [stage for stage, _ in coming]
         self._views: dict[int, list[tuple[str, torch.Tensor]]] = {}
-
-    def infos(self, index: int) -> tuple[TensorInfo, ...]:
-        """The weights of group ``index``."""
-        return self.manifest.tensors[self.parts[index].first : self.parts[index].stop]
 
     def header(self, index: int) -> torch.Tensor:
         """int64 [``WORDS``], in front of group ``index``."""
@@ -64,7 +61,7 @@ class Channel:
     def named_views(self, index: int) -> list[tuple[str, torch.Tensor]]:
         """Receiver: names and weights of group ``index``, the same tensors at every refit."""
         if index not in self._views:
-            self._views[index] = self.manifest.named_views(self.parts[index], self.content(index))
+            self._views[index] = self.parts[index].views(self.content(index))
         return self._views[index]
 
     def start(self, index: int) -> None:
@@ -267,7 +264,8 @@ class WeightListener:
 
     def _check(self, index: int) -> None:
         """That group ``index`` is that group of this refit, and that nothing happened to it."""
-        channel, first_here = self._channel, self._channel.parts[index].first
+        channel = self._channel
+        first_here, name = channel.parts[index].first, channel.parts[index].tensors[0].name
         round_, version, first, number, checked = channel.header(index).tolist()
         if round_ == _GIVEN_UP:
             raise RefitError("the policy gave the refit up: look at its own error, and refit anew")
@@ -276,10 +274,8 @@ class WeightListener:
                 f"weight {first} of refit {round_} came where weight {first_here} of refit {channel.round} was next: {NEW_GROUP}"
             )
         if index and version != self._coming:
-            name = channel.infos(index)[0].name
             raise RefitError(f"version {version} of {name} came after version {self._coming} of other weights: refit all stages together")
         if checked and checksum(channel.content(index)) != number:
-            name = channel.infos(index)[0].name
             raise RefitError(f"the weights from {name} on have another checksum than the policy's: refit anew")
         self._coming = int(version)
 

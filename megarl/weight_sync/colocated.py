@@ -18,8 +18,8 @@ from megarl.distributed.device import DeviceRuntime, runtime_on
 from megarl.errors import RefitError, StateError
 from megarl.weight_sync.handover import ENGINE_PATIENCE, POLICY_PATIENCE, Mailbox, MailboxReader
 from megarl.weight_sync.ipc_buffer import SLOTS, IpcBuffer, IpcBufferReader, host_identity, policy_rank_beside
-from megarl.weight_sync.layout import Group, checksum
 from megarl.weight_sync.manifest import GIB, LIST_BYTES, Manifest, WeightIterator, buffer_bytes, drain, expect_end, pack, too_large
+from megarl.weight_sync.plan import Group, checksum
 
 # of a slot, where the configuration names no size; on a GPU less when less is free
 DEFAULT_SLOT_BYTES = GIB // 2
@@ -244,10 +244,8 @@ class WeightSender:
         assert stream is not None
         try:
             box = self._opened_mailbox(session, ticket)
-            first = 0
-            for index, names in enumerate(self.manifest.names_within(self.slot_bytes() if most is None else most)):
-                self._hand_over(box, index, self.manifest.group(first, len(names)), patience)
-                first += len(names)
+            for index, group in enumerate(self.manifest.groups(self.slot_bytes() if most is None else most)):
+                self._hand_over(box, index, group, patience)
             if box is not None:
                 box.wait_until_read(self._groups_sent, patience)
         except BaseException as error:
@@ -434,7 +432,7 @@ class WeightReceiver:
         """The group's weights, made once: tens of thousands of new tensors cost a refit more in the garbage collector than in torch."""
         key = (slot, group.first, group.stop)
         if key not in self._views:
-            self._views[key] = self.manifest.named_views(group, buffer)
+            self._views[key] = group.views(buffer)
         return self._views[key]
 
     def close(self) -> None:

@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from decimal import ROUND_UP, Decimal
 from functools import cached_property
 from itertools import accumulate, groupby, islice, zip_longest
-from operator import attrgetter, eq, itemgetter
+from operator import attrgetter, eq
 from typing import Any
 
 import torch
 
 from megarl.errors import RefitError
-from megarl.weight_sync.layout import CopyPlan, FlatBucketIterator, Group, TensorInfo, padded_bytes
+from megarl.weight_sync.plan import ALIGNMENT, CopyPlan, FlatBucketIterator, Group, TensorInfo, padded_bytes
 from megarl.weight_sync.slices import Slice, Slices
 
 GIB = 2**30
@@ -145,37 +145,29 @@ class Manifest:
         return [tensor.name for tensor in self.tensors]
 
     @cached_property
-    def _shapes(self) -> list[tuple[int, ...]]:
-        return [tensor.shape for tensor in self.tensors]
-
-    @cached_property
-    def _dtypes(self) -> list[torch.dtype]:
-        return [tensor.dtype for tensor in self.tensors]
-
-    @cached_property
     def _index(self) -> dict[str, int]:
         return {name: index for index, name in enumerate(self._names)}
 
-    def expect(self, first: int, stop: int, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Let pass the weights from index ``first`` up to ``stop``.
+    @cached_property
+    def _kinds(self) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
+        return [tensor.shape for tensor in self.tensors], [tensor.dtype for tensor in self.tensors]
 
-        Compared without a line of Python for each, which for tens of thousands of weights is what a refit on a CPU has time for; and
-        one shape after another, because a list of so many shapes would set off the garbage collector.
+    def expect(self, first: int, stop: int, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        """Let pass the weights from index ``first`` up to ``stop``, without a line of Python for each.
 
         Raises:
-            RefitError: they are others.
+            RefitError: they are others than those that were announced.
         """
-        same = (
-            names == self._names[first:stop]
-            and all(map(eq, map(_SHAPE, tensors), self._shapes[first:stop]))
-            and list(map(_DTYPE, tensors)) == self._dtypes[first:stop]
-        )
-        if not same:
+        shapes, dtypes = self._kinds
+        if (
+            names != self._names[first:stop]
+            or not all(map(eq, map(_SHAPE, tensors), shapes[first:stop]))
+            or list(map(_DTYPE, tensors)) != dtypes[first:stop]
+        ):
             self.expect_infos(first, stop, [TensorInfo.of(*weight) for weight in zip(names, tensors, strict=True)])
-            raise AssertionError("what differs as lists differs somewhere")
 
     def expect_infos(self, first: int, stop: int, coming: Sequence[TensorInfo]) -> None:
-        """Check, by what announces the weights that come, that they are the expected ones.
+        """Check, by what announces the weights that come, that they are those from index ``first`` up to ``stop``.
 
         Raises:
             RefitError: they are others than those that were announced.
@@ -190,48 +182,46 @@ class Manifest:
     @property
     def padded_sizes(self) -> list[tuple[str, int]]:
         """Names with the bytes that they take in a buffer, in the order of sending."""
-        return list(zip(self._names, self._padded, strict=True))
+        return [(tensor.name, padded_bytes(tensor.nbytes)) for tensor in self.tensors]
 
     @cached_property
-    def _padded(self) -> array[int]:
-        """The bytes alone: eight each, where a number of Python's takes four times that."""
-        return array("q", (padded_bytes(tensor.nbytes) for tensor in self.tensors))
+    def _begins(self) -> array[int]:
+        """Bytes in front of each weight where all are in one buffer, and of all: eight each, where a number of Python's takes four times
+        that."""
+        return array("q", accumulate((padded_bytes(tensor.nbytes) for tensor in self.tensors), initial=0))
 
-    @cached_property
+    @property
     def total_bytes(self) -> int:
         """Bytes that all weights take in a buffer."""
-        return sum(self._padded)
+        return self._begins[-1]
 
     @cached_property
     def largest(self) -> tuple[str, int]:
         """Name of the weight that takes most bytes in a buffer, and how many."""
-        most = max(self._padded, default=0)
-        return (self._names[self._padded.index(most)] if most else "no weight"), most
+        return max(self.padded_sizes, key=lambda one: one[1], default=("no weight", 0))
 
-    def names_within(self, budget: int) -> list[list[str]]:
-        """All names in groups of at most ``budget`` bytes each; see ``groups_within``.
+    def groups(self, budget: int, first: int = 0, stop: int | None = None) -> Iterator[Group]:
+        """The weights from index ``first`` up to ``stop`` in groups of at most ``budget`` bytes each, in order, as few as that allows.
 
-        Asked for at every refit, they are worked out once for a budget, and their lists are the same ones each time, not to be changed: to
-        go through tens of thousands of names, which lie anywhere in memory, takes as long as to copy the weights.
+        Raises:
+            RefitError: a weight alone is larger.
         """
-        if sum(map(len, self._named_groups.get(budget, ()))) != len(self._names):
-            self._named_groups.clear()
-            self._named_groups[budget] = list(_grouped(self._names, self._padded, budget))
-        return list(self._named_groups[budget])
-
-    @cached_property
-    def _named_groups(self) -> dict[int, list[list[str]]]:
-        return {}
+        stop = len(self.tensors) if stop is None else stop
+        while first < stop:
+            end = min(bisect_right(self._begins, self._begins[first] + budget) - 1, stop)
+            if end <= first:
+                raise too_large(self._names[first], self._begins[first + 1] - self._begins[first], budget, stop)
+            yield self.group(first, end - first)
+            first = end
 
     def group(self, first: int, count: int) -> Group:
         """The group of ``count`` weights from index ``first`` on; asked for at every refit, it is worked out once."""
         if (first, count) not in self._groups:
-            self._groups[first, count] = Group.of(first, self.tensors[first : first + count])
+            stop = first + count
+            begins = array("q", (begin - self._begins[first] for begin in self._begins[first : stop + 1]))
+            gaps = bytes(-tensor.nbytes % ALIGNMENT for tensor in self.tensors[first:stop])
+            self._groups[first, count] = Group(first, self.tensors[first:stop], begins, gaps)
         return self._groups[first, count]
-
-    def named_views(self, group: Group, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Names and weights of a group where they lie in a buffer."""
-        return list(zip(self._names[group.first : group.stop], group.views(buffer), strict=True))
 
     @cached_property
     def _groups(self) -> dict[tuple[int, int], Group]:
@@ -243,46 +233,14 @@ class Manifest:
         Raises:
             RefitError: they are not neighbours in the order of sending.
         """
-        first = self._index.get(names[0], -1) if names else -1
-        stop = first + len(names)
-        if first >= 0 and self._is_given(names) and self._names[stop - 1 : stop] == names[-1:]:
-            return self.group(first, len(names))
-        expected = self._names[first:stop] if first >= 0 else []
+        first = self._index.get(names[0], len(self.tensors)) if names else len(self.tensors)
+        expected = self._names[first : first + len(names)]
         if not names or list(names) != expected:
-            wrong = next((name for name, right in zip(names, [*expected, *[None] * len(names)], strict=False) if name != right), "no name")
+            wrong = next((name for name, right in zip_longest(names, expected) if name != right), "no name")
             raise RefitError(
                 f"{wrong} does not stand there in the order of sending: ask for whole groups of prepare_weights_for_ipc(), in their order"
             )
         return self.group(first, len(names))
-
-    def _is_given(self, names: Sequence[str]) -> bool:
-        """Whether it is a list of ``names_within``, by which nobody has to look at each name."""
-        return any(names is own for groups in self._named_groups.values() for own in groups)
-
-
-def groups_within(sizes: Sequence[tuple[str, int]], budget: int) -> list[list[str]]:
-    """Names in groups of at most ``budget`` bytes each, in order, as few as that allows.
-
-    Args:
-        sizes: names with their bytes in a buffer, in the order of sending.
-        budget: bytes a buffer holds.
-
-    Raises:
-        RefitError: a weight alone is larger.
-    """
-    return list(_grouped(list(map(itemgetter(0), sizes)), array("q", map(itemgetter(1), sizes)), budget))
-
-
-def _grouped(names: list[str], nbytes: Sequence[int], budget: int) -> Iterator[list[str]]:
-    """Group names without a line of Python for each, of which there may be tens of thousands."""
-    ends = array("q", accumulate(nbytes, initial=0))
-    first = 0
-    while first < len(names):
-        stop = bisect_right(ends, ends[first] + budget) - 1
-        if stop <= first:
-            raise too_large(names[first], nbytes[first], budget, len(names))
-        yield names[first:stop]
-        first = stop
 
 
 def too_large(name: str, nbytes: int, budget: int, weights: int) -> RefitError:
@@ -311,50 +269,39 @@ def pack(stream: WeightIterator, manifest: Manifest, group: Group, buffer: torch
     Raises:
         RefitError: other weights come than were announced.
     """
-    if isinstance(stream, FlatBucketIterator):
-        _lay(stream, manifest, group, buffer)
-        return
-    first = group.first
-    for batch in group.batches:
-        names, weights = _taken(stream, batch.count)
-        manifest.expect(first, first + batch.count, names, weights)
-        if buffer is not None:
-            batch.fill(buffer, weights)
-        first += batch.count
-
-
-def _taken(stream: WeightIterator, count: int) -> tuple[list[str], list[torch.Tensor]]:
-    """Names and weights; the pairs are not kept, tens of thousands of which would set off the garbage collector."""
-    names, weights = [], []
-    for name, weight in islice(stream, count):
-        names.append(name)
-        weights.append(weight)
-    return names, weights
-
-
-def _lay(stream: FlatBucketIterator, manifest: Manifest, group: Group, buffer: torch.Tensor | None) -> None:
-    """Lay flat buckets into the buffer; nothing is done for a weight but for the first time that it comes."""
-    if buffer is not None:
-        buffer = buffer[: group.nbytes]
-        group.clear_gaps(buffer)
     first = group.first
     while first < group.stop:
-        flat_bucket = stream.take(group.stop - first)
-        if flat_bucket is None:
-            manifest.expect_infos(first, group.stop, ())
-            raise AssertionError("a group that is not full lacks something")
-        if not 0 < flat_bucket.count <= group.stop - first:
-            raise AssertionError(f"{type(stream).__name__} gave {flat_bucket.count} weights where 1 to {group.stop - first} were asked for")
-        copy_plan = group.layings.get(first)
-        if copy_plan is None or not copy_plan.serves(flat_bucket):
-            stop = first + flat_bucket.count
-            manifest.expect_infos(first, stop, flat_bucket.infos())
-            copy_plan = group.layings[first] = CopyPlan(flat_bucket, group.begins()[first - group.first : stop - group.first])
+        if isinstance(stream, FlatBucketIterator):
+            first = _lay(stream, manifest, group, first, buffer)
+            continue
+        stop, names, weights = group.batch_end(first), [], []
+        # the pairs are not kept, tens of thousands of which would set off the garbage collector
+        for name, weight in islice(stream, stop - first):
+            names.append(name)
+            weights.append(weight)
+        manifest.expect(first, stop, names, weights)
         if buffer is not None:
-            copy_plan.run(flat_bucket, buffer)
-        first += flat_bucket.count
-        # not kept while what comes next is made
-        del flat_bucket
+            group.fill(buffer, first, weights)
+        first = stop
+
+
+def _lay(stream: FlatBucketIterator, manifest: Manifest, group: Group, first: int, buffer: torch.Tensor | None) -> int:
+    """Lay a flat bucket into the buffer, and return the index after its last weight; nothing is done for a weight but for the first time
+    that it comes."""
+    bucket = stream.take(group.stop - first)
+    if bucket is None:
+        manifest.expect_infos(first, group.stop, ())
+        raise AssertionError("a group that is not full lacks something")
+    stop = first + bucket.count
+    if not first < stop <= group.stop:
+        raise AssertionError(f"{type(stream).__name__} gave {bucket.count} weights where 1 to {group.stop - first} were asked for")
+    plan = group.plans.get(first)
+    if plan is None or not plan.serves(bucket):
+        manifest.expect_infos(first, stop, bucket.infos())
+        plan = group.plans[first] = CopyPlan(bucket, group.begins[first - group.first : stop - group.first])
+    if buffer is not None:
+        plan.run(bucket, buffer)
+    return stop
 
 
 def failing(error: Exception) -> WeightIterator:
@@ -428,9 +375,8 @@ class Stages:
             raise RefitError(f"the policy's stages send {sum(count for _, count in runs)} weights of {len(manifest.tensors)}: {_DEFECT}")
         first = 0
         for stage, count in runs:
-            for names in groups_within(manifest.padded_sizes[first : first + count], budget):
-                yield stage, manifest.group(first, len(names))
-                first += len(names)
+            yield from ((stage, group) for group in manifest.groups(budget, first, first + count))
+            first += count
 
 
 _DEFECT = "report the model and the layout, this is a fault of the export"

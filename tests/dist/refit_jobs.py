@@ -25,8 +25,8 @@ from megarl.parity.pool import COLLECTIVE_SECONDS
 from megarl.weight_sync.broadcast import WeightListener
 from megarl.weight_sync.colocated import WeightReceiver, payload_for
 from megarl.weight_sync.handover import MailboxReader, mailbox_for
-from megarl.weight_sync.layout import checksum
-from megarl.weight_sync.manifest import Manifest, groups_within
+from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.plan import checksum
 from megarl.weight_sync.slices import Slice, Slices, WantedSlices
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.dist import jobs
@@ -42,12 +42,12 @@ def build(config: Mapping[str, Any]) -> Any:
 
 def transfer(worker: Any, receiver: WeightReceiver, budget: int) -> dict[str, torch.Tensor]:
     """One whole refit as the driver plays it, on all ranks: what this rank's engine reads."""
-    sizes, room = worker.prepare_weights_for_ipc()
+    _, room = worker.prepare_weights_for_ipc()
     received = {}
-    for keys in groups_within(sizes, min(budget, int(room))):
+    for group in receiver.manifest.groups(min(budget, int(room))):
         everybody: list[Any] = [None] * dist.get_world_size()
         with counted_objects() as objects:
-            own = worker.get_weights_ipc_handles(keys)
+            own = worker.get_weights_ipc_handles(group.names)
         assert not objects, "names and shapes travel at the first look alone"
         dist.all_gather_object(everybody, own)
         handles = {device: payload for handle in everybody for device, payload in handle.items()}

@@ -12,8 +12,8 @@ import torch
 from converters.checkpoint.source import open_source
 from megarl.distributed.virtual_cluster import free_port
 from megarl.parity.pool import WorkerPool
-from megarl.weight_sync.layout import padded_bytes
 from megarl.weight_sync.manifest import LIST_BYTES
+from megarl.weight_sync.plan import padded_bytes
 from tests.dist import refit_jobs
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config

@@ -18,8 +18,8 @@ from converters.mapping.rules import all_rules
 from converters.mapping.shards import load_shard
 from megarl.models.megatron.weight_stream import assembly_of, is_cut_alike, layouts_of
 from megarl.parity.pool import WorkerPool
-from megarl.weight_sync.layout import padded_bytes
 from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.plan import padded_bytes
 from megarl.weight_sync.slices import Slice
 from tests.dist import refit_jobs
 from tests.dist.test_refit import BUDGET, configured, stored

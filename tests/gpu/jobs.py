@@ -23,7 +23,7 @@ from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 from megarl.patched import patched
 from megarl.weight_sync.broadcast import WeightListener
 from megarl.weight_sync.colocated import WeightReceiver, payload_for
-from megarl.weight_sync.manifest import Manifest, groups_within
+from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.dist import dtensor_jobs, fsdp1_jobs, reference
 from tests.dist.jobs import build, dealt, full_weights
@@ -321,8 +321,9 @@ def begin_refits(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def open_refit() -> list[list[str]]:
     """Begin a refit of the kept worker; the groups in which its weights go."""
-    sizes, budget = _kept["worker"].prepare_weights_for_ipc()
-    return [list(keys) for keys in groups_within(sizes, int(budget))]
+    manifest = Manifest.from_description(_kept["worker"].prepare_refit_info())
+    _, budget = _kept["worker"].prepare_weights_for_ipc()
+    return [group.names for group in manifest.groups(int(budget))]
 
 
 def send_group(keys: list[str]) -> dict[str, Any]:

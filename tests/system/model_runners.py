@@ -47,10 +47,8 @@ def refit(engine: Any, weights: dict[str, torch.Tensor], version: int) -> None:
     manifest = Manifest.of(iter(weights.items()))
     sender = WeightSender(lambda: iter(weights.items()), DeviceRuntime(torch.device("cpu"), "gloo"), slices=SlicesHere(manifest, 0, True))
     engine.connect([[tensor.name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in manifest.tensors], None)
-    budget, first = max(sender.begin(version) // 4, manifest.largest[1]), 0
-    for names in manifest.names_within(budget):
-        found = engine.update_from_handles(sender.send_part(first, len(names)))
-        first += len(names)
+    for group in manifest.groups(max(sender.begin(version) // 4, manifest.largest[1])):
+        found = engine.update_from_handles(sender.send_part(group.first, group.count))
     assert found == version
     sender.close()
 

@@ -47,7 +47,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
 
 
 def test_a_part_that_fails_hides_no_other(tmp_path: Path) -> None:
-    broken = "import megarl.weight_sync.manifest as m; m.groups_within = lambda *a: 1 / 0"
+    broken = "import megarl.weight_sync.manifest as m; m.Manifest.groups = lambda *a: 1 / 0"
     code, found = probe(tmp_path / "probe.json", "--only", "ipc", "export", code=broken)
     assert code == 1 and set(found["failed"]) == {"ipc"} and "ZeroDivisionError" in found["failed"]["ipc"]
     assert set(found["seconds"]) == {"gemm", "build", "export", "ipc"} and "export of all weights s, GB/s" in found["figures"]

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.models.engine.gather_stream import FullTensor, GatherStream, InFlightBucket, SpareMemory, UnshardPlan
-from megarl.weight_sync.layout import Copy
 from megarl.weight_sync.manifest import BUCKET_BYTES, BUCKETS, LIST_BYTES, bucket_bytes, buffer_bytes
+from megarl.weight_sync.plan import Copy
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from converters.mapping.shards import load_shard, to_hf
 from converters.model_config.architecture import Architecture
 from megarl.models.engine.gather_stream import in_buckets
 from megarl.models.megatron.weight_stream import assembly_of
-from megarl.weight_sync.layout import Copy, merged
+from megarl.weight_sync.plan import Copy, merged
 from tests.tiers import newest_megatron
 from tests.unit.converters_drawn import DrawnModel, MemorySource, drawn_models
 from tests.unit.converters_tiny import tiny_config

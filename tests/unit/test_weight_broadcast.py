@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import RefitError
 from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
-from megarl.weight_sync.layout import FlatBucket, FlatBucketIterator
 from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.plan import FlatBucket, FlatBucketIterator
 from megarl.weight_sync.rendezvous import Rendezvous
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.memory_limit import no_more_memory_than

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megarl.errors import RefitError
 from megarl.models.engine.gather_stream import FullTensor, GatherStream, InFlightBucket, UnshardPlan
-from megarl.weight_sync import layout
-from megarl.weight_sync.layout import BufferRegion, Copy, CopyPlan, FlatBucket, FlatBucketIterator
+from megarl.weight_sync import plan
 from megarl.weight_sync.manifest import Manifest, drain, expect_end, pack
+from megarl.weight_sync.plan import BufferRegion, Copy, CopyPlan, FlatBucket, FlatBucketIterator
 
 SHAPES = [(), (0,), (3, 0), (1,), (33,), (5, 7), (2, 3, 5), (256,), (512,), (1, 256), (3, 256), (3, 4, 64)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.bool]
@@ -89,12 +89,12 @@ def shelves(draw: st.DrawFn) -> list[Shelf]:
 
 
 @given(shelves(), st.sampled_from([1 << 25, 3000, 1]), st.sampled_from([1, 2, 1000]), st.data())
-def test_laid_at_once_they_are_the_bytes_of_one_by_one(found: list[Shelf], staged: int, at_once: int, data: st.DataObject) -> None:
+def test_laid_at_once_they_are_the_weights_of_one_by_one(found: list[Shelf], staged: int, at_once: int, data: st.DataObject) -> None:
     manifest = Manifest.of(Shelves(found))
     total = len(manifest.tensors)
     middle = data.draw(st.integers(0, total))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "STAGED_BYTES", staged)
+        patch.setattr(plan, "STAGED_BYTES", staged)
         groups = [manifest.group(first, stop - first) for first, stop in ((0, middle), (middle, total)) if stop > first]
     for _ in range(2):  # a second time with what was worked out
         by_parcel, singly = Shelves(found, at_once), iter(list(Shelves(found)))
@@ -102,7 +102,8 @@ def test_laid_at_once_they_are_the_bytes_of_one_by_one(found: list[Shelf], stage
             buffers = [torch.full((group.nbytes + 512,), fill, dtype=torch.uint8)[256:] for fill in (255, 254)]
             pack(by_parcel, manifest, group, buffers[0])
             pack(singly, manifest, group, buffers[1])
-            assert torch.equal(buffers[0][: group.nbytes], buffers[1][: group.nbytes])
+            for (name, one), (_, other) in zip(*map(group.views, buffers), strict=True):
+                assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), name
             assert buffers[0][group.nbytes :].eq(255).all()
         expect_end(by_parcel)
 
@@ -123,9 +124,9 @@ def test_many_experts_are_laid_with_as_few_copies_as_few() -> None:
         group = Manifest.of(Shelves([shelf])).group(0, 3 * experts)
         flat_bucket = Shelves([shelf]).take(3 * experts)
         assert flat_bucket is not None
-        counts.append(CopyPlan(flat_bucket, group.begins()).count)
-    # gate and up of all experts, and down of all
-    assert counts == [2, 2]
+        counts.append(len(CopyPlan(flat_bucket, group.begins[:-1]).copies))
+    # they follow one another on both sides
+    assert counts == [1, 1]
 
 
 def test_copies_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +306,7 @@ def test_a_refit_begun_anew_and_the_parts_of_other_stages_are_laid_where_they_be
         for group in groups[:taken]:
             buffer = torch.full((group.nbytes,), 255, dtype=torch.uint8)
             pack(stream, manifest, group, buffer)
-            for name, view in manifest.named_views(group, buffer):
+            for name, view in group.views(buffer):
                 assert torch.equal(view.view(torch.int16), singly[name].view(torch.int16)), name
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.errors import RefitError
-from megarl.weight_sync.layout import padded_bytes
 from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.plan import padded_bytes
 from megarl.weight_sync.slices import PartialWeight, Reads, Slice
 
 CPU = torch.device("cpu")

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import RefitError
 from megarl.weight_sync.broadcast import BUFFERS, HEADER, WeightBroadcaster, WeightListener
-from megarl.weight_sync.layout import TensorInfo
 from megarl.weight_sync.manifest import Manifest, Stages
+from megarl.weight_sync.plan import TensorInfo
 from megarl.weight_sync.rendezvous import Rendezvous
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.unit.test_weight_broadcast import HOST, ending_when_here, joining, together

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import re
@@ -11,6 +10,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import RefitError, StateError
-from megarl.weight_sync import layout
+from megarl.weight_sync import plan
 from megarl.weight_sync.colocated import WeightReceiver, WeightSender, payload_for
 from megarl.weight_sync.ipc_buffer import SLOTS, IpcBuffer, IpcBufferReader, SharedBlock
-from megarl.weight_sync.layout import checksum
-from megarl.weight_sync.manifest import LIST_BYTES, Manifest, groups_within, pack
+from megarl.weight_sync.manifest import LIST_BYTES, Manifest, pack
+from megarl.weight_sync.plan import checksum
 from tests.memory_limit import no_more_memory_than
 from tests.open_files import open_files
 
@@ -90,8 +90,8 @@ def receiver(sender: WeightSender) -> Iterator[WeightReceiver]:
 
 def payloads(sender: WeightSender, version: int, budget: int | None = None) -> Iterator[Any]:
     room = sender.begin(version)
-    for keys in sender.manifest.names_within(budget or room):
-        yield payload_for(sender.send(keys), "CPU-engine")
+    for group in sender.manifest.groups(budget or room):
+        yield payload_for(sender.send(group.names), "CPU-engine")
 
 
 def transfer(sender: WeightSender, receiver: WeightReceiver, version: int, budget: int | None = None) -> dict[str, torch.Tensor]:
@@ -281,7 +281,7 @@ def test_other_weights_than_announced_are_refused(sender: WeightSender, model: M
 
 @pytest.mark.parametrize("staged", [1, 100, 256, 300, 26_000])
 def test_weights_taken_in_batches_are_the_weights(monkeypatch: pytest.MonkeyPatch, staged: int) -> None:
-    monkeypatch.setattr(layout, "STAGED_BYTES", staged)
+    monkeypatch.setattr(plan, "STAGED_BYTES", staged)
     manifest = Manifest.of(iter(weights().items()))
     for group in (manifest.group(0, 6), manifest.group(2, 1), manifest.group(1, 4)):
         buffer = torch.full((group.nbytes,), 255, dtype=torch.uint8)
@@ -289,13 +289,13 @@ def test_weights_taken_in_batches_are_the_weights(monkeypatch: pytest.MonkeyPatc
         stream = iter(sent[group.first :])
         pack(stream, manifest, group, buffer)
         part = dict(sent[group.first : group.stop])
-        assert_same(dict(manifest.named_views(group, buffer)), part)
+        assert_same(dict(group.views(buffer)), part)
         assert len(list(stream)) == 6 - group.stop
 
 
 @pytest.mark.parametrize("staged", [1, 1 << 20])
 def test_a_stream_that_ends_early_is_refused(monkeypatch: pytest.MonkeyPatch, staged: int) -> None:
-    monkeypatch.setattr(layout, "STAGED_BYTES", staged)
+    monkeypatch.setattr(plan, "STAGED_BYTES", staged)
     manifest = Manifest.of(iter(weights().items()))
     with pytest.raises(RefitError, match=r"gives nothing where layer\.fp8 \[33\] float8_e4m3fn was announced"):
         pack(iter(list(weights().items())[:4]), manifest, manifest.group(0, 6), None)
@@ -380,42 +380,34 @@ def test_no_payload_for_a_device_without_policy() -> None:
 # pure functions
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(50, 120))
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=30), st.integers(512, 1200))
 def test_groups_hold_as_much_as_fits_and_lose_nothing(sizes: list[int], budget: int) -> None:
-    named = [(f"w{index}", size) for index, size in enumerate(sizes)]
-    groups = groups_within(named, budget)
-    assert [name for group in groups for name in group] == [name for name, _ in named]
-    size = dict(named)
-    totals = [sum(size[name] for name in group) for group in groups]
-    assert max(totals) <= budget
-    assert all(total + size[following[0]] > budget for total, following in zip(totals, groups[1:], strict=False))
+    manifest = Manifest.from_description({f"w{index}": ((size,), torch.float32) for index, size in enumerate(sizes)})
+    groups = list(manifest.groups(budget * 4))
+    assert [name for group in groups for name in group.names] == [tensor.name for tensor in manifest.tensors]
+    size = dict(manifest.padded_sizes)
+    assert all(sum(size[name] for name in group.names) == group.nbytes <= budget * 4 for group in groups)
+    assert all(one.nbytes + size[following.names[0]] > budget * 4 for one, following in pairwise(groups))
 
 
-def test_names_in_groups_follow_the_budget_and_name_their_groups() -> None:
+def test_groups_follow_the_budget_and_are_found_by_their_names() -> None:
     manifest = Manifest.from_description(dict.fromkeys("abcde", ((64,), torch.float32)))
-    groups = manifest.names_within(600)
-    assert groups == groups_within(manifest.padded_sizes, 600) == [["a", "b"], ["c", "d"], ["e"]]
-    assert [(manifest.group_named(names).first, manifest.group_named(names).count) for names in groups] == [(0, 2), (2, 2), (4, 1)]
-    # others with the same names, too; and those that were given are looked through where they are others by now
-    assert manifest.group_named(["c", "d"]) == manifest.group_named(groups[1]) == manifest.group(2, 2)
-    groups[2].clear()
-    assert manifest.names_within(600) == [["a", "b"], ["c", "d"], ["e"]], "made anew where somebody emptied one"
-    groups = manifest.names_within(600)
-    for changed in (["d"], ["e"], ["c"], ["a", "b"], ["b", "a"], ["c", "d", "e", "e"], []):
-        groups[1][:] = ["c", *changed]
-        right = groups[1] in (["c"], ["c", "d"])
-        with contextlib.nullcontext() if right else pytest.raises(RefitError, match="does not stand there in the order of sending"):
-            assert manifest.group_named(groups[1]) == manifest.group(2, len(groups[1]))
-    assert manifest.names_within(1024) == [["a", "b", "c", "d"], ["e"]]
+    groups = list(manifest.groups(600))
+    assert [(group.first, group.names) for group in groups] == [(0, ["a", "b"]), (2, ["c", "d"]), (4, ["e"])]
+    assert manifest.group_named(["c", "d"]) is groups[1] is manifest.group(2, 2)
+    for wrong in (["c", "c"], ["c", "e"], ["c", "a", "b"], ["c", "b", "a"], ["c", "d", "e", "e"], ["x"], []):
+        with pytest.raises(RefitError, match="does not stand there in the order of sending"):
+            manifest.group_named(wrong)
+    assert [group.names for group in manifest.groups(1024)] == [["a", "b", "c", "d"], ["e"]]
+    assert [group.names for group in manifest.groups(600, 1, 4)] == [["b", "c"], ["d"]]
     assert manifest.largest == ("a", 256) and manifest.total_bytes == 1280
-    with pytest.raises(RefitError, match="a takes 256 bytes, more than the 255 bytes of a transfer buffer"):
-        manifest.names_within(255)
 
 
 @pytest.mark.parametrize("budget", [-1, 0, 255])
 def test_a_group_smaller_than_any_weight_is_refused(budget: int) -> None:
+    manifest = Manifest.from_description({"b": ((64,), torch.float32), "c": ((128,), torch.float32)})
     with pytest.raises(RefitError, match=f"b takes 256 bytes, more than the {budget} bytes of a transfer buffer"):
-        groups_within([("b", 256), ("c", 512)], budget)
+        list(manifest.groups(budget))
 
 
 def test_the_digest_changes_with_everything_that_both_sides_must_agree_on() -> None:

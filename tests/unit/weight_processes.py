@@ -151,7 +151,7 @@ class Policy:
         """Begin a refit through shared memory."""
         self._step = step
         self._sender.begin(step)
-        return self._sender.manifest.names_within(BUDGET)
+        return [group.names for group in self._sender.manifest.groups(BUDGET)]
 
     def group(self, names: list[str]) -> Any:
         return payload_for(self._sender.send(names), "engine")

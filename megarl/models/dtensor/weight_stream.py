@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from megarl.models.dtensor.shards import Block, block_of
 from megarl.models.engine.gather_stream import FullTensor, GatherStream, InFlightBucket, SpareMemory, UnshardPlan, in_buckets
-from megarl.weight_sync.layout import Copy, strides_of
+from megarl.weight_sync.plan import Copy, strides_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Gather streams: full tensors of a divided model out of the shards of one bucket after another, one by one or many at once.
 
-Where every element comes from is said as copies between two flat tensors, of which few are left (``weight_sync.layout``). Buckets are
+Where every element comes from is said as copies between two flat tensors, of which few are left (``weight_sync.plan``). Buckets are
 gathered into pages that the kernel handed out, and cleared, once and not for every bucket.
 """
 
@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megarl.weight_sync.layout import BufferRegion, Copy, FlatBucket, FlatBucketIterator, merged
+from megarl.weight_sync.plan import BufferRegion, Copy, FlatBucket, FlatBucketIterator, merged
 
 
 class SpareMemory:

@@ -32,7 +32,7 @@ from megarl.models.engine.gather_stream import FullTensor, GatherStream, InFligh
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.megatron.hf_state import TensorPlace, places_of
 from megarl.models.megatron.parallel import ExpertGroups
-from megarl.weight_sync.layout import Copy
+from megarl.weight_sync.plan import Copy
 from megarl.weight_sync.slices import Slice, Slices
 
 

@@ -435,8 +435,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             _refit_buffer_size_gb: GiB that a group may have, at most what the workers allow.
 
         Returns:
-            The names of all weights in groups, to be asked of ``get_weights_ipc_handles`` in this order; the same lists at every
-            refit, not to be changed.
+            The names of all weights in groups, to be asked of ``get_weights_ipc_handles`` in this order.
 
         Raises:
             RefitError: a weight is larger than a group may be.
@@ -444,7 +443,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         budget = min(self._results("begin_refit"))
         if _refit_buffer_size_gb is not None:
             budget = min(budget, self._bytes_of_group(_refit_buffer_size_gb))
-        return self._manifest.names_within(budget)
+        return [group.names for group in self._manifest.groups(budget)]
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
         """Handles of the weights ``keys`` by device; what they point to stands until the group after the next is asked for."""

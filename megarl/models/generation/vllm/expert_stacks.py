@@ -15,7 +15,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-from megarl.weight_sync.layout import TensorInfo
+from megarl.weight_sync.plan import TensorInfo
 from megarl.weight_sync.slices import PartialWeight, Slice, Slices
 
 # where the base of a LoRA layer or vLLM's runner of experts stands in a module's name, and not in that of a weight

@@ -1,0 +1,314 @@
+"""Strided plans: where weights are stored in a transfer buffer, and the few copies that fill it.
+
+The weights of a group are stored in the order of sending, each at a multiple of ``ALIGNMENT`` bytes; what is between them means nothing.
+Where an iterator says in which flat tensors weights are stored (``FlatBucket``), a refit on a CPU has no time for a call a weight: strided
+copies are worked out once. Weights that follow one another on both sides become one copy, and copies of one form at equal distances (the
+groups of query heads, the ranks, the experts of a layer) become a single one with one more dimension, so that there are few however many
+tensors there are.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import abstractmethod
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, groupby
+from operator import attrgetter
+
+import torch
+
+# what the kernels of CUDA want of a tensor's beginning, and more than any dtype wants
+ALIGNMENT = 256
+# weights are taken from a stream in batches of this many bytes, so that gathered ones are not kept for long
+STAGED_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One weight: its Hugging Face name, its full shape and the dtype it is sent in."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes without padding."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> TensorInfo:
+        """Return the info that announces this weight."""
+        return cls(name, tuple(tensor.shape), tensor.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+@functools.cache
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor: elements from one index to the next, a dimension each."""
+    return torch.empty(shape, device="meta").stride()
+
+
+def padded_bytes(nbytes: int) -> int:
+    """Bytes that a weight takes in a buffer."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class BufferRegion:
+    """Region of a flat tensor in which a weight is stored, contiguous.
+
+    Attributes:
+        name, shape: of the weight.
+        flat: which of the flat tensors.
+        begin: its first element there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    flat: int
+    begin: int
+
+    def of(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The weight, in the memory of the flat tensors."""
+        flat = flats[self.flat]
+        return flat.as_strided(self.shape, strides_of(self.shape), flat.storage_offset() + self.begin)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBucket:
+    """Neighbouring weights of a stream.
+
+    Attributes:
+        places: of these weights and others; the same object at every refit.
+        first, count: which of the places.
+        flats: tensors of one dtype without gaps.
+    """
+
+    places: Sequence[BufferRegion]
+    first: int
+    count: int
+    flats: tuple[torch.Tensor, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of all the weights."""
+        return self.flats[0].dtype
+
+    def infos(self) -> list[TensorInfo]:
+        """Infos that would announce the weights."""
+        return [TensorInfo(place.name, place.shape, self.dtype) for place in self.chosen()]
+
+    def chosen(self) -> Sequence[BufferRegion]:
+        """The places of these weights."""
+        return self.places[self.first : self.first + self.count]
+
+
+class FlatBucketIterator(Iterator[tuple[str, torch.Tensor]]):
+    """Names and weights, one by one or many at once."""
+
+    @abstractmethod
+    def take(self, most: int) -> FlatBucket | None:
+        """Weights that come next, from one up to ``most``; None after the last one. The flat tensors are for use until the next call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Elements of one flat tensor that go into another one.
+
+    Attributes:
+        source, target: the first element's place there and here.
+        sizes: of the dimensions along which they lie.
+        source_strides, target_strides: elements from one index to the next, a dimension each.
+    """
+
+    source: int
+    target: int
+    sizes: tuple[int, ...]
+    source_strides: tuple[int, ...]
+    target_strides: tuple[int, ...]
+
+    @classmethod
+    def run_of(cls, count: int, source: int, target: int) -> Copy:
+        """``count`` elements that lie one after another, there and here."""
+        return cls(source, target, (count,), (1,), (1,))
+
+    @property
+    def form(self) -> tuple[tuple[int, ...], ...]:
+        """All but the places."""
+        return self.sizes, self.source_strides, self.target_strides
+
+    def run(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy; both tensors without gaps, of any shape."""
+        there = source.as_strided(self.sizes, self.source_strides, source.storage_offset() + self.source)
+        target.as_strided(self.sizes, self.target_strides, target.storage_offset() + self.target).copy_(there)
+
+
+def merged(copies: Sequence[Copy]) -> list[Copy]:
+    """Fewer copies of the same elements to the same places, in any order."""
+    while True:
+        forms: dict[tuple[tuple[int, ...], ...], list[Copy]] = {}
+        for copy in copies:
+            forms.setdefault(copy.form, []).append(copy)
+        fewer = [copy for alike in forms.values() for copy in _at_equal_distances(alike)]
+        if len(fewer) == len(copies):
+            return fewer
+        copies = fewer
+
+
+def _at_equal_distances(copies: Sequence[Copy]) -> Iterator[Copy]:
+    """Copies of one form: runs of them whose places rise evenly as one."""
+    first = 0
+    while first < len(copies):
+        begin, last = copies[first], first
+        step = _distance(begin, copies[first + 1]) if first + 1 < len(copies) else (0, 0)
+        while min(step) > 0 and last + 1 < len(copies) and _distance(copies[last], copies[last + 1]) == step:
+            last += 1
+        sizes = (last - first + 1, *begin.sizes)
+        several = Copy(begin.source, begin.target, sizes, (step[0], *begin.source_strides), (step[1], *begin.target_strides))
+        yield several if last > first else begin
+        first = last + 1
+
+
+def _distance(one: Copy, other: Copy) -> tuple[int, int]:
+    return other.source - one.source, other.target - one.target
+
+
+class CopyPlan:
+    """The copies that lay the weights of a flat bucket into a transfer buffer.
+
+    Args:
+        bucket: of these weights; another one like it will do.
+        begins: of each weight in the buffer, in bytes, rising.
+    """
+
+    def __init__(self, bucket: FlatBucket, begins: Sequence[int]) -> None:
+        self._alike = bucket.places, bucket.first, bucket.count, bucket.dtype
+        by_flat: dict[int, list[Copy]] = {}
+        for place, begin in zip(bucket.chosen(), begins, strict=True):
+            count, source, target = math.prod(place.shape), place.begin, begin // bucket.dtype.itemsize
+            copies = by_flat.setdefault(place.flat, [])
+            last = copies[-1] if copies else None
+            if last is not None and (last.source + last.sizes[0], last.target + last.sizes[0]) == (source, target):
+                copies[-1] = Copy.run_of(last.sizes[0] + count, last.source, last.target)
+            elif count:
+                copies.append(Copy.run_of(count, source, target))
+        self.copies = [(flat, copy) for flat, copies in by_flat.items() for copy in merged(copies)]
+
+    def serves(self, bucket: FlatBucket) -> bool:
+        """Whether a flat bucket's weights are stored as those were that this was made for."""
+        places, *others = self._alike
+        return bucket.places is places and [bucket.first, bucket.count, bucket.dtype] == others
+
+    @torch.no_grad()
+    def run(self, bucket: FlatBucket, buffer: torch.Tensor) -> None:
+        """Copy the weights into ``buffer``, uint8."""
+        target = buffer.view(bucket.dtype)
+        for flat, copy in self.copies:
+            copy.run(bucket.flats[flat], target)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Neighbouring weights that are sent together.
+
+    Attributes:
+        first: index of the first one in the manifest.
+        tensors: the weights.
+        begins: where each is stored in a buffer, in bytes, and the bytes of all.
+        gaps: bytes of padding behind each.
+        plans: of flat buckets, by the manifest's index of the first weight; worked out when they come.
+    """
+
+    first: int
+    tensors: Sequence[TensorInfo]
+    begins: array[int]
+    gaps: bytes
+    plans: dict[int, CopyPlan] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Number of weights."""
+        return len(self.tensors)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the weights."""
+        return [info.name for info in self.tensors]
+
+    @property
+    def stop(self) -> int:
+        """Index after the last weight."""
+        return self.first + len(self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer, padding included."""
+        return self.begins[-1]
+
+    def batch_end(self, first: int) -> int:
+        """Index after the last weight of those that are taken from a stream at once, of which ``first`` is the first."""
+        place = first - self.first
+        return self.first + bisect_left(self.begins, self.begins[place] + STAGED_BYTES, place + 1, self.count)
+
+    def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Names and weights where they are stored in a buffer, uint8 and at least as long as the group, in the order of sending."""
+        flats = {dtype: buffer.view(dtype) for dtype in {info.dtype for info in self.tensors}}
+        views = []
+        for info, begin in zip(self.tensors, self.begins, strict=False):
+            offset = (buffer.storage_offset() + begin) // info.dtype.itemsize
+            views.append((info.name, flats[info.dtype].as_strided(info.shape, strides_of(info.shape), offset)))
+        return views
+
+    @torch.no_grad()
+    def fill(self, buffer: torch.Tensor, first: int, weights: Sequence[torch.Tensor]) -> None:
+        """Copy weights that come one by one into a buffer.
+
+        ``torch.cat`` copies thousands of small weights twice as fast as ``torch._foreach_copy_`` on a CPU.
+
+        Args:
+            buffer: uint8, at least as long as the group.
+            first: index of the first of them.
+            weights: with the announced shapes and dtypes. That has to be known before: of other shapes ``torch.cat`` would lay down as many
+                bytes as there are, past the end, with no more than a warning.
+        """
+        if buffer.is_cuda:
+            # a backend that offloads may have them in host memory, which torch.cat does not read
+            weights = [weight.to(buffer.device, non_blocking=True) for weight in weights]
+        place = first - self.first
+        # without a line of Python for each weight, of which there may be tens of thousands
+        for dtype, run in groupby(weights, attrgetter("dtype")):
+            flat = [weight if weight.dim() == 1 else weight.flatten() for weight in run]
+            end = place + len(flat)
+            gaps = self.gaps[place:end]
+            zeros = {gap: torch.zeros(gap // dtype.itemsize, dtype=dtype, device=buffer.device) for gap in set(gaps)}
+            parts = chain.from_iterable(zip(flat, map(zeros.__getitem__, gaps), strict=True))
+            torch.cat([*parts], out=buffer[self.begins[place] : self.begins[end]].view(dtype))
+            place = end
+
+
+_CHUNK = 1 << 22
+# odd, so that multiplying by it loses nothing modulo 2^64 (Knuth's multiplicative hashing, the 64-bit constant of the golden ratio)
+_FACTOR = -7046029254386353131
+
+
+def checksum(data: torch.Tensor) -> int:
+    """Sum over int32 words of (word times an odd number that depends on its place), modulo 2^64, as a signed number.
+
+    Args:
+        data: uint8, a multiple of 4 long, on any device.
+    """
+    words = data.view(torch.int32)
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    places = torch.arange(min(_CHUNK, max(words.numel(), 1)), dtype=torch.int64, device=data.device)
+    for start in range(0, words.numel(), _CHUNK):
+        part = words[start : start + _CHUNK].to(torch.int64)
+        weights = (places[: part.numel()] + start).mul_(2).add_(1).mul_(_FACTOR)
+        total += (part * (weights ^ (weights >> 29) | 1)).sum()
+    return int(total)
