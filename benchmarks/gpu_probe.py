@@ -354,8 +354,8 @@ def _engine(policy: Connection, description: Mapping[str, Any], device: str) -> 
     """The second process: reads what it is told to until the pipe ends."""
     os.environ.update({"MEGARL_DEVICE": device, "LOCAL_RANK": "0"})
     from megarl.distributed.device import runtime
-    from megarl.weight_sync.colocated import WeightReceiver, payload_for
     from megarl.weight_sync.manifest import Manifest
+    from megarl.weight_sync.session import WeightReceiver, payload_for
 
     receiver = WeightReceiver(Manifest.from_description(description), runtime().device)
     policy.send("ready")

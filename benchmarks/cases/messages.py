@@ -320,10 +320,16 @@ class Workers:
 
 
 def payload(manifest: Manifest, first: int, count: int) -> dict[str, Any]:
-    """What is said of a group of weights in device memory."""
-    buffer = {"memory": _MEMORY, "slot_bytes": 2**29, "device": _DEVICE}
-    places = {"version": VERSION, "round": VERSION, "slot": 1, "first": first, "count": count, "checksum": None}
-    return {"ipc_buffer": buffer, "manifest": manifest.digest, **places}
+    """What is said in a mailbox of a group of weights in device memory."""
+    buffer = {"memory": None, "slot_bytes": 2**29, "device": _DEVICE}
+    places = {"version": VERSION, "index": 1, "first": first, "count": count, "checksum": None}
+    return {"buffer": buffer, "manifest": manifest.digest, **places}
+
+
+def carried(manifest: Manifest, first: int, count: int) -> dict[str, Any]:
+    """What is said of such a group where the driver carries it."""
+    mailbox = {"memory": _MEMORY, "on_gpu": True, "engine_rank": None}
+    return {**payload(manifest, first, count), "round": VERSION, "mailbox": mailbox}
 
 
 def room(manifest: Manifest) -> int:
@@ -361,7 +367,7 @@ def driver_of(
             "mailbox": lambda rank: {device(rank): {"memory": _MEMORY, "on_gpu": True}},
             "send_slices": lambda rank, wanted, first_rank_only: _sent(rank, [] if wanted is None else list(slices[0])),
             "begin_refit": lambda rank: room(manifest),
-            "get_part_ipc_handles": lambda rank, first, count: {device(rank): payload(manifest, first, count)},
+            "get_part_ipc_handles": lambda rank, first, count: {device(rank): carried(manifest, first, count)},
         },
     )
     played = Workers(
@@ -481,6 +487,6 @@ def _point(name: str, layout: Layout, manifest: Manifest, ranks: int) -> Point:
 
 
 def _text(manifest: Manifest, group: Group) -> str:
-    from megarl.weight_sync.handover import without_bytes
+    from megarl.weight_sync.mailbox import without_bytes
 
     return json.dumps(without_bytes(payload(manifest, group.first, group.count)))

@@ -23,10 +23,10 @@ from megarl.models.megatron import weight_stream
 from megarl.models.policy.lm_policy import WORKERS
 from megarl.parity.pool import COLLECTIVE_SECONDS
 from megarl.weight_sync.broadcast import WeightListener
-from megarl.weight_sync.colocated import WeightReceiver, payload_for
-from megarl.weight_sync.handover import MailboxReader, mailbox_for
+from megarl.weight_sync.mailbox import MailboxReader, mailbox_for
 from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.plan import checksum
+from megarl.weight_sync.session import WeightReceiver, payload_for
 from megarl.weight_sync.slices import Slice, Slices, WantedSlices
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.dist import jobs
@@ -427,7 +427,7 @@ def handle_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def room_of(config: Mapping[str, Any]) -> tuple[int, int]:
     """Bytes that a group may have, and those of the buffer's two halves."""
     room, payload = _room_and_handle(config)
-    return room, 2 * payload["ipc_buffer"]["slot_bytes"]
+    return room, 2 * payload["buffer"]["slot_bytes"]
 
 
 def _room_and_handle(config: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:

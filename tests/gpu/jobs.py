@@ -22,8 +22,8 @@ from megarl.models.megatron import generation
 from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 from megarl.patched import patched
 from megarl.weight_sync.broadcast import WeightListener
-from megarl.weight_sync.colocated import WeightReceiver, payload_for
 from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.session import WeightReceiver, payload_for
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.dist import dtensor_jobs, fsdp1_jobs, reference
 from tests.dist.jobs import build, dealt, full_weights

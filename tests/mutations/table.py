@@ -456,13 +456,13 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_checkpoint_manager.py",),
     ),
     "weight_sync: a checksum is not compared": Row(
-        "megarl/weight_sync/colocated.py",
+        "megarl/weight_sync/session.py",
         'if payload["checksum"] is not None and',
         'if payload["checksum"] is False and',
         ("unit/test_weight_sync.py",),
     ),
     "weight_sync: a group out of order is taken": Row(
-        "megarl/weight_sync/colocated.py", 'or payload["first"] != self._next:', "or False:", ("unit/test_weight_sync.py",)
+        "megarl/weight_sync/session.py", "or first != self._next:", "or False:", ("unit/test_weight_sync.py",)
     ),
     "observe: extremes are added": Row(
         "megarl/observe/metrics.py",
@@ -549,7 +549,7 @@ TABLE: Mapping[str, Row] = {
         "megarl/models/generation/engines.py", "    policy.offload_after_refit()\n", "    pass\n", ("unit/test_start_engines.py",)
     ),
     "refit: a group is acknowledged before it was copied": Row(
-        "megarl/weight_sync/colocated.py",
+        "megarl/weight_sync/session.py",
         "would read that\n            self._runtime.synchronize()\n",
         "would read that\n",
         ("unit/test_weight_devices.py",),

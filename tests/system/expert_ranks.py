@@ -23,8 +23,8 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from converters.checkpoint.source import open_source
 from megarl.models.generation.vllm.weight_engines import SharedMemoryEngine
-from megarl.weight_sync.colocated import WeightReceiver
 from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.session import WeightReceiver
 from megarl.weight_sync.slices import Slice
 
 # weights that come at once, so that a layer's experts come in several groups

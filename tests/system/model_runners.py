@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
-from megarl.weight_sync.colocated import SlicesHere, WeightSender
 from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.session import SlicesHere, WeightSender
 from tests.system.vllm_engines import NEW, PROMPTS, dense_model, greedy_answers, rows_of
 
 TEMPERATURE = 0.7

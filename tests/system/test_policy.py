@@ -17,8 +17,8 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.errors import BatchError, StateError
 from megarl.models.policy.lm_policy import Policy
-from megarl.weight_sync.colocated import WeightReceiver, payload_for
 from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.session import WeightReceiver, payload_for
 from tests.dist import nonfinite_jobs, reference
 from tests.dist.batches import make_batch
 from tests.models import VOCABULARY, make_tiny, policy_config

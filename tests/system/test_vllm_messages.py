@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.weight_sync.ipc_buffer import IpcBuffer, IpcBufferReader
+from megarl.weight_sync.ipc import IpcBuffer
 from tests.tiers import slow
 from tests.unit.pretended_devices import pretend_devices
 
@@ -28,12 +28,11 @@ def through_vllm(message: Any) -> Any:
 def test_handles_of_device_memory_pass_the_messages_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
     devices = pretend_devices(monkeypatch)
-    buffer = IpcBuffer(100, CUDA)
-    came = through_vllm({"update_info": {"handles": {"GPU-5": {"ipc_buffer": buffer.handle(), "version": 3, "checksum": None}}}})
-    reader = IpcBufferReader(came["update_info"]["handles"]["GPU-5"]["ipc_buffer"], torch.device("cuda", 4))
-    buffer.claim(0, 1)[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
-    buffer.publish(0, 1, 0)
-    assert reader.read(0, 1, 0)[:4].tolist() == [1, 2, 3, 0] and devices.opened == [4]
+    buffer = IpcBuffer.create(100, CUDA)
+    came = through_vllm({"update_info": {"handles": {"GPU-5": {"buffer": buffer.handle(), "version": 3, "checksum": None}}}})
+    reader = IpcBuffer.attach(came["update_info"]["handles"]["GPU-5"]["buffer"], torch.device("cuda", 4))
+    buffer.slot(0)[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    assert reader.slot(0)[:4].tolist() == [1, 2, 3, 0] and devices.opened == [4]
     reader.close()
     buffer.close()
 

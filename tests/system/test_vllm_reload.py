@@ -168,8 +168,8 @@ def test_looking_on_leaves_the_model_as_it_was_and_slices_fill_it_like_whole_wei
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     from megarl.models.generation.vllm.weight_engines import SharedMemoryEngine
-    from megarl.weight_sync.colocated import WeightReceiver
     from megarl.weight_sync.manifest import Manifest
+    from megarl.weight_sync.session import WeightReceiver
     from megarl.weight_sync.slices import Slice
 
     made: Any = SharedMemoryEngine.__new__(SharedMemoryEngine)

@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from megarl.distributed.device import DeviceRuntime
-from megarl.weight_sync import colocated, ipc_buffer
+from megarl.weight_sync import ipc, session
 
 
 @dataclass
@@ -74,10 +74,10 @@ def pretend_devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     monkeypatch.setattr(reductions, "reduce_tensor", devices.share)
     # with the signature of torch's, which says what the fields are
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", functools.wraps(real)(lambda **fields: devices.open(**fields)))
-    monkeypatch.setattr(ipc_buffer, "_device_buffer", lambda nbytes, device: torch.zeros(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(ipc, "_device_buffer", lambda nbytes, device: torch.zeros(nbytes, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    runtime_on = colocated.runtime_on
-    monkeypatch.setattr(colocated, "runtime_on", lambda device: runtime_of(devices, runtime_on(device).device))
+    runtime_on = session.runtime_on
+    monkeypatch.setattr(session, "runtime_on", lambda device: runtime_of(devices, runtime_on(device).device))
     return devices
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import RefitError
-from megarl.weight_sync import ipc_buffer
-from megarl.weight_sync.colocated import WeightReceiver, WeightSender, payload_for
-from megarl.weight_sync.ipc_buffer import IpcBuffer, IpcBufferReader
+from megarl.weight_sync import ipc
+from megarl.weight_sync.ipc import IpcBuffer
+from megarl.weight_sync.session import WeightReceiver, WeightSender, payload_for
 from tests.unit.pretended_devices import Devices, pretend_devices, runtime_of
 
 CUDA = torch.device("cuda", 0)
@@ -85,7 +85,7 @@ def test_a_copy_that_fails_on_the_device_is_no_acknowledgement(devices: Devices,
 
     with pytest.raises(RuntimeError, match="illegal"), receiver.group(next(sent(sender, 0))):
         devices.queued.append(fail)
-    assert receiver._ipc_buffer is not None and receiver._ipc_buffer._entry.tolist()[1:3] == [-1, -1]
+    assert receiver._mailbox is not None and receiver._mailbox._line[3] == 0
     receiver.close()
 
 
@@ -100,20 +100,20 @@ def test_a_copy_that_fails_on_the_device_is_no_acknowledgement(devices: Devices,
     ],
 )
 def test_a_handle_with_other_fields_or_types_is_refused(devices: Devices, changes: dict[str, Any], field: str) -> None:
-    handle = IpcBuffer(100, CUDA).handle()
+    handle = IpcBuffer.create(100, CUDA).handle()
     device = {name: value for name, value in {**handle["device"], **changes}.items() if value is not ...}
     with pytest.raises(RefitError, match=rf"has other fields than megarl's: {field}\."):
-        IpcBufferReader({**handle, "device": device}, CUDA)
+        IpcBuffer.attach({**handle, "device": device}, CUDA)
     assert devices.opened == []
 
 
 def test_a_torch_that_shares_memory_by_other_fields_is_refused(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = IpcBuffer(100, CUDA).handle()
+    handle = IpcBuffer.create(100, CUDA).handle()
 
     def rebuild(storage_handle: bytes, fabric: int) -> None: ...
 
     monkeypatch.setattr(torch.multiprocessing.reductions, "rebuild_cuda_tensor", rebuild)
-    for use in (lambda: IpcBuffer(100, CUDA), lambda: IpcBufferReader(handle, CUDA)):
+    for use in (lambda: IpcBuffer.create(100, CUDA), lambda: IpcBuffer.attach(handle, CUDA)):
         with pytest.raises(RefitError, match=r"shares device memory by other fields than megarl knows: \['dtype', .*'fabric'"):
             use()
 
@@ -138,7 +138,7 @@ def test_the_buffer_lies_in_a_segment_that_does_not_grow(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(ipc_buffer, "_set_allocator", said.append)
+    monkeypatch.setattr(ipc, "_set_allocator", said.append)
     monkeypatch.setattr(torch, "empty", lambda *arguments, **options: [].append(said.append("buffer")))
-    ipc_buffer._device_buffer(10, CUDA)
+    ipc._device_buffer(10, CUDA)
     assert said == [*expected[:1], "buffer", *expected[1:]]

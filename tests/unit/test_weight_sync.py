@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import RefitError, StateError
 from megarl.weight_sync import plan
-from megarl.weight_sync.colocated import WeightReceiver, WeightSender, payload_for
-from megarl.weight_sync.ipc_buffer import SLOTS, IpcBuffer, IpcBufferReader, SharedBlock
+from megarl.weight_sync.ipc import SLOTS, IpcBuffer, SharedBlock
 from megarl.weight_sync.manifest import LIST_BYTES, Manifest, pack
 from megarl.weight_sync.plan import checksum
+from megarl.weight_sync.session import WeightReceiver, WeightSender, payload_for
 from tests.memory_limit import no_more_memory_than
 from tests.open_files import open_files
 
@@ -121,14 +121,14 @@ def test_what_arrives_is_what_was_sent_at_every_version(
         model.state = weights(version)
         assert_same(transfer(sender, receiver, version, budget), model.state)
         assert receiver.version == version
-        ipc_buffers.add(next(payloads(sender, version))["ipc_buffer"]["memory"]["token"])
+        ipc_buffers.add(next(payloads(sender, version))["buffer"]["memory"]["token"])
     assert len(ipc_buffers) == 1
     assert model.closed == 1 + 2 * 4
 
 
-def test_each_group_has_its_place_of_two(sender: WeightSender) -> None:
-    slots = [payload["slot"] for payload in payloads(sender, 0, 25_600)]
-    assert slots[:2] == [0, 1] and len(slots) >= SLOTS
+def test_groups_are_numbered(sender: WeightSender) -> None:
+    numbers = [payload["index"] for payload in payloads(sender, 0, 25_600)]
+    assert numbers == list(range(len(numbers))) and len(numbers) >= SLOTS
 
 
 def test_a_version_counts_only_when_all_of_it_arrived(sender: WeightSender, receiver: WeightReceiver) -> None:
@@ -174,7 +174,7 @@ def test_another_process_reads_the_same_memory_and_may_be_killed(sender: WeightS
     connection.send(payload_for(sender.send(names[0]), "CPU-x"))
     assert connection.recv() == ("inside", pytest.approx(float(model.state["embed"].double().sum()), abs=1e-6))
     sender.send(names[1])
-    with pytest.raises(RefitError, match=rf"group 0 of refit 1 was not acknowledged by process {process.pid}"):
+    with pytest.raises(RefitError, match=rf"group 0 of the weights was not read by process {process.pid}"):
         sender.send(names[2])
     with pytest.raises(StateError, match=r"prepare_weights_for_ipc\(\) first"):
         sender.send(names[2])
@@ -233,7 +233,7 @@ def test_an_old_handle_is_refused(sender: WeightSender, receiver: WeightReceiver
 
 def test_a_buffer_written_while_it_was_read_is_found_out(sender: WeightSender, receiver: WeightReceiver) -> None:
     payload = next(payloads(sender, 0))
-    with pytest.raises(RefitError, match="the refit was given up"), receiver.group(payload):
+    with pytest.raises(RefitError, match="the policy gave the refit up"), receiver.group(payload):
         list(payloads(sender, 1))
     assert receiver.version is None
 
@@ -311,7 +311,7 @@ def test_another_manifest_is_refused(sender: WeightSender) -> None:
 def test_changed_bytes_are_found_by_the_checksum(sender: WeightSender, receiver: WeightReceiver) -> None:
     payload = next(payloads(sender, 0))
     assert sender._ipc_buffer is not None
-    sender._ipc_buffer._data[payload["slot"] * sender._ipc_buffer.slot_bytes + 5] ^= 1
+    sender._ipc_buffer.slot(0)[5] ^= 1
     with pytest.raises(RefitError, match="embed on have another checksum"), receiver.group(payload):
         pass
 
@@ -344,30 +344,28 @@ def test_a_weight_larger_than_the_buffer_is_refused_with_the_size_that_would_do(
 
 
 def test_a_dead_policy_s_memory_and_another_host_s_are_refused() -> None:
-    ipc_buffer = IpcBuffer(100, CPU)
+    ipc_buffer = IpcBuffer.create(100, CPU)
     handle = ipc_buffer.handle()
     with pytest.raises(RefitError, match="another host or container"):
-        IpcBufferReader({**handle, "memory": {**handle["memory"], "host": "elsewhere"}}, CPU)
+        IpcBuffer.attach({**handle, "memory": {**handle["memory"], "host": "elsewhere"}}, CPU)
     with pytest.raises(RefitError, match="is not the policy's shared memory"):
-        IpcBufferReader({**handle, "memory": {**handle["memory"], "token": "00"}}, CPU)
+        IpcBuffer.attach({**handle, "memory": {**handle["memory"], "token": "00"}}, CPU)
     ipc_buffer.close()
     with pytest.raises(RefitError, match=r"gone|is not the policy's shared memory"):
-        IpcBufferReader(handle, CPU)
+        IpcBuffer.attach(handle, CPU)
 
 
 def test_an_engine_without_room_for_the_buffer_says_so_and_leaves_nothing() -> None:
-    ipc_buffer = IpcBuffer(2**27, CPU)
+    ipc_buffer = IpcBuffer.create(2**27, CPU)
     handle = ipc_buffer.handle()
     before = open_files()
     with (
         no_more_memory_than(2**24, [os.getpid()], resource.RLIMIT_AS),
-        pytest.raises(
-            RefitError, match=f"no room for {2**28 + 4096} bytes of the policy's shared memory in this process: .*Cannot allocate"
-        ),
+        pytest.raises(RefitError, match=f"no room for {2**28} bytes of the policy's shared memory in this process: .*Cannot allocate"),
     ):
-        IpcBufferReader(handle, CPU)
+        IpcBuffer.attach(handle, CPU)
     assert not open_files() - before
-    reader = IpcBufferReader(handle, CPU)
+    reader = IpcBuffer.attach(handle, CPU)
     reader.close()
     ipc_buffer.close()
 

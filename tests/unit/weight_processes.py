@@ -17,9 +17,9 @@ import torch.distributed as dist
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import MegarlError
 from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
-from megarl.weight_sync.colocated import WeightReceiver, WeightSender, payload_for
-from megarl.weight_sync.handover import MailboxReader, mailbox_for
+from megarl.weight_sync.mailbox import MailboxReader, mailbox_for
 from megarl.weight_sync.manifest import ONE_STAGE, Manifest, Stages
+from megarl.weight_sync.session import WeightReceiver, WeightSender, payload_for
 from megarl.weight_sync.transfer_group import TransferGroup
 
 CPU = torch.device("cpu")

@@ -38,10 +38,10 @@ from megarl.models.engine.step import logprobs_of_batch, topk_of_batch, train_on
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.throughput.peaks import measured_rate
 from megarl.weight_sync.broadcast import WeightBroadcaster
-from megarl.weight_sync.colocated import SlicesHere, WeightSender
-from megarl.weight_sync.ipc_buffer import host_identity
+from megarl.weight_sync.ipc import host_identity
 from megarl.weight_sync.manifest import ONE_STAGE, Stages, WeightIterator, drain, failing
 from megarl.weight_sync.rendezvous import Rendezvous
+from megarl.weight_sync.session import SlicesHere, WeightSender
 from megarl.weight_sync.slices import WantedSlices, names_digest
 from megarl.weight_sync.transfer_group import TransferGroup
 

@@ -22,10 +22,10 @@ from megarl.distributed.device import is_out_of_memory, runtime_on
 from megarl.errors import RefitError
 from megarl.models.generation.vllm.expert_stacks import ExpertStacks
 from megarl.weight_sync.broadcast import WeightListener
-from megarl.weight_sync.colocated import WeightReceiver, payload_for
-from megarl.weight_sync.handover import MailboxReader, mailbox_for
+from megarl.weight_sync.mailbox import MailboxReader, mailbox_for
 from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.plan import TensorInfo
+from megarl.weight_sync.session import WeightReceiver, payload_for
 from megarl.weight_sync.slices import PartialWeight, Reads, Slice, Slices
 from megarl.weight_sync.transfer_group import TransferGroup
 

@@ -1,10 +1,8 @@
-"""The IPC buffer that weights are handed over in: made once, shared once by handle, and written anew at every refit.
+"""Memory that weights are handed over in: made once, shared once by handle, and written again at every refit.
 
-It has two slots, so that one group of weights is gathered while the engine reads the other. Beside them lies a page of bookkeeping that
-both sides see: what each slot holds, and which reader has read what. A slot is written again only after every living reader has
-acknowledged what was in it, and a reader that was overtaken all the same (after a refit was given up) finds out. On a CPU the memory has
-no name in any file system (``memfd_create``, Linux alone): another process of the same user opens it through ``/proc``, and the kernel
-frees it when the last of them is gone.
+It has two slots, so that one group of weights is gathered while the engine reads the other. On a CPU the memory has no name in any file
+system (``memfd_create``, Linux alone): another process of the same user opens it through ``/proc``, and the kernel frees it when the last
+of them is gone.
 
 On a GPU the slots are device memory, shared by CUDA's own handle. The handle is made once a buffer: each one that torch makes counts as a
 further reader to be waited for, and only the first is ever opened. It travels as numbers and bytes by name, and the reader takes no others:
@@ -31,6 +29,8 @@ from megarl.distributed.allocator import AllocatorOptions
 from megarl.errors import RefitError
 
 _TOKEN_BYTES = 16
+SLOTS = 2
+PAGE = 4096
 
 
 @functools.cache
@@ -38,26 +38,6 @@ def host_identity() -> str:
     """Return what processes have in common that can open one another's shared memory: the boot of the kernel and the process namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-
-
-def policy_rank_beside(device: str, hosts: Mapping[str, str | None]) -> str:
-    """The device of the policy's rank from which a rank of an engine takes its weights: its own, or one on a CPU of its host.
-
-    Args:
-        device: identity of the engine rank's device.
-        hosts: of each device of the policy, by identity, the ``host_identity`` of its weights; None where they are on a GPU.
-
-    Raises:
-        RefitError: there is none.
-    """
-    if device in hosts:
-        return device
-    here = host_identity()
-    found = next((name for name, host in hosts.items() if host == here), None)
-    if found is None:
-        devices = ", ".join(sorted(hosts)) or "none"
-        raise RefitError(f"no rank of the policy shares {device} (they are on {devices}): place both on the same devices")
-    return found
 
 
 class SharedBlock:
@@ -162,145 +142,67 @@ def _flock(kind: int, number: int) -> bytes:
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, number, 1, 0)
 
 
-SLOTS = 2
-READERS = 62
-PAGE = 4096
-# int64 words: a slot's (round, group), then a reader's (process, round, group) each
-_WORDS = 4
-
-
 class IpcBuffer:
-    """The policy's side.
+    """The two slots.
 
-    Args:
+    Attributes:
         slot_bytes: of one slot.
-        device: where the weights are; on a GPU the slots are there too.
-
-    Raises:
-        RefitError: there is not as much memory.
     """
 
-    def __init__(self, slot_bytes: int, device: torch.device) -> None:
-        self.slot_bytes = -(-slot_bytes // PAGE) * PAGE
-        on_gpu = device.type == "cuda"
-        self._block = SharedBlock.create(PAGE + (0 if on_gpu else SLOTS * self.slot_bytes))
-        self._words = self._block.bytes[:PAGE].view(torch.int64).view(-1, _WORDS)
-        self._words[:SLOTS, :2] = -1
+    def __init__(self, slot_bytes: int, block: SharedBlock | None, data: torch.Tensor, device_handle: dict[str, Any] | None) -> None:
+        self.slot_bytes = slot_bytes
+        self._block, self._data, self._device_handle = block, data, device_handle
+
+    @classmethod
+    def create(cls, slot_bytes: int, device: torch.device) -> IpcBuffer:
+        """Make the policy's side.
+
+        Args:
+            slot_bytes: of one slot, at least.
+            device: where the weights are; on a GPU the slots are there too.
+
+        Raises:
+            RefitError: there is not as much memory.
+        """
+        slot_bytes = -(-slot_bytes // PAGE) * PAGE
+        if device.type != "cuda":
+            block = SharedBlock.create(SLOTS * slot_bytes)
+            return cls(slot_bytes, block, block.bytes, None)
         try:
-            self._data = _device_buffer(SLOTS * self.slot_bytes, device) if on_gpu else self._block.bytes[PAGE:]
+            data = _device_buffer(SLOTS * slot_bytes, device)
         except torch.OutOfMemoryError as error:
-            self._block.close()
             raise RefitError(
-                f"no {SLOTS * self.slot_bytes / 2**30:.3g} GiB on {device} for weights on their way: "
-                "set a smaller policy.refit_buffer_size_gb"
+                f"no {SLOTS * slot_bytes / 2**30:.3g} GiB on {device} for weights on their way: set a smaller policy.refit_buffer_size_gb"
             ) from error
-        self._handle = {
-            "memory": self._block.handle(),
-            "slot_bytes": self.slot_bytes,
-            "device": _device_handle(self._data) if on_gpu else None,
-        }
+        return cls(slot_bytes, None, data, _device_handle(data))
+
+    @classmethod
+    def attach(cls, handle: Mapping[str, Any], device: torch.device) -> IpcBuffer:
+        """Open the memory of a policy's process.
+
+        Raises:
+            RefitError: it is gone, or its handle is not megarl's.
+        """
+        if handle["device"] is not None:
+            return cls(handle["slot_bytes"], None, _device_memory(handle["device"], device), None)
+        block = SharedBlock.attach(handle["memory"])
+        return cls(handle["slot_bytes"], block, block.bytes, None)
 
     def handle(self) -> dict[str, Any]:
         """Handle, of plain types, by which another process opens it; the same one every time."""
-        return self._handle
+        return {
+            "memory": self._block.handle() if self._block is not None else None,
+            "slot_bytes": self.slot_bytes,
+            "device": self._device_handle,
+        }
 
-    def claim(self, slot: int, round_: int | None) -> torch.Tensor:
-        """uint8 [slot_bytes] to write group after group into; nobody reads it any more.
-
-        Args:
-            slot: which one.
-            round_: of the refit; None where the caller knows by other means that nobody reads it.
-
-        Raises:
-            RefitError: a living reader has not acknowledged what this round put there before.
-        """
-        written_round, group = self._words[slot, :2].tolist()
-        late = []
-        if round_ is not None and written_round == round_:
-            late = [reader for reader in self._readers() if not _has_read(reader, round_, group)]
-        if late:
-            processes = ", ".join(str(reader[0]) for reader in late)
-            raise RefitError(
-                f"group {group} of refit {round_} was not acknowledged by process {processes}, so that its buffer cannot be used again: "
-                "start a new refit"
-            )
-        self._words[slot, 0] = -1
-        return self._data[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
-
-    def publish(self, slot: int, round_: int, group: int) -> None:
-        """Let readers read what was written into ``slot``."""
-        self._words[slot, 1] = group
-        self._words[slot, 0] = round_
-
-    def _readers(self) -> list[list[int]]:
-        """Registered readers that live: a process that ended has lost its lock, also one that nobody has reaped."""
-        table = self._words[SLOTS : SLOTS + READERS].tolist()
-        return [reader for number, reader in enumerate(table) if reader[0] and self._block.is_locked(number)]
+    def slot(self, number: int) -> torch.Tensor:
+        """uint8 [slot_bytes]."""
+        return self._data[number * self.slot_bytes : (number + 1) * self.slot_bytes]
 
     def close(self) -> None:
-        """Let go of it. Readers keep what they have until they let go too."""
-        self._block.close()
-
-
-def _has_read(reader: list[int], round_: int, group: int) -> bool:
-    _, last_round, last_group, _ = reader
-    return last_round == round_ and last_group >= group
-
-
-class IpcBufferReader:
-    """The engine's side of an ``IpcBuffer``.
-
-    Raises:
-        RefitError: the IPC buffer is gone, or too many engines read it.
-    """
-
-    def __init__(self, handle: Mapping[str, Any], device: torch.device) -> None:
-        self._block = SharedBlock.attach(handle["memory"])
-        self.slot_bytes = int(handle["slot_bytes"])
-        self._words = self._block.bytes[:PAGE].view(torch.int64).view(-1, _WORDS)
-        self._data = self._block.bytes[PAGE:] if handle["device"] is None else _device_memory(handle["device"], device)
-        self._entry = self._register()
-
-    def _register(self) -> torch.Tensor:
-        """This reader's line of the table: the first one whose lock nobody has."""
-        for number, entry in enumerate(self._words[SLOTS : SLOTS + READERS]):
-            if self._block.lock(number):
-                entry.copy_(torch.tensor([os.getpid(), -1, -1, 0]))
-                return entry
-        self._block.close()
-        raise RefitError(f"more than {READERS} processes read the weights of one policy rank: spread the engine over more ranks or hosts")
-
-    def read(self, slot: int, round_: int, group: int) -> torch.Tensor:
-        """uint8 [slot_bytes] of what was published.
-
-        Raises:
-            RefitError: the slot holds something else: the handle is an old one.
-        """
-        self.check(slot, round_, group)
-        return self._data[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
-
-    def check(self, slot: int, round_: int, group: int) -> None:
-        """That the slot still holds what was published.
-
-        Raises:
-            RefitError: it does not.
-        """
-        found = self._words[slot, :2].tolist()
-        if found != [round_, group]:
-            raise RefitError(
-                f"the handle is of group {group} of refit {round_}, but its buffer holds group {found[1]} of refit {found[0]} by now: "
-                "an old handle was used again, or the refit was given up; start a new refit"
-            )
-
-    def acknowledge(self, round_: int, group: int) -> None:
-        """The slot of ``group`` is not needed any more."""
-        self._entry[2] = group
-        self._entry[1] = round_
-
-    def close(self) -> None:
-        """Let go of the IPC buffer; the policy waits for this reader no longer."""
-        if not self._block.closed:
-            self._entry[0] = 0
+        """Let go of it. The others keep what they have until they let go too."""
+        if self._block is not None:
             self._block.close()
 
 

@@ -1,7 +1,9 @@
 """Colocated refits: the policy's ranks gather weights and lay them into IPC buffers; the engine finds them by handle and checks them.
 
-The sender is one rank's part; the receiver knows which version of the weights is whole. A refit goes either by itself, through a mailbox
-(``handover``), or group by group, by a caller that carries the handles.
+The sender is one rank's part; the receiver knows which version of the weights is whole. Each rank of the policy hands its groups to the
+engine's ranks beside it by itself: at a refit the driver tells the policy's ranks one thing and the engines' one, and everything else goes
+through a mailbox. Or the driver carries the handle of each group. All ranks of the policy go through all weights, whatever happens on one
+of them, because gathering them is collective.
 """
 
 from __future__ import annotations
@@ -16,11 +18,17 @@ import torch.distributed as dist
 
 from megarl.distributed.device import DeviceRuntime, runtime_on
 from megarl.errors import RefitError, StateError
-from megarl.weight_sync.handover import ENGINE_PATIENCE, POLICY_PATIENCE, Mailbox, MailboxReader
-from megarl.weight_sync.ipc_buffer import SLOTS, IpcBuffer, IpcBufferReader, host_identity, policy_rank_beside
+from megarl.weight_sync.ipc import SLOTS, IpcBuffer, host_identity
+from megarl.weight_sync.mailbox import Mailbox, MailboxReader, beside
 from megarl.weight_sync.manifest import GIB, LIST_BYTES, Manifest, WeightIterator, buffer_bytes, drain, expect_end, pack, too_large
 from megarl.weight_sync.plan import Group, checksum
 
+# that the policy waits for an engine rank to read a group, in seconds
+POLICY_PATIENCE = 300.0
+# that an engine rank waits for the policy's next group: longer, because the policy waits for the slowest engine rank of all meanwhile
+ENGINE_PATIENCE = 2 * POLICY_PATIENCE
+# of refits whose handles the driver carries
+_CARRIED = -2
 # of a slot, where the configuration names no size; on a GPU less when less is free
 DEFAULT_SLOT_BYTES = GIB // 2
 FREE_SHARE = 0.1
@@ -170,51 +178,55 @@ class WeightSender:
         total = len(self.manifest.tensors)
         if not (first >= 0 and 1 <= count <= total - first):
             raise StateError(f"{count} weights from weight {first} on: there are {total}; take the groups of prepare_weights_for_ipc()")
-        group = self.manifest.group(first, count)
         if first != self._next:
             raise StateError(
                 f"{self.manifest.tensors[first].name} is weight {first} of the order of sending, but weight {self._next} is next: "
                 "take the groups of prepare_weights_for_ipc() in their order, each once"
             )
-        slot = self._groups_sent % SLOTS
         try:
-            buffer = self._claim(slot, group, self._round) if self._publishes else None
-        except RefitError:
-            # the other ranks gather this group all the same
-            self._copy(group, None)
-            self.give_up()
-            raise
-        try:
-            payload = self._lay(slot, group, buffer)
+            handles = self.mailbox()
+            if self._mailbox is not None and not first:
+                self._mailbox.open(_CARRIED, self._round)
+            payload = self._lay(self._mailbox, self.manifest.group(first, count), 0.0)
         except BaseException:
             self.give_up()
             raise
-        return {} if payload is None else {self._runtime.identity(): payload}
+        return {device: {**payload, "round": self._round, "mailbox": handle} for device, handle in handles.items() if payload is not None}
 
-    def _lay(self, slot: int, group: Group, buffer: torch.Tensor | None) -> dict[str, Any] | None:
-        """Gather a group into a slot and publish it; its payload, None on a rank without a buffer."""
-        self._copy(group, buffer)
+    def _lay(self, box: Mailbox | None, group: Group, patience: float) -> dict[str, Any] | None:
+        """Gather a group into its slot and post it; its payload, None on a rank whose weights nobody reads."""
+        assert self._open is not None
+        index, buffer, failure = self._groups_sent, None, None
+        try:
+            if box is not None:
+                box.wait_until_read(index + 1 - SLOTS, patience)
+                box.take(index)
+                buffer = self._claim(index % SLOTS, group)
+        except RefitError as error:
+            # the other ranks gather this group all the same
+            failure = error
+        pack(self._open, self.manifest, group, buffer)
+        if failure is not None:
+            raise failure
         self._next = group.stop
         self._groups_sent += 1
         if self._next == len(self.manifest.tensors):
-            self._end()
-        if buffer is None or self._ipc_buffer is None:
+            stream, self._open = self._open, None
+            expect_end(stream)
+        if box is None or buffer is None or self._ipc_buffer is None:
             return None
         self._runtime.synchronize()
-        number = checksum(buffer[: group.nbytes]) if self._with_checksum else None
-        self._ipc_buffer.publish(slot, self._round, group.first)
-        return {
-            "ipc_buffer": self._ipc_buffer.handle(),
+        payload = {
+            "buffer": self._ipc_buffer.handle(),
             "manifest": self.manifest.digest,
             "version": self._version,
-            "round": self._round,
-            "slot": slot,
+            "index": index,
             "first": group.first,
             "count": group.count,
-            "checksum": number,
+            "checksum": checksum(buffer[: group.nbytes]) if self._with_checksum else None,
         }
-
-    # a refit that goes by itself
+        box.post(index, payload)
+        return payload
 
     def mailbox(self) -> dict[str, Any]:
         """``{device: handle}`` of this rank's mailbox, made once; empty on a rank that publishes nothing. The first call is collective."""
@@ -244,8 +256,8 @@ class WeightSender:
         assert stream is not None
         try:
             box = self._opened_mailbox(session, ticket)
-            for index, group in enumerate(self.manifest.groups(self.slot_bytes() if most is None else most)):
-                self._hand_over(box, index, group, patience)
+            for group in self.manifest.groups(self.slot_bytes() if most is None else most):
+                self._lay(box, group, patience)
             if box is not None:
                 box.wait_until_read(self._groups_sent, patience)
         except BaseException as error:
@@ -269,16 +281,6 @@ class WeightSender:
         box.give_up(session, ticket, "no rank of the engines read here when it began")
         return None
 
-    def _hand_over(self, box: Mailbox | None, index: int, group: Group, patience: float) -> None:
-        slot, buffer = index % SLOTS, None
-        if box is not None:
-            box.wait_until_read(index + 1 - SLOTS, patience)
-            # who has read what stands in the mailbox, which knows of readers that refused, too
-            buffer = self._claim(slot, group, None)
-        payload = self._lay(slot, group, buffer)
-        if box is not None and payload is not None:
-            box.post(index, payload)
-
     def refuse(self, session: int, ticket: int, error: BaseException) -> None:
         """Tell the engine's ranks beside this one that a refit, also one that was not begun, gives them no more, and why."""
         if self._mailbox is not None:
@@ -288,16 +290,12 @@ class WeightSender:
         if self._open is None:
             raise StateError("no refit is under way: call prepare_weights_for_ipc() first")
 
-    def _claim(self, slot: int, group: Group, round_: int | None) -> torch.Tensor:
+    def _claim(self, slot: int, group: Group) -> torch.Tensor:
         if self._ipc_buffer is None or group.nbytes > self._ipc_buffer.slot_bytes:
             size = max(group.nbytes, self.slot_bytes() if self._ipc_buffer is None else 0)
             self._let_go()
-            self._ipc_buffer = IpcBuffer(size, self._runtime.device)
-        return self._ipc_buffer.claim(slot, round_)
-
-    def _copy(self, group: Group, buffer: torch.Tensor | None) -> None:
-        assert self._open is not None
-        pack(self._open, self.manifest, group, buffer)
+            self._ipc_buffer = IpcBuffer.create(size, self._runtime.device)
+        return self._ipc_buffer.slot(slot)
 
     def give_up(self) -> None:
         """End a refit that is under way, if there is one."""
@@ -305,11 +303,6 @@ class WeightSender:
         close = getattr(stream, "close", None)
         if close is not None:
             close()
-
-    def _end(self) -> None:
-        stream, self._open = self._open, None
-        if stream is not None:
-            expect_end(stream)
 
     def close(self) -> None:
         """Let go of the IPC buffer and the mailbox."""
@@ -340,15 +333,18 @@ class WeightReceiver:
         self.manifest = manifest
         self.version: int | None = None
         self._runtime = runtime_on(device)
-        self._ipc_buffer: IpcBufferReader | None = None
-        self._token: object = None
-        self._round: tuple[object, int] | None = None
+        self._ipc_buffer: IpcBuffer | None = None
+        self._handle: Mapping[str, Any] | None = None
+        self._mailbox: MailboxReader | None = None
+        self._mailbox_handle: Mapping[str, Any] | None = None
+        self._refit: tuple[MailboxReader, int] | None = None
         self._next = 0
         self._views: dict[tuple[int, int, int], list[tuple[str, torch.Tensor]]] = {}
 
     @contextlib.contextmanager
     def group(self, payload: Mapping[str, Any]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """The weights of one group, to be loaded inside the context; they lie in the policy's buffer and must not be kept or written.
+        """The weights of one group whose handle came, to be loaded inside the context; they lie in the policy's buffer and must not be kept
+        or written.
 
         Leaving the context without an error waits for the copies that were queued on the device, and then acknowledges the group. Leaving
         it with one gives the refit up: the version stays None.
@@ -357,25 +353,13 @@ class WeightReceiver:
             RefitError: the handle is an old one, of another model, out of order, or its bytes are not those that were sent.
         """
         self.version = None
-        try:
-            ipc_buffer, group = self._expected(payload)
-            where = payload["slot"], payload["round"], payload["first"]
-            buffer = ipc_buffer.read(*where)
-            if payload["checksum"] is not None and checksum(buffer[: group.nbytes]) != payload["checksum"]:
-                first = self.manifest.tensors[group.first].name
-                raise RefitError(f"the weights from {first} on have another checksum than the policy's: start a new refit")
-            yield self._views_of(payload["slot"], group, buffer)
-            # the policy writes the slot anew once it is acknowledged, and a copy that is only queued would read that
-            self._runtime.synchronize()
-            ipc_buffer.check(*where)
-        except BaseException:
-            self._round = None
-            raise
-        ipc_buffer.acknowledge(payload["round"], payload["first"])
-        self._next = group.stop
-        if self._next == len(self.manifest.tensors):
-            self._round = None
-            self.version = int(payload["version"])
+        if self._mailbox is None or self._mailbox_handle != payload["mailbox"]:
+            self._leave()
+            self._mailbox, self._mailbox_handle = MailboxReader(payload["mailbox"], _CARRIED), payload["mailbox"]
+        if payload["first"] == 0:
+            self._mailbox.enter(payload["round"])
+        with self._read(self._mailbox, payload["round"], payload) as weights:
+            yield weights
 
     def receive(
         self,
@@ -400,49 +384,74 @@ class WeightReceiver:
         try:
             index = 0
             while self.version is None:
-                with self.group(mailbox.payload(ticket, index, patience)) as weights:
+                with self._read(mailbox, ticket, mailbox.payload(ticket, index, patience)) as weights:
                     load(weights)
                 index += 1
-                mailbox.has_read(index)
         except BaseException:
             self.version = None
             mailbox.refuse(ticket)
             raise
 
-    def _expected(self, payload: Mapping[str, Any]) -> tuple[IpcBufferReader, Group]:
-        """The IPC buffer and the group, if it is the one that comes next."""
-        if payload["manifest"] != self.manifest.digest:
-            raise RefitError("the policy's weights have other names, shapes or dtypes than its refit info: call prepare_refit_info() anew")
-        token = payload["ipc_buffer"]["memory"]["token"]
-        if payload["first"] == 0:
-            self._round, self._next = (token, payload["round"]), 0
-        # a policy that needs a larger IPC buffer goes on in a new one
-        if self._round is None or self._round[1] != payload["round"] or payload["first"] != self._next:
-            expected = "the first group of a refit" if self._round is None else f"weight {self._next} of refit {self._round[1]}"
-            raise RefitError(f"weight {payload['first']} of refit {payload['round']} came where {expected} was next: start a new refit")
-        if self._ipc_buffer is None or token != self._token:
-            if self._ipc_buffer is not None:
-                self._ipc_buffer.close()
-                self._ipc_buffer = None
-            self._views.clear()
-            self._ipc_buffer, self._token = IpcBufferReader(payload["ipc_buffer"], self._runtime.device), token
-        return self._ipc_buffer, self.manifest.group(payload["first"], payload["count"])
-
-    def _views_of(self, slot: int, group: Group, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """The group's weights, made once: tens of thousands of new tensors cost a refit more in the garbage collector than in torch."""
-        key = (slot, group.first, group.stop)
-        if key not in self._views:
-            self._views[key] = group.views(buffer)
-        return self._views[key]
-
-    def close(self) -> None:
-        """Let go of the policy's memory."""
+    @contextlib.contextmanager
+    def _read(self, mailbox: MailboxReader, ticket: int, payload: Mapping[str, Any]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """The weights of one group, if it is the one that comes next."""
         self.version = None
-        self._round = None
+        index, first = payload["index"], payload["first"]
+        try:
+            if payload["manifest"] != self.manifest.digest:
+                raise RefitError(
+                    "the policy's weights have other names, shapes or dtypes than its refit info: call prepare_refit_info() anew"
+                )
+            if first == 0:
+                self._refit, self._next = (mailbox, ticket), 0
+            if self._refit != (mailbox, ticket) or first != self._next:
+                expected = "the first group of a refit" if self._refit is None else f"weight {self._next} of refit {self._refit[1]}"
+                raise RefitError(f"weight {first} of refit {ticket} came where {expected} was next: start a new refit")
+            mailbox.require(ticket, index)
+            group = self.manifest.group(first, payload["count"])
+            buffer = self._buffer(payload["buffer"]).slot(index % SLOTS)
+            if payload["checksum"] is not None and checksum(buffer[: group.nbytes]) != payload["checksum"]:
+                raise RefitError(f"the weights from {group.names[0]} on have another checksum than the policy's: start a new refit")
+            # made once: tens of thousands of new tensors cost a refit more in the garbage collector than in torch
+            key = (index % SLOTS, group.first, group.stop)
+            if key not in self._views:
+                self._views[key] = group.views(buffer)
+            yield self._views[key]
+            # the policy writes the slot anew once it is acknowledged, and a copy that is only queued would read that
+            self._runtime.synchronize()
+            mailbox.require(ticket, index)
+        except BaseException:
+            self._refit = None
+            raise
+        mailbox.has_read(index + 1)
+        self._next = group.stop
+        if self._next == len(self.manifest.tensors):
+            self._refit = None
+            self.version = int(payload["version"])
+
+    def _buffer(self, handle: Mapping[str, Any]) -> IpcBuffer:
+        """The policy's memory; a policy that needs a larger one goes on in a new one."""
+        if self._ipc_buffer is None or self._handle != handle:
+            self._let_go()
+            self._ipc_buffer, self._handle = IpcBuffer.attach(handle, self._runtime.device), handle
+        return self._ipc_buffer
+
+    def _let_go(self) -> None:
         self._views.clear()
         if self._ipc_buffer is not None:
             self._ipc_buffer.close()
             self._ipc_buffer = None
+
+    def _leave(self) -> None:
+        if self._mailbox is not None:
+            self._mailbox.close()
+            self._mailbox = None
+
+    def close(self) -> None:
+        """Let go of the policy's memory."""
+        self.version = self._refit = None
+        self._let_go()
+        self._leave()
 
 
 def payload_for(handles: Mapping[str, Mapping[str, Any]], device: str) -> Mapping[str, Any]:
@@ -455,6 +464,4 @@ def payload_for(handles: Mapping[str, Mapping[str, Any]], device: str) -> Mappin
     Raises:
         RefitError: there is none.
     """
-    buffers = {name: payload["ipc_buffer"] for name, payload in handles.items()}
-    hosts = {name: buffer["memory"]["host"] if buffer["device"] is None else None for name, buffer in buffers.items()}
-    return handles[policy_rank_beside(device, hosts)]
+    return handles[beside({name: payload["mailbox"] for name, payload in handles.items()}, device)]

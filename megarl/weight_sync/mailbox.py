@@ -1,14 +1,12 @@
-"""Handover: colocated refits in which each rank of the policy gives its groups of weights to the engine's ranks beside it by itself.
+"""Mailbox: what a rank of the policy and the engine's ranks that read its weights tell each other within a refit.
 
-At a refit the driver says one thing to the policy's ranks and one to the engines'. Everything else goes through a ``Mailbox``: a few pages
-of shared memory that a publishing rank of the policy keeps for its lifetime, one a GPU, on a CPU one a host. In it stand the number of the
-refit (its ticket), where the group of either slot lies, why a refit was given up, and what each reader has read. The policy writes a slot
-again when all living readers have read what was in it.
+It is a few pages of shared memory that a publishing rank of the policy keeps for its lifetime, one a GPU, on a CPU one a host. In it stand
+the number of the refit (its ticket), where the group of either slot lies, why a refit was given up, and what each reader has read. The
+policy writes a slot again when all living readers have read what was in it.
 
 Both sides go on whatever happens to the other. A reader that failed, or whose process ended, is waited for no longer; one that only stands
-still, until the patience of the policy ends. A policy that failed says why, and goes through the rest of its weights all the same, because
-gathering them is collective; one whose process ended is missed by its lock. So after a refit that failed the next one finds no one waiting.
-No GPU has run this yet.
+still, until the patience of the policy ends. A policy that failed says why; one whose process ended is missed by its lock. So after a refit
+that failed the next one finds no one waiting.
 """
 
 from __future__ import annotations
@@ -23,20 +21,19 @@ from typing import Any
 import torch
 
 from megarl.errors import RefitError
-from megarl.weight_sync.ipc_buffer import PAGE, READERS, SLOTS, SharedBlock, policy_rank_beside
+from megarl.weight_sync.ipc import PAGE, SLOTS, SharedBlock, host_identity
 
-# that the policy waits for an engine rank to read a group, in seconds
-POLICY_PATIENCE = 300.0
-# that an engine rank waits for the policy's next group: longer, because the policy waits for the slowest engine rank of all meanwhile
-ENGINE_PATIENCE = 2 * POLICY_PATIENCE
+READERS = 62
 # seconds between two looks at the mailbox, the first and the longest: a group takes milliseconds
 _PAUSES = 0.0001, 0.002
 # looks between two questions whether the other side lives
 _LOOKS_A_LIFE = 50
 
-# int64 words of a line of the first page: the policy's (session, ticket, groups posted, whether it was given up), then those of the
-# readers: (process, session, ticket, groups read)
-_WORDS = 4
+_OVER = "the policy gave the refit up and has begun another one, or an old handle was used again: see its own error, and refit anew"
+
+# int64 words of a line of the first page: the policy's (session, ticket, groups posted, whether it was given up, groups whose slots were
+# taken), then those of the readers: (process, session, ticket, groups read)
+_WORDS = 8
 _REFUSED = -1
 # in place of a session while the policy goes from one refit to the next
 _NO_SESSION = -1
@@ -72,6 +69,10 @@ class Mailbox:
         self._words[0, 1] = ticket
         self._words[0, 0] = session
         self._before = self._words[1 : 1 + READERS, 2].tolist()
+
+    def take(self, index: int) -> None:
+        """Note that the slot of group ``index`` is written from now on."""
+        self._words[0, 4] = index + 1
 
     def post(self, index: int, payload: Mapping[str, Any]) -> None:
         """Tell where group ``index`` of the refit lies."""
@@ -117,7 +118,8 @@ class Mailbox:
     def _readers(self, session: int) -> list[tuple[int, list[int]]]:
         """Numbers and lines of the living readers that belong to ``session``."""
         table = self._words[1 : 1 + READERS].tolist()
-        return [(number, line) for number, line in enumerate(table) if line[0] and line[1] == session and self._block.is_locked(1 + number)]
+        lines = [(number, line[:4]) for number, line in enumerate(table) if line[0] and line[1] == session]
+        return [(number, line) for number, line in lines if self._block.is_locked(1 + number)]
 
     def close(self) -> None:
         """Let go of it."""
@@ -144,7 +146,7 @@ class MailboxReader:
         for number in range(1, 1 + READERS):
             if self._block.lock(number):
                 self._line = self._words[number]
-                self._line.copy_(torch.tensor([os.getpid(), session, 0, 0]))
+                self._line[:4] = torch.tensor([os.getpid(), session, 0, 0])
                 return
         self._block.close()
         raise RefitError(f"more than {READERS} processes read the weights of one policy rank: spread the engine over more ranks or hosts")
@@ -165,7 +167,7 @@ class MailboxReader:
         here = [self._session, ticket]
 
         def is_there() -> bool:
-            session, now, posted, given_up = self._words[0].tolist()
+            session, now, posted, given_up = self._words[0, :4].tolist()
             if [session, now] != here:
                 self._require_refit(ticket)
                 return False
@@ -183,12 +185,22 @@ class MailboxReader:
             )
         return found[0]
 
+    def require(self, ticket: int, index: int) -> None:
+        """Check that the slot of group ``index`` of a refit still holds it.
+
+        Raises:
+            RefitError: it does not.
+        """
+        session, now, posted, _, taken = self._words[0, :5].tolist()
+        if (session, now) != (self._session, ticket) or not taken - SLOTS <= index < posted:
+            raise RefitError(_OVER)
+
     def _require_refit(self, ticket: int) -> None:
         # the policy may have given this refit up and begun the next one between two looks; of two words that it writes one after the other,
         # what is seen twice was so
         seen = [self._words[0, :2].tolist() for _ in range(2)]
         if all(session == self._session and now not in (ticket, self._before) for session, now in seen):
-            raise RefitError("the policy gave the refit up and has begun another one: see its own error, and refit anew")
+            raise RefitError(_OVER)
 
     def _require_policy(self) -> None:
         if not self._block.is_locked(_LIFE):
@@ -210,8 +222,9 @@ class MailboxReader:
             self._block.close()
 
 
-def mailbox_for(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank: int = 0) -> Mapping[str, Any]:
-    """The mailbox that a rank of an engine reads: that of its own device, or on a CPU one of its host that is for it.
+def beside(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank: int = 0) -> str:
+    """The device of the policy's rank from which a rank of an engine takes its weights: its own, or on a CPU one of its host that is for
+    it.
 
     Args:
         mailboxes: handles by the identity of the policy rank's device.
@@ -221,9 +234,20 @@ def mailbox_for(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_
     Raises:
         RefitError: there is none.
     """
-    for_it = {name: handle for name, handle in mailboxes.items() if handle.get("engine_rank") in (None, engine_rank)}
-    hosts = {name: None if handle["on_gpu"] else handle["memory"]["host"] for name, handle in for_it.items()}
-    return for_it[policy_rank_beside(device, hosts)]
+    for_it = {name: handle for name, handle in mailboxes.items() if handle["engine_rank"] in (None, engine_rank)}
+    if device in for_it:
+        return device
+    here = (name for name, handle in for_it.items() if not handle["on_gpu"] and handle["memory"]["host"] == host_identity())
+    found = next(here, None)
+    if found is None:
+        devices = ", ".join(sorted(for_it)) or "none"
+        raise RefitError(f"no rank of the policy shares {device} (they are on {devices}): place both on the same devices")
+    return found
+
+
+def mailbox_for(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank: int = 0) -> Mapping[str, Any]:
+    """The mailbox that a rank of an engine reads; see ``beside``."""
+    return mailboxes[beside(mailboxes, device, engine_rank)]
 
 
 def _pages_of(block: SharedBlock) -> tuple[torch.Tensor, list[torch.Tensor]]:
