@@ -245,7 +245,7 @@ def broadcasts(config: Mapping[str, Any], port: int) -> dict[str, Any]:
         with counted_objects() as asked:
             listeners = _engines(worker, port, 2, pool)
         channel = worker._broadcaster._channel if worker._broadcaster is not None else None
-        sends = [info.name for index in range(len(channel.parts)) for info in channel.infos(index)] if channel is not None else []
+        sends = [name for part in channel.parts for name in part.names] if channel is not None else []
         for step in range(3):
             received: list[dict[str, torch.Tensor]] = [{} for _ in listeners]
             receiving = [pool.submit(one.receive, _kept_in(kept)) for one, kept in zip(listeners, received, strict=True)]
