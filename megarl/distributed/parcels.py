@@ -8,6 +8,7 @@ arrays of Ray's store may not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,15 +27,14 @@ _FIRST = 64
 """Values at the front of a column that are looked at before the whole of it."""
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_DTYPES = {
-    str(dtype): dtype
-    for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    )
-}  # fmt: skip
 
 Form = Literal["whole", "inside", "bits", "row"]
+
+
+def inside(starts: np.ndarray | int, ends: np.ndarray, width: int) -> np.ndarray:
+    """Bool [B, width]: the positions of each row from ``starts`` [B] up to, not including, ``ends`` [B]."""
+    places = np.arange(width)
+    return (places >= np.reshape(starts, (-1, 1))) & (places < ends[:, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +42,35 @@ class Parcel:
     """One tensor on its way.
 
     Attributes:
-        dtype: torch's name of it.
-        shape: of the tensor.
+        dtype, shape: of the tensor.
         form: ``whole``: all values; ``inside``: those of the positions in front of each row's end; ``bits``: the same, eight zeros or ones
             a byte; ``row``: one value a row, which stands at all its positions.
         values: integers of the tensor's width, or uint8 for ``bits``.
         fill: what stands behind the ends of rows, an integer of the tensor's width.
     """
 
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     form: Form
     values: np.ndarray
     fill: int = 0
+
+    def unpack(self, lengths: np.ndarray | None) -> torch.Tensor:
+        """The tensor, in new memory; ``lengths`` [B] say where the rows end."""
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=self.dtype)
+        values = self.values
+        if self.form == "row":
+            values = np.broadcast_to(values[:, None], self.shape)
+        elif self.form != "whole":
+            assert lengths is not None, "rows were cut by them"
+            if self.form == "bits":
+                ones = np.unpackbits(values, count=int(lengths.sum()) * math.prod(self.shape[2:]))
+                values = _integers(torch.from_numpy(ones).to(self.dtype)).reshape(-1, *self.shape[2:])
+            array = np.full(self.shape, self.fill, values.dtype)
+            array[inside(0, lengths, self.shape[1])] = values
+            values = array
+        return torch.from_numpy(np.array(values)).view(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,35 +87,7 @@ class Parcels:
 
     def unpack(self) -> dict[str, Any]:
         """The columns."""
-        inside: dict[int, np.ndarray] = {}
-        return {name: self._unpacked(value, inside) if isinstance(value, Parcel) else value for name, value in self.columns.items()}
-
-    def _unpacked(self, parcel: Parcel, inside: dict[int, np.ndarray]) -> torch.Tensor:
-        values, shape = parcel.values, parcel.shape
-        if 0 in shape:
-            return torch.empty(shape, dtype=_DTYPES[parcel.dtype])
-        if parcel.form == "whole":
-            array = values.copy()
-        elif parcel.form == "row":
-            array = np.broadcast_to(values.reshape(shape[0], 1, *shape[2:]), shape).copy()
-        else:
-            assert self.lengths is not None, "rows were cut by them"
-            if shape[1] not in inside:
-                inside[shape[1]] = np.arange(shape[1]) < self.lengths[:, None]
-            array = _filled(parcel, inside[shape[1]])
-        return torch.from_numpy(array).reshape(shape).view(_DTYPES[parcel.dtype])
-
-
-def _filled(parcel: Parcel, inside: np.ndarray) -> np.ndarray:
-    """The values of a column at their positions, and ``fill`` at the others."""
-    dtype = _DTYPES[parcel.dtype]
-    values = parcel.values
-    if parcel.form == "bits":
-        ones = np.unpackbits(values, count=int(np.count_nonzero(inside)) * int(np.prod(parcel.shape[2:])))
-        values = np.array([0, _one(dtype)], _numpy_integer(dtype))[ones].reshape(-1, *parcel.shape[2:])
-    array = np.full(parcel.shape, parcel.fill, values.dtype)
-    array[inside] = values
-    return array
+        return {name: value.unpack(self.lengths) if isinstance(value, Parcel) else value for name, value in self.columns.items()}
 
 
 class Packer:
@@ -115,82 +103,61 @@ class Packer:
 
     def pack(self, rows: Sequence[int] | None = None) -> Parcels:
         """The given rows in this order; None for all."""
-        chosen = None if rows is None else np.asarray(rows, np.int64)
-        lengths = self._lengths if chosen is None or self._lengths is None else self._lengths[chosen]
-        places: dict[int, np.ndarray] = {}
-        columns = {
-            name: self._packed(name, chosen, lengths, places) if name in self._arrays else _taken(value, rows)
-            for name, value in self._columns.items()
-        }
-        return Parcels(columns, lengths.astype(np.int32) if places and lengths is not None else None)
-
-    def _packed(self, name: str, rows: np.ndarray | None, lengths: np.ndarray | None, places: dict[int, np.ndarray]) -> Parcel:
-        array, dtype = self._arrays[name], self._columns[name].dtype
-        form, fill = self._forms[name]
-        shape = (array.shape[0] if rows is None else len(rows), *array.shape[1:])
-        if form == "row":
-            first = array[:, 0] if rows is None else array[rows, 0]
-            return Parcel(str(dtype), shape, form, np.ascontiguousarray(first))
-        if form == "whole":
-            return Parcel(str(dtype), shape, form, np.ascontiguousarray(array) if rows is None else array[rows])
-        assert lengths is not None, "rows were found to be cut by them"
-        width = shape[1]
-        if width not in places:
-            places[width] = _places(np.arange(shape[0]) if rows is None else rows, lengths, width)
-        values = self._positions[name].take(places[width], axis=0)
-        return Parcel(str(dtype), shape, form, np.packbits(values) if form == "bits" else values, fill)
+        chosen: Any = slice(None) if rows is None else np.asarray(rows, np.int64)
+        packed: dict[str, Any] = {}
+        lengths, places = None, np.empty(0)
+        for name, value in self._columns.items():
+            array = self._arrays.get(name)
+            if array is None:
+                packed[name] = _taken(value, rows)
+                continue
+            form, fill = self._forms[name]
+            if form in ("inside", "bits"):
+                assert self._lengths is not None, "rows were found to be cut by them"
+                if lengths is None:
+                    lengths = self._lengths[chosen]
+                    places = _places(np.arange(len(array))[chosen], lengths, array.shape[1])
+                values = array.reshape(-1, *array.shape[2:]).take(places, axis=0)
+                values = np.packbits(values != 0) if form == "bits" else values
+            else:
+                values = (array[:, 0] if form == "row" else array)[chosen]
+            size = len(array) if rows is None else len(rows)
+            packed[name] = Parcel(value.dtype, (size, *array.shape[1:]), form, np.ascontiguousarray(values), fill)
+        return Parcels(packed, None if lengths is None else lengths.astype(np.int32))
 
     @cached_property
     def _lengths(self) -> np.ndarray | None:
-        """Where the rows end, [B] int64; None without positions, or where the lengths do not fit them."""
-        wide = [array for array in self._arrays.values() if array.ndim > 1]
-        if not wide:
+        """Where the rows end, [B] int64; None where few positions are behind an end, or the lengths do not fit."""
+        wide = next((array for array in self._arrays.values() if array.ndim > 1), None)
+        if wide is None:
             return None
-        named = next((self._columns[key] for key in LENGTH_KEYS if key in self._arrays), None)
-        if named is None:
-            return _ends(wide[0])
-        if named.ndim != 1 or named.dtype not in (torch.int64, torch.int32):
-            return None
-        lengths = named.numpy().astype(np.int64)
-        return lengths if np.all((lengths >= 0) & (lengths <= wide[0].shape[1])) else None
-
-    @cached_property
-    def _padding(self) -> np.ndarray | None:
-        """The positions behind the ends of rows, [B, S] bool; None where there are few or no lengths."""
-        if self._lengths is None:
-            return None
-        width = next(array.shape[1] for array in self._arrays.values() if array.ndim > 1)
-        if self._lengths.sum() > (1 - _LEAST_PADDING) * len(self._lengths) * width:
-            return None
-        return np.arange(width) >= self._lengths[:, None]
+        lengths = next((self._arrays[key] for key in LENGTH_KEYS if key in self._arrays), None)
+        if lengths is None:
+            lengths = _ends(wide)
+        rows, width = wide.shape[:2]
+        fit = lengths.shape == (rows,) and bool(np.all((lengths >= 0) & (lengths <= width)))
+        return lengths.astype(np.int64) if fit and lengths.sum() <= (1 - _LEAST_PADDING) * rows * width else None
 
     @cached_property
     def _forms(self) -> dict[str, tuple[Form, int]]:
         """The form of each column, and what stands in its padding."""
-        return {name: self._form(array, self._columns[name].dtype) for name, array in self._arrays.items()}
+        wide = [array.shape[1] for array in self._arrays.values() if array.ndim > 1]
+        padding = None if self._lengths is None else ~inside(0, self._lengths, wide[0])
+        return {name: _form(array, self._columns[name].dtype, padding) for name, array in self._arrays.items()}
 
-    @cached_property
-    def _positions(self) -> dict[str, np.ndarray]:
-        """The columns that are cut, [B * S, ...]; of zeros and ones as bool."""
-        return {
-            name: np.ascontiguousarray(array != 0 if form == "bits" else array).reshape(-1, *array.shape[2:])
-            for name, array in self._arrays.items()
-            if (form := self._forms[name][0]) in ("inside", "bits")
-        }
 
-    def _form(self, array: np.ndarray, dtype: torch.dtype) -> tuple[Form, int]:
-        if array.ndim < 2 or array.size == 0:
-            return "whole", 0
-        if _same_in_rows(array):
-            return "row", 0
-        padding = self._padding
-        if padding is None or array.shape[:2] != padding.shape:
-            return "whole", 0
-        fill = array[np.unravel_index(padding.argmax(), padding.shape)].reshape(-1)[0]
-        outside = padding.reshape(*padding.shape, *[1] * (array.ndim - 2))
-        if np.any((array != fill) & outside):
-            return "whole", 0
-        return "bits" if _is_binary(array, _one(dtype)) else "inside", int(fill)
+def _form(array: np.ndarray, dtype: torch.dtype, padding: np.ndarray | None) -> tuple[Form, int]:
+    """The form of a column, and what stands in its ``padding``, [B, S] bool."""
+    if array.ndim < 2 or array.size == 0:
+        return "whole", 0
+    if _same_in_rows(array):
+        return "row", 0
+    if padding is None or array.shape[:2] != padding.shape:
+        return "whole", 0
+    fill = array[np.unravel_index(padding.argmax(), padding.shape)].reshape(-1)[0]
+    if np.any((array != fill) & padding.reshape(*padding.shape, *[1] * (array.ndim - 2))):
+        return "whole", 0
+    return "bits" if _is_binary(array, _one(dtype)) else "inside", int(fill)
 
 
 def _is_plain(value: Any) -> bool:
@@ -200,9 +167,7 @@ def _is_plain(value: Any) -> bool:
         and value.layout == torch.strided
         and value.device.type == "cpu"
         and value.ndim > 0
-        and not value.requires_grad
-        and not value.is_neg()
-        and str(value.dtype) in _DTYPES
+        and not (value.requires_grad or value.is_neg() or value.is_complex() or value.is_quantized)
     )
 
 
@@ -210,10 +175,6 @@ def _integers(tensor: torch.Tensor) -> np.ndarray:
     """A tensor's memory as integers, which are compared bit by bit and which numpy has for each of torch's types."""
     array: np.ndarray = tensor.view(_AS_INTEGERS[tensor.element_size()]).numpy()
     return array
-
-
-def _numpy_integer(dtype: torch.dtype) -> np.dtype[Any]:
-    return torch.empty(0, dtype=_AS_INTEGERS[dtype.itemsize]).numpy().dtype
 
 
 def _one(dtype: torch.dtype) -> int:

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from megarl.data.datasets import Example
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.parcels import inside
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad_value: int) -> tuple[Tensor, Tensor]:
     """Right-padded int64 [B, S] (S is the longest row) and the int64 [B] lengths."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     padded = np.full((len(rows), lengths.max(initial=0)), pad_value, np.int64)
-    padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), np.int64, lengths.sum())
+    padded[inside(0, lengths, padded.shape[1])] = np.fromiter(chain.from_iterable(rows), np.int64, lengths.sum())
     return torch.from_numpy(padded), torch.from_numpy(lengths)
 
 
@@ -69,8 +70,7 @@ class TokenRows(Sequence[list[int]]):
 
     def joined(self) -> np.ndarray:
         """All tokens one after another."""
-        places = np.arange(self._ids.shape[1])
-        return self._ids[(places >= self._starts[:, None]) & (places < self._ends[:, None])]
+        return self._ids[inside(self._starts, self._ends, self._ids.shape[1])]
 
     def last(self, without: int) -> np.ndarray:
         """The last token of each row, [B]; ``without`` where it has none."""
@@ -88,8 +88,7 @@ class TokenRows(Sequence[list[int]]):
 
 def span_mask(starts: Tensor, ends: Tensor, length: int) -> Tensor:
     """Float [B, length]: 1 at positions from ``starts`` [B] up to, not including, ``ends`` [B]."""
-    positions = torch.arange(length).unsqueeze(0)
-    return ((positions >= starts.unsqueeze(1)) & (positions < ends.unsqueeze(1))).float()
+    return torch.from_numpy(inside(starts.numpy(), ends.numpy(), length)).float()
 
 
 def supervised_batch(examples: Sequence[Example], pad_token_id: int, rows: int | None = None) -> BatchedDataDict[Any]:
