@@ -105,7 +105,7 @@ class Packer:
         """The given rows in this order; None for all."""
         chosen: Any = slice(None) if rows is None else np.asarray(rows, np.int64)
         packed: dict[str, Any] = {}
-        lengths, places = None, np.empty(0)
+        lengths, places = None, np.empty(0, np.int64)
         for name, value in self._columns.items():
             array = self._arrays.get(name)
             if array is None:

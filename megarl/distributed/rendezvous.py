@@ -54,6 +54,21 @@ class _Rendezvous:
 _rendezvous = _Rendezvous()
 
 
+def listening_socket(address: str, port: int) -> socket.socket:
+    """Listen on this address alone.
+
+    Args:
+        address: of this host.
+        port: 0 for any.
+
+    Raises:
+        OSError: the port is taken, or this host has no such address.
+    """
+    family, _, _, _, (host, *_) = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
+    # Peers may connect before anybody accepts; the kernel queues them.
+    return socket.create_server((str(host), port), family=family, backlog=_BACKLOG)
+
+
 def open_listener(address: str) -> int:
     """Bind a free port of ``address`` in this process, keep it, and return its number. For rank 0 only.
 
@@ -63,14 +78,9 @@ def open_listener(address: str) -> int:
     """
     if _rendezvous.listener is not None or _rendezvous.store is not None:
         raise StateError(f"rendezvous listener of this process is open already (address {address}). Fix: open it once for a worker")
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.bind((address, 0))
-        # Peers may connect before the store accepts; the kernel queues them.
-        listener.listen(_BACKLOG)
+        listener = listening_socket(address, 0)
     except OSError as error:
-        listener.close()
         raise ClusterError(
             f"rendezvous address = {address!r} cannot be bound on {socket.gethostname()} ({error}): an address of this host is needed. "
             "Fix: start Ray with the right --node-ip-address"

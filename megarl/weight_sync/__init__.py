@@ -2,6 +2,6 @@
 
 ``.manifest`` says what is sent and takes it from the model, ``.plan`` where it is stored. On one machine ``.ipc`` holds it, ``.session``
 fills it on the ranks of the policy and reads it on those of the engine, and by ``.mailbox`` they tell one another when. Between machines
-``.rendezvous`` brings both together, ``.transfer_group`` joins the ranks, ``.liveness`` misses those that are gone, and ``.broadcast`` is a
-refit from either side.
+``.rendezvous`` brings both together and misses those that are gone, ``.transfer_group`` joins the ranks, and ``.broadcast`` is a refit from
+either side.
 """

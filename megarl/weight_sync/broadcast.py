@@ -179,7 +179,7 @@ class WeightBroadcaster:
             refusals: list[str] = []
             if sending is None:
                 try:
-                    refusals = self._group.agree(channel.round, str(packing or ""), CONFIRM_SECONDS)
+                    refusals = self._group.agree(str(packing or ""), CONFIRM_SECONDS)
                 except RefitError as error:
                     sending = error
         if sending is not None:
@@ -244,7 +244,7 @@ class WeightListener:
                 failure = failure or _failure_of(self._take, index, load)
                 if index + BUFFERS < len(channel.parts):
                     channel.start(index + BUFFERS)
-            refusals = self._group.agree(channel.round, f"{type(failure).__name__}: {failure}" if failure else "", CONFIRM_SECONDS)
+            refusals = self._group.agree(f"{type(failure).__name__}: {failure}" if failure else "", CONFIRM_SECONDS)
         if failure is not None:
             raise failure
         if refusals:

@@ -1,7 +1,11 @@
-"""Rendezvous of the ranks that weights are sent between: a store that the policy's first rank keeps, and a handshake over it.
+"""Rendezvous of the ranks that weights are sent between: a connection of each of them with the policy's first rank.
 
-Everybody else says who it is and waits for the first rank's verdict, so that a wrong world size, a rank taken twice or another model is an
-error on every side within the deadline, and not a collective that waits for ever.
+By it a rank says who it is and hears the first rank's verdict, so that a wrong world size, a rank taken twice or another model is an error
+on every side within the deadline, and not a collective that waits indefinitely. At the end of a refit all agree by it on what went wrong.
+
+It ends with the process on its other side, and so tells that it is gone. gloo does not tell in every case: an operation whose bytes are on
+their way while its peer dies waits until its own time is over, on either side, and neither ``abort`` nor the peer's closed connection ends
+it (torch 2.13). The first rank sees whoever is gone, and leaves then; by that all others see it.
 """
 
 from __future__ import annotations
@@ -10,24 +14,85 @@ import contextlib
 import datetime
 import json
 import secrets
+import select
 import socket
-import threading
 import time
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
+from megarl.distributed.rendezvous import listening_socket
 from megarl.distributed.run_secret import proof, proves
 from megarl.errors import RefitError
 
 HANDSHAKE_SECONDS = 60.0
 HEARD_SECONDS = 5.0
+_HELLO_SECONDS = 5.0
 _OTHER_RUN = "start both sides from one driver, which gives them its secret (MEGARL_RUN_SECRET)"
-_PROTOCOL = 5
-# ranks that come at once wait there
-_BACKLOG = 4096
+_PROTOCOL = 6
+_LONGEST_BYTES = 2**24
+# a host that vanished without a word is missed after about half a minute; so often a connection shows a firewall that it is used
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+
+
+class Line:
+    """A connection on which a message is a line of JSON."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket, self._heard = connection, b""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    @property
+    def descriptor(self) -> int:
+        """Of the connection, to wait for it."""
+        return self._socket.fileno()
+
+    def say(self, message: Any) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+        self._socket.settimeout(_HELLO_SECONDS)
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def hear(self, seconds: float) -> Any:
+        """Wait for a message.
+
+        Raises:
+            OSError: none came in time, or the connection has ended.
+            ValueError: it is no JSON.
+        """
+        ends = time.monotonic() + seconds
+        while b"\n" not in self._heard:
+            self._socket.settimeout(max(0.01, ends - time.monotonic()))
+            more = self._socket.recv(2**16)
+            if not more or len(self._heard) > _LONGEST_BYTES:
+                raise ConnectionError("the connection ended")
+            self._heard += more
+        message, _, self._heard = self._heard.partition(b"\n")
+        return json.loads(message)
+
+    def is_gone(self) -> bool:
+        """Whether the process on the other side has ended or left."""
+        self._socket.settimeout(0)
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Tell the other side that this one is gone."""
+        # to close it says nothing while a forked process has it too
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +128,7 @@ class Members:
             own: what both sides have to have alike.
             here: numbers of those that came before.
         """
-        rank, stage = said["rank"], said.get("stage", 0)
+        rank, stage = said["rank"], said["stage"]
         name = f"pipeline stage {stage}" if stage else f"rank {rank}"
         wrong = [f"{key} {said.get(key)!r} for {value!r}" for key, value in own.items() if said.get(key) != value]
         if wrong:
@@ -76,69 +141,61 @@ class Members:
             return f"{name} came twice: give every rank of every engine its own number"
         return ""
 
-    def absent(self, here: Container[int]) -> str:
-        """Return the members that did not come."""
-        missing = [number for number in range(1, self.count) if number not in here]
-        ranks = [number for number in missing if number < self.world_size]
+    def names(self, numbers: Collection[int]) -> str:
+        """Return the names of those that are missing."""
+        ranks = [number for number in sorted(numbers) if number < self.world_size]
         said = [f"ranks {ranks} of {self.world_size}"] if ranks else []
-        return " and ".join([*said, *(f"the sender of {self.name(number)}" for number in missing if number >= self.world_size)])
+        return " and ".join([*said, *(f"the sender of {self.name(number)}" for number in sorted(numbers) if number >= self.world_size)])
 
 
 class Rendezvous:
-    """The store at an address, opened by the policy's first rank and entered by all others.
+    """The connections of the policy's first rank, or that of another rank with it.
 
     Args:
-        ip, port: where the policy's first rank listens.
+        ip, port: where the policy's first rank listens, on this address alone.
         keeps: this is that rank.
         seconds: longest time until all are there.
 
     Attributes:
         address: ``ip:port``, for messages.
-        store: for what those who met have to tell each other later.
+        members: who takes part, once all have met.
+        store: by which those who met make process groups, of the same address.
 
     Raises:
         RefitError: the port cannot be taken, or nobody listens there.
     """
 
+    members: Members
+    store: Any = None
+
     def __init__(self, ip: str, port: int, *, keeps: bool, seconds: float = HANDSHAKE_SECONDS) -> None:
         self.address = f"{ip}:{port}"
-        self._seconds = seconds
-        # a word of this meeting alone: what was proven at another one is of no use here
-        self._nonce = secrets.token_hex(16)
+        self._ip, self._seconds, self._keeps = ip, seconds, keeps
         self._ends = time.monotonic() + seconds
+        self._lines: dict[int, Line] = {}
         try:
-            self.store: Any = _store(ip, port, seconds, _listener(ip, port)) if keeps else _answering_store(ip, port, seconds)
             if keeps:
-                self.store.set("nonce", self._nonce)
-        except (dist.DistError, RuntimeError, OSError) as error:
+                self._server = listening_socket(ip, port)
+            else:
+                self._lines[0] = Line(self._connected(port))
+        except OSError as error:
             what = "the port cannot be taken" if keeps else "the policy does not answer"
             message = f"no group for weights at {self.address}: {what} ({error}); choose another port, or look at the policy"
             raise RefitError(message) from error
 
-    def _said(self, key: str) -> str:
-        """What somebody has written, which is waited for."""
-        self.store.wait([key], self.left())
-        return str(self.store.get(key).decode(errors="replace"))
+    def _connected(self, port: int) -> socket.socket:
+        while True:
+            try:
+                return socket.create_connection((self._ip, port), timeout=self.left())
+            except ConnectionRefusedError:
+                if time.monotonic() > self._ends:
+                    raise
+                # the policy may come later
+                time.sleep(0.05)
 
-    def _proven(self, key: str) -> tuple[dict[str, Any] | None, str]:
-        """A hello, None where it is not of this run; and what its verdict has to be proven by."""
-        try:
-            came = json.loads(self._said(key))
-            hello, challenge = str(came["hello"]), str(came["challenge"])
-            if not proves(came["proof"], "hello", self._nonce, challenge, hello):
-                return None, ""
-            said: dict[str, Any] = json.loads(hello)
-        except (ValueError, KeyError, TypeError):
-            return None, ""
-        return said, challenge
-
-    def leave(self) -> None:
-        """Let go of the store; with the first rank's it ends for all."""
-        self.store = None
-
-    def left(self) -> datetime.timedelta:
-        """Time until the deadline."""
-        return datetime.timedelta(seconds=max(0.1, self._ends - time.monotonic()))
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return max(0.1, self._ends - time.monotonic())
 
     def introduce(self, own: dict[str, Any], rank: int, stage: int, buffer_bytes: int) -> dict[str, Any]:
         """All but the policy's first rank: say who this is, and hear the verdict.
@@ -152,28 +209,24 @@ class Rendezvous:
         Raises:
             RefitError: there is none in time, or it is a refusal.
         """
-        challenge = secrets.token_hex(16)
+        line, challenge = self._lines[0], secrets.token_hex(16)
         hello = json.dumps({"protocol": _PROTOCOL, **own, "rank": rank, "stage": stage, "buffer_bytes": buffer_bytes})
         try:
-            nonce = self._said("nonce")
-            number = self.store.add("came", 1)
-            proven = proof("hello", nonce, challenge, hello)
-            self.store.set(f"hello/{number}", json.dumps({"hello": hello, "challenge": challenge, "proof": proven}))
-            self.store.wait(["verdict"], self.left())
-            text = self.store.get("verdict").decode()
-            verdict: dict[str, Any] = json.loads(text)
-            for key in [f"heard/{number}", *([f"heard/stage/{stage}"] if stage else [])]:
-                self.store.set(key, "")
-            members = Members(verdict["world_size"], verdict.get("stages", 1))
+            # a word of this connection alone: what was proven on another one is of no use here
+            nonce = str(line.hear(self.left())["nonce"])
+            line.say({"hello": hello, "challenge": challenge, "proof": proof("hello", nonce, challenge, hello)})
+            said = line.hear(self.left())
+            verdict: dict[str, Any] = json.loads(said["verdict"])
             # a refusal is believed without a proof: who can write it can keep this rank out anyway
-            if not verdict["error"] and number >= members.count:
-                what = f"all {members.world_size} ranks of the policy's group were there"
-                verdict["error"] = f"rank {rank} came when {what}: make a new one"
-            if not verdict["error"] and not proves(self._said(f"proof/{number}"), "verdict", nonce, challenge, text):
+            if not verdict["error"] and not proves(said["proof"], "verdict", nonce, challenge, said["verdict"]):
                 verdict["error"] = f"the policy does not prove that it belongs to this run; {_OTHER_RUN}"
-        except (dist.DistError, RuntimeError, ValueError, KeyError, TypeError) as error:
-            raise RefitError(f"no group for weights at {self.address}: the policy gave no verdict within {self._seconds:g} s") from error
-        return self._accepted(verdict)
+            if not verdict["error"]:
+                self.store = self._store(verdict["store"])
+        except (dist.DistError, OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+            self.close()
+            message = f"no group for weights at {self.address}: the policy gave no verdict within {self._seconds:g} s ({error})"
+            raise RefitError(message) from error
+        return self._accepted(verdict, Members(verdict["world_size"], verdict["stages"]))
 
     def judge(self, own: dict[str, Any], members: Members, terms: dict[str, Any]) -> dict[str, Any]:
         """The policy's first rank: hear everybody as they come, so that who does not belong here is refused at once, and tell them.
@@ -186,85 +239,129 @@ class Rendezvous:
         Raises:
             RefitError: somebody is missing, came twice, or expects something else.
         """
-        here: set[int] = set()
-        challenges: list[str] = []
-        on_their_way = range(1, members.stages)
-        error = ""
-        terms = dict(terms)
-        while not error and len(here) < members.count - 1:
-            key = f"hello/{len(here) + 1}"
+        own, verdict = {"protocol": _PROTOCOL, **own}, {"error": "", "world_size": members.world_size, "stages": members.stages, **terms}
+        missing = set(range(1, members.count))
+        came: list[tuple[Line, str, str]] = []
+        while missing:
+            line = self._accept()
+            if line is None:
+                late = f"{members.names(missing)} did not come within {self._seconds:g} s; start world_size - 1 engine ranks"
+                verdict["error"] = verdict["error"] or late
+                break
+            nonce = secrets.token_hex(16)
             try:
-                self.store.wait([key], self.left())
-            except (dist.DistError, RuntimeError):
-                error = f"{members.absent(here)} did not come within {self._seconds:g} s; start world_size - 1 engine ranks"
-                on_their_way = range(0)
-            else:
-                said, challenge = self._proven(key)
-                if said is None:
-                    error = f"somebody came who does not prove to belong to this run; {_OTHER_RUN}"
-                    break
-                challenges.append(challenge)
-                error = members.objection(said, {"protocol": _PROTOCOL, **own}, here)
-                here.add(members.number(said["rank"], said.get("stage", 0)))
-                if said.get("stage"):
-                    terms["buffer_bytes"] = min(terms["buffer_bytes"], said["buffer_bytes"])
-        verdict = {"error": error, "world_size": members.world_size, "stages": members.stages, **terms}
+                line.say({"nonce": nonce})
+                said, challenge = _proven(line.hear(_HELLO_SECONDS), nonce)
+            except (OSError, ValueError):
+                # another program
+                line.close()
+                continue
+            came.append((line, nonce, challenge))
+            error = f"somebody came who does not prove to belong to this run; {_OTHER_RUN}"
+            if said is not None:
+                error = members.objection(said, own, self._lines)
+            if said is not None and not error:
+                number = members.number(said["rank"], said["stage"])
+                self._lines[number] = line
+                missing.discard(number)
+                if said["stage"]:
+                    verdict["buffer_bytes"] = min(verdict["buffer_bytes"], said["buffer_bytes"])
+            elif not verdict["error"]:
+                # the policy's own ranks, which are on their way, have to hear why
+                verdict["error"], self._ends = error, time.monotonic() + HEARD_SECONDS
+            if verdict["error"]:
+                missing = {number for number in missing if number >= members.world_size}
+        if not verdict["error"]:
+            with listening_socket(self._ip, 0) as listener:
+                verdict["store"] = listener.getsockname()[1]
+                self.store = self._store(verdict["store"], listener.detach())
         text = json.dumps(verdict)
-        for number, challenge in enumerate(challenges, 1):
-            self.store.set(f"proof/{number}", proof("verdict", self._nonce, challenge, text))
-        self.store.set("verdict", text)
-        if error:
-            # the store ends with this rank: who came has to hear why, and so have the policy's own ranks, which are on their way
-            with contextlib.suppress(dist.DistError, RuntimeError):
-                heard = [f"heard/{number}" for number in range(1, self.store.add("came", 0) + 1)]
-                heard += [f"heard/stage/{stage}" for stage in on_their_way]
-                self.store.wait(heard, datetime.timedelta(seconds=HEARD_SECONDS))
-        return self._accepted(verdict)
+        for line, nonce, challenge in came:
+            with contextlib.suppress(OSError):
+                line.say({"verdict": text, "proof": proof("verdict", nonce, challenge, text)})
+        self._server.close()
+        return self._accepted(verdict, members)
 
-    def _accepted(self, verdict: dict[str, Any]) -> dict[str, Any]:
+    def _accept(self) -> Line | None:
+        """The next connection; None where the time is over."""
+        self._server.settimeout(max(0.01, self._ends - time.monotonic()))
+        with contextlib.suppress(TimeoutError):
+            return Line(self._server.accept()[0])
+        return None
+
+    def _store(self, port: int, listener: int | None = None) -> Any:
+        """The store whose port ``listener`` is, which closes it; without one that of the policy's first rank. A store that opens its port
+        itself listens to everybody who reaches this host."""
+        left = datetime.timedelta(seconds=self.left())
+        return dist.TCPStore(
+            self._ip, port, is_master=listener is not None, wait_for_workers=False, timeout=left, master_listen_fd=listener
+        )
+
+    def _accepted(self, verdict: dict[str, Any], members: Members) -> dict[str, Any]:
         if verdict["error"]:
+            self.close()
             raise RefitError(f"no group for weights at {self.address}: {verdict['error']}")
+        self.members = members
         return verdict
 
+    def lost(self) -> list[int]:
+        """Numbers of the members that are gone, as far as they have a connection with this one."""
+        return sorted(number for number, line in self._lines.items() if line.is_gone())
 
-def _listener(ip: str, port: int) -> int:
-    """A descriptor on this address alone; a store that opens its port itself listens to everybody who reaches this host.
+    def agree(self, refusal: str, seconds: float) -> dict[int, str]:
+        """Tell all ranks what each of them refused, by number; nothing of those that did not.
 
-    Raises:
-        OSError: the port is taken, or this host has no such address.
-    """
-    family, _, _, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address, family=family, backlog=_BACKLOG).detach()
+        Args:
+            refusal: this rank's; empty for none.
+            seconds: longest wait for the others.
 
-
-def _store(ip: str, port: int, seconds: float, listener: int | None = None) -> Any:
-    """The store whose port ``listener`` is, which closes it; without one that of somebody else."""
-    timeout = datetime.timedelta(seconds=seconds)
-    return dist.TCPStore(ip, port, is_master=listener is not None, wait_for_workers=False, timeout=timeout, master_listen_fd=listener)
-
-
-def _answering_store(ip: str, port: int, seconds: float) -> Any:
-    """The store that somebody else keeps.
-
-    Another program that has the port and says nothing would be waited for without an end: the store's own timeout counts until it is
-    connected. So a thread enters it, which is left to such a program.
-
-    Raises:
-        RuntimeError: nobody answers in time, or it is no store.
-    """
-    found: list[Any] = []
-
-    def enter() -> None:
+        Raises:
+            RefitError: a rank is gone, or says nothing; the policy names those that did not.
+        """
+        ends, absent = time.monotonic() + seconds, f"the policy at {self.address} or another engine"
         try:
-            found.append(_store(ip, port, seconds))
-        except (dist.DistError, RuntimeError) as error:
-            found.append(error)
+            if not self._keeps:
+                self._lines[0].say(refusal)
+                return {int(number): str(text) for number, text in self._lines[0].hear(seconds)}
+            said = {0: refusal}
+            while waiting := {line.descriptor: number for number, line in self._lines.items() if number not in said}:
+                absent = self.members.names(waiting.values())
+                # not select(), which takes no descriptor above 1,023
+                poll = select.poll()
+                for descriptor in waiting:
+                    poll.register(descriptor, select.POLLIN)
+                ready = poll.poll(max(0.0, ends - time.monotonic()) * 1000)
+                if not ready:
+                    raise TimeoutError(f"nothing came within {seconds:g} s")
+                for descriptor, _ in ready:
+                    absent = self.members.names([waiting[descriptor]])
+                    said[waiting[descriptor]] = self._lines[waiting[descriptor]].hear(_HELLO_SECONDS)
+            if lost := self.lost():
+                absent = self.members.names(lost)
+                raise ConnectionError("it went away")
+            refusals = {number: text for number, text in said.items() if text}
+            for number, line in self._lines.items():
+                absent = self.members.names([number])
+                line.say(list(refusals.items()))
+            return refusals
+        except (OSError, ValueError) as error:
+            raise RefitError(f"the refit ended without {absent}: {error}") from error
 
-    thread = threading.Thread(target=enter, name=f"store-of-{ip}:{port}", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not found:
-        raise RuntimeError(f"no store has answered within {seconds:g} s")
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+    def close(self) -> None:
+        """Let go of the connections and the store; with the first rank's it ends for all."""
+        for line in self._lines.values():
+            line.close()
+        self._lines = {}
+        self.store = None
+        if self._keeps:
+            self._server.close()
+
+
+def _proven(came: Any, nonce: str) -> tuple[dict[str, Any] | None, str]:
+    """A hello, None where it is not of this run; and what its verdict has to be proven by."""
+    try:
+        hello, challenge = str(came["hello"]), str(came["challenge"])
+        said: dict[str, Any] = json.loads(hello)
+        return (said if proves(came["proof"], "hello", nonce, challenge, hello) else None), challenge
+    except (ValueError, KeyError, TypeError):
+        return None, ""

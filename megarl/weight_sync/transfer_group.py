@@ -1,11 +1,10 @@
 """Process groups of the policy and all ranks of the engines apart from it, made by a handshake that either all pass or none.
 
-Every pipeline stage of the policy has one rank that sends, and a group of that rank and all engine ranks. A group of everybody says in
-the end of a refit whether all have all of it. A policy of one stage has one group for both.
+Every pipeline stage of the policy has one rank that sends, and a group of that rank and all engine ranks.
 
 On a GPU an operation is waited for on the host, by asking whether it is done: torch's own wait only orders streams, and an operation whose
 peer died would stand in the stream until the watchdog of torch's NCCL groups ends the whole process. These groups have no watchdog; a lost
-rank is missed by its connection (``liveness``), as on a CPU, and an operation that takes too long by the clock. Not run on a GPU yet. Not
+rank is missed by its connection (``rendezvous``), as on a CPU, and an operation that takes too long by the clock. Not run on a GPU yet. Not
 covered: a rank that dies while NCCL makes its first connections, within the first broadcast.
 """
 
@@ -22,7 +21,6 @@ import torch.distributed as dist
 
 from megarl import env
 from megarl.errors import RefitError
-from megarl.weight_sync.liveness import Liveness
 from megarl.weight_sync.manifest import ONE_STAGE, Stages
 from megarl.weight_sync.rendezvous import HANDSHAKE_SECONDS, Members, Rendezvous
 
@@ -78,7 +76,6 @@ class TransferGroup:
         self._collective = datetime.timedelta(seconds=collective_s)
         keeps = rank == 0 and stage == 0
         self._rendezvous = rendezvous or Rendezvous(ip, port, keeps=keeps, seconds=handshake_s)
-        self._address = self._rendezvous.address
         own = {"world_size": world_size, "manifest": digest, "device": device.type}
         if keeps:
             terms = {"buffer_bytes": buffer_bytes, "runs": stages.runs}
@@ -87,15 +84,12 @@ class TransferGroup:
             verdict = self._rendezvous.introduce(own, rank, stage, buffer_bytes)
         self.buffer_bytes = int(verdict["buffer_bytes"])
         self.stages = Stages(verdict["stages"], tuple((stage, count) for stage, count in verdict["runs"]))
-        self._members = Members(world_size, self.stages.count)
-        self._number = self._members.number(rank, stage)
         self._groups: dict[int, Any] = {}
-        self._everybody: Any = None
         self._started: list[dist.Work] = []
-        self._lifelines = Liveness({})
         try:
-            self._lifelines = self._lines(ip, port)
-            self._make()
+            for number in range(self.stages.count):
+                if number == stage or not self.sends:
+                    self._groups[number] = self._process_group(f"weights/{number}")
         except BaseException:
             # the others are not to wait for one that has given up
             self.close()
@@ -106,31 +100,7 @@ class TransferGroup:
         """Whether this is a sender."""
         return self.rank == 0
 
-    def _lines(self, ip: str, port: int) -> Liveness:
-        """To all ranks that this one may wait for."""
-        names = {self._members.number(0, stage): f"lifeline/{stage}" for stage in range(self.stages.count)}
-        store, left = self._rendezvous.store, self._rendezvous.left()
-        try:
-            if self.sends:
-                return Liveness.keep(store, names[self._number], ip, port, self.world_size - 1, left)
-            return Liveness.hold(store, names, self._number, left)
-        except (dist.DistError, RuntimeError, OSError) as error:
-            raise self._not_made(error) from error
-
-    def _not_made(self, error: Exception) -> RefitError:
-        return RefitError(f"no group for weights at {self._address}: a rank left while it was made ({error}); {NEW_GROUP}")
-
-    def _make(self) -> None:
-        """The groups, in the same order on all ranks."""
-        if self.stages.count == 1:
-            self._everybody = self._groups[0] = self._process_group("weights", self.rank, self.world_size)
-            return
-        self._everybody = self._process_group("everybody", self._number, self._members.count)
-        for stage in range(self.stages.count):
-            if stage == self.stage or not self.sends:
-                self._groups[stage] = self._process_group(f"weights/{stage}", self.rank, self.world_size)
-
-    def _process_group(self, name: str, rank: int, size: int) -> Any:
+    def _process_group(self, name: str) -> Any:
         """A group beside the default one, which engine and policy each have for themselves."""
         store = dist.PrefixStore(name, self._rendezvous.store)
         try:
@@ -140,10 +110,12 @@ class TransferGroup:
                 # read when a group is made: it gets no watchdog, which after an error has the whole process ended, by way of the monitor
                 # of the default group even where it is told to leave errors alone
                 with env.variables({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
-                    return dist.ProcessGroupNCCL(store, rank, size, options)
-            return dist.ProcessGroupGloo(store, rank, size, self._rendezvous.left())
+                    return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+            return dist.ProcessGroupGloo(store, self.rank, self.world_size, datetime.timedelta(seconds=self._rendezvous.left()))
         except (dist.DistError, RuntimeError) as error:
-            raise self._not_made(error) from error
+            raise RefitError(
+                f"no group for weights at {self._rendezvous.address}: a rank left while it was made ({error}); {NEW_GROUP}"
+            ) from error
 
     def broadcast(self, buffer: torch.Tensor, stage: int = 0) -> dist.Work:
         """Begin to send or receive a buffer of a stage.
@@ -155,23 +127,20 @@ class TransferGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._collective
-        return self._begun(self._groups[stage].broadcast([buffer], options))
-
-    def _begun(self, work: dist.Work) -> dist.Work:
+        work: dist.Work = self._groups[stage].broadcast([buffer], options)
         self._started = [*(started for started in self._started if not started.is_completed()), work]
         return work
 
-    def wait(self, works: list[dist.Work], longest: datetime.timedelta | None = None) -> None:
+    def wait(self, works: list[dist.Work]) -> None:
         """Until all of ``works`` are done; each leaves the list as it is, and all do when one fails.
 
         Args:
-            works: begun by this rank.
-            longest: time on a GPU for all of them together, that of a broadcast by default. On a CPU each has its own.
+            works: begun by this rank; on a GPU the longest time of one is for all of them together.
 
         Raises:
             RuntimeError: one failed or takes too long, or a rank is gone that may have a part in it.
         """
-        seconds = (longest or self._collective).total_seconds()
+        seconds = self._collective.total_seconds()
         ends = time.monotonic() + seconds
         # nowhere a name for a work: an error would keep it, and it the connections
         try:
@@ -181,9 +150,9 @@ class TransferGroup:
                     works[0].wait()
                     works.pop(0)
                     continue
-                lost = self._lifelines.lost()
+                lost = self._rendezvous.lost()
                 if lost:
-                    raise RuntimeError(f"{', '.join(map(self._members.name, lost))} went away")
+                    raise RuntimeError(f"{', '.join(map(self._rendezvous.members.name, lost))} went away")
                 if self._asks and time.monotonic() > ends:
                     raise RuntimeError(f"an operation was not done after {seconds:g} s")
         finally:
@@ -205,59 +174,39 @@ class TransferGroup:
         return True
 
     def _require_open(self) -> None:
-        if self._everybody is None:
-            raise RefitError(f"the group for weights at {self._address} is closed: {NEW_GROUP}")
+        if not self._groups:
+            raise RefitError(f"the group for weights at {self._rendezvous.address} is closed: {NEW_GROUP}")
 
-    def agree(self, round_: int, refusal: str, seconds: float) -> list[str]:
-        """Agree, at the end of a round, on the faults of the ranks that could not load its weights, the same on all ranks.
+    def agree(self, refusal: str, seconds: float) -> list[str]:
+        """Agree, at the end of a refit, on the faults of the ranks that could not load its weights, the same on all ranks.
 
         Args:
-            round_: of the weights.
             refusal: why this rank could not; empty where it could.
-            seconds: longest wait for the others.
+            seconds: longest wait for the others; a sender that is through waits for the stages behind it, too.
 
         Raises:
             RefitError: a rank is gone, or does not answer; the policy names those that did not.
         """
         self._require_open()
-        store, mine = self._rendezvous.store, f"loaded/{round_}/{self._number}"
-        refused = torch.zeros(self._members.count, dtype=torch.int64, device=self.device)
-        refused[self._number] = bool(refusal)
-        options = dist.AllreduceOptions()
-        # a sender that is through waits for the stages behind it, too
-        options.timeout = self._collective if self.sends and self.stages.count > 1 else datetime.timedelta(seconds=seconds)
+        longest = self._collective.total_seconds() if self.sends and self.stages.count > 1 else seconds
         try:
-            store.set(mine, refusal)
-            self.wait([self._begun(self._everybody.allreduce([refused], options))], options.timeout)
-            refusing = refused.nonzero().flatten().tolist()
-            if not refusal:
-                store.delete_key(mine)
-            return [f"{self._members.name(number)}: {store.get(f'loaded/{round_}/{number}').decode()}" for number in refusing]
-        except (dist.DistError, RuntimeError) as error:
-            raise RefitError(f"the refit ended without {self._absent(round_)}: {error}; {NEW_GROUP}") from error
-
-    def _absent(self, round_: int) -> str:
-        """Return the ranks that did not come to the end of a round, as far as that can be known."""
-        if self._number != 0:
-            return f"the policy at {self._address} or another engine"
-        store = self._rendezvous.store
-        here = [number for number in range(1, self._members.count) if store.check([f"loaded/{round_}/{number}"])]
-        return self._members.absent(here) or "an engine that had loaded its weights"
+            refusals = self._rendezvous.agree(refusal, longest)
+        except RefitError as error:
+            raise RefitError(f"{error}; {NEW_GROUP}") from error
+        return [f"{self._rendezvous.members.name(number)}: {text}" for number, text in sorted(refusals.items())]
 
     def close(self) -> None:
         """Leave. Ranks that wait for this one get an error at once, and not when their time is over."""
-        groups = list({id(group): group for group in (self._everybody, *self._groups.values()) if group is not None}.values())
+        groups = list(self._groups.values())
         for index in range(len(groups)):
             groups[index].abort()
-        self._lifelines.close()
+        self._rendezvous.close()
         if not all(_ends(work) for work in self._started):
             threading.Thread(target=_outlast, args=(self._started, list(groups)), name="weights-in-flight", daemon=True).start()
         # gloo closes its connections with its last reference; to abort does not
         groups.clear()
         self._groups.clear()
-        self._everybody = None
         self._started = []
-        self._rendezvous.leave()
 
 
 def _outlast(works: list[dist.Work], groups: list[Any]) -> None:

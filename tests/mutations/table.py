@@ -376,13 +376,13 @@ TABLE: Mapping[str, Row] = {
     ),
     "secrets: everybody may join a refit": Row(
         "megarl/weight_sync/rendezvous.py",
-        'if not proves(came["proof"], "hello", self._nonce, challenge, hello):',
-        "if False:",
+        '(said if proves(came["proof"], "hello", nonce, challenge, hello) else None), challenge',
+        "said, challenge",
         ("unit/test_run_secret.py",),
     ),
     "secrets: everybody may send a refit": Row(
         "megarl/weight_sync/rendezvous.py",
-        'not proves(self._said(f"proof/{number}"), "verdict", nonce, challenge, text)',
+        'not proves(said["proof"], "verdict", nonce, challenge, said["verdict"])',
         "False",
         ("unit/test_run_secret.py",),
     ),

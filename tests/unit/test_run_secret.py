@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,19 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl import env
-from megarl.distributed.rendezvous import Endpoint, _check_proofs, check_membership
+from megarl.distributed.rendezvous import Endpoint, _check_proofs, check_membership, listening_socket
 from megarl.distributed.run_secret import VARIABLE, drawn_secret, proof, proves
 from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import ClusterError, RefitError
 from megarl.weight_sync import rendezvous
-from megarl.weight_sync.rendezvous import Members, Rendezvous
+from megarl.weight_sync.rendezvous import Line, Members, Rendezvous
 from tests.tiers import sampled, slow
 from tests.unit.weight_processes import _FORKSERVER
 
 HOST, SECONDS = "127.0.0.1", 60.0
 OURS, THEIRS = "a" * 64, "b" * 64
 OWN = {"manifest": "same"}
-Keys = dict[str, str]
 
 
 def hmac_by_hand(key: bytes, message: bytes) -> str:
@@ -67,71 +68,96 @@ def join(port: int, secret: str, out: Connection) -> None:
         out.send(str(error))
 
 
-def meet(secret: str) -> tuple[str, str, Keys]:
-    """What the policy and an engine with ``secret`` make of one another, and what stood in the store."""
-    port = free_port(HOST)
+def meet(secret: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, list[Any]]:
+    """What the policy and an engine with ``secret`` make of one another, and what the policy heard and said on its connection."""
+    port, words = free_port(HOST), list[Any]()
+    hear, say = Line.hear, Line.say
+
+    def hearing(line: Line, seconds: float) -> Any:
+        words.append(hear(line, seconds))
+        return words[-1]
+
+    def saying(line: Line, message: Any) -> None:
+        words.append(message)
+        say(line, message)
+
     policy = Rendezvous(HOST, port, keeps=True, seconds=SECONDS)
     here, there = _FORKSERVER.Pipe()
     engine = _FORKSERVER.Process(target=join, args=(port, secret, there), daemon=True)
     engine.start()
     there.close()
     try:
-        policy.judge(OWN, Members(2, 1), {"buffer_bytes": 7})
+        with monkeypatch.context() as listening:
+            listening.setattr(Line, "hear", hearing)
+            listening.setattr(Line, "say", saying)
+            policy.judge(OWN, Members(2, 1), {"buffer_bytes": 7})
         said = "in"
     except RefitError as error:
         said = str(error)
     heard = here.recv()
-    keys = {key: policy.store.get(key).decode() for key in ("nonce", "hello/1", "verdict", "proof/1") if policy.store.check([key])}
     engine.join()
-    return said, heard, keys
+    policy.close()
+    return said, heard, words
 
 
 @slow
 def test_both_of_one_run_are_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, OURS)
-    policy, engine, keys = meet(OURS)
+    policy, engine, words = meet(OURS, monkeypatch)
     assert (policy, engine) == ("in", "in")
-    assert len(keys) == 4 and not any(OURS in value for value in keys.values()), "the secret itself is never sent"
+    assert len(words) == 3 and OURS not in json.dumps(words), "the secret itself is never sent"
 
 
 @sampled(1)
 @pytest.mark.parametrize(("ours", "theirs"), [(OURS, THEIRS), (OURS, ""), ("", THEIRS)])
 def test_an_engine_of_another_run_is_refused(ours: str, theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, ours)
-    policy, engine, keys = meet(theirs)
+    policy, engine, _ = meet(theirs, monkeypatch)
     assert "does not prove to belong to this run" in policy and "does not prove to belong to this run" in engine
-    assert "proof/1" not in keys
 
 
 def test_a_policy_of_another_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It lets everybody in, so as to send its own weights."""
     monkeypatch.setenv(VARIABLE, THEIRS)
     monkeypatch.setattr(rendezvous, "proves", lambda *arguments: True)
-    policy, engine, _ = meet(OURS)
+    policy, engine, _ = meet(OURS, monkeypatch)
     assert policy == "in" and "the policy does not prove that it belongs to this run" in engine
 
 
+def test_a_policy_that_repeats_what_another_one_said_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, OURS)
+    _, _, (asked, _, verdict) = meet(OURS, monkeypatch)
+    with listening_socket(HOST, 0) as server, ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(Rendezvous(HOST, server.getsockname()[1], keeps=False, seconds=SECONDS).introduce, OWN, 1, 0, 7)
+        line = Line(server.accept()[0])
+        line.say(asked)
+        line.hear(SECONDS)
+        line.say(verdict)
+        with pytest.raises(RefitError, match="the policy does not prove that it belongs to this run"):
+            joining.result()
+        line.close()
+
+
 @sampled(1)
-@pytest.mark.parametrize("change", ["replayed", "no proof", "no JSON", "other rank"])
+@pytest.mark.parametrize("change", ["replayed", "no proof", "other rank"])
 def test_who_has_listened_at_another_meeting_learned_nothing(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, OURS)
-    _, _, keys = meet(OURS)
-    said: dict[str, Any] = json.loads(keys["hello/1"])
+    _, _, (asked, said, _) = meet(OURS, monkeypatch)
     forged = {
-        "replayed": keys["hello/1"],
-        "no proof": json.dumps({"hello": said["hello"], "challenge": said["challenge"]}),
-        "no JSON": "[",
-        "other rank": json.dumps({**said, "hello": said["hello"].replace('"rank": 1', '"rank": 2')}),
+        "replayed": said,
+        "no proof": {"hello": said["hello"], "challenge": said["challenge"]},
+        "other rank": {**said, "hello": said["hello"].replace('"rank": 1', '"rank": 2')},
     }[change]
-    policy = Rendezvous(HOST, free_port(HOST), keeps=True, seconds=SECONDS)
     if change == "other rank":
-        # within the same meeting
-        policy._nonce = keys["nonce"]
-    policy.store.add("came", 1)
-    policy.store.set("hello/1", forged)
-    policy.store.set("heard/1", "")
+        # on the same connection
+        monkeypatch.setattr(rendezvous.secrets, "token_hex", lambda count: asked["nonce"])
+    port = free_port(HOST)
+    policy = Rendezvous(HOST, port, keeps=True, seconds=SECONDS)
+    line = Line(socket.create_connection((HOST, port)))
+    line.say(forged)
     with pytest.raises(RefitError, match="does not prove to belong to this run"):
         policy.judge(OWN, Members(3, 1), {"buffer_bytes": 7})
+    line.close()
 
 
 def test_a_rank_that_only_reads_the_store_cannot_join_a_group() -> None:

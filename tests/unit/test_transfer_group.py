@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import multiprocessing
 import os
 import signal
@@ -21,9 +20,8 @@ from megarl import env
 from megarl.distributed import run_secret
 from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import RefitError
-from megarl.weight_sync import transfer_group
-from megarl.weight_sync.liveness import Liveness
-from megarl.weight_sync.rendezvous import Members
+from megarl.weight_sync import rendezvous, transfer_group
+from megarl.weight_sync.rendezvous import Line, Members
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.tiers import sampled, slow
 
@@ -122,11 +120,11 @@ class Operation:
         return True
 
 
-def group_of_gpu(seconds: float, lifelines: Any = None) -> TransferGroup:
+def group_of_gpu(seconds: float, lost: tuple[int, ...] = ()) -> TransferGroup:
     """As far as it takes part in waiting."""
-    group = TransferGroup.__new__(TransferGroup)
+    group: Any = TransferGroup.__new__(TransferGroup)
     group._asks, group._collective = True, datetime.timedelta(seconds=seconds)
-    group._lifelines, group._members = lifelines or Liveness({}), Members(3, 1)
+    group._rendezvous = SimpleNamespace(lost=lambda: lost, members=Members(3, 1))
     return group
 
 
@@ -134,7 +132,7 @@ def test_operations_of_a_gpu_are_asked_whether_they_are_done_and_given_up_at_the
     operations = [Operation(done=3), Operation(done=1), Operation()]
     works: list[Any] = [*operations]
     with pytest.raises(RuntimeError, match=r"^an operation was not done after 0\.01 s$"):
-        group_of_gpu(LONG).wait(works, datetime.timedelta(seconds=0.01))
+        group_of_gpu(0.01).wait(works)
     assert works == [] and [one.waited for one in operations] == [1, 1, 0]
     assert [one.asked for one in operations[:2]] == [3, 1]
 
@@ -148,7 +146,7 @@ def test_an_operation_of_a_gpu_that_failed_says_why() -> None:
 def test_a_rank_that_is_gone_ends_the_wait_for_an_operation_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_group, "_LOOK", datetime.timedelta(seconds=0.01))
     with pytest.raises(RuntimeError, match=r"^rank 2 went away$"):
-        group_of_gpu(LONG, SimpleNamespace(lost=lambda: [2])).wait([Operation()])  # type: ignore[list-item]
+        group_of_gpu(LONG, (2,)).wait([Operation()])  # type: ignore[list-item]
 
 
 def test_a_group_of_gpus_has_no_watchdog_and_connections_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,9 +164,9 @@ def test_a_group_of_gpus_has_no_watchdog_and_connections_like_any_other(monkeypa
     with ThreadPoolExecutor(2) as pool:
         sender, engine = pool.map(lambda rank: join(port, rank, device=torch.device("cuda", 0)), (0, 1))
     assert seen == ["1", "1"]
-    assert sender._asks and engine._asks and (sender._lifelines.lost(), engine._lifelines.lost()) == ([], [])
+    assert sender._asks and engine._asks and (sender._rendezvous.lost(), engine._rendezvous.lost()) == ([], [])
     engine.close()
-    assert sender._lifelines.lost() == [1]
+    assert sender._rendezvous.lost() == [1]
     sender.close()
 
 
@@ -181,13 +179,13 @@ def test_who_has_all_bytes_misses_a_sender_that_broke_off_because_of_another() -
         sender, engine = pool.map(lambda rank: join(port, rank, world_size=3), (0, 2))
         (_, sent), (_, came) = begin(sender), begin(engine)
         engine.wait(came)
-        word = pool.submit(engine.agree, 1, "", LONG)
+        word = pool.submit(engine.agree, "", LONG)
         os.waitid(os.P_PID, other.pid, os.WSTOPPED)
         other.kill()
         with pytest.raises(RuntimeError, match=r"^rank 1 went away$"):
             sender.wait(sent)
         sender.close()
-        with pytest.raises(RefitError, match="rank 0 went away"):
+        with pytest.raises(RefitError, match=f"the refit ended without the policy at {HOST}:{port}"):
             word.result()
         engine.close()
 
@@ -217,61 +215,60 @@ def test_who_missed_another_can_end_though_an_operation_waits_for_an_hour() -> N
     assert survivor.exitcode == 0
 
 
+def connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server((HOST, 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        return ours, server.accept()[0]
+
+
 def test_a_connection_that_a_forked_process_has_too_ends_with_the_rank() -> None:
-    ours, theirs = socket.create_server((HOST, 0)), socket.socket()
-    theirs.connect(ours.getsockname())
-    accepted, _ = ours.accept()
-    left, right = Liveness({1: accepted}), Liveness({0: theirs})
-    with accepted.dup():
+    ours, theirs = connected()
+    left, right = Line(ours), Line(theirs)
+    assert not right.is_gone()
+    left.say("over")
+    with ours.dup():
         left.close()
-        assert right.lost() == [0]
+        assert right.hear(LONG) == "over" and right.is_gone()
+    right.close()
 
 
 def test_a_host_that_vanishes_is_asked_after() -> None:
-    ours, theirs = socket.create_server((HOST, 0)), socket.socket()
-    theirs.connect(ours.getsockname())
-    for line in (theirs, ours.accept()[0]):
-        Liveness({0: line})
-        assert line.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 60
+    for connection in connected():
+        line = Line(connection)
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 60
+        line.close()
 
 
 def test_another_program_at_the_door_is_no_member() -> None:
-    """One that says something else, and one that leaves; they come before the two that are waited for."""
-    store, left = dist.HashStore(), datetime.timedelta(seconds=20)
-    with ThreadPoolExecutor(1) as pool:
-        keeping = pool.submit(Liveness.keep, store, "door", HOST, 1, 2, left)
-        store.wait(["door"], left)
-        ip, port, _ = json.loads(store.get("door"))
+    """One that says something else, and one that leaves; they come before the rank that is waited for."""
+    port = free_port(HOST)
+    with ThreadPoolExecutor(2) as pool:
+        sending = pool.submit(join, port, 0)
         for words in (b"GET / HTTP/1.1\r\n\r\n and more", b""):
-            with socket.create_connection((ip, port)) as stranger:
+            with socket.socket() as stranger:
+                while stranger.connect_ex((HOST, port)):
+                    pass
                 stranger.sendall(words)
-        first, second = (Liveness.hold(store, {0: "door"}, number, left) for number in (1, 2))
-        kept = keeping.result()
-    assert (kept.lost(), first.lost(), second.lost()) == ([], [], [])
-    second.close()
-    assert (kept.lost(), first.lost()) == ([2], [])
-    kept.close()
-    assert first.lost() == [0]
+        engine = join(port, 1)
+        sender = sending.result()
+        (_, sent), (came, coming) = begin(sender), begin(engine)
+        for group, works in ((sender, sent), (engine, coming)):
+            pool.submit(group.wait, works).result()
+        assert came.all()
+    engine.close()
+    assert sender._rendezvous.lost() == [1]
+    sender.close()
 
 
-def test_who_does_not_come_is_not_waited_for_beyond_the_deadline() -> None:
-    with pytest.raises(OSError, match="timed out"):
-        Liveness.keep(dist.HashStore(), "door", HOST, 1, 1, datetime.timedelta(seconds=0.2))
-
-
-@slow
-def test_who_gives_up_is_missed_by_those_that_had_come() -> None:
-    store, left = dist.HashStore(), datetime.timedelta(seconds=20)
+def test_a_line_without_an_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_LONGEST_BYTES", 2**17)
+    ours, theirs = connected()
+    line = Line(theirs)
     with ThreadPoolExecutor(1) as pool:
-        keeping = pool.submit(Liveness.keep, store, "left early", HOST, 1, 2, datetime.timedelta(seconds=3))
-        alone = Liveness.hold(store, {0: "left early"}, 1, left)
-        # the error keeps all that it went by
-        gave_up = keeping.exception()
-        assert isinstance(gave_up, TimeoutError) and alone.lost() == [0]
-
-        keeping = pool.submit(Liveness.keep, store, "door", HOST, 1, 1, left)
-        store.set("nobody", json.dumps([HOST, free_port(HOST), ""]))
-        with pytest.raises(ConnectionRefusedError) as refused:
-            Liveness.hold(store, {0: "door", 1: "nobody"}, 1, left)
-        assert keeping.result().lost() == [1] and refused.value.__traceback__ is not None
+        saying = pool.submit(ours.sendall, b"x" * 2**24)
+        with pytest.raises(ConnectionError, match="the connection ended"):
+            line.hear(LONG)
+        line.close()
+        assert isinstance(saying.exception(), OSError)
+    ours.close()

@@ -193,17 +193,3 @@ def test_a_stage_killed_within_a_broadcast_ends_it_for_all(start: Start, killed:
     stages[killed] = start(Policy)
     connect_stages(stages, engines)
     assert broadcast(stages, engines, 4) == ["sent"] * 2 + [(4, expected(4))] * 2
-
-
-@slow
-def test_a_port_that_another_run_has_is_refused(start: Start) -> None:
-    policy, engine, second = start(Policy), start(Engine), start(Policy)
-    port = free_port(HOST)
-    policy.order("join", port, 2)
-    engine.order("join", port, 2, 1)
-    assert (policy.answer(), engine.answer()) == ("joined", "joined")
-    error = second.do("join", port, 2)
-    assert isinstance(error, RefitError) and "the port cannot be taken" in str(error)
-    stranger = start(Engine).do("join", port, 2, 1)
-    assert isinstance(stranger, RefitError) and "rank 1 came when all 2 ranks of the policy's group were there" in str(stranger)
-    assert broadcast(policy, [engine], 5) == ["sent", (5, expected(5))]
