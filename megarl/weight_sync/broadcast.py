@@ -22,66 +22,72 @@ from megarl.weight_sync.transfer_group import NEW_GROUP, TransferGroup
 BUFFERS = 2
 # in front of every group: int64 round, version, index of its first weight, checksum, whether there is one
 HEADER, WORDS = ALIGNMENT, 5
+CONFIRM_SECONDS = 120.0
+# the round of groups that hold nothing, because the policy failed before
+_GIVEN_UP = -1
+
+Load = Callable[[list[tuple[str, torch.Tensor]]], None]
 
 
-class Channel:
-    """Two transfer buffers for a lifetime, each with a header, and the groups of weights that go through them.
+class _Channel:
+    """One side of a group of ranks: two transfer buffers for a lifetime, each with a header, and the groups of weights that go through them.
 
     A sender has the groups of its own stage. An engine has all groups in the one order of sending, whichever stage they come from; each
-    stage has up to two of them ready, so that the next one comes at once.
+    stage has up to two of them ready, so that the next one comes at once. Who cannot have the buffers leaves the group of ranks, so that
+    nobody waits for it there.
 
     Args:
         group: the ranks.
         manifest: what is sent.
+
+    Raises:
+        RefitError: there is no memory for the buffers, or a weight is larger than one.
     """
 
     def __init__(self, group: TransferGroup, manifest: Manifest) -> None:
-        self._group = group
-        self.manifest = manifest
-        self.round = 0
-        # zeros, because what is between weights is sent as well, and is not to be what this process had there before
-        self._memory = [torch.zeros(HEADER + group.buffer_bytes, dtype=torch.uint8, device=group.device) for _ in range(BUFFERS)]
-        self._headers = [buffer[: 8 * WORDS].view(torch.int64) for buffer in self._memory]
-        self._bodies = [buffer[HEADER:] for buffer in self._memory]
+        self._group, self._manifest, self._round = group, manifest, 0
         self._works: dict[int, list[dist.Work]] = {}
-        every = group.stages.parts(manifest, group.buffer_bytes)
-        coming = [(stage, part) for stage, part in every if stage == group.stage or not group.sends]
-        self.parts: list[Group] = [part for _, part in coming]
-        self._stages = [stage for stage, _ in coming]
-        self._views: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        try:
+            size = HEADER + group.buffer_bytes
+            # zeros, because what is between weights is sent as well, and is not to be what this process had there before
+            self._memory = [torch.zeros(size, dtype=torch.uint8, device=group.device) for _ in range(BUFFERS)]
+            every = group.stages.parts(manifest, group.buffer_bytes)
+            # with the stages that send them
+            self.parts: list[tuple[int, Group]] = [part for part in every if part[0] == group.stage or not group.sends]
+        except Exception as error:
+            group.close()
+            if not is_out_of_memory(error):
+                raise
+            raise RefitError(
+                f"no memory for {BUFFERS} buffers of {size} bytes: {error}; leave it more, or set a smaller policy.refit_buffer_size_gb"
+            ) from error
 
-    def header(self, index: int) -> torch.Tensor:
+    def _header(self, index: int) -> torch.Tensor:
         """int64 [``WORDS``], in front of group ``index``."""
-        return self._headers[index % BUFFERS]
+        return self._memory[index % BUFFERS][: 8 * WORDS].view(torch.int64)
 
-    def content(self, index: int) -> torch.Tensor:
+    def _content(self, index: int) -> torch.Tensor:
         """uint8, where the weights of group ``index`` are packed, and where they are once they came."""
-        return self._bodies[index % BUFFERS][: self.parts[index].nbytes]
+        return self._memory[index % BUFFERS][HEADER : HEADER + self.parts[index][1].nbytes]
 
-    def named_views(self, index: int) -> list[tuple[str, torch.Tensor]]:
-        """Receiver: names and weights of group ``index``, the same tensors at every refit."""
-        if index not in self._views:
-            self._views[index] = self.parts[index].views(self.content(index))
-        return self._views[index]
+    def _start(self, index: int) -> None:
+        """Begin to send or receive group ``index``."""
+        stage, part = self.parts[index]
+        buffer = self._memory[index % BUFFERS][: HEADER + part.nbytes]
+        self._works.setdefault(index % BUFFERS, []).append(self._group.broadcast(buffer, stage))
 
-    def start(self, index: int) -> None:
-        """Begin to send or receive group ``index``.
+    def _wait(self, index: int) -> None:
+        """Until what the buffer of group ``index`` holds has gone out or come in."""
+        self._group.wait(self._works.get(index % BUFFERS, []))
 
-        Raises:
-            RefitError: the group of ranks is broken.
-        """
-        buffer = self._memory[index % BUFFERS][: HEADER + self.parts[index].nbytes]
-        with _getting_through():
-            self._works.setdefault(index % BUFFERS, []).append(self._group.broadcast(buffer, self._stages[index]))
-
-    def wait(self, index: int) -> None:
-        """Until what the buffer of group ``index`` holds has gone out or come in.
-
-        Raises:
-            RefitError: it has not.
-        """
-        with _getting_through():
-            self._group.wait(self._works.get(index % BUFFERS, []))
+    @contextlib.contextmanager
+    def _leaving_on_error(self) -> Iterator[None]:
+        """Nobody is to wait for one that does not go through all groups, as after an interruption."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Leave the group of ranks, so that nobody waits in it for this one."""
@@ -90,53 +96,7 @@ class Channel:
         self._group.close()
 
 
-@contextlib.contextmanager
-def _getting_through() -> Iterator[None]:
-    """Turn torch's errors of a broken group into errors of megarl."""
-    try:
-        yield
-    except RefitError:
-        raise
-    except RuntimeError as error:
-        raise RefitError(f"weights did not get through: {error}; {NEW_GROUP}") from error
-
-
-CONFIRM_SECONDS = 120.0
-# the round of groups that hold nothing, because the policy failed before
-_GIVEN_UP = -1
-
-Load = Callable[[list[tuple[str, torch.Tensor]]], None]
-
-
-def _channel_of(group: TransferGroup, manifest: Manifest) -> Channel:
-    """The buffers of one side; who cannot have them leaves the group, so that nobody waits for it there.
-
-    Raises:
-        RefitError: there is no memory for them, or a weight is larger than one.
-    """
-    try:
-        return Channel(group, manifest)
-    except Exception as error:
-        group.close()
-        if not is_out_of_memory(error):
-            raise
-        raise RefitError(
-            f"no memory for {BUFFERS} buffers of {HEADER + group.buffer_bytes} bytes: {error}; leave it more, or set a smaller "
-            "policy.refit_buffer_size_gb"
-        ) from error
-
-
-@contextlib.contextmanager
-def _leaving_on_error(channel: Channel) -> Iterator[None]:
-    """Nobody is to wait for one that does not go through all groups, as after an interruption."""
-    try:
-        yield
-    except BaseException:
-        channel.close()
-        raise
-
-
-class WeightBroadcaster:
+class WeightBroadcaster(_Channel):
     """The sending rank of a pipeline stage of the policy.
 
     Args:
@@ -146,8 +106,7 @@ class WeightBroadcaster:
     """
 
     def __init__(self, group: TransferGroup, manifest: Manifest, *, with_checksum: bool = False) -> None:
-        self._group = group
-        self._channel = _channel_of(group, manifest)
+        super().__init__(group, manifest)
         self._with_checksum = with_checksum
 
     def send(self, stream: WeightIterator, version: int) -> None:
@@ -160,19 +119,18 @@ class WeightBroadcaster:
         Raises:
             RefitError: an engine or another stage is gone, an engine could not load the weights, or they are not what the manifest says.
         """
-        channel = self._channel
-        channel.round += 1
+        self._round += 1
         packing: Exception | None = None
         sending: Exception | None = None
-        with _leaving_on_error(channel):
-            for index in range(len(channel.parts)):
-                sending = sending or _failure_of(channel.wait, index)
+        with self._leaving_on_error():
+            for index in range(len(self.parts)):
+                sending = sending or _failure_of(self._wait, index)
                 packing = packing or _failure_of(self._fill, index, stream, version)
                 if packing is not None:
-                    self._head(index, [_GIVEN_UP, version, channel.parts[index].first, 0, 0])
-                sending = sending or _failure_of(channel.start, index)
+                    self._head(index, [_GIVEN_UP, version, self.parts[index][1].first, 0, 0])
+                sending = sending or _failure_of(self._start, index)
             for slot in range(BUFFERS):
-                sending = sending or _failure_of(channel.wait, slot)
+                sending = sending or _failure_of(self._wait, slot)
             if packing is not None:
                 # whatever else fails there, the engines hear of the first failure
                 _failure_of(drain, stream)
@@ -183,30 +141,26 @@ class WeightBroadcaster:
                 except RefitError as error:
                     sending = error
         if sending is not None:
-            channel.close()
+            self.close()
         failure = packing or sending
         if failure is not None:
             raise failure
         if refusals:
             raise RefitError(f"the engines do not have the weights: {'; '.join(refusals)}")
 
-    def close(self) -> None:
-        """Leave the group of ranks."""
-        self._channel.close()
-
     def _fill(self, index: int, stream: WeightIterator, version: int) -> None:
-        channel = self._channel
-        pack(stream, channel.manifest, channel.parts[index], channel.content(index))
-        if index + 1 == len(channel.parts):
+        part, content = self.parts[index][1], self._content(index)
+        pack(stream, self._manifest, part, content)
+        if index + 1 == len(self.parts):
             expect_end(stream)
-        number = checksum(channel.content(index)) if self._with_checksum else 0
-        self._head(index, [channel.round, version, channel.parts[index].first, number, int(self._with_checksum)])
+        number = checksum(content) if self._with_checksum else 0
+        self._head(index, [self._round, version, part.first, number, int(self._with_checksum)])
 
     def _head(self, index: int, words: list[int]) -> None:
-        self._channel.header(index).copy_(torch.tensor(words))
+        self._header(index).copy_(torch.tensor(words))
 
 
-class WeightListener:
+class WeightListener(_Channel):
     """A rank of an engine.
 
     Args:
@@ -218,8 +172,8 @@ class WeightListener:
     """
 
     def __init__(self, group: TransferGroup, manifest: Manifest) -> None:
-        self._group = group
-        self._channel = _channel_of(group, manifest)
+        super().__init__(group, manifest)
+        self._views: dict[int, list[tuple[str, torch.Tensor]]] = {}
         self._coming = 0
         self.version: int | None = None
 
@@ -232,18 +186,17 @@ class WeightListener:
         Raises:
             RefitError: the policy is gone or in another refit, or the bytes are not those that were sent.
         """
-        channel = self._channel
         self.version = None
-        channel.round += 1
+        self._round += 1
         failure: Exception | None = None
-        with _leaving_on_error(channel):
-            for index in range(min(BUFFERS, len(channel.parts))):
-                channel.start(index)
-            for index in range(len(channel.parts)):
-                channel.wait(index)
+        with self._leaving_on_error():
+            for index in range(min(BUFFERS, len(self.parts))):
+                self._start(index)
+            for index in range(len(self.parts)):
+                self._wait(index)
                 failure = failure or _failure_of(self._take, index, load)
-                if index + BUFFERS < len(channel.parts):
-                    channel.start(index + BUFFERS)
+                if index + BUFFERS < len(self.parts):
+                    self._start(index + BUFFERS)
             refusals = self._group.agree(f"{type(failure).__name__}: {failure}" if failure else "", CONFIRM_SECONDS)
         if failure is not None:
             raise failure
@@ -255,27 +208,29 @@ class WeightListener:
     def close(self) -> None:
         """Leave the group of ranks; what was received counts no more."""
         self.version = None
-        self._channel.close()
+        super().close()
 
     def _take(self, index: int, load: Load) -> None:
-        channel = self._channel
         self._check(index)
-        load(channel.named_views(index))
+        if index not in self._views:
+            # the same tensors at every refit
+            self._views[index] = self.parts[index][1].views(self._content(index))
+        load(self._views[index])
 
     def _check(self, index: int) -> None:
         """That group ``index`` is that group of this refit, and that nothing happened to it."""
-        channel = self._channel
-        first_here, name = channel.parts[index].first, channel.parts[index].tensors[0].name
-        round_, version, first, number, checked = channel.header(index).tolist()
+        part = self.parts[index][1]
+        name = part.tensors[0].name
+        round_, version, first, number, checked = self._header(index).tolist()
         if round_ == _GIVEN_UP:
             raise RefitError("the policy gave the refit up: look at its own error, and refit anew")
-        if (round_, first) != (channel.round, first_here):
+        if (round_, first) != (self._round, part.first):
             raise RefitError(
-                f"weight {first} of refit {round_} came where weight {first_here} of refit {channel.round} was next: {NEW_GROUP}"
+                f"weight {first} of refit {round_} came where weight {part.first} of refit {self._round} was next: {NEW_GROUP}"
             )
         if index and version != self._coming:
             raise RefitError(f"version {version} of {name} came after version {self._coming} of other weights: refit all stages together")
-        if checked and checksum(channel.content(index)) != number:
+        if checked and checksum(self._content(index)) != number:
             raise RefitError(f"the weights from {name} on have another checksum than the policy's: refit anew")
         self._coming = int(version)
 

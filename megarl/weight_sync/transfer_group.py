@@ -127,7 +127,10 @@ class TransferGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._collective
-        work: dist.Work = self._groups[stage].broadcast([buffer], options)
+        try:
+            work: dist.Work = self._groups[stage].broadcast([buffer], options)
+        except RuntimeError as error:
+            raise _not_through(error) from error
         self._started = [*(started for started in self._started if not started.is_completed()), work]
         return work
 
@@ -138,7 +141,7 @@ class TransferGroup:
             works: begun by this rank; on a GPU the longest time of one is for all of them together.
 
         Raises:
-            RuntimeError: one failed or takes too long, or a rank is gone that may have a part in it.
+            RefitError: one failed or takes too long, or a rank is gone that may have a part in it.
         """
         seconds = self._collective.total_seconds()
         ends = time.monotonic() + seconds
@@ -155,6 +158,8 @@ class TransferGroup:
                     raise RuntimeError(f"{', '.join(map(self._rendezvous.members.name, lost))} went away")
                 if self._asks and time.monotonic() > ends:
                     raise RuntimeError(f"an operation was not done after {seconds:g} s")
+        except RuntimeError as error:
+            raise _not_through(error) from error
         finally:
             works.clear()
 
@@ -207,6 +212,10 @@ class TransferGroup:
         groups.clear()
         self._groups.clear()
         self._started = []
+
+
+def _not_through(error: Exception) -> RefitError:
+    return RefitError(f"weights did not get through: {error}; {NEW_GROUP}")
 
 
 def _outlast(works: list[dist.Work], groups: list[Any]) -> None:

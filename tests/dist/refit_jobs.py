@@ -244,8 +244,7 @@ def broadcasts(config: Mapping[str, Any], port: int) -> dict[str, Any]:
     with ThreadPoolExecutor(2) as pool:
         with counted_objects() as asked:
             listeners = _engines(worker, port, 2, pool)
-        channel = worker._broadcaster._channel if worker._broadcaster is not None else None
-        sends = [name for part in channel.parts for name in part.names] if channel is not None else []
+        sends = [name for _, part in getattr(worker._broadcaster, "parts", ()) for name in part.names]
         for step in range(3):
             received: list[dict[str, torch.Tensor]] = [{} for _ in listeners]
             receiving = [pool.submit(one.receive, _kept_in(kept)) for one, kept in zip(listeners, received, strict=True)]

@@ -128,7 +128,7 @@ def test_stages_pack_beside_one_another_and_an_engine_has_two_buffers_for_all() 
 
     assert ranks.refit([late(), stream(1, weights(1)), early()], [1, 1, 1]) == [None] * 3 + [1] * 2
     for one in (*ranks.senders, *ranks.listeners):
-        assert sum(buffer.numel() for buffer in one._channel._memory) == BUFFERS * (HEADER + BUDGET)
+        assert sum(buffer.numel() for buffer in one._memory) == BUFFERS * (HEADER + BUDGET)
 
 
 @pytest.mark.parametrize(("stage", "name"), [(0, "embed"), (1, "layer.1"), (2, "norm")])
