@@ -110,8 +110,8 @@ def _reload(model: Any, model_config: Any, stacks: Any, weights: Sequence[tuple[
 
     engine: Any = SharedMemoryEngine.__new__(SharedMemoryEngine)
     engine.model, engine.model_config, engine.device = model, model_config, torch.device("cpu")
-    engine._stacks, engine._reads, engine._wholes = stacks, {}, {}
-    engine._latest = engine._receiver = SimpleNamespace(version=0)
+    engine._stacks, engine._reads = stacks, {}
+    engine._receiver = SimpleNamespace(version=0, manifest=SimpleNamespace(slices={}))
     engine.start_weight_update()
     for first in range(0, len(weights), GROUP):
         engine.load(list(weights[first : first + GROUP]))

@@ -30,7 +30,7 @@ Load = Callable[[list[tuple[str, torch.Tensor]]], None]
 
 
 class _Channel:
-    """One side of a group of ranks: two transfer buffers for a lifetime, each with a header, and the groups of weights that go through them.
+    """One side of a group of ranks: two transfer buffers for a lifetime, each with a header, and the groups that go through them.
 
     A sender has the groups of its own stage. An engine has all groups in the one order of sending, whichever stage they come from; each
     stage has up to two of them ready, so that the next one comes at once. Who cannot have the buffers leaves the group of ranks, so that

@@ -14,7 +14,7 @@ import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from decimal import ROUND_UP, Decimal
 from functools import cached_property
 from itertools import accumulate, groupby, islice, zip_longest
@@ -75,11 +75,11 @@ class Manifest:
 
     Attributes:
         tensors: the weights; of one that travels as a slice, the shape of the slice.
-        slices: names that travel as slices, each with its slice and the shape of the whole weight, in the order of sending.
+        slices: of the names that travel as slices, in the order of sending, the slice and the shape of the whole weight.
     """
 
     tensors: tuple[TensorInfo, ...]
-    slices: tuple[tuple[str, Slice, tuple[int, ...]], ...] = ()
+    slices: Mapping[str, tuple[Slice, tuple[int, ...]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, stream: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
@@ -124,8 +124,8 @@ class Manifest:
             replace(tensor, shape=slices[tensor.name].shape_of(tensor.shape)) if tensor.name in slices else tensor
             for tensor in self.tensors
         ]
-        chosen = [(tensor.name, slices[tensor.name], tensor.shape) for tensor in self.tensors if tensor.name in slices]
-        return Manifest(tuple(tensors), tuple(chosen))
+        chosen = {tensor.name: (slices[tensor.name], tensor.shape) for tensor in self.tensors if tensor.name in slices}
+        return Manifest(tuple(tensors), chosen)
 
     def description(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """``{name: (shape, dtype)}`` in the order of sending, as the NeMo-RL policy API's ``prepare_refit_info`` gives it."""
@@ -137,7 +137,7 @@ class Manifest:
         listing = json.dumps([[tensor.name, tensor.shape, str(tensor.dtype)] for tensor in self.tensors])
         if self.slices:
             # the slices of two ranks may have the same shapes
-            listing += json.dumps([[name, where.plain(), whole] for name, where, whole in self.slices])
+            listing += json.dumps([[name, where.plain(), whole] for name, (where, whole) in self.slices.items()])
         return hashlib.sha256(listing.encode()).hexdigest()
 
     @cached_property

@@ -22,6 +22,7 @@ from megarl.weight_sync.ipc import SLOTS, IpcBuffer, host_identity
 from megarl.weight_sync.mailbox import Mailbox, MailboxReader, beside
 from megarl.weight_sync.manifest import GIB, LIST_BYTES, Manifest, WeightIterator, buffer_bytes, drain, expect_end, pack, too_large
 from megarl.weight_sync.plan import Group, checksum
+from megarl.weight_sync.slices import Slices
 
 # that the policy waits for an engine rank to read a group, in seconds
 POLICY_PATIENCE = 300.0
@@ -326,20 +327,28 @@ class WeightReceiver:
         device: where this rank of the engine computes; ``torch.device("cuda")`` is the current one.
 
     Attributes:
+        manifest: of the present refit.
         version: of the weights that are whole; None before the first refit and from the first group of one to its last.
     """
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
-        self.manifest = manifest
+        self.manifest = self._whole = manifest
+        self._manifests = {manifest.digest: manifest}
         self.version: int | None = None
         self._runtime = runtime_on(device)
         self._ipc_buffer: IpcBuffer | None = None
         self._handle: Mapping[str, Any] | None = None
         self._mailbox: MailboxReader | None = None
         self._mailbox_handle: Mapping[str, Any] | None = None
-        self._refit: tuple[MailboxReader, int] | None = None
+        self._refit: tuple[MailboxReader, int, str] | None = None
         self._next = 0
-        self._views: dict[tuple[int, int, int], list[tuple[str, torch.Tensor]]] = {}
+        self._views: dict[tuple[str, int, int, int], list[tuple[str, torch.Tensor]]] = {}
+
+    def take_slices(self, slices: Slices) -> None:
+        """Take refits that bring these weights as slices from now on, and no others; such of whole weights always."""
+        self.version, self.manifest = None, self._whole.sliced(slices) if slices else self._whole
+        self._manifests = {one.digest: one for one in (self._whole, self.manifest)}
+        self._views.clear()
 
     @contextlib.contextmanager
     def group(self, payload: Mapping[str, Any]) -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -398,13 +407,14 @@ class WeightReceiver:
         self.version = None
         index, first = payload["index"], payload["first"]
         try:
-            if payload["manifest"] != self.manifest.digest:
+            if payload["manifest"] not in self._manifests:
                 raise RefitError(
                     "the policy's weights have other names, shapes or dtypes than its refit info: call prepare_refit_info() anew"
                 )
+            here = mailbox, ticket, payload["manifest"]
             if first == 0:
-                self._refit, self._next = (mailbox, ticket), 0
-            if self._refit != (mailbox, ticket) or first != self._next:
+                self.manifest, self._refit, self._next = self._manifests[payload["manifest"]], here, 0
+            if self._refit != here or first != self._next:
                 expected = "the first group of a refit" if self._refit is None else f"weight {self._next} of refit {self._refit[1]}"
                 raise RefitError(f"weight {first} of refit {ticket} came where {expected} was next: start a new refit")
             mailbox.require(ticket, index)
@@ -413,7 +423,7 @@ class WeightReceiver:
             if payload["checksum"] is not None and checksum(buffer[: group.nbytes]) != payload["checksum"]:
                 raise RefitError(f"the weights from {group.names[0]} on have another checksum than the policy's: start a new refit")
             # made once: tens of thousands of new tensors cost a refit more in the garbage collector than in torch
-            key = (index % SLOTS, group.first, group.stop)
+            key = (payload["manifest"], index % SLOTS, group.first, group.stop)
             if key not in self._views:
                 self._views[key] = group.views(buffer)
             yield self._views[key]

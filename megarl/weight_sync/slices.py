@@ -159,15 +159,13 @@ class PartialWeight(torch.Tensor):
             if isinstance(args[0] if args else None, PartialWeight) and _changes_in_place(name):
                 raise RefitError(f"{name} would write into a weight of which a slice came: report the model, and take whole weights")
             given = [one for one in tree_flatten((args, options))[0] if isinstance(one, PartialWeight)]
-            if name in _WRITES:
-                return _written(func, args, options, given)
-            if len(given) == 1:
+            if len(given) == 1 and name not in _WRITES:
                 # of a call that wants values, the meta tensor may have none to give
                 with contextlib.suppress(NotImplementedError, RuntimeError):
                     seen = func(*_as_meta(args), **_as_meta(options))
                     if _lies_in(given[0], seen):
                         return tree_map(lambda one: _continued(one, given[0]._root) if isinstance(one, torch.Tensor) else one, seen)
-            return _computed(func, args, options, given)
+            return _read(func, args, options, given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,24 +285,17 @@ def _lies_in(weight: PartialWeight, found: Any) -> bool:
     return all(one.untyped_storage()._cdata == memory for one in tree_flatten(found)[0] if isinstance(one, torch.Tensor))
 
 
-def _written(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any], given: Sequence[PartialWeight]) -> Any:
-    """Copy values into another tensor; where there are none, note that they are read."""
+def _read(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any], given: Sequence[PartialWeight]) -> Any:
+    """What a call makes of values, or where it writes them. Where there are none, note that they are read: nothing is written, and what
+    would be made are tensors of which nobody notes what is read, because all that they are made of was."""
     if all(one._root.reads is None for one in given):
         return func(*_as_values(args), **_as_values(options))
     for one in given:
         one._root.note(one.as_subclass(torch.Tensor))
-    return args[0]
-
-
-def _computed(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any], given: Sequence[PartialWeight]) -> Any:
-    """What a call makes of values; where there are none, tensors of which nobody notes what is read: all that they are made of was."""
-    if all(one._root.reads is None for one in given):
-        return func(*_as_values(args), **_as_values(options))
-    for one in given:
-        one._root.note(one.as_subclass(torch.Tensor))
-    made = func(*_as_meta(args), **_as_meta(options))
+    if getattr(func, "__name__", "") in _WRITES:
+        return args[0]
 
     def unnoted(one: Any) -> Any:
-        return _continued(one, _Root(tuple(one.shape), given[0]._root.device, reads=Reads())) if isinstance(one, torch.Tensor) else one
+        return _begun(one.dtype, _Root(tuple(one.shape), given[0]._root.device, reads=Reads())) if isinstance(one, torch.Tensor) else one
 
-    return tree_map(unnoted, made)
+    return tree_map(unnoted, func(*_as_meta(args), **_as_meta(options)))

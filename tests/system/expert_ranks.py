@@ -50,13 +50,12 @@ def main(rank: int, ranks: int, divided: str, directory: Path) -> None:
     engine.model, engine.model_config, engine.device = model, config.model_config, torch.device("cpu")
     engine.parallel_config = SimpleNamespace(world_size=ranks)
     manifest = Manifest.of(iter(weights[0].items()))
-    engine._receiver, engine._wholes = WeightReceiver(manifest, engine.device), {}
+    engine._receiver = WeightReceiver(manifest, engine.device)
     engine.learn(manifest)
     slices = {name: Slice(*where) for name, where in engine.slices_read()[1].items()}
     refits = []
     for step, names in ((0, []), (1, list(slices)), (0, list(slices))):
         engine.take_slices(names)
-        engine._latest = engine._slices or engine._receiver
         sent = [(name, slices[name].of(tensor).contiguous() if name in names else tensor) for name, tensor in weights[step].items()]
         kept = 0
         with set_current_vllm_config(config), mock.patch.object(layerwise, "get_numel_loaded", wraps=layerwise.get_numel_loaded) as calls:
@@ -64,13 +63,12 @@ def main(rank: int, ranks: int, divided: str, directory: Path) -> None:
             for first in range(0, len(sent), GROUP):
                 engine.load(sent[first : first + GROUP])
                 kept = max(kept, kept_bytes(engine))
-            engine._latest.version = step
+            engine._receiver.version = step
             engine.finish_weight_update()
         refits.append({"step": step, "bits": bits(model), "calls": calls.call_count, "kept": kept})
     stacked = set(engine._stacks.names)
     others = [name for name in weights[0] if name not in stacked]
     engine.take_slices([])
-    engine._latest = engine._receiver
     with set_current_vllm_config(config), mock.patch.object(layerwise, "get_numel_loaded", wraps=layerwise.get_numel_loaded) as calls:
         engine.start_weight_update()
         engine.load([(name, weights[0][name]) for name in others])

@@ -189,7 +189,7 @@ def test_a_manifest_says_what_travels_as_slices() -> None:
     whole = Manifest.from_description({"a": ((4, 3), torch.float32), "b": ((6,), torch.bfloat16), "c": ((), torch.float32)})
     first, second = (whole.sliced({"a": Slice(0, start, 2)}) for start in (0, 2))
     assert [tensor.shape for tensor in first.tensors] == [(2, 3), (6,), ()]
-    assert first.slices == (("a", Slice(0, 0, 2), (4, 3)),)
+    assert first.slices == {"a": (Slice(0, 0, 2), (4, 3))}
     # of the same shapes, and yet not to be taken for one another
     assert first.description() == second.description() and len({first.digest, second.digest, whole.digest}) == 3
     assert whole.sliced({}).digest == whole.digest == Manifest(whole.tensors).digest

@@ -507,7 +507,7 @@ class EngineWorker(ABC):
         here = SlicesHere(manifest, beside, everybody.index((host_identity(), beside)) == dist.get_rank())
         self._sender.close()
         self._handing = self._new_sender(self.backend.export_slices, slices=here)
-        return [name for name, _, _ in manifest.slices]
+        return list(manifest.slices)
 
     def _engine_rank_beside(self, wanted: WantedSlices) -> int:
         """Return the rank of an engine that reads this rank's weights; -1 for none. On a CPU, where all of a host can, the one that would

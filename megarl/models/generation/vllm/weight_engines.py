@@ -289,8 +289,6 @@ class SharedMemoryEngine(_Reloading):
     """Engine on the policy's devices: weights lie in the policy's buffer. Those of a refit that goes by itself may come as slices."""
 
     _receiver: WeightReceiver | None = None
-    _slices: WeightReceiver | None = None
-    _latest: WeightReceiver | None = None
     _mailbox: MailboxReader | None = None
 
     def init_transfer_engine(self, init_info: Connection) -> None:
@@ -298,7 +296,6 @@ class SharedMemoryEngine(_Reloading):
         self.shutdown()
         self._receiver = WeightReceiver(self.manifest(init_info), self.device)
         self.learn(self._receiver.manifest)
-        self._wholes: dict[str, tuple[Slice, tuple[int, ...]]] = {}
 
     def slices_read(self) -> tuple[str, dict[str, list[int]]]:
         """Identity of this rank's device, and the slice that it reads of each weight of which it does not read all."""
@@ -307,25 +304,13 @@ class SharedMemoryEngine(_Reloading):
     def take_slices(self, names: list[str]) -> None:
         """From now on a refit that goes by itself brings these weights as the slices that this rank reads; by default none."""
         assert self._receiver is not None and self._reads is not None, "it was asked for them before"
-        self._end_slices()
-        if names:
-            shapes = {info.name: info.shape for info in self._tensors}
-            # of some weights other ranks alone read a slice
-            slices = {name: self._reads.get(name) or Slice.all_of(shapes[name]) for name in names}
-            self._slices = WeightReceiver(self._receiver.manifest.sliced(slices), self.device)
-            self._wholes = {name: (where, whole) for name, where, whole in self._slices.manifest.slices}
-
-    def _end_slices(self) -> None:
-        self._latest = None
-        self._wholes = {}
-        if self._slices is not None:
-            self._slices.close()
-            self._slices = None
+        shapes = {info.name: info.shape for info in self._tensors}
+        # of some weights other ranks alone read a slice
+        self._receiver.take_slices({name: self._reads.get(name) or Slice.all_of(shapes[name]) for name in names})
 
     def _part_of(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Slice | None, Sequence[int]]:
-        if self._latest is None or self._latest is self._receiver or name not in self._wholes:
-            return super()._part_of(name, tensor)
-        return tensor, *self._wholes[name]
+        came = self._receiver.manifest.slices.get(name) if self._receiver is not None else None
+        return super()._part_of(name, tensor) if came is None else (tensor, *came)
 
     def meet(self, mailboxes: dict[str, Any], session: int) -> None:
         """Find the mailbox of the policy's rank on this device; see ``RolloutEngine.meet``."""
@@ -341,21 +326,18 @@ class SharedMemoryEngine(_Reloading):
     def receive_weights(self, update_info: Transfer) -> None:
         """Load all groups of a refit, or one whose handles came."""
         assert self._receiver is not None, "vLLM initialises an engine before it uses it"
-        self._latest = self._receiver
         if update_info.ticket is not None:
             assert self._mailbox is not None, "the driver has engine and policy meet before a refit"
-            self._latest = self._slices or self._receiver
-            self._latest.receive(self._mailbox, update_info.ticket, self.load)
+            self._receiver.receive(self._mailbox, update_info.ticket, self.load)
             return
         with self._receiver.group(payload_for(update_info.handles or {}, runtime_on(self.device).identity())) as weights:
             self.load(weights)
 
     def version(self) -> int | None:
-        return self._latest.version if self._latest is not None else None
+        return self._receiver.version if self._receiver is not None else None
 
     def shutdown(self) -> None:
         self._leave()
-        self._end_slices()
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
