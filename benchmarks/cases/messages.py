@@ -47,6 +47,7 @@ _DEVICE = {
     "event_sync_required": True,
 }
 _MEMORY = {"host": f"{'0' * 36}/pid:[4026531836]", "process": 1234567, "descriptor": 123, "nbytes": 4096, "token": "0" * 32}
+_MAILBOX = {"host": _MEMORY["host"], "process": 1234567, "on_gpu": True, "engine_rank": None, "name": "0" * 5, "token": "0" * 32}
 
 
 VOCABULARY_MULTIPLE = 64
@@ -321,15 +322,14 @@ class Workers:
 
 def payload(manifest: Manifest, first: int, count: int) -> dict[str, Any]:
     """What is said in a mailbox of a group of weights in device memory."""
-    buffer = {"memory": None, "slot_bytes": 2**29, "device": _DEVICE}
+    buffer = {"memory": _MEMORY, "slot_bytes": 2**29, "device": _DEVICE}
     places = {"version": VERSION, "index": 1, "first": first, "count": count, "checksum": None}
     return {"buffer": buffer, "manifest": manifest.digest, **places}
 
 
 def carried(manifest: Manifest, first: int, count: int) -> dict[str, Any]:
     """What is said of such a group where the driver carries it."""
-    mailbox = {"memory": _MEMORY, "on_gpu": True, "engine_rank": None}
-    return {**payload(manifest, first, count), "round": VERSION, "mailbox": mailbox}
+    return {**payload(manifest, first, count), "round": VERSION, "mailbox": _MAILBOX}
 
 
 def room(manifest: Manifest) -> int:
@@ -364,7 +364,7 @@ def driver_of(
         ranks,
         {
             "prepare_refit_info": lambda rank, first_rank_only=False: manifest.description() if not (first_rank_only and rank) else {},
-            "mailbox": lambda rank: {device(rank): {"memory": _MEMORY, "on_gpu": True}},
+            "mailbox": lambda rank: {device(rank): _MAILBOX},
             "send_slices": lambda rank, wanted, first_rank_only: _sent(rank, [] if wanted is None else list(slices[0])),
             "begin_refit": lambda rank: room(manifest),
             "get_part_ipc_handles": lambda rank, first, count: {device(rank): carried(manifest, first, count)},

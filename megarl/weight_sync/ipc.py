@@ -12,13 +12,11 @@ nothing that comes from the policy is unpickled.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import inspect
 import mmap
 import os
 import secrets
-import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -112,24 +110,6 @@ class SharedBlock:
             raise RefitError(f"{path} is not the policy's shared memory any more: start a new refit")
         return block
 
-    @property
-    def closed(self) -> bool:
-        """Whether it was let go of."""
-        return self._descriptor < 0
-
-    def lock(self, number: int) -> bool:
-        """Take lock ``number``, unless another opening of the block has it. The kernel frees it with this one, however its process ends."""
-        try:
-            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK, number))
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
-
-    def is_locked(self, number: int) -> bool:
-        """Whether another opening of the block has lock ``number``."""
-        found = fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, number))
-        return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
-
     def close(self) -> None:
         """Let go of it; tensors that look into it keep their pages."""
         if self._descriptor >= 0:
@@ -137,21 +117,18 @@ class SharedBlock:
             self._descriptor = -1
 
 
-def _flock(kind: int, number: int) -> bytes:
-    """``struct flock`` of one byte (fcntl(2)): type, whence, start, length, and a process, which has to be 0 for these locks."""
-    return struct.pack("hhqqi4x", kind, os.SEEK_SET, number, 1, 0)
-
-
 class IpcBuffer:
-    """The two slots.
+    """The two slots, and a page in front of them that says what they hold; on a GPU that page alone is in memory of the host.
 
     Attributes:
         slot_bytes: of one slot.
+        marks: int64 [``SLOTS``, 3], session, refit and number of the group that each slot holds; -1 while it is written.
     """
 
-    def __init__(self, slot_bytes: int, block: SharedBlock | None, data: torch.Tensor, device_handle: dict[str, Any] | None) -> None:
-        self.slot_bytes = slot_bytes
-        self._block, self._data, self._device_handle = block, data, device_handle
+    def __init__(self, slot_bytes: int, block: SharedBlock, data: torch.Tensor | None, device_handle: dict[str, Any] | None) -> None:
+        self.slot_bytes, self._block, self._device_handle = slot_bytes, block, device_handle
+        self.marks = block.bytes[: SLOTS * 24].view(torch.int64).view(SLOTS, 3)
+        self._data = block.bytes[PAGE:] if data is None else data
 
     @classmethod
     def create(cls, slot_bytes: int, device: torch.device) -> IpcBuffer:
@@ -166,15 +143,14 @@ class IpcBuffer:
         """
         slot_bytes = -(-slot_bytes // PAGE) * PAGE
         if device.type != "cuda":
-            block = SharedBlock.create(SLOTS * slot_bytes)
-            return cls(slot_bytes, block, block.bytes, None)
+            return cls(slot_bytes, SharedBlock.create(PAGE + SLOTS * slot_bytes), None, None)
         try:
             data = _device_buffer(SLOTS * slot_bytes, device)
         except torch.OutOfMemoryError as error:
             raise RefitError(
                 f"no {SLOTS * slot_bytes / 2**30:.3g} GiB on {device} for weights on their way: set a smaller policy.refit_buffer_size_gb"
             ) from error
-        return cls(slot_bytes, None, data, _device_handle(data))
+        return cls(slot_bytes, SharedBlock.create(PAGE), data, _device_handle(data))
 
     @classmethod
     def attach(cls, handle: Mapping[str, Any], device: torch.device) -> IpcBuffer:
@@ -183,18 +159,12 @@ class IpcBuffer:
         Raises:
             RefitError: it is gone, or its handle is not megarl's.
         """
-        if handle["device"] is not None:
-            return cls(handle["slot_bytes"], None, _device_memory(handle["device"], device), None)
-        block = SharedBlock.attach(handle["memory"])
-        return cls(handle["slot_bytes"], block, block.bytes, None)
+        data = None if handle["device"] is None else _device_memory(handle["device"], device)
+        return cls(handle["slot_bytes"], SharedBlock.attach(handle["memory"]), data, None)
 
     def handle(self) -> dict[str, Any]:
         """Handle, of plain types, by which another process opens it; the same one every time."""
-        return {
-            "memory": self._block.handle() if self._block is not None else None,
-            "slot_bytes": self.slot_bytes,
-            "device": self._device_handle,
-        }
+        return {"memory": self._block.handle(), "slot_bytes": self.slot_bytes, "device": self._device_handle}
 
     def slot(self, number: int) -> torch.Tensor:
         """uint8 [slot_bytes]."""
@@ -202,8 +172,7 @@ class IpcBuffer:
 
     def close(self) -> None:
         """Let go of it. The others keep what they have until they let go too."""
-        if self._block is not None:
-            self._block.close()
+        self._block.close()
 
 
 # what travels of torch's handle, and as what; the rest is the same for every buffer

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megarl.distributed.line import Line
 from megarl.distributed.rendezvous import listening_socket
 from megarl.distributed.run_secret import proof, proves
 from megarl.errors import RefitError
@@ -32,67 +33,6 @@ HEARD_SECONDS = 5.0
 _HELLO_SECONDS = 5.0
 _OTHER_RUN = "start both sides from one driver, which gives them its secret (MEGARL_RUN_SECRET)"
 _PROTOCOL = 6
-_LONGEST_BYTES = 2**24
-# a host that vanished without a word is missed after about half a minute; so often a connection shows a firewall that it is used
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
-
-
-class Line:
-    """A connection on which a message is a line of JSON."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket, self._heard = connection, b""
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE.items():
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-    @property
-    def descriptor(self) -> int:
-        """Of the connection, to wait for it."""
-        return self._socket.fileno()
-
-    def say(self, message: Any) -> None:
-        """Send a message.
-
-        Raises:
-            OSError: the connection has ended.
-        """
-        self._socket.settimeout(_HELLO_SECONDS)
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def hear(self, seconds: float) -> Any:
-        """Wait for a message.
-
-        Raises:
-            OSError: none came in time, or the connection has ended.
-            ValueError: it is no JSON.
-        """
-        ends = time.monotonic() + seconds
-        while b"\n" not in self._heard:
-            self._socket.settimeout(max(0.01, ends - time.monotonic()))
-            more = self._socket.recv(2**16)
-            if not more or len(self._heard) > _LONGEST_BYTES:
-                raise ConnectionError("the connection ended")
-            self._heard += more
-        message, _, self._heard = self._heard.partition(b"\n")
-        return json.loads(message)
-
-    def is_gone(self) -> bool:
-        """Whether the process on the other side has ended or left."""
-        self._socket.settimeout(0)
-        try:
-            return not self._socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    def close(self) -> None:
-        """Tell the other side that this one is gone."""
-        # to close it says nothing while a forked process has it too
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
 
 
 @dataclass(frozen=True, slots=True)

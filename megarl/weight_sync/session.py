@@ -195,13 +195,12 @@ class WeightSender:
         return {device: {**payload, "round": self._round, "mailbox": handle} for device, handle in handles.items() if payload is not None}
 
     def _lay(self, box: Mailbox | None, group: Group, patience: float) -> dict[str, Any] | None:
-        """Gather a group into its slot and post it; its payload, None on a rank whose weights nobody reads."""
+        """Gather a group into its slot; its payload, None on a rank whose weights nobody reads."""
         assert self._open is not None
         index, buffer, failure = self._groups_sent, None, None
         try:
             if box is not None:
                 box.wait_until_read(index + 1 - SLOTS, patience)
-                box.take(index)
                 buffer = self._claim(index % SLOTS, group)
         except RefitError as error:
             # the other ranks gather this group all the same
@@ -214,10 +213,11 @@ class WeightSender:
         if self._next == len(self.manifest.tensors):
             stream, self._open = self._open, None
             expect_end(stream)
-        if box is None or buffer is None or self._ipc_buffer is None:
+        if box is None or buffer is None or self._ipc_buffer is None or box.refit is None:
             return None
         self._runtime.synchronize()
-        payload = {
+        self._ipc_buffer.marks[index % SLOTS] = torch.tensor([*box.refit, index])
+        return {
             "buffer": self._ipc_buffer.handle(),
             "manifest": self.manifest.digest,
             "version": self._version,
@@ -226,8 +226,6 @@ class WeightSender:
             "count": group.count,
             "checksum": checksum(buffer[: group.nbytes]) if self._with_checksum else None,
         }
-        box.post(index, payload)
-        return payload
 
     def mailbox(self) -> dict[str, Any]:
         """``{device: handle}`` of this rank's mailbox, made once; empty on a rank that publishes nothing. The first call is collective."""
@@ -257,8 +255,10 @@ class WeightSender:
         assert stream is not None
         try:
             box = self._opened_mailbox(session, ticket)
-            for group in self.manifest.groups(self.slot_bytes() if most is None else most):
-                self._lay(box, group, patience)
+            for index, group in enumerate(self.manifest.groups(self.slot_bytes() if most is None else most)):
+                payload = self._lay(box, group, patience)
+                if box is not None and payload is not None:
+                    box.post(index, payload)
             if box is not None:
                 box.wait_until_read(self._groups_sent, patience)
         except BaseException as error:
@@ -276,10 +276,8 @@ class WeightSender:
         if box is None:
             return None
         box.open(session, ticket)
-        if box.has_readers(session):
+        if box.has_readers():
             return box
-        # for a rank that comes later, which would wait for groups that nobody posts
-        box.give_up(session, ticket, "no rank of the engines read here when it began")
         return None
 
     def refuse(self, session: int, ticket: int, error: BaseException) -> None:
@@ -296,6 +294,7 @@ class WeightSender:
             size = max(group.nbytes, self.slot_bytes() if self._ipc_buffer is None else 0)
             self._let_go()
             self._ipc_buffer = IpcBuffer.create(size, self._runtime.device)
+        self._ipc_buffer.marks[slot] = -1
         return self._ipc_buffer.slot(slot)
 
     def give_up(self) -> None:
@@ -417,9 +416,10 @@ class WeightReceiver:
             if self._refit != here or first != self._next:
                 expected = "the first group of a refit" if self._refit is None else f"weight {self._next} of refit {self._refit[1]}"
                 raise RefitError(f"weight {first} of refit {ticket} came where {expected} was next: start a new refit")
-            mailbox.require(ticket, index)
             group = self.manifest.group(first, payload["count"])
-            buffer = self._buffer(payload["buffer"]).slot(index % SLOTS)
+            ipc_buffer, mark = self._buffer(payload["buffer"]), [mailbox.session, ticket, index]
+            _require(ipc_buffer, mark)
+            buffer = ipc_buffer.slot(index % SLOTS)
             if payload["checksum"] is not None and checksum(buffer[: group.nbytes]) != payload["checksum"]:
                 raise RefitError(f"the weights from {group.names[0]} on have another checksum than the policy's: start a new refit")
             # made once: tens of thousands of new tensors cost a refit more in the garbage collector than in torch
@@ -429,11 +429,11 @@ class WeightReceiver:
             yield self._views[key]
             # the policy writes the slot anew once it is acknowledged, and a copy that is only queued would read that
             self._runtime.synchronize()
-            mailbox.require(ticket, index)
+            _require(ipc_buffer, mark)
         except BaseException:
             self._refit = None
             raise
-        mailbox.has_read(index + 1)
+        mailbox.has_read(ticket, index + 1)
         self._next = group.stop
         if self._next == len(self.manifest.tensors):
             self._refit = None
@@ -462,6 +462,19 @@ class WeightReceiver:
         self.version = self._refit = None
         self._let_go()
         self._leave()
+
+
+def _require(ipc_buffer: IpcBuffer, mark: list[int]) -> None:
+    """Check that a slot still holds the group of a mark.
+
+    Raises:
+        RefitError: it does not.
+    """
+    if ipc_buffer.marks[mark[-1] % SLOTS].tolist() != mark:
+        raise RefitError(
+            "the buffer does not hold the group of the handle any more: an old handle was used again, or the refit was given up; "
+            "start a new refit"
+        )
 
 
 def payload_for(handles: Mapping[str, Mapping[str, Any]], device: str) -> Mapping[str, Any]:

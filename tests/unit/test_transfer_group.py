@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 from megarl import env
+from megarl.distributed import line as lines
 from megarl.distributed import run_secret
+from megarl.distributed.line import Line
 from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import RefitError
-from megarl.weight_sync import rendezvous, transfer_group
-from megarl.weight_sync.rendezvous import Line, Members
+from megarl.weight_sync import transfer_group
+from megarl.weight_sync.rendezvous import Members
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.tiers import sampled, slow
 
@@ -262,7 +264,7 @@ def test_another_program_at_the_door_is_no_member() -> None:
 
 
 def test_a_line_without_an_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_LONGEST_BYTES", 2**17)
+    monkeypatch.setattr(lines, "_LONGEST_BYTES", 2**17)
     ours, theirs = connected()
     line = Line(theirs)
     with ThreadPoolExecutor(1) as pool:

@@ -85,7 +85,7 @@ def test_a_copy_that_fails_on_the_device_is_no_acknowledgement(devices: Devices,
 
     with pytest.raises(RuntimeError, match="illegal"), receiver.group(next(sent(sender, 0))):
         devices.queued.append(fail)
-    assert receiver._mailbox is not None and receiver._mailbox._line[3] == 0
+    assert sender._mailbox is not None and sender._mailbox._look(0.0) is None and [one.read for one in sender._mailbox._everybody] == [0]
     receiver.close()
 
 

@@ -92,7 +92,7 @@ def test_a_policy_killed_within_a_refit_leaves_nothing_served_and_a_new_one_take
     # what was published is whole, and stays with who has the memory open; who has not finds it gone
     assert engine.do("read", next_handle) is None
     error = late.do("read", handle)
-    assert isinstance(error, RefitError) and "the policy's shared memory is gone" in str(error)
+    assert isinstance(error, RefitError) and "and its memory are gone" in str(error)
     assert engine.do("served") is late.do("served") is None
     new = start(Policy)
     assert refit(new, [engine, late], 3) == [(3, expected(3))] * 2

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import resource
-import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -31,7 +29,6 @@ from tests.memory_limit import no_more_memory_than
 from tests.open_files import open_files
 
 CPU = torch.device("cpu")
-SPAWN = multiprocessing.get_context("spawn")
 
 
 def weights(step: int = 0) -> dict[str, torch.Tensor]:
@@ -146,49 +143,17 @@ def test_a_version_counts_only_when_all_of_it_arrived(sender: WeightSender, rece
 # readers that die, are slow, or come back
 
 
-def _read_until_killed(description: Any, connection: Any) -> None:
-    receiver = WeightReceiver(Manifest.from_description(description), CPU)
-    while True:
-        payload = connection.recv()
-        with receiver.group(payload) as tensors:
-            total = sum(float(tensor.to(torch.float64).sum()) for _, tensor in tensors)
-            connection.send(("inside", total))
-            connection.recv()
-        connection.send(("acknowledged", receiver.version))
-
-
-@pytest.fixture
-def other(sender: WeightSender) -> Iterator[tuple[Any, Any]]:
-    here, there = SPAWN.Pipe()
-    process = SPAWN.Process(target=_read_until_killed, args=(sender.manifest.description(), there), daemon=True)
-    process.start()
-    yield process, here
-    process.kill()
-    process.join()
-
-
-def test_another_process_reads_the_same_memory_and_may_be_killed(sender: WeightSender, model: Model, other: tuple[Any, Any]) -> None:
-    process, connection = other
-    names = [[name] for name in model.state]
+def test_a_slot_is_not_written_again_before_all_readers_have_acknowledged_it(sender: WeightSender, receiver: WeightReceiver) -> None:
+    names = [[name] for name in weights()]
     sender.begin(1)
-    connection.send(payload_for(sender.send(names[0]), "CPU-x"))
-    assert connection.recv() == ("inside", pytest.approx(float(model.state["embed"].double().sum()), abs=1e-6))
-    sender.send(names[1])
-    with pytest.raises(RefitError, match=rf"group 0 of the weights was not read by process {process.pid}"):
-        sender.send(names[2])
+    with receiver.group(payload_for(sender.send(names[0]), "CPU-x")):
+        sender.send(names[1])
+        with pytest.raises(RefitError, match=rf"group 0 of the weights was not read by process {os.getpid()}"):
+            sender.send(names[2])
     with pytest.raises(StateError, match=r"prepare_weights_for_ipc\(\) first"):
         sender.send(names[2])
-    sender.begin(1)
-    connection.send(None)
-    sender.send(names[0])
-    os.kill(process.pid, signal.SIGKILL)
-    # it ended, and stands in the table of processes until its parent asks
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    for name in names[1:]:
-        sender.send(name)
-    receiver = WeightReceiver(sender.manifest, CPU)
-    assert_same(transfer(sender, receiver, 2), model.state)
-    receiver.close()
+    assert receiver.version is None
+    assert_same(transfer(sender, receiver, 2), weights())
 
 
 def test_no_file_and_no_page_is_left_when_both_sides_are_gone() -> None:
@@ -211,7 +176,9 @@ def named_memory() -> list[str]:
 
 
 def test_a_hundred_refits_take_no_more_memory_or_files_than_one(sender: WeightSender, receiver: WeightReceiver) -> None:
-    transfer(sender, receiver, 0)
+    for version in range(2):
+        # at the second one the sender takes in the receiver
+        transfer(sender, receiver, version)
     descriptors, views = open_files(), len(receiver._views)
     for version in range(100):
         transfer(sender, receiver, version)
@@ -233,7 +200,7 @@ def test_an_old_handle_is_refused(sender: WeightSender, receiver: WeightReceiver
 
 def test_a_buffer_written_while_it_was_read_is_found_out(sender: WeightSender, receiver: WeightReceiver) -> None:
     payload = next(payloads(sender, 0))
-    with pytest.raises(RefitError, match="the policy gave the refit up"), receiver.group(payload):
+    with pytest.raises(RefitError, match="or the refit was given up"), receiver.group(payload):
         list(payloads(sender, 1))
     assert receiver.version is None
 
@@ -361,7 +328,9 @@ def test_an_engine_without_room_for_the_buffer_says_so_and_leaves_nothing() -> N
     before = open_files()
     with (
         no_more_memory_than(2**24, [os.getpid()], resource.RLIMIT_AS),
-        pytest.raises(RefitError, match=f"no room for {2**28} bytes of the policy's shared memory in this process: .*Cannot allocate"),
+        pytest.raises(
+            RefitError, match=f"no room for {2**28 + 4096} bytes of the policy's shared memory in this process: .*Cannot allocate"
+        ),
     ):
         IpcBuffer.attach(handle, CPU)
     assert not open_files() - before
