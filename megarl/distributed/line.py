@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
 import time
+from collections.abc import Iterable
 from typing import Any
 
 _SAY_SECONDS = 5.0
 _LONGEST_BYTES = 2**24
 # a host that vanished without a word is missed after about half a minute; so often a connection shows a firewall that it is used
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+
+
+def can_be_read(descriptors: Iterable[int], seconds: float) -> bool:
+    """Whether something comes on one of them, also its end, within so many seconds."""
+    # not select(), which takes no descriptor above 1,023
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * max(seconds, 0.0)))
 
 
 class Line:

@@ -84,14 +84,12 @@ def plan_sharded_data(
     if both:
         raise ConfigError(f"axes {both} are in in_sharded_axes and in replicate_on_axes: at most one is possible. Fix: drop one")
     _check_distinct(common_kwargs, nested)
-    for name, value in nested.items():
-        _check_nesting(name, value, known, in_sharded_axes)
     free_axes = [axis for axis in known.names if axis not in in_sharded_axes and axis not in replicate_on_axes]
     calls: list[WorkerCall] = []
     for worker in range(known.size):
         coordinates = known.get_worker_coords(worker)
         if all(coordinates[axis] == 0 for axis in free_axes):
-            shard = {name: _select(value, [coordinates[axis] for axis in in_sharded_axes]) for name, value in nested.items()}
+            shard = {name: _shard(name, value, known, in_sharded_axes, coordinates) for name, value in nested.items()}
             returns = all(coordinates[axis] == 0 for axis in output_is_replicated)
             calls.append(WorkerCall(worker, {**shard, **common_kwargs}, returns))
         elif dummy_calls_on_free_axes:
@@ -117,13 +115,11 @@ def _check_distinct(common_kwargs: Mapping[str, Any], own: Mapping[str, Any]) ->
         raise BatchError(f"arguments {both} are given in common_kwargs and as data: one is possible. Fix: drop one")
 
 
-def _check_nesting(name: str, value: Any, sharding: NamedSharding, axes: Sequence[str]) -> None:
-    if not axes:
-        return
-    size = sharding.get_axis_size(axes[0])
-    _check_length(name, value, size, f"one item for each index of axis '{axes[0]}'")
-    for item in value:
-        _check_nesting(name, item, sharding, axes[1:])
+def _shard(name: str, value: Any, sharding: NamedSharding, axes: Sequence[str], coordinates: Mapping[str, int]) -> Any:
+    for axis in axes:
+        _check_length(name, value, sharding.get_axis_size(axis), f"one item for each index of axis '{axis}'")
+        value = value[coordinates[axis]]
+    return value
 
 
 def _check_length(name: str, value: Any, expected: int, reason: str) -> None:
@@ -133,9 +129,3 @@ def _check_length(name: str, value: Any, expected: int, reason: str) -> None:
         )
     if len(value) != expected:
         raise BatchError(f"argument {name!r} has length {len(value)}: {expected} is needed, {reason}. Fix: shard it into {expected}")
-
-
-def _select(value: Any, indices: Sequence[int]) -> Any:
-    for index in indices:
-        value = value[index]
-    return value

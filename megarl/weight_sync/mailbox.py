@@ -14,14 +14,13 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import select
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.distributed.line import Line
+from megarl.distributed.line import Line, can_be_read
 from megarl.errors import RefitError
 from megarl.weight_sync.ipc import host_identity
 
@@ -135,11 +134,7 @@ class Mailbox:
 
     def _look(self, seconds: float) -> None:
         """Take in readers that come, and what they say, after a wait of ``seconds`` at most."""
-        # not select(), which takes no descriptor above 1,023
-        poll = select.poll()
-        for descriptor in (self._server.fileno(), *(reader.line.descriptor for reader in self._everybody)):
-            poll.register(descriptor, select.POLLIN)
-        if not poll.poll(1000 * max(seconds, 0.0)):
+        if not can_be_read((self._server.fileno(), *(reader.line.descriptor for reader in self._everybody)), seconds):
             return
         with contextlib.suppress(BlockingIOError):
             while True:

@@ -14,7 +14,6 @@ import contextlib
 import datetime
 import json
 import secrets
-import select
 import socket
 import time
 from collections.abc import Collection, Container
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.distributed.line import Line
+from megarl.distributed.line import Line, can_be_read
 from megarl.distributed.rendezvous import listening_socket
 from megarl.distributed.run_secret import proof, proves
 from megarl.errors import RefitError
@@ -264,18 +263,14 @@ class Rendezvous:
                 self._lines[0].say(refusal)
                 return {int(number): str(text) for number, text in self._lines[0].hear(seconds)}
             said = {0: refusal}
-            while waiting := {line.descriptor: number for number, line in self._lines.items() if number not in said}:
-                absent = self.members.names(waiting.values())
-                # not select(), which takes no descriptor above 1,023
-                poll = select.poll()
-                for descriptor in waiting:
-                    poll.register(descriptor, select.POLLIN)
-                ready = poll.poll(max(0.0, ends - time.monotonic()) * 1000)
-                if not ready:
+            while waiting := [number for number in self._lines if number not in said]:
+                absent = self.members.names(waiting)
+                if not can_be_read((self._lines[number].descriptor for number in waiting), ends - time.monotonic()):
                     raise TimeoutError(f"nothing came within {seconds:g} s")
-                for descriptor, _ in ready:
-                    absent = self.members.names([waiting[descriptor]])
-                    said[waiting[descriptor]] = self._lines[waiting[descriptor]].hear(_HELLO_SECONDS)
+                for number in waiting:
+                    absent = self.members.names([number])
+                    for message in self._lines[number].pending():
+                        said[number] = str(message)
             if lost := self.lost():
                 absent = self.members.names(lost)
                 raise ConnectionError("it went away")

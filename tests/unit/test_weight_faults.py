@@ -66,21 +66,6 @@ def broadcast(policy: Actor | list[Actor], engines: list[Actor], step: int) -> l
 # shared memory
 
 
-@slow
-def test_an_engine_killed_within_a_refit_is_not_waited_for(start: Start) -> None:
-    policy, engine, other = start(Policy), start(Engine), start(Engine)
-    first, *rest = policy.do("groups", 1)
-    payload = policy.do("group", first)
-    engine.order("read", payload, True)
-    assert (engine.answer(), other.do("read", payload)) == ("paused", None)
-    engine.kill()
-    served = [other.do("read", policy.do("group", names)) for names in rest]
-    assert served == [None] * (len(rest) - 1) + [(1, expected(1))]
-    again = start(Engine)
-    assert again.do("served") is None
-    assert refit(policy, [again, other], 2) == [(2, expected(2))] * 2
-
-
 def test_a_policy_killed_within_a_refit_leaves_nothing_served_and_a_new_one_takes_over(start: Start) -> None:
     policy, engine, late = start(Policy), start(Engine), start(Engine)
     assert refit(policy, [engine], 1) == [(1, expected(1))]
@@ -99,16 +84,6 @@ def test_a_policy_killed_within_a_refit_leaves_nothing_served_and_a_new_one_take
     error = engine.do("read", handle)
     assert isinstance(error, RefitError) and engine.do("served") is None
     assert refit(new, [engine, late], 4) == [(4, expected(4))] * 2
-
-
-def test_a_handle_of_an_older_version_serves_nothing(start: Start) -> None:
-    policy, engine = start(Policy), start(Engine)
-    old = policy.do("group", policy.do("groups", 1)[0])
-    assert refit(policy, [engine], 2) == [(2, expected(2))]
-    error = engine.do("read", old)
-    assert isinstance(error, RefitError) and "an old handle was used again" in str(error)
-    assert engine.do("served") is None
-    assert refit(policy, [engine], 3) == [(3, expected(3))]
 
 
 @slow

@@ -191,11 +191,8 @@ class Engine:
         self._mailbox: MailboxReader | None = None
         self._state: dict[str, torch.Tensor] = {}
 
-    def read(self, payload: Any, pause: bool = False) -> Any:
+    def read(self, payload: Any) -> Any:
         with self._receiver.group(payload) as tensors:
-            if pause:
-                self._connection.send("paused")
-                self._connection.recv()
             self._state.update({name: tensor.clone() for name, tensor in tensors})
         return self.served()
 
