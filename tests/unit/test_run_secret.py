@@ -129,7 +129,7 @@ def test_a_policy_that_repeats_what_another_one_said_is_refused(monkeypatch: pyt
     monkeypatch.setenv(VARIABLE, OURS)
     _, _, (asked, _, verdict) = meet(OURS, monkeypatch)
     with listening_socket(HOST, 0) as server, ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(Rendezvous(HOST, server.getsockname()[1], keeps=False, seconds=SECONDS).introduce, OWN, 1, 0, 7)
+        joining = pool.submit(Rendezvous(HOST, server.getsockname()[1], keeps=False, seconds=20.0).introduce, OWN, 1, 0, 7)
         line = Line(server.accept()[0])
         line.say(asked)
         line.hear(SECONDS)

@@ -342,6 +342,22 @@ def test_readers_that_left_or_do_not_know_the_mailbox_are_not_waited_for(pool: T
     side.hand_over(2)
 
 
+def test_a_reader_that_refused_is_told_no_more_of_a_refit_however_long_that_is() -> None:
+    mailbox = Mailbox(on_gpu=False)
+    reader = MailboxReader(mailbox.handle(), 5)
+    reader.enter(1)
+    reader.refuse(1)
+    mailbox.open(5, 1)
+    for index in range(500):
+        mailbox.wait_until_read(index, 0.0)
+        mailbox.post(index, {"text": 2_000 * "x"})
+    mailbox.open(5, 2)
+    mailbox.post(0, {"text": "again"})
+    assert reader.payload(2, 0, 5.0) == {"text": "again"}
+    for side in (reader, mailbox):
+        side.close()
+
+
 def test_each_device_has_its_own_mailbox() -> None:
     mailbox = Mailbox(on_gpu=True)
     first, second = mailbox.handle(), {**mailbox.handle(), "number": 2}
