@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megarl.models.generation.engine_group import EngineGroup
     from megarl.models.policy.lm_policy import Policy
     from megarl.weight_sync.manifest import Manifest
-    from megarl.weight_sync.plan import Group, TensorInfo
+    from megarl.weight_sync.plan import TensorInfo
     from megarl.weight_sync.slices import Slice
 
 CALLS = 2
@@ -48,6 +48,8 @@ _DEVICE = {
 }
 _MEMORY = {"host": f"{'0' * 36}/pid:[4026531836]", "process": 1234567, "descriptor": 123, "nbytes": 4096, "token": "0" * 32}
 _MAILBOX = {"host": _MEMORY["host"], "process": 1234567, "on_gpu": True, "engine_rank": None, "name": "0" * 5, "token": "0" * 32}
+# of a group whose handle the driver carries
+_CARRIED = {"round": 0, "mailbox": _MAILBOX}
 
 
 VOCABULARY_MULTIPLE = 64
@@ -323,13 +325,8 @@ class Workers:
 def payload(manifest: Manifest, first: int, count: int) -> dict[str, Any]:
     """What is said in a mailbox of a group of weights in device memory."""
     buffer = {"memory": _MEMORY, "slot_bytes": 2**29, "device": _DEVICE}
-    places = {"version": VERSION, "index": 1, "first": first, "count": count, "checksum": None}
-    return {"buffer": buffer, "manifest": manifest.digest, **places}
-
-
-def carried(manifest: Manifest, first: int, count: int) -> dict[str, Any]:
-    """What is said of such a group where the driver carries it."""
-    return {**payload(manifest, first, count), "round": VERSION, "mailbox": _MAILBOX}
+    group = {"index": 1, "first": first, "count": count, "checksum": None}
+    return {"buffer": buffer, "manifest": manifest.digest, "version": VERSION, **group}
 
 
 def room(manifest: Manifest) -> int:
@@ -367,7 +364,7 @@ def driver_of(
             "mailbox": lambda rank: {device(rank): _MAILBOX},
             "send_slices": lambda rank, wanted, first_rank_only: _sent(rank, [] if wanted is None else list(slices[0])),
             "begin_refit": lambda rank: room(manifest),
-            "get_part_ipc_handles": lambda rank, first, count: {device(rank): carried(manifest, first, count)},
+            "get_part_ipc_handles": lambda rank, first, count: {device(rank): payload(manifest, first, count) | _CARRIED},
         },
     )
     played = Workers(
@@ -450,6 +447,8 @@ def measure(quick: bool) -> Iterator[Point]:
 
 
 def _point(name: str, layout: Layout, manifest: Manifest, ranks: int) -> Point:
+    from megarl.weight_sync.mailbox import without_bytes
+
     wanted = wanted_of(layout, manifest)
     policy, generation = driver_of(manifest, ranks, ranks // layout.engine, layout.engine, wanted)
     first = counted(policy, generation, "hand over")
@@ -460,7 +459,7 @@ def _point(name: str, layout: Layout, manifest: Manifest, ranks: int) -> Point:
     found_moved = moved(manifest, layout, wanted)
     handed = found_moved.handed
     groups = list(handed.groups(room(handed)))
-    posted = sum(len(_text(handed, group)) for group in groups)
+    posted = sum(len(json.dumps(without_bytes(payload(handed, group.first, group.count)))) for group in groups)
     metrics = {
         "calls": Metric.of("calls of all ranks or all engines by which weights go", [ours.calls]),
         "calls_apart": Metric.of("such calls of a refit of engines apart", [apart.calls]),
@@ -484,9 +483,3 @@ def _point(name: str, layout: Layout, manifest: Manifest, ranks: int) -> Point:
         "weights": Metric.of("weights of the model", [len(manifest.tensors)]),
     }
     return Point({"model": name, "ranks": ranks, "engines": ranks // layout.engine}, metrics)
-
-
-def _text(manifest: Manifest, group: Group) -> str:
-    from megarl.weight_sync.mailbox import without_bytes
-
-    return json.dumps(without_bytes(payload(manifest, group.first, group.count)))

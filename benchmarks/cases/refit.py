@@ -26,9 +26,9 @@ from megarl.distributed.device import DeviceRuntime
 from megarl.distributed.virtual_cluster import free_port
 from megarl.models.engine.gather_stream import FullTensor, GatherStream, InFlightBucket, UnshardPlan, in_buckets
 from megarl.weight_sync.broadcast import BUFFERS, WeightBroadcaster, WeightListener
-from megarl.weight_sync.colocated import WeightReceiver, WeightSender
-from megarl.weight_sync.layout import Copy
 from megarl.weight_sync.manifest import BUCKET_BYTES, LIST_BYTES, Manifest, buffer_bytes
+from megarl.weight_sync.plan import Copy
+from megarl.weight_sync.session import WeightReceiver, WeightSender
 from megarl.weight_sync.transfer_group import TransferGroup
 
 COUNTS = (300, 10_000)
@@ -154,8 +154,7 @@ def _refit(way: str, senders: dict[str, WeightSender], connection: Connection) -
     # names do not leave the driver, which has a manifest too
     manifest, room = sender.manifest, sender.begin(1)
     waiting = 0
-    for keys in manifest.names_within(room):
-        group = manifest.group_named(keys)
+    for group in manifest.groups(room):
         [payload] = sender.send_part(group.first, group.count).values()
         if waiting:
             _expect(connection, "read")

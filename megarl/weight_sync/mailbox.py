@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.distributed.line import Line, can_be_read
 from megarl.errors import RefitError
 from megarl.weight_sync.ipc import host_identity
+from megarl.weight_sync.line import Line, can_be_read
 
 _REFUSED = -1
 _BACKLOG = 4096

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.distributed.line import Line, can_be_read
 from megarl.distributed.rendezvous import listening_socket
 from megarl.distributed.run_secret import proof, proves
 from megarl.errors import RefitError
+from megarl.weight_sync.line import Line, can_be_read
 
 HANDSHAKE_SECONDS = 60.0
 HEARD_SECONDS = 5.0

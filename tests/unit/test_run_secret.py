@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl import env
-from megarl.distributed.line import Line
 from megarl.distributed.rendezvous import Endpoint, _check_proofs, check_membership, listening_socket
 from megarl.distributed.run_secret import VARIABLE, drawn_secret, proof, proves
 from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import ClusterError, RefitError
 from megarl.weight_sync import rendezvous
+from megarl.weight_sync.line import Line
 from megarl.weight_sync.rendezvous import Members, Rendezvous
 from tests.tiers import sampled, slow
 from tests.unit.weight_processes import _FORKSERVER

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from megarl import env
-from megarl.distributed import line as lines
 from megarl.distributed import run_secret
-from megarl.distributed.line import Line
 from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import RefitError
+from megarl.weight_sync import line as lines
 from megarl.weight_sync import transfer_group
+from megarl.weight_sync.line import Line
 from megarl.weight_sync.rendezvous import Members
 from megarl.weight_sync.transfer_group import TransferGroup
 from tests.tiers import sampled, slow
