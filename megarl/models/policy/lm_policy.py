@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -451,10 +452,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             raise StateError("no refit is under way: call prepare_weights_for_ipc() first")
         # to tens or hundreds of workers two numbers travel in place of tens of thousands of names
         group = self._manifest.group_named(keys)
-        merged: dict[str, Any] = {}
-        for handles in self._results("get_part_ipc_handles", first=group.first, count=group.count):
-            merged.update(handles)
-        return merged
+        return functools.reduce(operator.or_, self._results("get_part_ipc_handles", first=group.first, count=group.count))
 
     def send_slices(self, wanted: WantedSlices | None) -> Sequence[str]:
         """From now on hand slices of weights to engines on the same devices, where no rank needs another's shard for them.
