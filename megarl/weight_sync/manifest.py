@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from megarl.errors import RefitError
-from megarl.weight_sync.plan import ALIGNMENT, CopyPlan, FlatBucketIterator, Group, TensorInfo, padded_bytes
+from megarl.weight_sync.plan import CopyPlan, FlatBucketIterator, Group, TensorInfo, padded_bytes
 from megarl.weight_sync.slices import Slice, Slices
 
 GIB = 2**30
@@ -217,10 +217,7 @@ class Manifest:
     def group(self, first: int, count: int) -> Group:
         """The group of ``count`` weights from index ``first`` on; asked for at every refit, it is worked out once."""
         if (first, count) not in self._groups:
-            stop = first + count
-            begins = array("q", (begin - self._begins[first] for begin in self._begins[first : stop + 1]))
-            gaps = bytes(-tensor.nbytes % ALIGNMENT for tensor in self.tensors[first:stop])
-            self._groups[first, count] = Group(first, self.tensors[first:stop], begins, gaps)
+            self._groups[first, count] = Group.of(first, self.tensors[first : first + count])
         return self._groups[first, count]
 
     @cached_property
@@ -270,19 +267,19 @@ def pack(stream: WeightIterator, manifest: Manifest, group: Group, buffer: torch
         RefitError: other weights come than were announced.
     """
     first = group.first
-    while first < group.stop:
-        if isinstance(stream, FlatBucketIterator):
+    if isinstance(stream, FlatBucketIterator):
+        while first < group.stop:
             first = _lay(stream, manifest, group, first, buffer)
-            continue
-        stop, names, weights = group.batch_end(first), [], []
+        return
+    for begin, end in group.batches:
         # the pairs are not kept, tens of thousands of which would set off the garbage collector
-        for name, weight in islice(stream, stop - first):
+        names, weights = [], []
+        for name, weight in islice(stream, end - begin):
             names.append(name)
             weights.append(weight)
-        manifest.expect(first, stop, names, weights)
+        manifest.expect(first + begin, first + end, names, weights)
         if buffer is not None:
-            group.fill(buffer, first, weights)
-        first = stop
+            group.fill(buffer, begin, end, weights)
 
 
 def _lay(stream: FlatBucketIterator, manifest: Manifest, group: Group, first: int, buffer: torch.Tensor | None) -> int:

@@ -13,11 +13,9 @@ import functools
 import math
 from abc import abstractmethod
 from array import array
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
-from operator import attrgetter
+from itertools import accumulate, chain
 
 import torch
 
@@ -223,6 +221,7 @@ class Group:
         tensors: the weights.
         begins: where each is stored in a buffer, in bytes, and the bytes of all.
         gaps: bytes of padding behind each.
+        batches: in which they are taken where they come one by one, each of one dtype, as their places in the group.
         plans: of flat buckets, by the manifest's index of the first weight; worked out when they come.
     """
 
@@ -230,6 +229,7 @@ class Group:
     tensors: Sequence[TensorInfo]
     begins: array[int]
     gaps: bytes
+    batches: list[tuple[int, int]]
     plans: dict[int, CopyPlan] = field(default_factory=dict)
 
     @property
@@ -252,10 +252,18 @@ class Group:
         """Bytes of the buffer, padding included."""
         return self.begins[-1]
 
-    def batch_end(self, first: int) -> int:
-        """Index after the last weight of those that are taken from a stream at once, of which ``first`` is the first."""
-        place = first - self.first
-        return self.first + bisect_left(self.begins, self.begins[place] + STAGED_BYTES, place + 1, self.count)
+    @classmethod
+    def of(cls, first: int, tensors: Sequence[TensorInfo]) -> Group:
+        """Lay out weights, of which ``first`` is the first one's index."""
+        begins = array("q", accumulate((padded_bytes(info.nbytes) for info in tensors), initial=0))
+        gaps = bytes(-info.nbytes % ALIGNMENT for info in tensors)
+        batches, begin = [], 0
+        for end in range(1, len(tensors) + 1):
+            full = end == len(tensors) or begins[end] - begins[begin] >= STAGED_BYTES
+            if full or tensors[end].dtype != tensors[begin].dtype:
+                batches.append((begin, end))
+                begin = end
+        return cls(first, tensors, begins, gaps, batches)
 
     def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """Names and weights where they are stored in a buffer, uint8 and at least as long as the group, in the order of sending."""
@@ -267,30 +275,26 @@ class Group:
         return views
 
     @torch.no_grad()
-    def fill(self, buffer: torch.Tensor, first: int, weights: Sequence[torch.Tensor]) -> None:
-        """Copy weights that come one by one into a buffer.
+    def fill(self, buffer: torch.Tensor, begin: int, end: int, weights: Sequence[torch.Tensor]) -> None:
+        """Copy a batch of weights that came one by one into a buffer.
 
         ``torch.cat`` copies thousands of small weights twice as fast as ``torch._foreach_copy_`` on a CPU.
 
         Args:
             buffer: uint8, at least as long as the group.
-            first: index of the first of them.
+            begin, end: one of ``batches``.
             weights: with the announced shapes and dtypes. That has to be known before: of other shapes ``torch.cat`` would lay down as many
                 bytes as there are, past the end, with no more than a warning.
         """
         if buffer.is_cuda:
             # a backend that offloads may have them in host memory, which torch.cat does not read
             weights = [weight.to(buffer.device, non_blocking=True) for weight in weights]
-        place = first - self.first
         # without a line of Python for each weight, of which there may be tens of thousands
-        for dtype, run in groupby(weights, attrgetter("dtype")):
-            flat = [weight if weight.dim() == 1 else weight.flatten() for weight in run]
-            end = place + len(flat)
-            gaps = self.gaps[place:end]
-            zeros = {gap: torch.zeros(gap // dtype.itemsize, dtype=dtype, device=buffer.device) for gap in set(gaps)}
-            parts = chain.from_iterable(zip(flat, map(zeros.__getitem__, gaps), strict=True))
-            torch.cat([*parts], out=buffer[self.begins[place] : self.begins[end]].view(dtype))
-            place = end
+        flat = [weight if weight.dim() == 1 else weight.flatten() for weight in weights]
+        dtype, gaps = weights[0].dtype, self.gaps[begin:end]
+        zeros = {gap: torch.zeros(gap // dtype.itemsize, dtype=dtype, device=buffer.device) for gap in set(gaps)}
+        parts = chain.from_iterable(zip(flat, map(zeros.__getitem__, gaps), strict=True))
+        torch.cat([*parts], out=buffer[self.begins[begin] : self.begins[end]].view(dtype))
 
 
 _CHUNK = 1 << 22
