@@ -8,6 +8,7 @@ import re
 import weakref
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,97 +19,25 @@ from megarl.rollout.mathematics import JudgementTimeoutError, fault_of_reference
 from megarl.rollout.mathematics_statements import agree
 from megarl.rollout.programs import fault_of_tests
 from tests.tiers import sampled
-from tests.unit.mathematics_pairs import AS_THEY_ARE, PAIRS
 
 ROOT = Path(__file__).parents[2]
 
-# kind -> reference, parts of it that are wrong, other ways to write it
-REFERENCES: dict[str, list[tuple[str, list[str], list[str]]]] = {
-    "numbers": [
-        ("5", [], ["5.0", r"\frac{10}{2}"]),
-        ("-7", ["7"], ["-7.0"]),
-        ("1,234", ["1", "234"], ["1234"]),
-        (r"32,\!000", ["32", "000"], ["32000"]),
-        ("3.14", ["3", "14"], ["3.14"]),
-        (".25", ["25"], ["0.25", r"\frac{1}{4}"]),
-        (r"0.\overline{36}", ["0", "36"], [r"0.\overline{36}"]),
-        ("10^{12}", ["10", "12"], ["1000000000000"]),
-        (r"3 \times 10^8", ["3", "10^8"], ["300000000"]),
-        ("5!", ["5"], ["120"]),
-    ],
-    "fractions": [
-        (r"\frac{3}{4}", ["3", "4"], ["0.75", "3/4", r"\dfrac{3}{4}"]),
-        (r"\frac34", ["3", "4", "34"], ["0.75"]),
-        (r"-\frac{2}{9}", [r"\frac{2}{9}", "-2"], ["-2/9"]),
-        ("7/12", ["7", "12"], [r"\frac{7}{12}"]),
-        (r"2\frac{1}{3}", ["2", r"\frac{1}{3}"], [r"\frac{7}{3}"]),
-        (r"\frac{270}7\text{ degrees}", ["270", "7"], [r"\frac{270}{7}"]),
-    ],
-    "roots and constants": [
-        (r"3\sqrt{13}", ["3", r"\sqrt{13}", "13"], [r"\sqrt{117}"]),
-        (r"\frac{\sqrt{3}}{2}", [r"\sqrt{3}", "2"], [r"\sqrt{3}/2"]),
-        (r"2+\sqrt{5}", ["2", r"\sqrt{5}"], [r"\sqrt{5}+2"]),
-        (r"1 \pm \sqrt{19}", ["1", r"1+\sqrt{19}", r"\sqrt{19}"], [r"1 \pm \sqrt{19}"]),
-        (r"\frac{9\pi}{4}", ["9", r"\pi", r"\frac{9}{4}"], [r"2.25\pi"]),
-        (r"11\sqrt2", ["11", r"\sqrt2"], [r"11\sqrt{2}"]),
-    ],
-    "expressions": [
-        ("x^2+3x-5", ["x^2", "3x", "-5", "x^2+3x"], ["3x-5+x^2"]),
-        (r"\frac{x+2}{7}", ["x+2", "7"], [r"\frac{1}{7}(x+2)"]),
-        ("5x-7y+11z+4=0", ["5x-7y", "0", "4"], ["11z+5x-7y+4=0"]),
-        ("y = 2x + 3", ["3", "2x"], ["2x+3"]),
-        ("p - q", ["p", "q", "-q"], ["-q+p"]),
-        (r"3\mathbf{i} - 2\mathbf{j}", ["3", r"3\mathbf{i}", "-2"], [r"3\mathbf{i}-2\mathbf{j}"]),
-    ],
-    "intervals": [
-        ("[2,5)", ["2", "5", "(2,5)", "[2,5]"], ["[2, 5)"]),
-        (r"(-\infty, 3]", [r"-\infty", "3", r"(-\infty,3)"], [r"(-\infty,3]"]),
-        (r"(0,9)\cup(9,36)", ["(0,9)", "(9,36)", "9"], [r"(9,36)\cup(0,9)"]),
-        (r"x \in [-2,7]", ["-2", "7", "[-2,7)"], ["[-2,7]"]),
-    ],
-    "several values": [
-        (r"(3, \frac{\pi}{2})", ["3", r"\frac{\pi}{2}"], [r"(3, 0.5\pi)"]),
-        ("(-1, 2, 5)", ["-1", "(-1,2)", "5"], ["(-1,2,5)"]),
-        (r"\left( \frac{3}{5}, \frac{8}{3} \right)", [r"\frac{3}{5}", r"\frac{8}{3}"], [r"(0.6, \frac{8}{3})"]),
-        (r"\{1, 2, 4\}", ["1", r"\{1,2\}", "4"], [r"\{4, 2, 1\}"]),
-        ("1, 2, 3", ["1", "3", "1, 2"], ["3, 2, 1"]),
-        (r"6 \text{ and } 8", ["6", "8"], ["6, 8"]),
-        ("x = 3, y = 4", ["3", "4", "x = 3"], ["x = 3, y = 4"]),
-    ],
-    "matrices": [
-        (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", ["1", "4", r"\begin{pmatrix} 1 & 2 \end{pmatrix}"], []),
-        (
-            r"\begin{pmatrix} -1/3 \\ 2/3 \\ 5/3 \end{pmatrix}",
-            ["-1/3", "5/3", r"\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}"],
-            [r"\begin{pmatrix} -\frac{1}{3} \\ \frac{2}{3} \\ \frac{5}{3} \end{pmatrix}"],
-        ),
-    ],
-    "complex": [
-        ("3+4i", ["3", "4i", "4", "3+4"], ["4i+3"]),
-        ("-i", ["i", "-1"], ["-i"]),
-        (r"\frac{1+i}{2}", ["1+i", "2", r"\frac{1}{2}"], [r"\frac{1}{2}+\frac{i}{2}"]),
-    ],
-    "text": [
-        (r"\text{east}", [r"\text{eas}", "e"], ["east"]),
-        (r"\text{Evelyn}", [r"\text{Eve}"], ["Evelyn"]),
-        (r"\text{(C)}", [r"\text{(B)}"], ["C", r"\text{C}"]),
-        ("C", ["B"], [r"\text{(C)}"]),
-    ],
-    "units": [
-        (r"12 \text{ inches}", ["1", "2"], ["12"]),
-        (r"36\text{ square units}", ["3", "6"], ["36"]),
-        (r"18.6 \text{ meters per second}", ["18", "6"], ["18.6"]),
-        (r"10 \text{ m}^2", ["1", "0"], ["10", r"10\text{ m}^2"]),
-        (r"144\pi \text{ cm}^{2}", ["144", r"\pi"], [r"144\pi"]),
-        (r"1 \frac{1}{2} \text{ in}^3", [r"\frac{1}{2}"], [r"\frac{3}{2}"]),
-        (r"3 \text{ hours and } 20 \text{ minutes}", ["3", "20"], []),
-        (r"\$18.90", ["18", "90"], ["18.90", "18.9"]),
-        (r"12.5\%", ["12", "5"], [r"12.5\%"]),
-        (r"60^\circ", ["6"], ["60", r"60^{\circ}"]),
-    ],
-    "other bases": [("4210_5", ["4210", "5"], ["4210_{5}"]), ("10101_2", ["10101", "21"], ["10101_{2}"])],
-}
-CASES = [pytest.param(*case, id=f"{kind}: {case[0]}") for kind, cases in REFERENCES.items() for case in cases]
+DATA = Path(__file__).parents[1] / "data"
+AS_THEY_ARE = ("responses without a box", "as models write them")
+"""Kinds of pairs whose responses are not put into a box."""
+
+
+def by_kind(name: str) -> dict[str, list[list[Any]]]:
+    """The records of a file of JSON lines, each as its other values in order, by their kind."""
+    found: dict[str, list[list[Any]]] = {}
+    for line in (DATA / name).read_text(encoding="utf-8").split("\n")[:-1]:
+        kind, *values = json.loads(line).values()
+        found.setdefault(kind, []).append(values)
+    return found
+
+
+PAIRS = by_kind("mathematics_pairs.jsonl")
+CASES = [pytest.param(*case, id=f"{kind}: {case[0]}") for kind, cases in by_kind("mathematics_references.jsonl").items() for case in cases]
 
 
 @sampled(20)
@@ -152,7 +81,7 @@ def test_the_rules_that_are_written_down(response: str, reference: str, score: f
 
 def test_every_kind_has_right_pairs_and_wrong_ones() -> None:
     """So that neither a rule that takes everything nor one that takes nothing passes."""
-    pairs = [pair for each in PAIRS.values() for pair in each]
+    pairs = [tuple(pair) for each in PAIRS.values() for pair in each]
     assert len(pairs) == len(set(pairs)) > 150
     assert all({right for *_, right in PAIRS[kind]} == {0, 1} for kind in PAIRS if kind != "hedges")
 
