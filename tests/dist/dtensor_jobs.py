@@ -1,4 +1,4 @@
-"""What the pool's processes run for DTensor: the jobs of FSDP1, which know the worker's contract alone, on a DTensor worker."""
+"""Configurations for DTensor, and what the pool's processes run for it alone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from converters.checkpoint.source import HuggingFaceSource
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.dtensor.shards import block_of, gather
-from megarl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, get_cpu_state_dict, unshard_fsdp2_model
-from tests.dist import fsdp1_jobs
+from megarl.models.policy.dtensor_policy_worker import get_cpu_state_dict, unshard_fsdp2_model
+from tests.dist import fsdp1_jobs, jobs
 from tests.dist.jobs import gathers_in_their_rows, new_memory_is_undefined
-from tests.dist.worker_jobs import RecordingLoss, differences
+from tests.dist.worker_jobs import differences
 
 
 def dtensor_config(model: Path | str, batching: str = "fixed", **changes: Any) -> dict[str, Any]:
@@ -43,56 +43,14 @@ def dtensor_config(model: Path | str, batching: str = "fixed", **changes: Any) -
     return {**fsdp1_jobs.fsdp1_config(model, batching, **changes), "dtensor_cfg": settings}
 
 
-def build(config: Mapping[str, Any], **options: Any) -> DTensorPolicyWorker:
-    return DTensorPolicyWorker(config, options.pop("tokenizer", None), **options)
-
-
-def snapshot(worker: DTensorPolicyWorker) -> dict[str, Any]:
-    """As for FSDP1, with this rank's pieces of what is divided."""
-    kept = _snapshot(worker)
-    kept["loss scale"] = (worker.backend.loss_scale.factor, worker.backend.loss_scale.clean_steps)
-    return {key: value.to_local().clone() if isinstance(value, DTensor) else value for key, value in kept.items()}
-
-
-_build, _snapshot = fsdp1_jobs.build, fsdp1_jobs.snapshot
-
-
-def run(job: str, *arguments: Any) -> Any:
-    """A job of ``tests.dist.fsdp1_jobs`` with a DTensor worker in the place of its own."""
-    fsdp1_jobs.build, fsdp1_jobs.snapshot = build, snapshot
-    try:
-        return getattr(fsdp1_jobs, job)(*arguments)
-    finally:
-        fsdp1_jobs.build, fsdp1_jobs.snapshot = _build, _snapshot
-
-
-def logprobs_in_loss(config: Mapping[str, Any], batch: Mapping[str, Any], rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of log-probabilities inside the loss and from get_logprobs, a micro-batch of ``rows`` rows each: of the tokens under the mask,
-    where both skip the others, and then of all."""
-    worker = build(config, init_reference_model=False)
-    share = fsdp1_jobs.my_share(worker, batch)
-    lengths, pairs = share["input_lengths"], []
-    for skips in (True, False):
-        outside = worker.get_logprobs(data=share, micro_batch_size=rows, skip_masked=skips)["logprobs"]
-        loss_fn = RecordingLoss(skips=skips)
-        worker.train(data=share, loss_fn=loss_fn, eval_mode=True)
-        worker.train(data=share, loss_fn=loss_fn)
-        for number, seen in enumerate(loss_fn.seen):
-            first = number * rows % share.size
-            inside = torch.arange(1, seen.shape[1] + 1)[None] < lengths[first : first + rows, None]
-            width = min(seen.shape[1], outside.shape[1] - 1)
-            pairs.append(((seen * inside)[:, :width], outside[first : first + rows, 1 : width + 1]))
-    return pairs
-
-
 def generates_with_what_it_trains(config: Mapping[str, Any], prompts: Mapping[str, Any], batches: list[Mapping[str, Any]]) -> list[str]:
     """What differs, in the model that generates, from the trained one: its parameters in the precision, its buffers to the bit; after
     generating and training in turn. Also what of it still takes memory afterwards."""
-    worker = build(config, init_reference_model=False)
+    worker = jobs.build(config, init_reference_model=False)
     backend, dtype = worker.backend, getattr(torch, config["precision"])
     for batch in batches:
         worker.generate(data=BatchedDataDict(prompts), greedy=True)
-        worker.train(data=fsdp1_jobs.my_share(worker, batch), loss_fn=NLLLoss())
+        worker.train(data=jobs.my_share(worker, batch), loss_fn=NLLLoss())
     wrong = []
     with torch.no_grad(), backend._gathered() as model:
         for name, buffer in model.named_buffers():
@@ -112,9 +70,9 @@ def generates_with_what_it_trains(config: Mapping[str, Any], prompts: Mapping[st
 
 def replicas_agree(config: Mapping[str, Any], batches: list[Mapping[str, Any]]) -> list[str]:
     """After training, the names of pieces that are not the same to the bit on all ranks that hold the same piece."""
-    worker = build(config, init_reference_model=False)
+    worker = jobs.build(config, init_reference_model=False)
     for batch in batches:
-        worker.train(data=fsdp1_jobs.my_share(worker, batch), loss_fn=NLLLoss())
+        worker.train(data=jobs.my_share(worker, batch), loss_fn=NLLLoss())
     mine = {
         name: (tuple((place.start, place.stop) for place in block_of(parameter).slices), parameter.to_local().clone())
         for name, parameter in worker.return_state_dict().items()
@@ -152,38 +110,18 @@ def train_after_an_error(config: Mapping[str, Any], batch: Mapping[str, Any]) ->
     """What differs between a worker whose first pass was broken off and one that knows nothing of it."""
     outcomes = []
     for broken in (True, False):
-        worker = build(config, init_reference_model=False)
-        share = fsdp1_jobs.my_share(worker, batch)
-        if broken:
-            try:
-                worker.train(data=share, loss_fn=FailingLoss())
-                return ["no error"]
-            except ZeroDivisionError:
-                pass
+        worker = jobs.build(config, init_reference_model=False)
+        share = jobs.my_share(worker, batch)
+        if broken and not jobs.said(lambda: worker.train(data=share, loss_fn=FailingLoss())).startswith("ZeroDivisionError"):  # noqa: B023
+            return ["no error"]
         worker.train(data=share, loss_fn=NLLLoss())
-        outcomes.append(fsdp1_jobs.full_weights(worker))
+        outcomes.append(jobs.full_weights(worker))
     return differences(*outcomes)
-
-
-def overflow(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any) -> list[dict[str, Any]]:
-    """For each batch: whether its step was skipped, whether any weight moved, the loss scale afterwards."""
-    worker = build(config, init_reference_model=False)
-    facts = []
-    for batch in batches:
-        before = fsdp1_jobs.full_weights(worker)
-        result = worker.train(data=fsdp1_jobs.my_share(worker, batch), loss_fn=loss_fn)
-        moved = differences(before, fsdp1_jobs.full_weights(worker))
-        skipped = result["all_mb_metrics"]["skipped_steps"][-1]
-        facts.append(
-            {"skipped": skipped, "moved": bool(moved), "scale": worker.backend.loss_scale.factor, "norm": float(result["grad_norm"])}
-        )
-    worker.backend.close()
-    return facts
 
 
 def own_loop(config: Mapping[str, Any], batch: Mapping[str, torch.Tensor], rotate: str | None) -> dict[str, Any]:
     """Logits of a caller's own loop inside the contract's static contexts, in order, and whether the buffers came back."""
-    worker = build(config, init_optimizer=False, init_reference_model=False)
+    worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     mesh = worker.backend._meshes.context
     ids = batch["input_ids"].clone()
     positions = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
@@ -197,26 +135,21 @@ def own_loop(config: Mapping[str, Any], batch: Mapping[str, torch.Tensor], rotat
     dist.all_gather_object(parts, (place, logits), group=mesh.get_group())
     for place, part in parts:
         whole[:, place] = part
-    errors = []
-    for arguments in (
+    wrong: list[tuple[Any, ...]] = [
         (mesh, [ids], [1, 1], set(), None),
         (mesh, [ids[:, :3].clone()], [1], set(), None),
         (mesh, [ids], [1], set(), "addtoall"),
-    ):
-        try:
-            with worker.create_context_parallel_ctx(*arguments):
-                errors.append("no error")
-        except Exception as error:
-            errors.append(f"{type(error).__name__}: {error}")
+    ]
+    errors = [jobs.said(lambda arguments=arguments: worker.create_context_parallel_ctx(*arguments).__enter__()) for arguments in wrong]  # type: ignore[misc]
     restored = torch.equal(ids, batch["input_ids"]) and positions.shape == ids.shape and throwaway.shape[1] == ids.shape[1] // mesh.size()
     return {"logits": whole, "restored": restored, "errors": errors}
 
 
 def names_of_the_contract(config: Mapping[str, Any]) -> dict[str, Any]:
     """Answers and errors of what DTensor adds to the common worker."""
-    worker = build(config)
+    worker = jobs.build(config)
     model = worker.backend.model
-    before = fsdp1_jobs.full_weights(worker)
+    before = jobs.full_weights(worker)
     with unshard_fsdp2_model(model):
         gathered = {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if type(parameter) is torch.nn.Parameter}
     copies = get_cpu_state_dict(worker.return_state_dict().items())
@@ -236,9 +169,9 @@ def names_of_the_contract(config: Mapping[str, Any]) -> dict[str, Any]:
     answers["same model"] = all(move(model) is model for move in [*moves, lambda model: worker.move_to_device(model, "cpu")])
     other = torch.nn.BatchNorm1d(3)
     answers["other model"] = all(move(other) is other for move in moves) and other.running_mean is not None
-    answers["weights stay"] = differences(before, fsdp1_jobs.full_weights(worker)) == []
+    answers["weights stay"] = differences(before, jobs.full_weights(worker)) == []
     worker._add_noise_to_weights()
-    after = fsdp1_jobs.full_weights(worker)
+    after = jobs.full_weights(worker)
     answers["noise"] = {name: float((after[name] - before[name]).std()) for name in before}
     worker.shutdown()
     return answers
@@ -256,7 +189,7 @@ def bytes_read(config: Mapping[str, Any]) -> tuple[int, int]:
 
     HuggingFaceSource.read = counting
     try:
-        worker = build(config, init_optimizer=False, init_reference_model=False)
+        worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     finally:
         HuggingFaceSource.read = original
     return sum(read), sum(tensor.numel() for _, tensor in worker.backend.export_hf())
@@ -264,7 +197,7 @@ def bytes_read(config: Mapping[str, Any]) -> tuple[int, int]:
 
 def export_in_buckets(config: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
     """The export twice, in buckets of ``nbytes``, against each parameter gathered by itself; and what the second one gathered."""
-    worker = build(config, init_optimizer=False, init_reference_model=False)
+    worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     with (
         mock.patch.object(worker.backend._weights, "_bucket_bytes", nbytes),
         gathers_in_their_rows() as gathers,

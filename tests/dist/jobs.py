@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -11,12 +11,15 @@ import torch
 import torch.distributed as dist
 
 from converters.mapping.shards import load_shard
+from megarl.config.backend import enabled_backend
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.errors import MegarlError
 from megarl.models.engine import decoded_rows, decoding
 from megarl.models.engine.graphs import Graphs
+from megarl.models.huggingface import generation as torch_generation
 from megarl.models.megatron import generation, hf_state, settings
 from megarl.models.policy.batch_plan import Phase, ShardedBatch, shard_batch
+from megarl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
+from megarl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
 from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 from tests.recording import OperationCount, TapeCapture
 
@@ -49,24 +52,44 @@ def gathers_in_their_rows() -> Iterator[list[int]]:
         yield gathers
 
 
-def build(config: Mapping[str, Any], **options: Any) -> MegatronPolicyWorker:
-    return MegatronPolicyWorker(config, None, **options)
+WORKERS: Mapping[str, Callable[..., Any]] = {
+    "megatron": MegatronPolicyWorker,
+    "dtensor": DTensorPolicyWorker,
+    "fsdp1": FSDP1PolicyWorker,
+}
 
 
-def dealt(
-    worker: MegatronPolicyWorker, batch: Mapping[str, Any], phase: Phase, global_batch: int | None = None, rows_together: int = 1
-) -> ShardedBatch:
+def build(config: Mapping[str, Any], *, tokenizer: Any = None, **options: Any) -> Any:
+    """A worker of the backend that the configuration enables."""
+    return WORKERS[enabled_backend(config)](config, tokenizer, **options)
+
+
+def said(call: Callable[[], Any]) -> str:
+    """Class and message of what a call raises; "no error" where it raises nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def build_error(config: Mapping[str, Any]) -> str:
+    return said(lambda: build(config))
+
+
+def dealt(worker: Any, batch: Mapping[str, Any], phase: Phase, global_batch: int | None = None, rows_together: int = 1) -> ShardedBatch:
     """The batch as the driver deals it to the replicas."""
     replicas = worker.backend.groups.data_size
     return shard_batch(BatchedDataDict(batch), worker.cfg, replicas, phase=phase, global_batch=global_batch, rows_together=rows_together)
 
 
-def my_share(worker: MegatronPolicyWorker, batch: Mapping[str, Any], global_batch: int | None = None) -> BatchedDataDict[Any]:
-    groups = worker.backend.groups
-    return BatchedDataDict(batch).shard_by_batch_size(groups.data_size, batch_size=global_batch)[groups.data_rank]
+def my_share(worker: Any, batch: Mapping[str, Any], global_batch: int | None = None, rows_together: int = 1) -> BatchedDataDict[Any]:
+    """Rows of this replica in a training step."""
+    sharded = dealt(worker, batch, "train", global_batch or worker.cfg["train_global_batch_size"], rows_together)
+    return sharded.shards[worker.backend.groups.data_rank]
 
 
-def full_weights(worker: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
+def full_weights(worker: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone().cpu() for name, tensor in worker.backend.export_hf()}
 
 
@@ -78,28 +101,40 @@ def logprobs(config: Mapping[str, Any], batch: Mapping[str, Any]) -> torch.Tenso
     return values
 
 
-def logprobs_of(worker: MegatronPolicyWorker, batch: Mapping[str, Any]) -> torch.Tensor:
-    """The same of a worker that is there."""
+def logprobs_of(worker: Any, batch: Mapping[str, Any], method: str = "get_logprobs") -> torch.Tensor:
+    """The same of a worker that is there; or what another method says of every token."""
     sharded = dealt(worker, batch, "logprob")
-    mine = worker.get_logprobs(data=sharded.shards[worker.backend.groups.data_rank])["logprobs"]
-    shares: list[Any] = [None] * worker.backend.groups.data_size
-    dist.all_gather_object(shares, mine, group=worker.backend.groups.data)
-    return sharded.restore(shares)
+    groups = worker.backend.groups
+    (mine,) = getattr(worker, method)(data=sharded.shards[groups.data_rank]).values()
+    return sharded.restore(of_replicas(worker, mine))
 
 
-def train(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any) -> dict[str, Any]:
-    """Losses, gradient norms, summed metrics and the weights after one ``train()`` call for each batch."""
-    worker = build(config, init_reference_model=False)
-    losses, norms, metrics = [], [], []
-    for batch in batches:
-        sharded = dealt(worker, batch, "train", config["train_global_batch_size"], getattr(loss_fn, "rows_together", 1))
-        result = worker.train(data=sharded.shards[worker.backend.groups.data_rank], loss_fn=loss_fn)
-        losses.append(result["global_loss"].tolist())
-        norms.append(float(result["grad_norm"]))
-        metrics.append(result["all_mb_metrics"])
+def of_replicas(worker: Any, mine: Any) -> list[Any]:
+    """What each replica has, in their order."""
+    groups = worker.backend.groups
+    shares: list[Any] = [None] * groups.data_size
+    dist.all_gather_object(shares, mine, group=groups.data)
+    return shares
+
+
+def step(worker: Any, batch: Mapping[str, Any], loss_fn: Any) -> tuple[float, float, float]:
+    """(loss, gradient norm, learning rate) of one global batch."""
+    result = worker.train(data=my_share(worker, batch, None, getattr(loss_fn, "rows_together", 1)), loss_fn=loss_fn)
+    return float(result["global_loss"]), float(result["grad_norm"]), result["all_mb_metrics"]["lr"][-1]
+
+
+def train(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any, **options: Any) -> dict[str, Any]:
+    """Losses, gradient norms, learning rates, metrics of this replica and the weights after one ``train()`` call for each batch."""
+    worker = build(config, init_reference_model=False, **options)
+    results = [worker.train(data=my_share(worker, batch, None, getattr(loss_fn, "rows_together", 1)), loss_fn=loss_fn) for batch in batches]
     weights = full_weights(worker)
     worker.backend.close()
-    return {"losses": losses, "norms": norms, "metrics": metrics, "weights": weights}
+    return {
+        "losses": [float(result["global_loss"]) for result in results],
+        "norms": [float(result["grad_norm"]) for result in results],
+        "metrics": [result["all_mb_metrics"] for result in results],
+        "weights": weights,
+    }
 
 
 def prompts_in_several_passes() -> contextlib.AbstractContextManager[Any]:
@@ -113,46 +148,58 @@ def train_with_fusions(config: Mapping[str, Any], batches: list[Mapping[str, Any
         return train(config, batches, loss_fn)
 
 
-def generate(config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool, tokenizer: Any = None) -> dict[str, Any]:
-    """Generated batch of every data-parallel rank in order, and the log-probabilities that get_logprobs gives the same tokens."""
-    worker = MegatronPolicyWorker(config, tokenizer, init_optimizer=False, init_reference_model=False)
+def generate(config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool, tokenizer: Any = None) -> list[dict[str, Any]]:
+    """Rows of all replicas in order, some of which may get no prompt at all, with get_logprobs' log-probabilities of the same tokens."""
+    worker = build(config, tokenizer=tokenizer, init_optimizer=False, init_reference_model=False)
+    groups = worker.backend.groups
+    shards = BatchedDataDict(batch).shard_by_batch_size(groups.data_size, batch_size=None, allow_uneven_shards=True)
     with prompts_in_several_passes():
-        output = worker.generate(data=my_share(worker, batch), greedy=greedy)
-    check = {"input_ids": output["output_ids"], "input_lengths": output["unpadded_sequence_lengths"]}
-    recomputed = worker.get_logprobs(data=BatchedDataDict(check))["logprobs"]
-    shares: list[Any] = [None] * worker.backend.groups.data_size
-    dist.all_gather_object(shares, (dict(output), recomputed), group=worker.backend.groups.data)
-    worker.backend.close()
+        output = worker.generate(data=shards[groups.data_rank], greedy=greedy)
     rows = []
-    for share, logprobs in shares:
-        for row in range(share["output_ids"].shape[0]):
-            total = int(share["unpadded_sequence_lengths"][row])
-            new = int(share["generation_lengths"][row])
-            rows.append(
-                {
-                    "ids": share["output_ids"][row, :total].tolist(),
-                    "padding": share["output_ids"][row, total:].tolist(),
-                    "new": new,
-                    "logprobs": share["logprobs"][row, total - new : total],
-                    "others": torch.cat([share["logprobs"][row, : total - new], share["logprobs"][row, total:]]),
-                    "recomputed": logprobs[row, total - new : total],
-                }
-            )
-    return {"rows": rows}
+    for ids, total, new, truncated, values in zip(
+        output["output_ids"],
+        output["unpadded_sequence_lengths"].tolist(),
+        output["generation_lengths"].tolist(),
+        output["truncated"].tolist(),
+        output["logprobs"],
+        strict=True,
+    ):
+        rows.append(
+            {
+                "ids": ids[:total].tolist(),
+                "padding": ids[total:].tolist(),
+                "new": new,
+                "truncated": truncated,
+                "logprobs": values[total - new : total],
+                "others": torch.cat([values[: total - new], values[total:]]),
+            }
+        )
+    every = [row for share in of_replicas(worker, rows) for row in share]
+    width = max(len(row["ids"]) for row in every)
+    ids = torch.tensor([row["ids"] + [0] * (width - len(row["ids"])) for row in every])
+    recomputed = logprobs_of(worker, {"input_ids": ids, "input_lengths": torch.tensor([len(row["ids"]) for row in every])})
+    for row, values in zip(every, recomputed, strict=True):
+        row["recomputed"] = values[len(row["ids"]) - row["new"] : len(row["ids"])]
+    worker.backend.close()
+    return every
 
 
-def generate_recorded(config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool) -> dict[str, Any]:
+def generate_recorded(
+    config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool
+) -> tuple[list[dict[str, Any]], tuple[int, int] | None]:
     """``generate`` whose steps are recorded and run from the recording, at several sizes of the cache; with how many were, and whether the
     last call still recorded."""
-    with recorded_steps(checked=dist.get_world_size() == 1) as graphs:
-        result = generate(config, batch, greedy)
-    return {**result, "recorded and replayed": recorded_and_replayed(graphs)}
+    with recorded_steps(checked=dist.get_world_size() == 1, backend=GENERATION[enabled_backend(config)]) as graphs:
+        return generate(config, batch, greedy), recorded_and_replayed(graphs)
 
 
 def recorded_and_replayed(graphs: list[Graphs]) -> tuple[int, int] | None:
     """Of the last call; None where it did not record until its end."""
     capture = graphs[-1].capture
     return (capture.recorded, capture.replayed) if isinstance(capture, TapeCapture) else None
+
+
+GENERATION = {"megatron": generation, "dtensor": torch_generation, "fsdp1": torch_generation}
 
 
 @contextlib.contextmanager
@@ -248,8 +295,4 @@ def not_loaded(config: Mapping[str, Any]) -> str:
         return load_shard(*arguments, **options)
 
     with mock.patch.object(hf_state, "load_shard", reading):
-        try:
-            build(config)
-        except (OSError, MegarlError) as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
+        return build_error(config)

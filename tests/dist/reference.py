@@ -102,3 +102,16 @@ class ScoringTrainer(ReferenceTrainer):
 
     def read(self, data: Mapping[str, Any], temperature: float) -> dict[str, torch.Tensor]:
         return {"values": token_values(self.model, data)}
+
+
+class DistillationTrainer(ReferenceTrainer):
+    """Reads the log-probabilities of the teacher's tokens."""
+
+    def read(self, data: Mapping[str, Any], temperature: float) -> dict[str, torch.Tensor]:
+        mask = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
+        logits = self.model(input_ids=data["input_ids"], attention_mask=mask.long()).logits[:, :-1]
+        found = (logits / temperature).log_softmax(-1)
+        return {
+            "next_token_logprobs": found.gather(2, data["input_ids"][:, 1:, None]).squeeze(2),
+            "scored_logprobs": found.gather(2, data["teacher_topk_indices"][:, :-1]),
+        }

@@ -23,9 +23,8 @@ from megarl.errors import MegarlError
 from megarl.models.megatron import sharded_save, state_stream
 from megarl.models.megatron.parallel import holders
 from megarl.patched import patched
-from tests.dist import dtensor_jobs, fsdp1_jobs, jobs
+from tests.dist import jobs
 
-BUILDERS = {"megatron": jobs.build, "dtensor": dtensor_jobs.build, "fsdp1": fsdp1_jobs.build}
 PARTS = ("weights", "optimizer")
 
 
@@ -61,7 +60,7 @@ OLD_WAY: list[tuple[Any, str, Any]] = [
 
 def trained(backend: str, config: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
     """A worker after one step."""
-    worker = BUILDERS[backend](config, init_reference_model=False)
+    worker = jobs.build(config, init_reference_model=False)
     worker.train(data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss())
     return worker
 

@@ -13,8 +13,9 @@ import torch
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.config.nested import merge
 from megarl.parity.pool import WorkerPool
-from tests.dist import dtensor_jobs, fsdp1_jobs, jobs
+from tests.dist import jobs
 from tests.dist.batches import make_batch
+from tests.dist.layouts import CONFIG
 from tests.models import policy_config
 from tests.tiers import sampled
 
@@ -22,38 +23,35 @@ BATCHES = [make_batch(rows=8, length=12, seed=seed) for seed in range(5)]
 SAVED_AFTER = 2
 LR, NEW_LR = 1e-3, 2e-3
 
-BUILD: Mapping[str, Callable[..., Any]] = {"megatron": jobs.build, "dtensor": dtensor_jobs.build, "fsdp1": fsdp1_jobs.build}
 
-
-def train_on(worker: Any, kind: str, batch: Mapping[str, Any]) -> float:
+def train_on(worker: Any, batch: Mapping[str, Any]) -> float:
     """The learning rate of the step."""
-    mine = jobs.my_share(worker, batch, 8) if kind == "megatron" else fsdp1_jobs.my_share(worker, batch)
-    result = worker.train(data=mine, loss_fn=NLLLoss())
-    assert float(result["grad_norm"]) > 0
-    return float(result["all_mb_metrics"]["lr"][-1])
+    _, norm, rate = jobs.step(worker, batch, NLLLoss())
+    assert norm > 0
+    return rate
 
 
-def go_on(kind: str, before: Mapping[str, Any], configs: list[Mapping[str, Any]], directory: Path) -> list[dict[str, Any]]:
+def go_on(before: Mapping[str, Any], configs: list[Mapping[str, Any]], directory: Path) -> list[dict[str, Any]]:
     """Train and save; then of each configuration that goes on from there the rates, and by how much its first step moved each weight.
 
     The first configuration also writes the next checkpoint, from which the last one goes on.
     """
     paths = [(str(directory / name / "weights"), str(directory / name / "optimizer")) for name in ("first", "second")]
-    worker = BUILD[kind](before, init_reference_model=False)
+    worker = jobs.build(before, init_reference_model=False)
     for batch in BATCHES[:SAVED_AFTER]:
-        train_on(worker, kind, batch)
+        train_on(worker, batch)
     worker.save_checkpoint(*paths[0])
-    saved = jobs.full_weights(worker) if kind == "megatron" else fsdp1_jobs.full_weights(worker)
+    saved = jobs.full_weights(worker)
     worker.backend.close()
     found = []
     for config in configs:
-        worker = BUILD[kind](config, weights_path=paths[0][0], optimizer_path=paths[0][1], init_reference_model=False)
-        rates = [train_on(worker, kind, BATCHES[SAVED_AFTER])]
-        now = jobs.full_weights(worker) if kind == "megatron" else fsdp1_jobs.full_weights(worker)
+        worker = jobs.build(config, weights_path=paths[0][0], optimizer_path=paths[0][1], init_reference_model=False)
+        rates = [train_on(worker, BATCHES[SAVED_AFTER])]
+        now = jobs.full_weights(worker)
         if config is configs[-1]:
             worker.save_checkpoint(*paths[1])
             worker.load_checkpoint(*paths[1])
-        rates += [train_on(worker, kind, batch) for batch in BATCHES[SAVED_AFTER + 1 :]]
+        rates += [train_on(worker, batch) for batch in BATCHES[SAVED_AFTER + 1 :]]
         found.append({"rates": rates, "moved": {name: tensor - saved[name] for name, tensor in now.items()}})
         worker.backend.close()
     return found
@@ -115,9 +113,8 @@ def test_torch_takes_the_changed_schedule_at_its_step(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, kind: str, case: str
 ) -> None:
     old, new, rate_of = TORCH[case]
-    make = dtensor_jobs.dtensor_config if kind == "dtensor" else fsdp1_jobs.fsdp1_config
-    before, after = (make(tiny_models["qwen2-tied"], lr=lr, scheduler=chosen) for lr, chosen in ((LR, old), (NEW_LR, new)))
-    check(pool.run(2, go_on, kind, before, [before, after], tmp_path)[0], rate_of)
+    before, after = (CONFIG[kind](tiny_models["qwen2-tied"], lr=lr, scheduler=chosen) for lr, chosen in ((LR, old), (NEW_LR, new)))
+    check(pool.run(2, go_on, before, [before, after], tmp_path)[0], rate_of)
 
 
 @sampled(2)
@@ -134,4 +131,4 @@ def test_megatron_takes_the_changed_schedule_at_its_step(
         )
         for lr, lowest, schedule in ((LR, 0.0, old), (NEW_LR, 1e-4, new))
     )
-    check(pool.run(2, go_on, "megatron", before, [before, after], tmp_path)[0], rate_of)
+    check(pool.run(2, go_on, before, [before, after], tmp_path)[0], rate_of)

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.parity.pool import WorkerPool
-from tests.dist import dtensor_jobs
+from tests.dist import jobs
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.test_dtensor_parity import LAYOUTS, check_training
 from tests.tiers import sampled
@@ -36,7 +36,7 @@ def test_adamw_steps_as_transformers(pool: WorkerPool, tiny_models: dict[str, Pa
 )
 def test_what_cannot_step_is_refused(pool: WorkerPool, tiny_models: dict[str, Path], name: str, kwargs: dict[str, Any]) -> None:
     config = dtensor_config(tiny_models["qwen2"], tp=2, torch_optimizer={"name": f"torch.optim.{name}", "kwargs": {"lr": 0.01, **kwargs}})
-    for message in pool.run(2, dtensor_jobs.run, "build_error", config):
+    for message in pool.run(2, jobs.build_error, config):
         assert message.startswith("ConfigError") and "policy.optimizer" in message and "its step fails on parameters" in message, message
 
 
@@ -44,4 +44,4 @@ def test_what_cannot_step_is_refused(pool: WorkerPool, tiny_models: dict[str, Pa
 @pytest.mark.parametrize(("name", "kwargs"), [("SGD", {"momentum": 0.9, "foreach": True}), ("RMSprop", {}), ("ASGD", {})], ids=str)
 def test_what_can_step_is_not(pool: WorkerPool, tiny_models: dict[str, Path], name: str, kwargs: dict[str, Any]) -> None:
     config = dtensor_config(tiny_models["qwen2"], tp=2, torch_optimizer={"name": f"torch.optim.{name}", "kwargs": {"lr": 0.01, **kwargs}})
-    assert pool.run(2, dtensor_jobs.run, "build_error", config) == ["no error"] * 2
+    assert pool.run(2, jobs.build_error, config) == ["no error"] * 2

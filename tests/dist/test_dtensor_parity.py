@@ -13,24 +13,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
 from megarl.models.dtensor.styles import VocabularyEmbedding
 from megarl.parity.pool import WorkerPool
-from tests.dist import dtensor_jobs, reference
+from tests.dist import jobs, reference
 from tests.dist.batches import make_batch
+from tests.dist.checks import check_trained, run_reference
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import BATCHING
-from tests.dist.test_megatron_parity import PG_LOSS, run_reference
+from tests.dist.layouts import DTENSOR
+from tests.dist.layouts import LAYOUTS as LAYOUTS_OF_ALL
+from tests.dist.test_megatron_parity import PG_LOSS
 from tests.models import make_tiny, policy_config
 from tests.tiers import sampled, slow
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp1": (1, {}),
-    "dp2": (2, {}),
-    "tp2": (2, {"tp": 2}),
-    "tp2-sp": (2, {"tp": 2, "sp": True}),
-    "cp2": (2, {"cp": 2}),
-    "cp2-tp2-sp": (4, {"cp": 2, "tp": 2, "sp": True}),
-    "tp2-dp2": (4, {"tp": 2}),
-    "cp4-ring": (4, {"cp": 4, "comm": "p2p"}),
-}
+LAYOUTS = {name: LAYOUTS_OF_ALL["dtensor"][name] for name in DTENSOR.split()}
 FAMILIES = ["llama", "qwen2-tied", "qwen3-tied", "mistral", "mistral_window"]
 # every family in every layout, and every kind of micro-batch in every layout
 CASES = [(family, layout, "fixed") for family in FAMILIES for layout in LAYOUTS if "ring" not in layout]
@@ -52,7 +46,7 @@ def test_logprobs_equal_transformers(pool: WorkerPool, models: dict[str, Path], 
     batch = make_batch(rows=10, length=13, seed=3)
     expected = reference.logprobs_of(models[family], batch, 0.7)
     config = dtensor_config(models[family], batching, temperature=0.7, **changes)
-    for result in pool.run(world, dtensor_jobs.run, "logprobs", config, batch):
+    for result in pool.run(world, jobs.logprobs, config, batch):
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
         assert result[:, 0].eq(0).all()
 
@@ -66,21 +60,12 @@ def test_three_adam_steps_equal_transformers(pool: WorkerPool, models: dict[str,
 
 def check_training(
     pool: WorkerPool, world: int, model: Path, loss_fn: Any, batching: str, shared: dict[str, Any], changes: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Three steps of the layout against the reference; ``shared`` changes concern both. What every rank returned."""
+) -> None:
+    """Three steps of the layout against the reference; ``shared`` changes concern both."""
     batches = [make_batch(rows=12, length=12, seed=seed) for seed in (1, 2, 3)]
     described = {**shared, "clip": shared.get("clip", 1.0) or 0.0}
-    losses, norms, weights = run_reference(model, policy_config(model, gbs=12, **described), batches, loss_fn)
-    config = dtensor_config(model, batching, gbs=12, **shared, **changes)
-    results = pool.run(world, dtensor_jobs.run, "train", config, batches, loss_fn)
-    for result in results:
-        torch.testing.assert_close(result["losses"], losses, atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(result["norms"], norms, atol=1e-6, rtol=1e-5)
-        assert set(result["weights"]) == {name for name in weights if not (name == "lm_head.weight" and "tied" in model.name)}
-        for name, tensor in result["weights"].items():
-            difference = (tensor - weights[name]).norm() / weights[name].norm()
-            assert difference < 1e-5, f"{name}: relative difference {difference:.2e}"
-    return results
+    expected = run_reference(model, policy_config(model, gbs=12, **described), batches, loss_fn)
+    check_trained(pool.run(world, jobs.train, dtensor_config(model, batching, gbs=12, **shared, **changes), batches, loss_fn), *expected)
 
 
 @sampled(1)

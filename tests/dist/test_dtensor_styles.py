@@ -20,7 +20,7 @@ from megarl.algorithms.loss_functions import NLLLoss
 from megarl.models.dtensor import mesh as dtensor_mesh
 from megarl.models.dtensor.styles import ColumnLinear, NormOfParts, RowLinear, WholeInput
 from megarl.parity.pool import WorkerPool
-from tests.dist import dtensor_jobs, fsdp1_jobs
+from tests.dist import jobs
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
 
@@ -180,8 +180,8 @@ def test_runs_are_of_one_length(pool: WorkerPool) -> None:
 
 def of_a_step(config: dict[str, Any], batch: dict[str, Any]) -> Counter[str]:
     """Collectives of a training step."""
-    worker = dtensor_jobs.build(config, init_reference_model=False)
-    share, calls = fsdp1_jobs.my_share(worker, batch), Counter[str]()
+    worker = jobs.build(config, init_reference_model=False)
+    share, calls = jobs.my_share(worker, batch), Counter[str]()
     worker.train(data=share, loss_fn=NLLLoss())
     with counting(calls):
         worker.train(data=share, loss_fn=NLLLoss())

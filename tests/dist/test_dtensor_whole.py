@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.parity.pool import WorkerPool
-from tests.dist import dtensor_jobs, fsdp1_jobs
+from tests.dist import jobs
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.test_dtensor_parity import LAYOUTS
@@ -40,19 +40,19 @@ def both_ways(config: dict[str, Any], batches: list[dict[str, Any]], keeps_gradi
     outcomes: list[dict[str, Any]] = []
     facts: list[bool] = []
     for stays in (True, False):
-        worker = dtensor_jobs.build(config, init_reference_model=False)
+        worker = jobs.build(config, init_reference_model=False)
         backend = worker.backend
         facts.append(backend._stays_whole)
         backend._stays_whole = stays
         if keeps_gradients:
             backend.zero_grad = lambda: None
         before = hooks_of(backend.model)
-        shares = [fsdp1_jobs.my_share(worker, batch) for batch in batches]
+        shares = [jobs.my_share(worker, batch) for batch in batches]
         steps = [worker.train(data=share, loss_fn=NLLLoss()) for share in shares]
         logprobs = worker.get_logprobs(data=shares[0])["logprobs"]
         facts += [hooks_of(backend.model) == before, all(isinstance(value, DTensor) for value in backend.model.parameters())]
         figures = {f"{key} {number}": torch.tensor(step[key]) for number, step in enumerate(steps) for key in ("global_loss", "grad_norm")}
-        outcomes.append({**fsdp1_jobs.full_weights(worker), **figures, "logprobs": logprobs})
+        outcomes.append({**jobs.full_weights(worker), **figures, "logprobs": logprobs})
         backend.close()
     return differences(*outcomes), facts
 
@@ -74,7 +74,7 @@ def test_results_are_those_of_fully_shard(
 
 
 def stays_whole(config: dict[str, Any]) -> bool:
-    worker = dtensor_jobs.build(config, init_optimizer=False, init_reference_model=False)
+    worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     stays: bool = worker.backend._stays_whole
     worker.backend.close()
     return stays

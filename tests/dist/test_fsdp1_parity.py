@@ -10,10 +10,11 @@ import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
 from megarl.parity.pool import WorkerPool
-from tests.dist import fsdp1_jobs, reference
+from tests.dist import fsdp1_jobs, jobs, reference
 from tests.dist.batches import make_batch
+from tests.dist.checks import check_trained, run_reference
 from tests.dist.fsdp1_jobs import BATCHING, fsdp1_config
-from tests.dist.test_megatron_parity import PG_LOSS, run_reference
+from tests.dist.test_megatron_parity import PG_LOSS
 from tests.models import policy_config
 from tests.tiers import sampled
 
@@ -28,7 +29,7 @@ WORLDS = {"dp1": 1, "dp2": 2, "dp3": 3}
 def test_logprobs_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Path], family: str, world: int, batching: str) -> None:
     batch = make_batch(rows=10, length=13, seed=3)
     expected = reference.logprobs_of(tiny_models[family], batch, 0.7)
-    for result in pool.run(world, fsdp1_jobs.logprobs, fsdp1_config(tiny_models[family], batching, temperature=0.7), batch):
+    for result in pool.run(world, jobs.logprobs, fsdp1_config(tiny_models[family], batching, temperature=0.7), batch):
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
         assert result[:, 0].eq(0).all()
 
@@ -57,26 +58,19 @@ def test_options_change_nothing(pool: WorkerPool, tiny_models: dict[str, Path], 
 def check_training(pool: WorkerPool, world: int, model: Path, loss_fn: Any, batching: str, **changes: Any) -> None:
     batches = [make_batch(rows=12, length=12, seed=seed) for seed in (1, 2, 3)]
     described = {**changes, "clip": changes.get("clip", 1.0) or 0.0}
-    losses, norms, weights = run_reference(model, policy_config(model, gbs=12, **described), batches, loss_fn)
-    config = fsdp1_config(model, batching, gbs=12, **changes)
-    for result in pool.run(world, fsdp1_jobs.train, config, batches, loss_fn):
-        torch.testing.assert_close(result["losses"], losses, atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(result["norms"], norms, atol=1e-6, rtol=1e-5)
-        assert result["weights"].keys() == weights.keys() - ({"lm_head.weight"} if "tied" in model.name else set())
-        for name, tensor in result["weights"].items():
-            difference = (tensor - weights[name]).norm() / weights[name].norm()
-            assert difference < 1e-5, f"{name}: relative difference {difference:.2e}"
+    expected = run_reference(model, policy_config(model, gbs=12, **described), batches, loss_fn)
+    check_trained(pool.run(world, jobs.train, fsdp1_config(model, batching, gbs=12, **changes), batches, loss_fn), *expected)
 
 
 def test_one_rank_computes_in_bfloat16_as_many_do(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
     """One rank has no FSDP: its own half precision has to round where FSDP's does. The same micro-batches, so only float32 sums differ."""
     batch = make_batch(rows=12, length=12, seed=1)
     config = fsdp1_config(tiny_models["qwen2-tied"], precision="bfloat16", gbs=12)
-    alone, together = (pool.run(world, fsdp1_jobs.train, config, [batch], NLLLoss())[0] for world in (1, 3))
+    alone, together = (pool.run(world, jobs.train, config, [batch], NLLLoss())[0] for world in (1, 3))
     torch.testing.assert_close(alone["losses"], together["losses"], atol=0, rtol=1e-6)
     torch.testing.assert_close(alone["norms"], together["norms"], atol=0, rtol=1e-5)
     assert all(tensor.dtype == torch.bfloat16 for tensor in alone["weights"].values())
-    exact = pool.run(2, fsdp1_jobs.train, {**config, "precision": "float32"}, [batch], NLLLoss())[0]
+    exact = pool.run(2, jobs.train, {**config, "precision": "float32"}, [batch], NLLLoss())[0]
     assert exact["losses"] != alone["losses"]
     torch.testing.assert_close(exact["losses"], alone["losses"], atol=0.02, rtol=0.02)
 

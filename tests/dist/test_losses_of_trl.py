@@ -12,6 +12,7 @@ from megarl.algorithms.loss_functions import ClippedPGLossFn
 from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, reference
 from tests.dist.batches import make_batch
+from tests.dist.checks import check_trained
 from tests.models import policy_config
 from tests.tiers import slow
 from tests.unit.test_losses_of_trl import CASES, DEFAULTS, loss_of_trl
@@ -50,10 +51,5 @@ def test_three_steps_of_trl(pool: WorkerPool, tiny_models: dict[str, Path], name
     exact = [{column: values.double() if values.is_floating_point() else values for column, values in batch.items()} for batch in batches]
     losses, norms = zip(*(trainer.step(batch, Loss(theirs)) for batch in exact), strict=True)
     assert len(set(losses)) == 3 and min(norms) > 1e-4
-    for result in pool.run(2, jobs.train, config, batches, ClippedPGLossFn({**DEFAULTS, **settings})):  # type: ignore[typeddict-item]
-        torch.testing.assert_close([step[0] for step in result["losses"]], list(losses), atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(result["norms"], list(norms), atol=1e-6, rtol=1e-5)
-        weights = trainer.model.state_dict()
-        for key, tensor in result["weights"].items():
-            difference = (tensor - weights[key]).norm() / weights[key].norm()
-            assert difference < 1e-5, f"{key}: relative difference {difference:.2e}"
+    results = pool.run(2, jobs.train, config, batches, ClippedPGLossFn({**DEFAULTS, **settings}))  # type: ignore[typeddict-item]
+    check_trained(results, list(losses), list(norms), trainer.model.state_dict())

@@ -13,13 +13,12 @@ import torch
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.errors import BatchError
 from megarl.parity.pool import WorkerPool
-from tests.dist import jobs, mixtures, worker_jobs
+from tests.dist import jobs, mixtures
 from tests.dist.batches import make_batch
+from tests.dist.checks import check_equal, check_generated, check_resumed, check_trained, prompts, tokens_of
 from tests.dist.remembered import without_layout
 from tests.dist.test_megatron_checkpoint import load_and_train, train_and_save
-from tests.dist.test_megatron_generation import check_logprobs, prompts
 from tests.dist.test_megatron_layouts import DPO_LOSS
 from tests.dist.test_megatron_parity import PG_LOSS
 from tests.models import make_tiny, policy_config
@@ -89,19 +88,14 @@ def check_training(pool: WorkerPool, world: int, model: Path, config: dict[str, 
     """Losses, gradient norms, weights and balance figures of three Adam steps."""
     alike = without_layout(config)
     losses, norms, weights, figures = mixtures.train(model, alike, BATCHES, loss_fn)
-    results = pool.run(world, jobs.train, config, BATCHES, loss_fn)
+    results: list[dict[str, Any]] = pool.run(world, jobs.train, config, BATCHES, loss_fn)
+    check_trained(results, losses, norms, weights)
     for result in results:
-        torch.testing.assert_close([step[0] for step in result["losses"]], losses, atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(result["norms"], norms, atol=1e-6, rtol=1e-5)
         for measured, expected in zip(result["metrics"], figures, strict=True):
             reported = {name: measured[name] for name in measured if name.startswith("moe_")}
             assert {"moe_aux_loss", "moe_expert_load_max", "moe_expert_load_min"} <= reported.keys()
             for name, values in reported.items():
                 torch.testing.assert_close(values, [expected[name]], atol=0, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
-        assert result["weights"].keys() == weights.keys()
-        for name, tensor in result["weights"].items():
-            difference = (tensor - weights[name]).norm() / weights[name].norm()
-            assert difference < 1e-5, f"{name}: relative difference {difference:.2e}"
     return results
 
 
@@ -145,9 +139,7 @@ def test_greedy_equals_transformers(pool: WorkerPool, models: dict[str, Path], l
     batch = prompts(rows=8)
     expected = mixtures.greedy(model, batch, 8)
     config = policy_config(model, dispatcher=dispatcher, generation={"stop_token_ids": []}, **changes)
-    for result in pool.run(world, jobs.generate, config, batch, True):
-        assert [row["ids"] for row in result["rows"]] == expected
-        check_logprobs(result["rows"])
+    check_generated(pool, world, config, batch, True, expected)
 
 
 @newest_megatron
@@ -156,11 +148,11 @@ def test_greedy_equals_transformers(pool: WorkerPool, models: dict[str, Path], l
 def test_replicas_that_share_experts_decode_uneven_rows(pool: WorkerPool, models: dict[str, Path], rows: int) -> None:
     """One row for two replicas leaves one of them with none; sampling without seeds of one's own has to stay in step."""
     batch = {key: value[:rows] for key, value in prompts().items()}
-    alone = pool.run(1, worker_jobs.generate_unevenly, policy_config(models["mixtral"]), batch, False)[0]
-    for result in pool.run(2, worker_jobs.generate_unevenly, policy_config(models["mixtral"], ep=2), batch, False):
-        assert result == alone
+    config = policy_config(models["mixtral"], ep=2)
+    alone = tokens_of(pool.run(1, jobs.generate, policy_config(models["mixtral"]), batch, False)[0])
+    check_generated(pool, 2, config, batch, False, alone)
     del batch["sampling_seeds"]
-    drawn = pool.run(2, worker_jobs.generate_unevenly, policy_config(models["mixtral"], ep=2), batch, False)
+    drawn = [tokens_of(found) for found in pool.run(2, jobs.generate, config, batch, False)]
     assert drawn[0] == drawn[1]
 
 
@@ -250,22 +242,17 @@ def test_export_gives_back_what_was_loaded(pool: WorkerPool, models: dict[str, P
     results = pool.run(world, export, policy_config(model, **changes))
     assert len({tuple(result) for result in results}) == 1, "one order on all ranks"
     for result in results:
-        assert result.keys() == expected.keys()
-        for name, tensor in result.items():
-            assert torch.equal(tensor, expected[name]), name
+        check_equal(result, expected)
 
 
 def different_numbers_of_micro_batches(config: dict[str, Any], batch: dict[str, torch.Tensor]) -> str:
     """What the worker says when its replica has more rows than the other."""
     worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     rows = 6 if worker.backend.groups.data_rank else 3
-    try:
-        worker.get_logprobs(data=BatchedDataDict({key: batch[key][:rows] for key in ("input_ids", "input_lengths")}))
-    except BatchError as error:
-        return str(error)
-    finally:
-        worker.backend.close()
-    return ""
+    share = BatchedDataDict({key: batch[key][:rows] for key in ("input_ids", "input_lengths")})
+    message = jobs.said(lambda: worker.get_logprobs(data=share))
+    worker.backend.close()
+    return message
 
 
 def test_replicas_out_of_step_are_refused(pool: WorkerPool, models: dict[str, Path]) -> None:
@@ -303,7 +290,7 @@ def reference_logprobs(config: dict[str, Any], batch: dict[str, torch.Tensor]) -
     worker = jobs.build(config)
     mine = jobs.my_share(worker, batch)
     before = worker.get_logprobs(data=mine)["logprobs"]
-    worker.train(data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss())
+    worker.train(data=mine, loss_fn=NLLLoss())
     reference_policy = worker.get_reference_policy_logprobs(data=mine)["reference_logprobs"]
     after = worker.get_logprobs(data=mine)["logprobs"]
     worker.offload_after_refit()
@@ -347,17 +334,10 @@ ROUTERS = ["trained", "frozen"]
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize(("written", "read"), CHECKPOINTS)
 def test_resume(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, written: str, read: str, router: str) -> None:
-    """A run goes on as the undisturbed one: bit for bit in the same layout, within rounding in another."""
     model = models["qwen3_moe_four" if "vpp" in written else "qwen3_moe_mixed"]
     options = {"freeze_router": router == "frozen", "balancing": "aux_loss", "aux": 0.1}
-    (world, changes), (new_world, new_changes) = LAYOUTS[written], LAYOUTS[read]
-    undisturbed = pool.run(world, train_and_save, policy_config(model, **options, **changes), tmp_path)[0]
-    resumed = pool.run(new_world, load_and_train, policy_config(model, **options, **new_changes), tmp_path, False)[0]
-    torch.testing.assert_close(resumed["measured"], undisturbed["measured"], atol=1e-6, rtol=1e-5)
-    assert written != read or resumed["measured"] == undisturbed["measured"]
-    for name, tensor in undisturbed["weights"].items():
-        assert (resumed["weights"][name] - tensor).norm() < 1e-5 * tensor.norm(), name
-        assert written != read or torch.equal(resumed["weights"][name], tensor), name
+    before, after = ((world, policy_config(model, **options, **changes)) for world, changes in (LAYOUTS[written], LAYOUTS[read]))
+    check_resumed(pool, train_and_save, load_and_train, before, after, tmp_path)
 
 
 @newest_megatron

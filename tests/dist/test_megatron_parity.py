@@ -12,21 +12,15 @@ from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
 from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, reference
 from tests.dist.batches import make_batch
-from tests.dist.remembered import remembered, without_layout
+from tests.dist.checks import check_trained, run_reference
+from tests.dist.layouts import LAYOUTS as LAYOUTS_OF_ALL
 from tests.models import policy_config
 from tests.tiers import newest_megatron, sampled
 
 TRAINED = ["llama", "qwen2-tied", "qwen3-tied"]
 FAMILIES = [*TRAINED, "qwen2", "qwen3"]
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp1": (1, {}),
-    "tp2": (2, {"tp": 2}),
-    "tp2-sp": (2, {"tp": 2, "sp": True}),
-    "pp2-uneven": (2, {"pp": 2, "first": 2, "last": 1}),
-    "dp2": (2, {}),
-    "tp2-pp2": (4, {"tp": 2, "pp": 2, "first": 1, "last": 2}),
-    "tp2-dp2": (4, {"tp": 2}),
-}
+OVER = ["tp1", "tp2", "tp2-sp", "pp2-uneven", "dp2", "tp2-pp2", "tp2-dp2"]
+LAYOUTS = {name: LAYOUTS_OF_ALL["megatron"][name] for name in OVER}
 PG_LOSS = {
     "reference_policy_kl_penalty": 0.05,
     "ratio_clip_min": 0.2,
@@ -50,20 +44,6 @@ def test_logprobs_equal_transformers(pool: WorkerPool, tiny_models: dict[str, Pa
     for result in pool.run(world, jobs.logprobs, config, batch):
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
         assert result[:, 0].eq(0).all()
-
-
-def run_reference(model: Path, config: dict[str, Any], batches: list[dict[str, torch.Tensor]], loss_fn: Any) -> Any:
-    """Losses, gradient norms and the weights after one step for each batch, computed once for all layouts."""
-    return _run_reference(model, without_layout(config), batches, loss_fn)
-
-
-@remembered
-def _run_reference(model: Path, config: dict[str, Any], batches: list[dict[str, torch.Tensor]], loss_fn: Any) -> Any:
-    # of a gradient that cancels, float32 leaves noise, which Adam makes a step of: the reference alone was 1e-5 off where it had one
-    trainer = reference.ReferenceTrainer(reference.load(model).double(), config)
-    exact = [{name: column.double() if column.is_floating_point() else column for name, column in batch.items()} for batch in batches]
-    measured = [trainer.step(batch, loss_fn) for batch in exact]
-    return [m[0] for m in measured], [m[1] for m in measured], dict(trainer.model.state_dict())
 
 
 @newest_megatron(layout=["tp2-pp2", "tp2-dp2"])
@@ -108,10 +88,7 @@ def check_fusions(pool: WorkerPool, config: dict[str, Any]) -> None:
     """The functions that torch.compile fuses on a GPU, whose backward passes Megatron-Core has by hand, give what the others give."""
     batches = [make_batch(rows=8, length=12, seed=seed) for seed in (1, 2)]
     (plain,), (fused,) = (pool.run(1, job, config, batches, NLLLoss()) for job in (jobs.train, jobs.train_with_fusions))
-    torch.testing.assert_close(fused["losses"], plain["losses"], atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(fused["norms"], plain["norms"], atol=1e-6, rtol=1e-5)
-    for name, tensor in plain["weights"].items():
-        assert (fused["weights"][name] - tensor).norm() < 1e-5 * tensor.norm(), name
+    check_trained([fused], plain["losses"], plain["norms"], plain["weights"])
 
 
 @sampled(1)
@@ -126,11 +103,4 @@ def test_an_output_layer_in_float32_learns_in_every_layout(pool: WorkerPool, tin
 
 def check_training(pool: WorkerPool, world: int, model: Path, config: dict[str, Any], loss_fn: Any) -> None:
     batches = [make_batch(rows=8, length=12, seed=seed) for seed in (1, 2, 3)]
-    losses, norms, weights = run_reference(model, config, batches, loss_fn)
-    for result in pool.run(world, jobs.train, config, batches, loss_fn):
-        torch.testing.assert_close([step[0] for step in result["losses"]], losses, atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(result["norms"], norms, atol=1e-6, rtol=1e-5)
-        assert result["weights"].keys() == weights.keys() - {"lm_head.weight"} or result["weights"].keys() == weights.keys()
-        for name, tensor in result["weights"].items():
-            difference = (tensor - weights[name]).norm() / weights[name].norm()
-            assert difference < 1e-5, f"{name}: relative difference {difference:.2e}"
+    check_trained(pool.run(world, jobs.train, config, batches, loss_fn), *run_reference(model, config, batches, loss_fn))

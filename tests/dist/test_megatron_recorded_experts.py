@@ -19,8 +19,8 @@ from megarl.models.megatron import generation, moe_decoding
 from megarl.models.megatron.moe_decoding import MoELayer, fixed_shapes
 from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, mixtures, reference
+from tests.dist.checks import check_recorded, prompts, tokens_of
 from tests.dist.test_megatron_experts import LAYOUTS as EXPERT_LAYOUTS
-from tests.dist.test_megatron_generation import check_logprobs, prompts
 from tests.models import make_tiny, policy_config
 from tests.tiers import newest_megatron, sampled
 
@@ -45,13 +45,9 @@ def check_answers(pool: WorkerPool, world: int, model: Path, changes: dict[str, 
     settings = {"stop_token_ids": list(range(2, 100, 9)), "max_new_tokens": 12}
     expected = {True: reference.greedy(mixtures.load(model), batch, 12, settings["stop_token_ids"])}
     [plain] = pool.run(1, jobs.generate, policy_config(model, generation=settings), batch, False)
-    expected[False] = [row["ids"] for row in plain["rows"]]
+    expected[False] = tokens_of(plain)
     for greedy, ids in expected.items():
-        for result in pool.run(world, jobs.generate_recorded, policy_config(model, generation=settings, **changes), batch, greedy):
-            assert [row["ids"] for row in result["rows"]] == ids
-            check_logprobs(result["rows"])
-            recorded, replayed = result["recorded and replayed"]
-            assert replayed > recorded > 1
+        check_recorded(pool, world, policy_config(model, generation=settings, **changes), batch, greedy, ids)
 
 
 @newest_megatron(family=["qwen2_moe", "deepseek_v3"])
@@ -139,18 +135,16 @@ def test_replicas_follow_the_router_of_the_first(pool: WorkerPool, models: dict[
 def test_grouped_products_read_nothing_from_the_device(pool: WorkerPool, models: dict[str, Path], kind: bool | None) -> None:
     """In bfloat16, as on a GPU; what is behind the limits of a product is undefined, and must not come back."""
     config = policy_config(models["gpt_oss_wide"], grouped=kind, precision="bfloat16", generation={"stop_token_ids": []})
-    [result] = pool.run(1, grouped_generation, config, prompts(6))
-    assert result["grouped"] > 0
-    recorded, replayed = result["recorded and replayed"]
-    assert replayed > recorded > 1
-    for row in result["rows"]:
+    [(rows, (recorded, replayed), products)] = pool.run(1, grouped_generation, config, prompts(6))
+    assert products > 0 and replayed > recorded > 1
+    for row in rows:
         torch.testing.assert_close(row["logprobs"], row["recomputed"], atol=0.1, rtol=0)
 
 
-def grouped_generation(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
+def grouped_generation(config: Mapping[str, Any], batch: Mapping[str, Any]) -> tuple[Any, ...]:
     """``jobs.generate_recorded``, and how often the grouped product was called."""
     with mock.patch.object(moe_decoding, "grouped_mlp", wraps=moe_decoding.grouped_mlp) as product:
-        return {**jobs.generate_recorded(config, batch, True), "grouped": product.call_count}
+        return *jobs.generate_recorded(config, batch, True), product.call_count
 
 
 @newest_megatron

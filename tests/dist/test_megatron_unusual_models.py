@@ -13,13 +13,13 @@ from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
 from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, mixtures, reference, test_megatron_experts, test_megatron_parity
 from tests.dist.batches import make_batch
-from tests.dist.test_megatron_generation import LAYOUTS as DENSE_LAYOUTS
-from tests.dist.test_megatron_generation import check_logprobs, prompts, transformers_greedy
+from tests.dist.checks import check_generated, prompts, transformers_greedy
+from tests.dist.layouts import LAYOUTS as LAYOUTS_OF_ALL
 from tests.dist.test_megatron_parity import PG_LOSS
 from tests.models import make_tiny, policy_config
 from tests.tiers import sampled
 
-LAYOUTS = {**test_megatron_experts.LAYOUTS, **DENSE_LAYOUTS}
+LAYOUTS = {**test_megatron_experts.LAYOUTS, **LAYOUTS_OF_ALL["megatron"]}
 ROPE_LAYOUTS = ["tp1", "tp2-sp", "pp2-uneven", "cp2"]
 MIXTURE_LAYOUTS = ["tp2-sp", "ep2-dp2", "pp2-ep2"]
 # so short that of five frequencies some are left alone, some divided and some in between
@@ -83,11 +83,8 @@ def test_other_llama3_scaling(pool: WorkerPool, models: dict[str, Path], layout:
 def test_other_llama3_scaling_generates(pool: WorkerPool, models: dict[str, Path], layout: str) -> None:
     world, changes = LAYOUTS[layout]
     expected = transformers_greedy(models["llama"], prompts(), 8, [])
-    for result in pool.run(
-        world, jobs.generate, policy_config(models["llama"], generation={"stop_token_ids": []}, **changes), prompts(), True
-    ):
-        assert [row["ids"] for row in result["rows"]] == expected
-        check_logprobs(result["rows"])
+    config = policy_config(models["llama"], generation={"stop_token_ids": []}, **changes)
+    check_generated(pool, world, config, prompts(), True, expected)
 
 
 @sampled(3)

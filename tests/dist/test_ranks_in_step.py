@@ -15,16 +15,13 @@ from safetensors.torch import load_file, save_file
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.engine import worker as engine_worker
 from megarl.parity.pool import WorkerPool
-from tests.dist import dtensor_jobs, fsdp1_jobs, jobs
+from tests.dist import jobs
 from tests.dist.batches import make_batch
-from tests.dist.dtensor_jobs import dtensor_config
-from tests.dist.fsdp1_jobs import fsdp1_config
-from tests.dist.test_megatron_generation import prompts
+from tests.dist.checks import prompts
+from tests.dist.layouts import CONFIG
 from tests.models import make_tiny, policy_config
 from tests.tiers import sampled
 
-BUILD: dict[str, Callable[..., Any]] = {"megatron": jobs.build, "dtensor": dtensor_jobs.build, "fsdp1": fsdp1_jobs.build}
-CONFIG: dict[str, Callable[..., dict[str, Any]]] = {"megatron": policy_config, "dtensor": dtensor_config, "fsdp1": fsdp1_config}
 POISON = 77
 
 
@@ -38,7 +35,7 @@ def attempt(function: Callable[[], Any]) -> Any:
 
 def logprobs_of_shares(kind: str, config: Mapping[str, Any], batch: Mapping[str, Any], rows: list[int]) -> list[Any]:
     """Log-probabilities where rank r has so many ``rows`` of the batch, and where every rank has three."""
-    worker = BUILD[kind](config, init_optimizer=False, init_reference_model=False)
+    worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     outcomes = []
     for mine in (rows[dist.get_rank()], 3):
         share = BatchedDataDict({key: value[:mine] for key, value in batch.items()})
@@ -71,7 +68,7 @@ def test_replicas_that_run_for_themselves_need_not(pool: WorkerPool, tiny_models
     assert [result[0].shape for result in results] == [(count, 9) for count in rows]
 
 
-@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize("kind", CONFIG)
 def test_no_rows_anywhere_are_no_error(pool: WorkerPool, tiny_models: dict[str, Path], kind: str) -> None:
     config = CONFIG[kind](tiny_models["qwen2"])
     for nothing, _ in pool.run(2, logprobs_of_shares, kind, config, make_batch(6, 9, seed=1), [0, 0]):
@@ -93,7 +90,7 @@ def generate_twice(kind: str, config: Mapping[str, Any], batches: list[Mapping[s
     """The ids of the answers of each batch, all rows on every replica, or what was raised."""
     # a model that arrives with NaN is refused; one that has become so is what is tried here
     with mock.patch.object(engine_worker, "require_finite"):
-        worker = BUILD[kind](config, init_optimizer=False, init_reference_model=False)
+        worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     outcomes = [
         attempt(lambda batch=batch: worker.generate(data=BatchedDataDict(batch), greedy=greedy)["output_ids"].tolist())  # type: ignore[misc]
         for batch in batches

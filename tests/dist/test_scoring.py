@@ -13,33 +13,25 @@ from megarl.algorithms.value_losses import PreferenceLoss, ValueLoss, last_value
 from megarl.config.model_facts import facts_of_policy
 from megarl.config.parameters import stage_parameters
 from megarl.parity.pool import WorkerPool
-from tests.dist import reference, scoring_jobs
+from tests.dist import jobs, reference, scoring_jobs
 from tests.dist.batches import make_batch
+from tests.dist.checks import check_close, check_equal, check_trained, run_reference
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
-from tests.dist.remembered import remembered, without_layout
+from tests.dist.layouts import LAYOUTS as LAYOUTS_OF_ALL
+from tests.dist.remembered import remembered
 from tests.models import make_scoring, policy_config
 from tests.tiers import newest_megatron, sampled, slow
 
 SCORING = {"enabled": True}
 MEGATRON: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp1": (1, {}),
-    "tp2": (2, {"tp": 2}),
-    "tp2-sp": (2, {"tp": 2, "sp": True}),
-    "dp2": (2, {}),
-    "cp2": (2, {"cp": 2, "multiple": 4}),
-    "pp2": (2, {"pp": 2, "first": 1, "last": 2}),
+    **{name: LAYOUTS_OF_ALL["megatron"][name] for name in ("tp1", "tp2", "tp2-sp", "dp2", "cp2", "pp2", "cp2-tp2-sp")},
     "tp2-sp-pp2": (4, {"tp": 2, "sp": True, "pp": 2, "first": 2, "last": 1}),
-    "cp2-tp2-sp": (4, {"cp": 2, "tp": 2, "sp": True, "multiple": 8}),
     "cp3-ring": (3, {"cp": 3, "comm": "p2p", "multiple": 6}),
     "pp2-vpp2-tp2-sp": (4, {"pp": 2, "vpp": 2, "tp": 2, "sp": True, "multiple": 2}),
 }
 DTENSOR: dict[str, tuple[int, dict[str, Any]]] = {
-    "dtensor-dp2": (2, {}),
-    "dtensor-tp2": (2, {"tp": 2}),
-    "dtensor-tp2-sp": (2, {"tp": 2, "sp": True}),
-    "dtensor-cp2": (2, {"cp": 2}),
-    "dtensor-cp2-tp2-sp": (4, {"cp": 2, "tp": 2, "sp": True}),
+    **{f"dtensor-{name}": LAYOUTS_OF_ALL["dtensor"][name] for name in ("dp2", "tp2", "tp2-sp", "cp2", "cp2-tp2-sp")},
     "dtensor-tp2-sp-dp2": (4, {"tp": 2, "sp": True}),
     "dtensor-tp2-named": (2, {"tp": 2, "plan": "tests.dist.test_dtensor_parity.plan_by_names"}),
 }
@@ -138,26 +130,15 @@ def test_options_change_nothing(pool: WorkerPool, models: dict[str, Path], chang
 
 def check_training(pool: WorkerPool, layout: str, model: Path, batching: str, loss_fn: Any, **changes: Any) -> None:
     batches = [pair_batch(seed=seed) for seed in (1, 2, 3)]
-    losses, norms, weights = trained(model, without_layout(policy_config(model, gbs=12)), batches, loss_fn)
+    losses, norms, weights = run_reference(model, policy_config(model, gbs=12), batches, loss_fn, kind="scoring")
     world, config = config_for(layout, model, batching, gbs=12, **changes)
-    for result in pool.run(world, scoring_jobs.train, config, batches, loss_fn):
-        torch.testing.assert_close(result["losses"], losses, atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(result["norms"], norms, atol=1e-6, rtol=1e-5)
-        # of a mixture transformers keeps all experts of a layer in one tensor; those that go by one name on both sides are compared
-        common = weights.keys() & result["weights"].keys()
-        assert "score.weight" in common and (common == weights.keys() or "mixtral" in model.name)
-        for name in common:
-            tensor = result["weights"][name]
-            difference = (tensor - weights[name]).norm() / weights[name].norm()
-            assert difference < 1e-5, f"{name}: relative difference {difference:.2e}"
-
-
-@remembered
-def trained(model: Path, config: dict[str, Any], batches: list[dict[str, torch.Tensor]], loss_fn: Any) -> Any:
-    trainer = reference.ScoringTrainer(reference.load_scoring(model).double(), config)
-    exact = [{name: column.double() if column.is_floating_point() else column for name, column in batch.items()} for batch in batches]
-    measured = [trainer.step(batch, loss_fn) for batch in exact]
-    return [m[0] for m in measured], [m[1] for m in measured], dict(trainer.model.state_dict())
+    results = pool.run(world, jobs.train, config, batches, loss_fn)
+    # of a mixture transformers keeps all experts of a layer in one tensor; those that go by one name on both sides are compared
+    common = weights.keys() & results[0]["weights"].keys()
+    assert "score.weight" in common and (common == weights.keys() or "mixtral" in model.name)
+    for result in results:
+        result["weights"] = {name: result["weights"][name] for name in common}
+    check_trained(results, losses, norms, {name: weights[name] for name in common})
 
 
 # checkpoints, exports, a new score layer
@@ -175,11 +156,10 @@ def test_training_goes_on_from_a_checkpoint(pool: WorkerPool, models: dict[str, 
     world, config = config_for(own, models["llama"], "fixed", gbs=12)
     whole = pool.run(world, scoring_jobs.train_and_save, config, batches, PreferenceLoss(), tmp_path)[0]
     again = pool.run(world, scoring_jobs.resume, config, batches, PreferenceLoss(), tmp_path)[0]
-    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+    check_equal(again, whole)
     world, config = config_for(other, models["llama"], "fixed", gbs=12)
     elsewhere = pool.run(world, scoring_jobs.resume, config, batches, PreferenceLoss(), tmp_path)[0]
-    for name, tensor in whole.items():
-        assert (elsewhere[name] - tensor).norm() < 1e-5 * tensor.norm(), name
+    check_close(elsewhere, whole)
 
 
 class PaddingWith3:

@@ -10,9 +10,10 @@ import torch
 
 from megarl.algorithms.distillation_loss import DistillationLossFn
 from megarl.parity.pool import WorkerPool
-from tests.dist import reference, scoring_jobs, topk_jobs
+from tests.dist import jobs, reference, topk_jobs
 from tests.dist.batches import make_batch
-from tests.dist.remembered import remembered, without_layout
+from tests.dist.checks import check_trained, run_reference
+from tests.dist.remembered import remembered
 from tests.dist.test_scoring import BATCHING, LAYOUTS, config_for
 from tests.models import VOCABULARY, policy_config
 from tests.tiers import newest_megatron, sampled
@@ -107,7 +108,7 @@ def test_too_many_tokens_are_refused(pool: WorkerPool, tiny_models: dict[str, Pa
     batch = make_batch(rows=4, length=6)
     for said in pool.run(world, topk_jobs.refusals, config, batch, [0, VOCABULARY + 1, VOCABULARY]):
         assert said[0].startswith("BatchError: k = 0") and "Fix" in said[0] and said[1].startswith(f"BatchError: k = {VOCABULARY + 1}")
-        assert said[2] == "nothing"
+        assert said[2] == "no error"
     cut = {**config, "generation": {**config["generation"], "top_p": 0.9}}
     for said in pool.run(world, topk_jobs.refusals, cut, batch, [3]):
         assert said[0].startswith("ConfigError: policy.generation: top_k = None, top_p = 0.9 leave tokens out")
@@ -127,27 +128,6 @@ def distillation_batch(seed: int) -> dict[str, torch.Tensor]:
     return {**batch, "teacher_topk_logits": teacher.values, "teacher_topk_indices": teacher.indices}
 
 
-class DistillationTrainer(reference.ReferenceTrainer):
-    """Reads the log-probabilities of the teacher's tokens."""
-
-    def read(self, data: Any, temperature: float) -> dict[str, torch.Tensor]:
-        mask = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
-        logits = self.model(input_ids=data["input_ids"], attention_mask=mask.long()).logits[:, :-1]
-        found = (logits / temperature).log_softmax(-1)
-        return {
-            "next_token_logprobs": found.gather(2, data["input_ids"][:, 1:, None]).squeeze(2),
-            "scored_logprobs": found.gather(2, data["teacher_topk_indices"][:, :-1]),
-        }
-
-
-@remembered
-def trained(model: Path, config: dict[str, Any], batches: list[dict[str, torch.Tensor]], loss_fn: Any) -> Any:
-    trainer = DistillationTrainer(reference.load(model).double(), config)
-    exact = [{name: column.double() if column.is_floating_point() else column for name, column in batch.items()} for batch in batches]
-    measured = [trainer.step(batch, loss_fn) for batch in exact]
-    return [m[0] for m in measured], [m[1] for m in measured], dict(trainer.model.state_dict())
-
-
 @newest_megatron(layout=["tp2-sp-pp2"])
 @sampled(3)
 @pytest.mark.parametrize("chunk", [None, 7])
@@ -158,12 +138,7 @@ def test_three_adam_steps_equal_transformers(
     pool: WorkerPool, tiny_models: dict[str, Path], layout: str, batching: str, loss: str, chunk: int | None
 ) -> None:
     model, batches = model_for(layout, tiny_models), [distillation_batch(seed) for seed in (1, 2, 3)]
-    losses, norms, weights = trained(model, without_layout(policy_config(model, gbs=12, temperature=0.8)), batches, LOSSES[loss])
+    described = policy_config(model, gbs=12, temperature=0.8)
+    expected = run_reference(model, described, batches, LOSSES[loss], kind="distillation")
     world, config = language_config(layout, model, batching, gbs=12, temperature=0.8)
-    for result in pool.run(world, scoring_jobs.train, {**config, "logprob_chunk_size": chunk}, batches, LOSSES[loss]):
-        torch.testing.assert_close(result["losses"], losses, atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(result["norms"], norms, atol=1e-6, rtol=1e-5)
-        assert result["weights"].keys() <= weights.keys()
-        for name, tensor in result["weights"].items():
-            difference = (tensor - weights[name]).norm() / weights[name].norm()
-            assert difference < 1e-5, f"{name}: relative difference {difference:.2e}"
+    check_trained(pool.run(world, jobs.train, {**config, "logprob_chunk_size": chunk}, batches, LOSSES[loss]), *expected)

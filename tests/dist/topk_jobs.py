@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_scores
 from megarl.models.engine.topk import largest_tokens
 from megarl.models.generation.sampling import SamplingSettings
-from tests.dist.scoring_jobs import build, deal
+from tests.dist import jobs
 
 
 def _own(logits: torch.Tensor, size: int) -> tuple[torch.Tensor, VocabularyShard]:
@@ -39,26 +39,20 @@ def scores_of_shards(
 
 def topk(config: Mapping[str, Any], batch: Mapping[str, Any], k: int, skip_masked: bool) -> dict[str, torch.Tensor]:
     """What ``get_topk_logits`` gives of the whole batch, in its order; and the log-probabilities of ``get_logprobs``."""
-    worker = build(config, init_optimizer=False)
-    groups = worker.backend.groups
-    sharded = deal(worker, batch, "logprob")
-    mine = dict(worker.get_topk_logits(data=sharded.shards[groups.data_rank], k=k, skip_masked=skip_masked))
-    mine["plain"] = worker.get_logprobs(data=sharded.shards[groups.data_rank], skip_masked=skip_masked)["logprobs"]
-    shares: list[Any] = [None] * groups.data_size
-    dist.all_gather_object(shares, mine, group=groups.data)
+    worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
+    sharded = jobs.dealt(worker, batch, "logprob")
+    share = sharded.shards[worker.backend.groups.data_rank]
+    mine = dict(worker.get_topk_logits(data=share, k=k, skip_masked=skip_masked))
+    mine["plain"] = worker.get_logprobs(data=share, skip_masked=skip_masked)["logprobs"]
+    shares = jobs.of_replicas(worker, mine)
     worker.backend.close()
     return {name: sharded.restore([share[name] for share in shares]) for name in mine}
 
 
 def refusals(config: Mapping[str, Any], batch: Mapping[str, Any], ks: list[int]) -> list[str]:
     """What a worker says when it is asked for so many tokens."""
-    worker = build(config, init_optimizer=False)
-    said = []
-    for k in ks:
-        try:
-            worker.get_topk_logits(data=deal(worker, batch, "logprob").shards[worker.backend.groups.data_rank], k=k)
-            said.append("nothing")
-        except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
+    worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
+    share = jobs.dealt(worker, batch, "logprob").shards[worker.backend.groups.data_rank]
+    said = [jobs.said(lambda k=k: worker.get_topk_logits(data=share, k=k)) for k in ks]  # type: ignore[misc]
     worker.backend.close()
     return said

@@ -1,19 +1,21 @@
-"""Attacks on one worker that the pool's processes run; each returns what the test has to judge."""
+"""Attacks on one worker, on any backend, that the pool's processes run; each returns what the test has to judge."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_scores
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.models.megatron.backend import move_optimizer
+from megarl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 from tests.dist import jobs
 
@@ -60,7 +62,7 @@ def move_optimizer_between_steps(config: Mapping[str, Any], batch: Mapping[str, 
     for moving in (False, True):
         worker = jobs.build(config, init_reference_model=False)
         for _ in range(3):
-            worker.train(data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss())
+            worker.train(data=jobs.my_share(worker, batch), loss_fn=NLLLoss())
             if moving:
                 assert worker.backend.optimizer is not None
                 model, updated = places(worker)
@@ -74,25 +76,29 @@ def move_optimizer_between_steps(config: Mapping[str, Any], batch: Mapping[str, 
     return differences(*outcomes) + sorted(mistakes)
 
 
-def snapshot(worker: MegatronPolicyWorker) -> dict[str, Any]:
-    """Copies of everything that evaluation must leave alone."""
+def snapshot(worker: Any) -> dict[str, Any]:
+    """Copies of everything that evaluation must leave alone: this rank's pieces of parameters and optimizer state, schedule, generator."""
     backend = worker.backend
-    backend.sync_parameters()
-    kept: dict[str, Any] = {f"weight {name}": parameter.detach().clone() for name, parameter in backend.parameters()}
-    if backend.optimizer is not None:
-        for chained in backend.optimizer.chained_optimizers:
-            for number, group in enumerate(chained.optimizer.param_groups):
-                for key, value in group.items():
-                    if key != "params":
-                        kept[f"group {number} {key}"] = value
-                for index, parameter in enumerate(group["params"]):
-                    kept[f"main {number} {index}"] = parameter.detach().clone()
-                    for key, value in chained.optimizer.state.get(parameter, {}).items():
-                        kept[f"state {number} {index} {key}"] = value.clone() if isinstance(value, torch.Tensor) else value
-        kept["schedule"] = backend.scheduler.state_dict() if backend.scheduler else None
+    if isinstance(worker, MegatronPolicyWorker):
+        backend.sync_parameters()
+        optimizers = [chained.optimizer for chained in backend.optimizer.chained_optimizers] if backend.optimizer else []
+    else:
+        optimizers = [backend.optimizer] if backend.optimizer else []
+    kept: dict[str, Any] = {f"weight {name}": parameter.detach() for name, parameter in backend.parameters()}
+    for number, group in enumerate(group for optimizer in optimizers for group in optimizer.param_groups):
+        kept |= {f"group {number} {key}": value for key, value in group.items() if key != "params"}
+    states = ((optimizer.state, group) for optimizer in optimizers for group in optimizer.param_groups)
+    for number, (state, group) in enumerate(states):
+        for index, parameter in enumerate(group["params"]):
+            kept[f"main {number} {index}"] = parameter.detach()
+            kept |= {f"state {number} {index} {key}": value for key, value in state.get(parameter, {}).items()}
+    kept["schedule"] = backend.scheduler.state_dict() if backend.scheduler else None
     kept["rng"] = torch.get_rng_state()
     kept["training"] = backend.is_training()
-    return kept
+    if isinstance(worker, DTensorPolicyWorker):
+        kept["loss scale"] = (backend.loss_scale.factor, backend.loss_scale.clean_steps)
+    pieces = {key: value.to_local() if isinstance(value, DTensor) else value for key, value in kept.items()}
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in pieces.items()}
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -127,101 +133,135 @@ def replicas_agree(worker: MegatronPolicyWorker) -> bool:
 def evaluate_between(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
     """Train, do all that must change nothing, train again; and what an undisturbed worker has at the end."""
     worker = jobs.build(config)
-    share = jobs.my_share(worker, batch, config["train_global_batch_size"])
+    share = jobs.my_share(worker, batch)
     worker.train(data=share, loss_fn=NLLLoss())
     before = snapshot(worker)
     evaluated = worker.train(data=share, loss_fn=NLLLoss(), eval_mode=True)
     changed = {"eval": differences(before, snapshot(worker))}
-    worker.get_logprobs(data=share)
-    changed["get_logprobs"] = differences(before, snapshot(worker))
-    worker.get_reference_policy_logprobs(data=share)
-    changed["get_reference_policy_logprobs"] = differences(before, snapshot(worker))
-    worker.prepare_for_lp_inference()
-    worker.prepare_for_training()
-    changed["prepare"] = differences(before, snapshot(worker))
-    prompts = BatchedDataDict({**{key: share[key] for key in ("input_ids", "input_lengths")}})
+    prompts = BatchedDataDict({key: share[key] for key in ("input_ids", "input_lengths")})
     prompts["sampling_seeds"] = torch.arange(prompts.size)
-    worker.generate(data=prompts)
-    changed["generate"] = differences(before, snapshot(worker))
+    calls: dict[str, Callable[[], Any]] = {
+        "get_logprobs": lambda: jobs.logprobs_of(worker, batch),
+        "get_reference_policy_logprobs": lambda: jobs.logprobs_of(worker, batch, "get_reference_policy_logprobs"),
+        "prepare": lambda: (worker.prepare_for_lp_inference(), worker.prepare_for_training()),
+        "generate": lambda: worker.generate(data=prompts),
+        "export": lambda: jobs.full_weights(worker),
+    }
+    for name, call in calls.items():
+        call()
+        changed[name] = differences(before, snapshot(worker))
     trained = worker.train(data=share, loss_fn=NLLLoss())
     disturbed = jobs.full_weights(worker)
     worker.backend.close()
-    worker = jobs.build(config)
-    for _ in range(2):
-        worker.train(data=share, loss_fn=NLLLoss())
-    changed["later training"] = differences(jobs.full_weights(worker), disturbed)
-    worker.backend.close()
+    undisturbed = jobs.train(config, [batch, batch], NLLLoss())["weights"]
+    changed["later training"] = differences(undisturbed, disturbed)
     return {"changed": changed, "evaluated": evaluated, "trained": trained}
 
 
-def logprobs_in_loss(config: Mapping[str, Any], batch: Mapping[str, Any], micro_batch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(inside the loss, from get_logprobs) on the last stage, each [b, S-1] with padding set to 0: of the tokens under the mask, where both
-    skip the others, and then of all."""
+def logprobs_in_loss(config: Mapping[str, Any], batch: Mapping[str, Any], rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of log-probabilities inside the loss and from get_logprobs, a micro-batch of ``rows`` rows each, padding set to 0, where a loss
+    is computed: of the tokens under the mask, where both skip the others, and then of all."""
     worker = jobs.build(config, init_reference_model=False)
-    share = jobs.my_share(worker, batch, config["train_global_batch_size"])
-    positions = torch.arange(1, share["input_ids"].shape[1])[None] < share["input_lengths"][:, None]
-    pairs = []
+    share = jobs.my_share(worker, batch)
+    lengths, pairs = share["input_lengths"], []
     for skips in (True, False):
-        outside = worker.get_logprobs(data=share, micro_batch_size=micro_batch, skip_masked=skips)["logprobs"][:, 1:]
-        loss = RecordingLoss(skips=skips)
-        worker.train(data=share, loss_fn=loss, mbs=micro_batch)
-        if loss.seen:
-            pairs.append((torch.cat(loss.seen)[:, : outside.shape[1]] * positions, outside))
+        outside = worker.get_logprobs(data=share, micro_batch_size=rows, skip_masked=skips)["logprobs"]
+        loss_fn = RecordingLoss(skips=skips)
+        worker.train(data=share, loss_fn=loss_fn, eval_mode=True)
+        worker.train(data=share, loss_fn=loss_fn)
+        for number, seen in enumerate(loss_fn.seen):
+            first = number * rows % share.size
+            inside = torch.arange(1, seen.shape[1] + 1)[None] < lengths[first : first + rows, None]
+            width = min(seen.shape[1], outside.shape[1] - 1)
+            pairs.append(((seen * inside)[:, :width], outside[first : first + rows, 1 : width + 1]))
     worker.backend.close()
     return pairs
 
 
 def reference_swap(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What use_reference_model leaves behind, also after an error and when nested."""
+    """What the reference policy gives and leaves behind: passes under both weights following one another, an error, passes and refused
+    calls inside."""
     worker = jobs.build(config)
-    share = jobs.my_share(worker, batch, config["train_global_batch_size"])
-    first = worker.get_logprobs(data=share)["logprobs"]
+    first = jobs.logprobs_of(worker, batch)
+    share = jobs.my_share(worker, batch)
     for _ in range(2):
         worker.train(data=share, loss_fn=NLLLoss())
     before = snapshot(worker)
-    facts: dict[str, Any] = {}
-    facts["same as first"] = torch.equal(worker.get_reference_policy_logprobs(data=share)["reference_logprobs"], first)
-    facts["moved away"] = not torch.equal(worker.get_logprobs(data=share)["logprobs"], first)
+    facts: dict[str, Any] = {"first": first, "own": jobs.logprobs_of(worker, batch)}
+    facts["reference"] = jobs.logprobs_of(worker, batch, "get_reference_policy_logprobs")
+    facts["own again"] = jobs.logprobs_of(worker, batch)
     try:
         with worker.use_reference_model():
             raise ZeroDivisionError
     except ZeroDivisionError:
         pass
     facts["after an error"] = differences(before, snapshot(worker))
-    refused = []
     with worker.use_reference_model():
-        nested = worker.get_reference_policy_logprobs(data=share)["reference_logprobs"]
-        attempts = {
-            "train": lambda: worker.train(data=share, loss_fn=NLLLoss()),
-            "load_checkpoint": lambda: worker.load_checkpoint("/proc/nowhere"),
-            "save_checkpoint": lambda: worker.save_checkpoint("/proc/nowhere"),
-        }
-        for name, attempt in attempts.items():
-            try:
-                attempt()
-            except Exception as error:
-                refused.append((name, type(error).__name__, str(error)))
-    facts["nested"] = torch.equal(nested, first)
-    facts["refused"] = refused
+        facts["nested"] = jobs.logprobs_of(worker, batch, "get_reference_policy_logprobs")
+        facts["refused"] = [
+            jobs.said(lambda: worker.train(data=share, loss_fn=NLLLoss())),
+            jobs.said(lambda: worker.load_checkpoint("/proc/nowhere")),
+            jobs.said(lambda: worker.save_checkpoint("/proc/nowhere")),
+        ]
     facts["after nesting"] = differences(before, snapshot(worker))
     worker.train(data=share, loss_fn=NLLLoss())
-    facts["trains again"] = bool(differences(before, snapshot(worker)))
+    trained = jobs.full_weights(worker)
     worker.backend.close()
+    facts["trained otherwise"] = differences(trained, jobs.train(config, [batch] * 3, NLLLoss())["weights"])
     return facts
 
 
 def train_and_look(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any) -> dict[str, Any]:
-    """Results of train() for each batch, which weights moved, and whether replicas still agree."""
+    """Results of train() for each batch, which weights moved, the loss scale afterwards, and whether replicas still agree."""
     worker = jobs.build(config, init_reference_model=False)
-    results, moved = [], []
+    results, moved, scales = [], [], []
     for batch in batches:
         before = jobs.full_weights(worker)
-        results.append(worker.train(data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=loss_fn))
+        results.append(worker.train(data=jobs.my_share(worker, batch), loss_fn=loss_fn))
         moved.append(differences(before, jobs.full_weights(worker)))
+        scales.append(worker.backend.loss_scale.factor if isinstance(worker, DTensorPolicyWorker) else None)
     weights = jobs.full_weights(worker)
-    agree = replicas_agree(worker)
+    agree = replicas_agree(worker) if isinstance(worker, MegatronPolicyWorker) else True
     worker.backend.close()
-    return {"results": results, "moved": moved, "weights": weights, "agree": agree}
+    return {"results": results, "moved": moved, "scales": scales, "weights": weights, "agree": agree}
+
+
+def train_and_save(config: Mapping[str, Any], batches: list[Mapping[str, Any]], saved_after: int, directory: Path) -> dict[str, Any]:
+    """Trains on all batches, saving after some of them; what came after."""
+    worker = jobs.build(config, init_reference_model=False)
+    measured = []
+    for index, batch in enumerate(batches):
+        if index == saved_after:
+            worker.save_checkpoint(str(directory / "weights"), str(directory / "optimizer"))
+        measured.append(jobs.step(worker, batch, NLLLoss()))
+    return _end(worker, measured[saved_after:])
+
+
+def load_and_train(config: Mapping[str, Any], batches: list[Mapping[str, Any]], directory: Path, live: bool) -> dict[str, Any]:
+    """Continues from a checkpoint, in a new worker or in one that has trained on something else before."""
+    paths = (str(directory / "weights"), str(directory / "optimizer"))
+    if live:
+        worker = jobs.build(config, init_reference_model=False)
+        jobs.step(worker, {key: value.flip(0) for key, value in batches[0].items()}, NLLLoss())
+        jobs.logprobs_of(worker, batches[0])
+        worker.load_checkpoint(*paths)
+    else:
+        worker = jobs.build(config, weights_path=paths[0], optimizer_path=paths[1], init_reference_model=False)
+    return _end(worker, [jobs.step(worker, batch, NLLLoss()) for batch in batches])
+
+
+def _end(worker: Any, measured: list[Any]) -> dict[str, Any]:
+    found = {"measured": measured, "weights": jobs.full_weights(worker), "snapshot": snapshot(worker)}
+    worker.backend.close()
+    return found
+
+
+def export(config: Mapping[str, Any], directory: str) -> dict[str, torch.Tensor]:
+    worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
+    weights = jobs.full_weights(worker)
+    worker.export_hf(directory)
+    worker.backend.close()
+    return weights
 
 
 def add_noise(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,7 +272,7 @@ def add_noise(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, 
     worker._add_noise_to_weights()
     agree = replicas_agree(worker)
     noisy = jobs.full_weights(worker)
-    worker.train(data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss())
+    worker.train(data=jobs.my_share(worker, batch), loss_fn=NLLLoss())
     trained = jobs.full_weights(worker)
     worker.backend.close()
     return {"agree": agree, "clean": clean, "noisy": noisy, "trained": trained}
@@ -269,12 +309,8 @@ def small_methods(config: Mapping[str, Any], directory: str) -> dict[str, Any]:
     worker = jobs.build(config)
     errors: dict[str, str] = {}
 
-    def attempt(name: str, call: Any) -> None:
-        try:
-            call()
-            errors[name] = "no error"
-        except Exception as error:
-            errors[name] = f"{type(error).__name__}: {error}"
+    def attempt(name: str, call: Callable[[], Any]) -> None:
+        errors[name] = jobs.said(call)
 
     data = BatchedDataDict({"input_ids": torch.ones(2, 3, dtype=torch.int64), "input_lengths": torch.tensor([3, 2])})
     full = BatchedDataDict({**data, "sample_mask": torch.ones(2), "token_mask": torch.ones(2, 3)})
@@ -314,17 +350,13 @@ def read_only(config: Mapping[str, Any]) -> list[str]:
     data = BatchedDataDict(
         {"input_ids": torch.ones(2, 3, dtype=torch.int64), "input_lengths": torch.tensor([3, 2]), "sample_mask": torch.ones(2)}
     )
-    messages = []
-    for call in (
+    calls: list[Callable[[], Any]] = [
         lambda: worker.train(data=data, loss_fn=NLLLoss(), gbs=2, mbs=1),
         worker.prepare_for_training,
         lambda: worker.get_reference_policy_logprobs(data=data),
         lambda: worker.save_checkpoint("/tmp/never-written", "/tmp/never-written-either"),
-    ):
-        try:
-            call()
-        except Exception as error:
-            messages.append(f"{type(error).__name__}: {error}")
+    ]
+    messages = [jobs.said(call) for call in calls]
     worker.backend.close()
     return messages
 
@@ -332,40 +364,5 @@ def read_only(config: Mapping[str, Any]) -> list[str]:
 def build_of_nothing(config: Mapping[str, Any]) -> bool:
     """Whether a constructor that failed left torch.cuda as it was."""
     before = (torch.cuda.current_device, torch.cuda.Stream, torch.cuda.synchronize)
-    try:
-        jobs.build(config)
-    except Exception:
-        return before == (torch.cuda.current_device, torch.cuda.Stream, torch.cuda.synchronize)
-    raise AssertionError("the constructor accepted a broken model")
-
-
-def save_and_resume(config: Mapping[str, Any], batches: list[Mapping[str, Any]], directory: str) -> list[str]:
-    """What differs between a run that was saved and loaded half-way and the undisturbed one."""
-    worker = jobs.build(config, init_reference_model=False)
-    size = config["train_global_batch_size"]
-    for index, batch in enumerate(batches):
-        if index == len(batches) // 2:
-            worker.save_checkpoint(f"{directory}/weights", f"{directory}/optimizer")
-        worker.train(data=jobs.my_share(worker, batch, size), loss_fn=NLLLoss())
-    undisturbed = snapshot(worker)
-    worker.backend.close()
-    worker = jobs.build(config, weights_path=f"{directory}/weights", optimizer_path=f"{directory}/optimizer", init_reference_model=False)
-    for batch in batches[len(batches) // 2 :]:
-        worker.train(data=jobs.my_share(worker, batch, size), loss_fn=NLLLoss())
-    changed = differences(undisturbed, snapshot(worker))
-    worker.backend.close()
-    return changed
-
-
-def generate_unevenly(config: Mapping[str, Any], batch: Mapping[str, Any], greedy: bool) -> list[list[int]]:
-    """Prompts and answers of all replicas in order, some of which may get no prompt at all."""
-    worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
-    groups = worker.backend.groups
-    shards = BatchedDataDict(batch).shard_by_batch_size(groups.data_size, batch_size=None, allow_uneven_shards=True)
-    with jobs.prompts_in_several_passes():
-        output = worker.generate(data=shards[groups.data_rank], greedy=greedy)
-    rows = [ids[:total].tolist() for ids, total in zip(output["output_ids"], output["unpadded_sequence_lengths"].tolist(), strict=True)]
-    shares: list[Any] = [None] * groups.data_size
-    dist.all_gather_object(shares, rows, group=groups.data)
-    worker.backend.close()
-    return [row for share in shares for row in share]
+    assert jobs.build_error(config) != "no error"
+    return before == (torch.cuda.current_device, torch.cuda.Stream, torch.cuda.synchronize)

@@ -25,11 +25,10 @@ from megarl.weight_sync.broadcast import WeightListener
 from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.session import WeightReceiver, payload_for
 from megarl.weight_sync.transfer_group import TransferGroup
-from tests.dist import dtensor_jobs, fsdp1_jobs, reference
-from tests.dist.jobs import build, dealt, full_weights
+from tests.dist import reference
+from tests.dist.jobs import build, dealt, full_weights, my_share
 
 Batch = Mapping[str, torch.Tensor]
-BUILDERS = {"megatron": build, "dtensor": dtensor_jobs.build, "fsdp1": fsdp1_jobs.build}
 
 
 def start(device: str, local_rank: int = 0, rank: int = 0, world_size: int = 1, port: int = 0) -> None:
@@ -88,7 +87,7 @@ def transformers_greedy(model: Path, batch: Batch, new_tokens: int, stop: int | 
 
 def greedy(config: Mapping[str, Any], batch: Batch, backend: str = "megatron") -> dict[str, Any]:
     """What the worker generates, and the log-probabilities that get_logprobs gives the same tokens."""
-    worker = BUILDERS[backend](config, init_optimizer=False, init_reference_model=False)
+    worker = build(config, init_optimizer=False, init_reference_model=False)
     output = worker.generate(data=BatchedDataDict(batch), greedy=True)
     again = {"input_ids": output["output_ids"], "input_lengths": output["unpadded_sequence_lengths"]}
     recomputed = worker.get_logprobs(data=BatchedDataDict(again))["logprobs"]
@@ -190,11 +189,11 @@ def train_on(backend: str, config: Mapping[str, Any], batches: list[Batch], move
         batches: to train on.
         moves: everything goes to the host and comes back between the steps.
     """
-    worker = BUILDERS[backend](config, init_reference_model=False)
+    worker = build(config, init_reference_model=False)
     measured: list[tuple[float, float]] = []
     seen: dict[str, list[int]] = {"in_training": [], "offloaded": []}
     for batch in batches:
-        result = worker.train(data=fsdp1_jobs.my_share(worker, batch), loss_fn=NLLLoss())
+        result = worker.train(data=my_share(worker, batch), loss_fn=NLLLoss())
         measured.append((float(result["global_loss"]), float(result["grad_norm"])))
         if moves:
             seen["in_training"].append(_allocated(worker))
@@ -219,9 +218,9 @@ def save(config: Mapping[str, Any], batches: list[Batch], saved_after: int, dire
 
 def save_staged(backend: str, config: Mapping[str, Any], batches: list[Batch], directory: Path) -> None:
     """Save after each step to memory, from where it is brought to ``staged``, and after the last one at once as ``written``."""
-    worker = BUILDERS[backend](config, init_reference_model=False)
+    worker = build(config, init_reference_model=False)
     for batch in batches:
-        worker.train(data=fsdp1_jobs.my_share(worker, batch), loss_fn=NLLLoss())
+        worker.train(data=my_share(worker, batch), loss_fn=NLLLoss())
         memory = take_memory(directory, 1)
         assert memory is not None
         worker.save_checkpoint(str(memory / "weights"), str(memory / "optimizer"))

@@ -1,0 +1,237 @@
+"""Families of mixtures on Megatron, each with layers of its own, against one process of plain transformers.
+
+* Qwen2-MoE: a gated shared expert beside the routed ones, which is cut over the tensor-parallel ranks, the routed ones over ranks of their
+  own. Under sequence parallelism a rank sees a part of the tokens only, so that the gradients of the gate, which is whole on every rank,
+  have to be added up.
+* GLM-4.5: routers that take sigmoids, prefer groups of experts and correct their choice by a bias: a buffer that no gradient reaches, and
+  that is loaded, saved, exported and swapped with the parameters all the same. The two tiny models route as Megatron-Core can and as only
+  our own router does.
+* GPT-OSS: attention sinks, windows in some layers, biases everywhere, clamped experts.
+* DeepSeek-V2 and -V3: attention through latent vectors; routers take softmaxes or sigmoids, with groups of experts or without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from converters.checkpoint.source import open_source
+from converters.importing import import_model, plan_import
+from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
+from megarl.parity.pool import JobError, WorkerPool
+from tests.dist import jobs, mixtures
+from tests.dist.batches import make_batch
+from tests.dist.checks import check_equal, check_generated, check_resumed, prompts
+from tests.dist.test_megatron_checkpoint import load_and_train, train_and_save
+from tests.dist.test_megatron_experts import LAYOUTS, check_training, export
+from tests.dist.test_megatron_parity import PG_LOSS, check_fusions
+from tests.models import make_tiny, policy_config
+from tests.tiers import newest_megatron, sampled, slow
+
+CORRECTION = "mlp.gate.e_score_correction_bias"
+NEWEST = ("tp2-sp-ep2-etp2", "tp2-sp-ep2")
+SHARED = [
+    ("ep1", "dynamic", "alltoall", "none"),
+    ("ep2-dp2", "packed", "allgather", "none"),
+    ("tp2-sp", "fixed", "alltoall", "none"),
+    ("tp2-sp-ep2-etp2", "dynamic", "allgather", "none"),
+    ("cp2-tp2-sp-ep2", "packed", "alltoall", "none"),
+    ("pp2-tp2-sp-ep2", "fixed", "allgather", "none"),
+    ("pp2-vpp2-ep2", "packed", "alltoall", "none"),
+]
+# every kind of rank, each with micro-batches of another kind and another dispatcher
+PLACED = [
+    *[("qwen2_moe", *row) for row in SHARED],
+    *[("qwen2_moe_mixed", *row) for row in SHARED],
+    ("glm4_moe", "ep1", "dynamic", "alltoall", "none"),
+    ("glm4_moe_mixed", "tp2-sp", "fixed", "alltoall", "seq_aux_loss"),
+    ("glm4_moe", "tp2-sp-ep2-etp2", "packed", "allgather", "aux_loss"),
+    ("glm4_moe_mixed", "cp2-tp2-sp-ep2", "packed", "alltoall", "none"),
+    ("glm4_moe_mixed", "pp2-ep2", "fixed", "allgather", "aux_loss"),
+    ("gpt_oss", "ep1", "dynamic", "alltoall", "none"),
+    ("gpt_oss", "tp2-sp-ep2", "packed", "alltoall", "seq_aux_loss"),
+    ("gpt_oss", "pp2-ep2", "fixed", "allgather", "none"),
+    ("gpt_oss", "cp2-ep2", "packed", "alltoall", "none"),
+    ("deepseek_v2_groups", "ep1", "dynamic", "alltoall", "none"),
+    ("deepseek_v3", "tp2-sp", "fixed", "alltoall", "none"),
+    ("deepseek_v3", "tp2-sp-ep2-etp2", "packed", "allgather", "aux_loss"),
+    ("deepseek_v2", "cp2-tp2-sp-ep2", "packed", "alltoall", "none"),
+    ("deepseek_v2", "pp2-ep2", "fixed", "allgather", "seq_aux_loss"),
+    ("deepseek_v2_groups", "cp2-ep2", "packed", "alltoall", "none"),
+    pytest.param("deepseek_v3", "pp3", "packed", "alltoall", "none", marks=slow),
+]
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A tiny model of a family, with as many layers as the layout wants: an interleaved pipeline one that its chunks divide."""
+    root = tmp_path_factory.mktemp("mixtures")
+
+    @cache
+    def made(family: str, layers: int) -> Path:
+        return make_tiny(root / f"{family}-{layers}", family, tied=layers == 4, seed=41 + len(family), layers=layers)
+
+    return lambda family, layout="": made(family, 4 if "vpp" in layout else 3)
+
+
+@newest_megatron(layout=NEWEST)
+@sampled(5)
+@pytest.mark.parametrize(("family", "layout", "batching", "dispatcher", "balancing"), PLACED)
+def test_training_equals_transformers(
+    pool: WorkerPool,
+    model_of: Callable[..., Path],
+    tmp_path: Path,
+    family: str,
+    layout: str,
+    batching: str,
+    dispatcher: str,
+    balancing: str,
+) -> None:
+    """Log-probabilities and three steps. Large coefficients of balancing, so that a wrong factor cannot hide; everything learns but the
+    corrections of routers, which stay as they were, to the bit."""
+    (world, changes), model, batch = LAYOUTS[layout], model_of(family, layout), make_batch(rows=7, length=19, seed=3)
+    options: dict[str, Any] = {"batching": batching, "dispatcher": dispatcher, **changes}
+    for result in pool.run(world, jobs.logprobs, policy_config(model, temperature=0.7, **options), batch):
+        torch.testing.assert_close(result, mixtures.logprobs(model, batch, 0.7), atol=1e-5, rtol=0)
+    if balancing != "none":
+        options |= {"balancing": balancing, "aux": 0.7, "z": 0.3}
+    if "glm" in family:
+        # No gradient reaches what a bias adds to keys where they are not rotated: it is the same for all keys of a softmax. An epsilon that
+        # is large beside rounding keeps Adam from making steps of it.
+        options["eps"] = 1e-4
+    loss_fn = ClippedPGLossFn(PG_LOSS) if balancing == "none" else NLLLoss()
+    result = check_training(pool, world, model, policy_config(model, mbs=2, clip=0.5, **options), loss_fn)[0]
+    before = mixtures.weights_of(mixtures.load(model), tmp_path / "before")
+    corrections = {name for name in before if name.endswith(CORRECTION)}
+    assert bool(corrections) == family.startswith(("glm", "deepseek_v3"))
+    assert {name for name, tensor in before.items() if torch.equal(result["weights"][name], tensor)} == corrections
+    assert all(result["weights"][name].dtype == torch.float32 for name in corrections)
+
+
+@slow
+@newest_megatron(layout=NEWEST)
+@sampled(4)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        *[("qwen2_moe_mixed", layout) for layout in ("ep2-dp2", "tp2-sp-ep2-etp2", "cp2-ep2", "pp2-ep2")],
+        *[("glm4_moe_mixed", layout) for layout in ("tp2-sp-ep2-etp2", "pp2-ep2")],
+        *[("gpt_oss", layout) for layout in ("tp2-sp-ep2", "pp2-ep2")],
+        ("deepseek_v3", "tp2-sp-ep2-etp2"),
+        ("deepseek_v2", "cp2-ep2"),
+    ],
+)
+def test_greedy_equals_transformers(pool: WorkerPool, model_of: Callable[..., Path], family: str, layout: str) -> None:
+    (world, changes), model, batch = LAYOUTS[layout], model_of(family), prompts(rows=8)
+    config = policy_config(model, generation={"stop_token_ids": []}, **changes)
+    check_generated(pool, world, config, batch, True, mixtures.greedy(model, batch, 8))
+
+
+@sampled(3)
+@pytest.mark.parametrize(
+    ("family", "layout", "precision"),
+    [
+        ("qwen2_moe_mixed", "tp2-sp-ep2-etp2", "float32"),
+        ("qwen2_moe_mixed", "pp2-tp2-sp-ep2", "float32"),
+        ("glm4_moe", "pp2-ep2", "float32"),
+        ("glm4_moe", "pp2-ep2", "bfloat16"),
+        ("gpt_oss", "tp2-sp-ep2", "float32"),
+        ("gpt_oss", "pp2-ep2", "float32"),
+    ],
+)
+def test_export_gives_back_what_was_loaded(
+    pool: WorkerPool, model_of: Callable[..., Path], tmp_path: Path, family: str, layout: str, precision: str
+) -> None:
+    """Corrections in float32 also where everything else is bfloat16; of GPT-OSS all experts of a layer together, transposed, with rows of
+    gate and up in turns."""
+    (world, changes), model = LAYOUTS[layout], model_of(family)
+    stored = mixtures.weights_of(mixtures.load(model), tmp_path / "expected")
+    expected = {name: tensor if name.endswith(CORRECTION) else tensor.to(getattr(torch, precision)) for name, tensor in stored.items()}
+    for result in pool.run(world, export, policy_config(model, precision=precision, **changes)):
+        check_equal(result, expected)
+        assert all(tensor.dtype == expected[name].dtype for name, tensor in result.items())
+
+
+@newest_megatron
+@slow
+@pytest.mark.parametrize(
+    ("family", "written", "read"),
+    [
+        ("qwen2_moe_mixed", "tp2-sp-ep2-etp2", "tp2-sp-ep2-etp2"),
+        ("qwen2_moe_mixed", "tp2-sp-ep2-etp2", "pp2-ep2"),
+        ("qwen2_moe_mixed", "ep2-dp2", "tp2-sp-ep4"),
+        ("glm4_moe_mixed", "tp2-sp-ep2", "pp2-ep2"),
+        ("gpt_oss", "tp2-sp-ep2", "pp2-ep2"),
+        ("deepseek_v3", "tp2-sp-ep2-etp2", "tp2-sp-ep2-etp2"),
+        ("deepseek_v3", "tp2-sp-ep2-etp2", "pp2-ep2"),
+    ],
+)
+def test_resume(pool: WorkerPool, model_of: Callable[..., Path], tmp_path: Path, family: str, written: str, read: str) -> None:
+    """From another model of the family where the layout is another one, so that all of it has to come from the checkpoint."""
+    other = model_of(family) if written == read else make_tiny(tmp_path / "other", family, tied=False, seed=60)
+    (world, changes), (new_world, new_changes) = LAYOUTS[written], LAYOUTS[read]
+    before, after = (world, policy_config(model_of(family), **changes)), (new_world, policy_config(other, **new_changes))
+    check_resumed(pool, train_and_save, load_and_train, before, after, tmp_path)
+
+
+@slow
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2"])
+def test_half_precision_trains_in_step(pool: WorkerPool, model_of: Callable[..., Path], family: str, precision: str) -> None:
+    norms = {}
+    for name in ("float32", precision):
+        config = policy_config(model_of(family), precision=name, tp=2, sp=True, multiple=2)
+        norms[name] = pool.run(2, jobs.train, config, [make_batch(rows=8, length=12, seed=1)], NLLLoss())[0]["norms"][0]
+    assert norms[precision] == pytest.approx(norms["float32"], rel=0.05)
+
+
+@slow
+@pytest.mark.parametrize("family", ["qwen2_moe_mixed", "gpt_oss"])
+def test_functions_that_a_gpu_fuses_give_the_same(pool: WorkerPool, model_of: Callable[..., Path], family: str) -> None:
+    """Without that of GPT-OSS's gates, which Megatron-Core would limit before their bias is added."""
+    check_fusions(pool, policy_config(model_of(family)))
+
+
+@slow
+@pytest.mark.parametrize(
+    "options",
+    [{"recompute": True}, {"overlap": True}, {"distributed_optimizer": False}, {"balancing": "aux_loss", "aux": 0.7, "z": 0.3}],
+    ids=str,
+)
+def test_options_of_shared_experts_change_nothing(pool: WorkerPool, model_of: Callable[..., Path], options: dict[str, Any]) -> None:
+    (world, changes), model = LAYOUTS["tp2-sp-ep2"], model_of("qwen2_moe_mixed")
+    check_training(pool, world, model, policy_config(model, **changes, **options), NLLLoss())
+
+
+def reference_after_loading(config: dict[str, Any], weights: str, batch: dict[str, Any]) -> list[torch.Tensor]:
+    """Log-probabilities of the reference, which is the model as it was built, after another model's weights were read, and of that."""
+    worker = jobs.build(config)
+    worker.load_checkpoint(weights, None)
+    found = [jobs.logprobs_of(worker, batch, method) for method in ("get_reference_policy_logprobs", "get_logprobs")]
+    worker.backend.close()
+    return found
+
+
+def test_the_reference_keeps_its_own_correction(pool: WorkerPool, model_of: Callable[..., Path], tmp_path: Path) -> None:
+    """Weights of the same model, but for the correction."""
+    model, batch = model_of("glm4_moe"), make_batch(rows=7, length=19, seed=4)
+    other = mixtures.load(model)
+    with torch.no_grad():
+        for gate in mixtures.gates(other):
+            gate.e_score_correction_bias.copy_(torch.rand(16) - 0.5)
+    other.save_pretrained(tmp_path / "other")
+    import_model(plan_import(open_source(tmp_path / "other")), tmp_path / "weights")
+    ((reference, loaded),) = pool.run(1, reference_after_loading, policy_config(model), str(tmp_path / "weights"), batch)
+    torch.testing.assert_close(reference, mixtures.logprobs(model, batch, 1.0), atol=1e-5, rtol=0)
+    torch.testing.assert_close(loaded, mixtures.logprobs(tmp_path / "other", batch, 1.0), atol=1e-5, rtol=0)
+    assert (reference - loaded).abs().max() > 1e-2
+
+
+def test_a_ring_with_sinks_is_refused(pool: WorkerPool, model_of: Callable[..., Path]) -> None:
+    with pytest.raises(JobError, match="sinks does not send keys and values round; choose all_gather"):
+        pool.run(2, export, policy_config(model_of("gpt_oss"), cp=2, comm="p2p", multiple=4))
