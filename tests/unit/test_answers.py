@@ -16,204 +16,27 @@ from megarl.rollout import answers
 from megarl.rollout.environment import SingleTurn, Turn
 from megarl.rollout.reward_pool import RewardPool
 from megarl.rollout.rewards import REWARDS, RewardSpec, Task, get_reward
+from tests.tables import read_table
 from tests.unit.config_samples import complete, raw_grpo
 
-SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nIn all she sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
-
-# response, reference, strict, flexible
-GSM8K = [
-    (SOLUTION, SOLUTION, 1, 1),
-    ("#### 72", SOLUTION, 1, 1),
-    ("####72", "72", 1, 1),
-    ("#### 72.", "72", 1, 1),
-    ("#### 72.0", "72", 1, 1),
-    ("#### $72", "72", 1, 1),
-    ("#### **72**", "72", 1, 1),
-    ("#### 72 clips", "72", 1, 1),
-    ("#### 72\nThat took 3 steps.", "72", 1, 0),
-    ("#### 71\n#### 72", "72", 1, 1),
-    ("#### 72\n#### 71", "72", 0, 0),
-    ("#### 72\n#### 72/5", "72", 0, 0),
-    ("#### 72:30", "72", 0, 0),
-    ("#### 72-80", "72", 0, 0),
-    ("#### 72.5.1", "72.5", 0, 1),
-    ("#### 1,234", "1234", 1, 1),
-    ("#### 1234", "solved\n#### 1,234", 1, 1),
-    ("#### -5", "-5", 1, 1),
-    ("#### -$5", "-5", 1, 1),
-    ("#### 5", "-5", 0, 0),
-    ("#### +-5", "-5", 0, 1),
-    ("#### .5", "0.5", 1, 1),
-    ("The answer is 72", "72", 0, 1),
-    ("The answer is 72, I think", "72", 0, 1),
-    ("It is 3.75.", "3.75", 0, 1),
-    ("#### seventy", "72", 0, 0),
-    ("#### Step 1\n#### 72", "72", 1, 1),
-    ("### 72", "72", 0, 1),
-    ("", "72", 0, 0),
-    ("####", "72", 0, 0),
-    ("#### \u0667\u0662", "72", 0, 0),
-    ("#### 72 or 71", "72", 0, 0),
-    ("#### 71 or 72", "72", 0, 0),
-    ("#### 72, 71", "72", 0, 0),
-    ("#### 72; 71", "72", 0, 0),
-    ("#### 72 / 71", "72", 0, 0),
-    ("#### 72 and 71", "72", 0, 0),
-    ("#### 72 to 80", "72", 0, 0),
-    ("#### 72 or more", "72", 0, 1),
-    ("#### 72 (or 71)", "72", 0, 0),
-    ("#### $72 or $71", "72", 0, 0),
-    ("#### **72** or **71**", "72", 0, 0),
-    ("#### 72 apples or maybe 71 apples", "72", 0, 0),
-    ("#### 72 or 71\n#### 72", "72", 1, 1),
-    ("#### 72 clips in 2 months", "72", 1, 0),
-    ("#### 72 (48 and 24)", "72", 1, 0),
-    ("The answer is 71 or 72", "72", 0, 0),
-    ("The answer is 71 clips or 72", "72", 0, 0),
-    ("I add 48 and 24 to get 72", "72", 0, 1),
-]
+# their columns are written there
+TABLES: dict[str, list[list[Any]]] = read_table("final_answers.yaml")
 
 
-@pytest.mark.parametrize(("response", "answer", "strict", "flexible"), GSM8K)
+@pytest.mark.parametrize(("response", "answer", "strict", "flexible"), TABLES["gsm8k"])
 def test_gsm8k(response: str, answer: str, strict: float, flexible: float) -> None:
     assert answers.gsm8k(response, answer) == strict
     assert answers.gsm8k(response, answer, "flexible") == flexible
     assert answers.fault_of_gsm8k(answer) is None
 
 
-# response, letter
-CHOICES = [
-    ("Answer: B", "B"),
-    ("Answer: (B)", "B"),
-    ("Answer:B.", "B"),
-    ("**Answer:** B", "B"),
-    ("The answer is B.", "B"),
-    ("the answer is: (B) 12", "B"),
-    ("The correct choice is option B", "B"),
-    (r"\boxed{B}", "B"),
-    (r"so $\boxed{\text{B}}$", "B"),
-    (r"\boxed{(B)}", "B"),
-    ("B", "B"),
-    (" (B) ", "B"),
-    ("**B**", "B"),
-    ("B.", "B"),
-    ("Answer: C\nNo, wait.\nAnswer: B", "B"),
-    ("The answer is A", "A"),
-    ("Answer: A because it is warm", "A"),
-    ("Answer: I", "I"),
-    ("Answer: A good one is hard to find", None),
-    ("Answer: I do not know", None),
-    ("Answer: Because of it", None),
-    ("Answer: B and C", None),
-    ("Answer: B, C", None),
-    ("Answer: b", None),
-    ("B is warm, C is cold", None),
-    ("I would say B", None),
-    ("", None),
-    ("BC", None),
-    ("B or C", None),
-    ("Answer: B or C", None),
-    ("Answer: B / C", None),
-    ("Answer: B/C", None),
-    ("Answer: B; C", None),
-    ("Answer: B C", None),
-    ("Answer: A or B", None),
-    ("Answer: B or A", None),
-    ("Answer: B (or C)", None),
-    ("Answer: B or maybe C", None),
-    ("Answer: **B** or **C**", None),
-    ("Answer: $B$ or $C$", None),
-    ("The answer is option B or option C", None),
-    ("The answer is B or the answer is C.", None),
-    (r"\boxed{B} or \boxed{C}", None),
-    (r"$\boxed{B}$, $\boxed{C}$", None),
-    (r"\boxed{B \text{ or } C}", None),
-    (r"\boxed{\text{B or C}}", None),
-    (r"\boxed{C}. Wait, \boxed{B}", "B"),
-    ("Answer: B or C\nAnswer: B", "B"),
-    ("Answer: B\nC is wrong", "B"),
-    ("Answer: B. C is wrong", "B"),
-    ("Answer: B, I think", "B"),
-    ("Answer: B and a half", "B"),
-    ("Answer: B) 5 or 6", "B"),
-]
-
-
-@pytest.mark.parametrize(("response", "letter"), CHOICES)
+@pytest.mark.parametrize(("response", "letter"), TABLES["letters"])
 def test_multichoice(response: str, letter: str | None) -> None:
     for reference in ("A", "B", "(C)", "I"):
         assert answers.multichoice(response, reference) == float(reference.strip("()") == letter), reference
 
 
-# response, reference, score
-DAPO = [
-    ("Answer: 34", "34", 1),
-    ("answer : $34$", "34", 1),
-    ("so\nAnswer: \\boxed{34}", "34", 1),
-    ("Answer: 33\nAnswer: 34", "34", 1),
-    ("Answer: 34\nAnswer: 33", "34", 0),
-    ("Answer: x = 34", "34", 1),
-    ("Answer: 1,234", "1234", 1),
-    ("Answer: 34 dollars", "34", 1),
-    ("Answer: 34^\\circ", "34", 1),
-    ("Answer: $\\frac12$", "\\frac{1}{2}", 1),
-    ("Answer: $\\sqrt2$", "\\sqrt{2}", 1),
-    ("Answer: \\text{east}", "east", 1),
-    ("Answer: (1, 2)", "(1,2)", 1),
-    ("ANSWER:34", "34", 1),
-    ("Answer: \\(34\\)", "34", 0),
-    ("Answer: {34}", "34", 0),
-    ("Answer: a man", "man", 1),
-    ("Answer: 34\\,000", "34000", 0),
-    ("Answer: 34,\\!000", "34000", 1),
-    ("Answer: 34{,}000", "34000", 1),
-    ("Answer: 1,2", "12", 1),
-    ("Answer: 1, 2, x", "1,2,x", 1),
-    ("Answer: \\$34", "34", 1),
-    ("Answer: 34 \\text{ cm}^2", "34", 1),
-    ("Answer: 34 square units", "34", 1),
-    ("Answer: 3 \\text{ and } 4", "3,4", 1),
-    ("Answer: 3,\\text{ and }4", "3,4", 1),
-    ("Answer: 34^{\\circ}", "34", 1),
-    ("Answer: 34\\mathrm{th}", "34", 1),
-    ("Answer: \\mbox{east}", "\\text{east}", 1),
-    ("Answer: \\textbf{34}", "34", 1),
-    ("Answer: \\overline{AB}", "AB", 1),
-    ('Answer: "east"', "east", 1),
-    ("Answer: 1; 2", "1\\;2", 0),
-    ("Answer: 1\\;2", "12", 1),
-    ("Answer: \\frac34", "\\frac{3}{4}", 1),
-    ("Answer: \\dfrac34", "\\frac{3}{4}", 0),
-    ("Answer: \\boxed{\\frac{3}{4}}", "\\frac{3}{4}", 1),
-    ("Answer: the sum is $34$ here", "34", 1),
-    ("Answer: 0.5", "\\frac{1}{2}", 0),
-    ("Answer: 34.", "34", 0),
-    ("\\boxed{34}", "34", 0),
-    ("34", "34", 0),
-    ("Answer:", "34", 0),
-    ("", "34", 0),
-    ("Answer: 34" + " and so on" * 40, "34", 0),
-    ("Answer: 34\n" + "x" * 288, "34", 1),
-    ("Answer: 34\n" + "x" * 290, "34", 0),
-    ("Answer: 34 or 35", "34", 0),
-    ("Answer: 34 / 35", "34", 0),
-    ("Answer: $34$ or $35$", "34", 0),
-    ("Answer: $34$ (or $35$)", "34", 0),
-    ("Answer: $34$, $35$", "34", 0),
-    ("Answer: $34$ and $35$", "34", 0),
-    ("Answer: $34$ $35$", "34", 0),
-    ("Answer: x = 35 or x = 34", "34", 0),
-    ("Answer: 35 or x = 34", "34", 0),
-    ("Answer: $x = 35$ or $x = 34$", "34", 0),
-    ("Answer: x = 35, x = 34", "34", 0),
-    ("Answer: \\boxed{34} or \\boxed{35}", "34", 0),
-    ("Answer: x = 3 or x = 4", "x = 3 or x = 4", 1),
-    ("Answer: a + b = 30 + 4 = 34", "34", 1),
-    ("Answer: the sum of a and b is $34$", "34", 1),
-]
-
-
-@pytest.mark.parametrize(("response", "answer", "score"), DAPO)
+@pytest.mark.parametrize(("response", "answer", "score"), TABLES["dapo"])
 def test_the_rule_of_dapo(response: str, answer: str, score: float) -> None:
     assert answers.dapo_match(response, answer) == score
 

@@ -16,7 +16,10 @@ from megarl.data.datasets import Dataset, Reading, load_dataset
 from megarl.data.messages import as_messages
 from megarl.errors import DataError, RecordError
 from megarl.rollout.programs import Limits, judge
+from tests.tables import read_table
 from tests.templates import stop_ids, tokenizer_of
+
+TABLES = read_table("columns.yaml")
 
 Rows = list[dict[str, Any]]
 
@@ -67,138 +70,18 @@ def tokens_of(dataset: Dataset) -> list[tuple[Any, ...]]:
     return [(each.prompt_ids, each.answer_ids, each.targets) for each in dataset.examples]
 
 
+PUBLISHED: dict[str, dict[str, Any]] = read_table("published_rows.yaml")
+LEARNED = PUBLISHED["learned"]
 TOOL = {"name": "weather", "description": "", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 TOOLS = [{"type": "function", "function": TOOL}]
-ROME = json.dumps({"name": "weather", "arguments": {"city": "Rome"}})
-ASKED = {"role": "user", "content": "How warm is Rome?"}
 WARM = {"role": "assistant", "content": "It is 20."}
-
-LEARNED: dict[str, tuple[Rows, list[Rows]]] = {
-    "openai messages": (
-        [{"messages": turns("Hi", "Hello", "Bye", "Bye!", system="Be kind.")}, {"messages": turns("1+1?", "2")}],
-        [turns("Hi", "Hello", "Bye", "Bye!", system="Be kind."), turns("1+1?", "2")],
-    ),
-    "content parts": (
-        [
-            {"messages": [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in pair]}
-            for pair in ((("user", "Hi"), ("assistant", "Hello")), (("user", "1+1?"), ("assistant", "2")))
-        ]
-        + [
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "2?"}]},
-                    {"role": "assistant", "content": [{"type": "text", "text": "3"}]},
-                ]
-            }
-        ],
-        [turns("Hi", "Hello"), turns("1+1?", "2"), turns("1+2?", "3")],
-    ),
-    "messages as JSON text": (
-        [{"messages": json.dumps(turns("Hi", "Hello"))}, {"messages": json.dumps(turns("1+1?", "2", system="Count."))}],
-        [turns("Hi", "Hello"), turns("1+1?", "2", system="Count.")],
-    ),
-    "function_call": (
-        [
-            {
-                "messages": [
-                    ASKED,
-                    {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"city": "Rome"}'}},
-                    {"role": "function", "name": "weather", "content": "20"},
-                    WARM,
-                ],
-                "functions": [TOOL],
-            }
-        ],
-        [[ASKED, *called("weather", {"city": "Rome"}, "c00001000", "20"), WARM]],
-    ),
-    "sharegpt": (
-        [
-            {"id": "a_0", "conversations": sharegpt("Hi", "Hello", "Bye", "Bye!")},
-            {"id": "b_0", "conversations": [{"from": "system", "value": "Count."}, *sharegpt("1+1?", "2")]},
-        ],
-        [turns("Hi", "Hello", "Bye", "Bye!"), turns("1+1?", "2", system="Count.")],
-    ),
-    "sharegpt with tools": (
-        [
-            {
-                "conversations": [
-                    {"from": "human", "value": "How warm is Rome?"},
-                    {"from": "function_call", "value": ROME},
-                    {"from": "observation", "value": "20"},
-                    {"from": "gpt", "value": "It is 20."},
-                ],
-                "system": "Be brief.",
-                "tools": json.dumps([TOOL]),
-            },
-            {"conversations": sharegpt("Hi", "Hello"), "system": "", "tools": json.dumps([TOOL])},
-        ],
-        [
-            [{"role": "system", "content": "Be brief."}, ASKED, *called("weather", {"city": "Rome"}, "c00001000", "20"), WARM],
-            turns("Hi", "Hello"),
-        ],
-    ),
-    "roles by other names": (
-        [
-            {"conversation": [{"role": "human", "content": "Hi"}, {"role": "bot", "content": "Hello"}]},
-            {"conversation": [{"role": "User", "content": "1+1?"}, {"role": "model", "content": "2"}]},
-        ],
-        [turns("Hi", "Hello"), turns("1+1?", "2")],
-    ),
-    "HH text": (
-        [
-            {"text": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant: Bye!"},
-            {"text": "\n\nHuman: Two lines:\n\nwhat?\n\nAssistant: These."},
-        ],
-        [turns("Hi", "Hello", "Bye", "Bye!"), turns("Two lines:\n\nwhat?", "These.")],
-    ),
-    "alpaca": (
-        [
-            {"instruction": "Add.", "input": "1 and 2", "output": "3", "text": "Below is an instruction ..."},
-            {"instruction": "Say yes.", "input": "", "output": "Yes.", "text": "Below is an instruction ..."},
-        ],
-        [turns("Add.\n\n1 and 2", "3"), turns("Say yes.", "Yes.")],
-    ),
-    "dolly": (
-        [
-            {"instruction": "Where?", "context": "He is at home.", "response": "At home.", "category": "closed_qa"},
-            {"instruction": "Say no.", "context": "", "response": "No.", "category": "open_qa"},
-        ],
-        [turns("Where?\n\nHe is at home.", "At home."), turns("Say no.", "No.")],
-    ),
-    "prompt and completion": (
-        [{"prompt": "Sky?", "completion": "Blue."}, {"prompt": "Grass?", "completion": "Green."}],
-        [turns("Sky?", "Blue."), turns("Grass?", "Green.")],
-    ),
-    "conversational prompt and completion": (
-        [
-            {"prompt": turns("Sky?", system="One word."), "completion": [{"role": "assistant", "content": "Blue."}]},
-            {"prompt": turns("Grass?"), "completion": [{"role": "assistant", "content": "Green."}]},
-        ],
-        [turns("Sky?", "Blue.", system="One word."), turns("Grass?", "Green.")],
-    ),
-    "question and answer": (
-        [{"question": "Sky?", "answer": "Blue."}, {"question": "1+1?", "answer": "2"}],
-        [turns("Sky?", "Blue."), turns("1+1?", "2")],
-    ),
-    "open orca": (
-        [
-            {"id": "x.1", "system_prompt": "", "question": "Sky?", "response": "Blue."},
-            {"id": "x.2", "system_prompt": "One word.", "question": "Grass?", "response": "Green."},
-        ],
-        [turns("Sky?", "Blue."), turns("Grass?", "Green.", system="One word.")],
-    ),
-    "ultrachat": (
-        [{"prompt": "Hi", "prompt_id": "4f", "messages": turns("Hi", "Hello", "Bye", "Bye!")}],
-        [turns("Hi", "Hello", "Bye", "Bye!")],
-    ),
-}
 
 
 @pytest.mark.parametrize("template", ["qwen2.5", "llama3.1"])
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 @pytest.mark.parametrize("name", LEARNED)
 def test_published_rows_are_learned_as_plain_messages(tmp_path: Path, name: str, form: str, template: str) -> None:
-    rows, plain = LEARNED[name]
+    rows, plain = LEARNED[name].values()
     has_tools = bool({"functions", "tools"} & rows[0].keys())
     # llama3.1's template writes the arguments of a call as it gets them
     found, _ = load(write(tmp_path / "found", rows, form), template=template)
@@ -210,7 +93,7 @@ def test_published_rows_are_learned_as_plain_messages(tmp_path: Path, name: str,
 @pytest.mark.parametrize("name", ["function_call", "sharegpt with tools"])
 def test_calls_and_their_answers_have_the_same_ids(name: str) -> None:
     """Mistral's templates refuse calls without an id; the templates above write none."""
-    rows, plain = LEARNED[name]
+    rows, plain = LEARNED[name].values()
     [messages] = [rows[0][key] for key in ("messages", "conversations") if key in rows[0]]
     found = as_messages(messages, "m", "row")
     calls = [call for message in found for call in message.get("tool_calls", [])]
@@ -218,188 +101,20 @@ def test_calls_and_their_answers_have_the_same_ids(name: str) -> None:
     assert [message["role"] for message in found] == [message["role"] for message in plain[0] if message["role"] != "system"]
 
 
-HH = [
-    {"chosen": f"\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: {asked}\n\nAssistant: {good}"}
-    | {"rejected": f"\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: {asked}\n\nAssistant: {bad}"}
-    for asked, good, bad in (("Sky?", "Blue.", "Red."), ("1+1?", "2", "3"))
-]
-PAIRS: dict[str, tuple[Rows, list[tuple[Rows, str, str]]]] = {
-    "prompt, chosen, rejected": (
-        [{"prompt": "Sky?", "chosen": "Blue.", "rejected": "Red."}, {"prompt": "1+1?", "chosen": "2", "rejected": "3"}],
-        [(turns("Sky?"), "Blue.", "Red."), (turns("1+1?"), "2", "3")],
-    ),
-    "HH text": (HH, [(turns("Hi", "Hello", "Sky?"), "Blue.", "Red."), (turns("Hi", "Hello", "1+1?"), "2", "3")]),
-    "HH text with a prompt": (
-        [{"prompt": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Sky?\n\nAssistant:", "chosen": "Blue.", "rejected": "Red."}],
-        [(turns("Hi", "Hello", "Sky?"), "Blue.", "Red.")],
-    ),
-    "ultrafeedback": (
-        [
-            {
-                "prompt": "Sky?",
-                "prompt_id": "8a",
-                "chosen": turns("Sky?", "Blue."),
-                "rejected": turns("Sky?", "Red."),
-                "messages": turns("Sky?", "Blue."),
-                "score_chosen": 8.0,
-                "score_rejected": 4.5,
-            }
-        ],
-        [(turns("Sky?"), "Blue.", "Red.")],
-    ),
-    "implicit prompt": (
-        [
-            {"chosen": turns("Hi", "Hello", "Sky?", "Blue."), "rejected": turns("Hi", "Hello", "Sky?", "Red.")},
-            {"chosen": turns("1+1?", "2", system="Count."), "rejected": turns("1+1?", "3", system="Count.")},
-        ],
-        [(turns("Hi", "Hello", "Sky?"), "Blue.", "Red."), (turns("1+1?", system="Count."), "2", "3")],
-    ),
-    "mix with a system message in the conversation alone": (
-        [
-            {
-                "dataset": "mix",
-                "prompt": "Sky?",
-                "chosen": turns("Sky?", "Blue.", system="One word."),
-                "rejected": turns("Sky?", "Red.", system="One word."),
-            }
-        ],
-        [(turns("Sky?", system="One word."), "Blue.", "Red.")],
-    ),
-    "prompt as messages": (
-        [{"prompt": turns("Sky?"), "chosen": turns("", "Blue.")[1:], "rejected": turns("", "Red.")[1:]}],
-        [(turns("Sky?"), "Blue.", "Red.")],
-    ),
-    "orca": (
-        [
-            {"system": "", "question": "Sky?", "chosen": "Blue.", "rejected": "Red."},
-            {"system": "One word.", "question": "Grass?", "chosen": "Green.", "rejected": "It is green."},
-        ],
-        [(turns("Sky?"), "Blue.", "Red."), (turns("Grass?", system="One word."), "Green.", "It is green.")],
-    ),
-    "sharegpt pairs": (
-        [
-            {
-                "conversations": sharegpt("Hi", "Hello", "Sky?"),
-                "chosen": {"from": "gpt", "value": "Blue."},
-                "rejected": {"from": "gpt", "value": "Red."},
-            }
-        ],
-        [(turns("Hi", "Hello", "Sky?"), "Blue.", "Red.")],
-    ),
-    "conversations as JSON text": (
-        [{"chosen": json.dumps(turns("Sky?", "Blue.")), "rejected": json.dumps(turns("Sky?", "Red."))}],
-        [(turns("Sky?"), "Blue.", "Red.")],
-    ),
-}
-
-
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", PUBLISHED["pairs"])
 def test_published_pairs_are_those_of_plain_messages(tmp_path: Path, name: str, form: str) -> None:
-    rows, plain = PAIRS[name]
+    rows, plain = PUBLISHED["pairs"][name].values()
     found, _ = load(write(tmp_path / "found", rows, form), Kind.PAIRS)
     same: Rows = [{"p": asked, **{key: turns("", said)[1:] for key, said in (("c", good), ("r", bad))}} for asked, good, bad in plain]
     keys = {"prompt_key": "p", "chosen_key": "c", "rejected_key": "r"}
     assert tokens_of(found) == tokens_of(load(write(tmp_path / "plain", same), Kind.PAIRS, **keys)[0])
 
 
-PIECES = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
-CASES = [{"input": "1 2", "output": "3", "testtype": "stdin"}]
-LCB = {
-    "question_title": "Sum",
-    "question_content": "Add.",
-    "platform": "atcoder",
-    "question_id": "abc001_a",
-    "contest_id": "abc001",
-    "contest_date": "2024-01-01T00:00:00",
-    "starter_code": "",
-    "difficulty": "easy",
-    "public_test_cases": json.dumps(CASES),
-    "private_test_cases": json.dumps(CASES),
-    "metadata": "{}",
-}
-REFERENCES: dict[str, tuple[Rows, list[tuple[str | Rows, str]], dict[str, Any]]] = {
-    "gsm8k": (
-        [{"question": "1+1?", "answer": "One and one.\n#### 2"}, {"question": "1000+1?", "answer": "A sum.\n#### 1,001"}],
-        [("1+1?", "2"), ("1000+1?", "1001")],
-        {"name": "gsm8k"},
-    ),
-    "math": (
-        [{"problem": "1+1?", "level": "Level 1", "type": "Algebra", "solution": "It is $\\boxed{2}$."}],
-        [("1+1?", "It is $\\boxed{2}$.")],
-        {"prompt_key": "problem", "answer_key": "solution"},
-    ),
-    "math-500": (
-        [
-            {
-                "problem": "1+1?",
-                "solution": "It is $\\boxed{2}$.",
-                "answer": "2",
-                "subject": "Algebra",
-                "level": 1,
-                "unique_id": "test/1.json",
-            }
-        ],
-        [("1+1?", "2")],
-        {"prompt_key": "problem", "answer_key": "answer"},
-    ),
-    "verl": (
-        [
-            {
-                "data_source": "own/sums",
-                "prompt": turns("1+1?"),
-                "ability": "math",
-                "reward_model": {"style": "rule", "ground_truth": "2"},
-                "extra_info": {"split": "train", "index": 0},
-            }
-        ],
-        [(turns("1+1?"), "2")],
-        {"prompt_key": "prompt", "answer_key": "reward_model.ground_truth", "extra_keys": ["data_source", "extra_info"]},
-    ),
-    "eurus": (
-        [
-            {
-                "data_source": "taco",
-                "prompt": turns("Add.", system="Think."),
-                "ability": "code",
-                "reward_model": {"ground_truth": json.dumps(PIECES), "style": "rule"},
-                "extra_info": {"index": 1, "split": "train"},
-            }
-        ],
-        [(turns("Add.", system="Think."), json.dumps(PIECES))],
-        {"prompt_key": "prompt", "answer_key": "reward_model.ground_truth", "extra_keys": ["data_source", "extra_info"]},
-    ),
-    "prompt as messages and an answer": (
-        [{"messages": turns("1+1?"), "answer": 2}],
-        [(turns("1+1?"), "2")],
-        {"prompt_key": "messages", "answer_key": "answer"},
-    ),
-    "conversation": ([{"messages": turns("1+1?", "2")}], [(turns("1+1?"), "2")], {"messages_key": "messages"}),
-    "apps": (
-        [{"problem_id": 0, "question": "Add.", "solutions": "[]", "input_output": json.dumps(PIECES), "url": "", "starter_code": ""}],
-        [("Add.", json.dumps(PIECES))],
-        {"prompt_key": ["question", "starter_code"], "answer_key": "input_output"},
-    ),
-    "tests as an object": (
-        [{"prompt": "Add.", "tests": PIECES}, {"prompt": "Sum.", "tests": {"inputs": ["3 4"], "outputs": ["7"]}}],
-        [("Add.", json.dumps(PIECES)), ("Sum.", json.dumps({"inputs": ["3 4"], "outputs": ["7"]}))],
-        {"prompt_key": "prompt", "answer_key": "tests"},
-    ),
-    "livecodebench": (
-        [LCB],
-        [("Add.", json.dumps({name: LCB[name] for name in ("public_test_cases", "private_test_cases", "metadata")}))],
-        {
-            "prompt_key": ["question_content", "starter_code"],
-            "answer_key": ["public_test_cases", "private_test_cases", "metadata"],
-        },
-    ),
-}
-
-
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("name", PUBLISHED["references"])
 def test_published_rows_give_prompts_and_reference_answers(tmp_path: Path, name: str, form: str) -> None:
-    rows, plain, keys = REFERENCES[name]
+    rows, plain, keys = PUBLISHED["references"][name].values()
     file = write(tmp_path / "found", rows, form)
     found, source = load(file, Kind.REFERENCES)
     assert {key: value for key, value in source.items() if key != "path"} == keys
@@ -413,36 +128,12 @@ def test_published_rows_give_prompts_and_reference_answers(tmp_path: Path, name:
 PROGRAM = (
     "```python\nimport math\ndef square(x):\n    return x * x\nif __name__ == '__main__':\n    print(sum(map(int, input().split())))\n```"
 )
-MBPP: dict[str, dict[str, Any]] = {
-    "full": {
-        "task_id": 2,
-        "text": "Square a number.",
-        "code": "def square(x): ...",
-        "test_list": ["assert square(two) == 4", "assert square(3) == 9"],
-        "test_setup_code": "two = 2",
-        "challenge_test_list": ["assert square(-1) == 1"],
-    },
-    "sanitized": {
-        "source_file": "a.ipynb",
-        "task_id": 2,
-        "prompt": "Square a number.",
-        "code": "def square(x): ...",
-        "test_imports": ["import math"],
-        "test_list": ["assert square(2) == math.floor(4.5)"],
-    },
-    "list alone": {"prompt": "Square.", "test_list": ["assert square(2) == 4"]},
-    "prime object": {"prompt": "Add.", "tests": {"inputs": ["1 2\n"], "outputs": ["3\n"]}},
-    "prime call": {"prompt": "Square.", "tests": {"fn_name": "square", "inputs": [[2]], "outputs": [4]}},
-    "object of statements": {"prompt": "Square.", "tests": {"test_list": ["assert square(two) == 4"], "test_setup_code": "two = 2"}},
-    "statement of lines": {"prompt": "Square.", "test_cases": ["x = 2\nassert square(x) == 4"]},
-    "livecodebench": LCB,
-}
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-@pytest.mark.parametrize("name", MBPP)
+@pytest.mark.parametrize("name", PUBLISHED["tests"])
 def test_columns_of_tests_are_run_as_they_are_stored(tmp_path: Path, name: str, form: str) -> None:
-    found, _ = load(write(tmp_path, [MBPP[name]], form), Kind.REFERENCES)
+    found, _ = load(write(tmp_path, [PUBLISHED["tests"][name]], form), Kind.REFERENCES)
     [example] = found.examples
     limits = Limits(seconds=60.0, isolated=False)
     assert judge(PROGRAM, example.answer, limits) == 1.0
@@ -507,15 +198,7 @@ def test_a_first_record_that_cannot_be_read_is_refused_or_left_out(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [
-        ("[{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}]", "write json.dumps"),
-        ("Once upon a time.", r"write \[\{'role'"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}, WARM], r"messages\[0\].*image_url.*on_bad"),
-        ([{"role": "user", "content": [{"type": "text", "text": "Look:"}, {"type": "image"}]}, WARM], r"'image'.*only text is read"),
-        ([{"from": "human", "value": "Hi"}, {"from": "function_call", "value": "weather(Rome)"}, WARM], r"\[1\].*no function call.*'name'"),
-        ([{"from": "gpt", "value": "Hello"}], "'assistant' at the beginning"),
-        ("\n\nHuman: Hi\n\nHuman: Hi?\n\nAssistant: Hello", "'user' after 'user'"),
-    ],
+    TABLES["messages that cannot be read are told what to write"],
 )
 def test_messages_that_cannot_be_read_are_told_what_to_write(tmp_path: Path, value: Any, message: str) -> None:
     with pytest.raises(RecordError, match=rf"line 1.*{message}"):

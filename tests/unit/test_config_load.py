@@ -12,6 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from megarl.config import OverridesError, load_config, load_config_with_inheritance, parse_hydra_overrides
 from megarl.errors import ConfigError
+from tests.tables import read_table
+
+TABLES = read_table("config_load.yaml")
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -56,23 +59,7 @@ MINE = {"path": "mine.jsonl", "weight": 2}
 
 @pytest.mark.parametrize(
     ("overrides", "train"),
-    [
-        (["data.train.path=mine.jsonl"], MINE),
-        (["++data.train.path=mine.jsonl"], MINE),
-        (["data.train.path=mine.jsonl", "data.train.messages_key=m"], {**MINE, "messages_key": "m"}),
-        (["data.train.messages_key=m", "data.train.path=mine.jsonl"], {**MINE, "messages_key": "m"}),
-        (["data.train={path: mine.jsonl, messages_key: m}"], {**MINE, "messages_key": "m"}),
-        # the keys may also be removed one by one
-        (["~data.train.prompt_key", "data.train.path=mine.jsonl", "~data.train.answer_key", "~data.train.name"], MINE),
-        (["data.train.path=mine.jsonl", "data.train.prompt_key=p"], {**MINE, "prompt_key": "p"}),
-        (["data.train.path=mine.jsonl", "data.train.name=gsm8k"], {**MINE, "name": "gsm8k"}),
-        (["data.train.name=owner/set"], {"name": "owner/set", "weight": 2}),
-        (["data.train.weight=3"], {"name": "gsm8k", "split": "test", "prompt_key": "problem", "answer_key": "solution", "weight": 3}),
-        (["data.train.answer_key=a"], {"name": "gsm8k", "split": "test", "prompt_key": "problem", "answer_key": "a", "weight": 2}),
-        (["data.train.messages_key=m"], {"name": "gsm8k", "split": "test", "messages_key": "m", "weight": 2}),
-        (["data.train=[{path: a}, {path: b, prompt_key: p}]"], [{"path": "a"}, {"path": "b", "prompt_key": "p"}]),
-        (["data.validation={path: mine.jsonl}", "data.train.path=mine.jsonl"], MINE),
-    ],
+    TABLES["a source on the command line replaces the inherited form"],
 )
 def test_a_source_on_the_command_line_replaces_the_inherited_form(tmp_path: Path, overrides: list[str], train: Any) -> None:
     found = load_config(write(tmp_path, "recipe.yaml", RECIPE), overrides)["data"]
@@ -197,28 +184,7 @@ def test_no_override_changes_nothing_and_the_original_stays() -> None:
 
 @pytest.mark.parametrize(
     ("override", "path", "value"),
-    [
-        ("a.b=5", ("a", "b"), 5),
-        ("a.b=null", ("a", "b"), None),
-        ("a.b=", ("a", "b"), None),
-        ("a.b=true", ("a", "b"), True),
-        ("a.b='3'", ("a", "b"), "3"),
-        ("a.b=x=y", ("a", "b"), "x=y"),
-        ("a.b=[1, two]", ("a", "b"), [1, "two"]),
-        ("a.b=-1e-3", ("a", "b"), -1e-3),
-        ("a.new=5", ("a", "new"), 5),
-        ("+a.new=5", ("a", "new"), 5),
-        ("+new.section.key=5", ("new", "section", "key"), 5),
-        ("++a.b=6", ("a", "b"), 6),
-        ("++a.new=6", ("a", "new"), 6),
-        ("a.c={e: 3}", ("a", "c"), {"d": 2, "e": 3}),
-        ("a.c=[{e: 3}]", ("a", "c"), [{"e": 3}]),
-        ("list={x: 3}", ("list",), {"x": 3}),
-        ("list=[3]", ("list",), [3]),
-        ("list.1.x=7", ("list", 1, "x"), 7),
-        ("t=${a.c.d}", ("t",), 2),
-        ("a.b=9", ("link",), 9),
-    ],
+    TABLES["override sets"],
 )
 def test_override_sets(override: str, path: tuple[str | int, ...], value: object) -> None:
     found = overridden(override)

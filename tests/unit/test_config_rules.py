@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from converters.families import FAMILIES
 from converters.model_config.architecture import ModelFacts
@@ -17,6 +15,7 @@ from megarl.config.rules import RULES, bounded_keys
 from megarl.config.rules.not_yet import NOT_YET_RULES
 from megarl.config.rules.view import NotApplicableError, View
 from megarl.models.generation.vllm.configuration import RULES as VLLM_RULES
+from tests.tables import read_table
 from tests.tiers import sampled
 from tests.unit.config_samples import FACTS, complete, mixture, raw_distillation, raw_dpo, raw_grpo, raw_ppo, raw_rm, raw_sft
 
@@ -26,19 +25,12 @@ SHORT = {"m": MEGATRON, "d": DTENSOR, "o": f"{MEGATRON}.optimizer", "s": f"{MEGA
 SHORT["ddp"] = DATA_PARALLEL = f"{MEGATRON}.distributed_data_parallel_config"
 ON_DTENSOR = {"m.enabled": False, "d.enabled": True, "d.tensor_parallel_size": 2, "o": ...}
 MIXTURE = {"mixture": mixture()}
-TESTS = Path(__file__).parents[1]
 
 
 def long(path: str) -> str:
     """A dotted path with its section written out."""
     section, dot, rest = path.partition(".")
     return SHORT.get(section, section) + dot + rest
-
-
-def read_table(name: str) -> Any:
-    """A table of cases in ``tests/data``."""
-    text = (TESTS / "data" / name).read_text(encoding="utf-8")
-    return yaml.safe_load(text.replace("tests/toys/", f"{TESTS}/toys/"))
 
 
 # rule -> cases; their form is written there

@@ -23,7 +23,10 @@ from tests.dist.batches import make_batch
 from tests.gpu import conftest as gpu_tests
 from tests.gpu import jobs
 from tests.models import make_tiny, policy_config
+from tests.tables import read_table
 from tests.tiers import slow
+
+TABLES = read_table("device.yaml")
 
 
 @pytest.fixture
@@ -84,18 +87,7 @@ def on_machine(monkeypatch: pytest.MonkeyPatch, *, gpus: int = 0, job: str = "",
 
 @pytest.mark.parametrize(
     ("device", "of_ray", "machine", "expected"),
-    [
-        ("auto", 0, {}, False),
-        ("auto", 8, {}, True),
-        ("auto", 8, {"gpus": 8, "job": "7"}, True),
-        ("auto", 8, {"said": "cpu", "gpus": 8}, False),
-        ("auto", 0, {"said": "cpu", "job": "7"}, False),
-        ("auto", 0, {"said": "cuda"}, True),
-        ("cpu", 8, {"gpus": 8, "job": "7"}, False),
-        ("cpu", 0, {"said": "cpu"}, False),
-        ("cuda", 0, {}, True),
-        ("cuda", 8, {"said": "auto"}, True),
-    ],
+    TABLES["what the ranks run on"],
 )
 def test_what_the_ranks_run_on(
     device: str, of_ray: float, machine: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch

@@ -32,9 +32,12 @@ from megarl.run import evaluate as evaluation_command
 from megarl.run.evaluate import evaluate, result_of, weights_to_evaluate
 from megarl.run.resume import CheckpointWriter
 from megarl.run.run import run
+from tests.tables import read_table
 from tests.tiers import sampled
 from tests.unit.driver_runs import PolicyMaker, make_config, rows
 from tests.unit.reference_policy import ReferencePolicy
+
+TABLES = read_table("evaluation.yaml")
 
 TAUGHT = 70
 
@@ -78,18 +81,7 @@ def majority_by_draws(answers: Sequence[str | None], right: Sequence[bool]) -> F
 
 @pytest.mark.parametrize(
     ("answers", "right", "expected"),
-    [
-        (["4", "4", "5"], [True, True, False], 1.0),
-        (["5", "5", "4"], [False, False, True], 0.0),
-        (["4", "5"], [True, False], 0.5),  # a tie: a fair draw
-        (["5", "4"], [False, True], 0.5),  # whichever comes first
-        (["4", "5", "6"], [True, False, False], 1 / 3),
-        (["4", "4", "5", "5", "6"], [True, True, False, False, False], 0.5),
-        ([None, None, "4"], [False, False, True], 1.0),  # no answer is no vote
-        ([None, None], [False, False], 0.0),
-        (["4", "4"], [True, False], 0.5),  # one answer, and one of two in the right form
-        ([], [], 0.0),
-    ],
+    TABLES["the majority and its ties"],
 )
 def test_the_majority_and_its_ties(answers: list[str | None], right: list[bool], expected: float) -> None:
     assert majority(answers, right) == pytest.approx(expected)

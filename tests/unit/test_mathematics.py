@@ -18,11 +18,11 @@ from megarl.rollout import mathematics
 from megarl.rollout.mathematics import JudgementTimeoutError, fault_of_reference, math_verify
 from megarl.rollout.mathematics_statements import agree
 from megarl.rollout.programs import fault_of_tests
+from tests.tables import DATA
 from tests.tiers import sampled
 
 ROOT = Path(__file__).parents[2]
 
-DATA = Path(__file__).parents[1] / "data"
 AS_THEY_ARE = ("responses without a box", "as models write them")
 """Kinds of pairs whose responses are not put into a box."""
 

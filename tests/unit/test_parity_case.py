@@ -9,6 +9,9 @@ import pytest
 from megarl.errors import ConfigError
 from megarl.parity.case import Case, idle_fields
 from megarl.parity.lines import CaseError, parse, words_of
+from tests.tables import read_table
+
+TABLES = read_table("parity_case.yaml")
 
 
 def test_a_line_says_only_what_is_not_default_and_reads_back() -> None:
@@ -37,35 +40,7 @@ def test_every_field_survives_its_line() -> None:
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [
-        ("tpp=2", ["'tpp=2'", "nearest is 'tp'"]),
-        ("tp", ["'tp'", "key=value"]),
-        ("tp=two", ["'tp=two'", "whole number"]),
-        ("tp=0", ["'tp=0'", "at least 1"]),
-        ("tp=1 tp=2", ["'tp=2'", "given twice"]),
-        ("sp=yes", ["'sp=yes'", "0 or 1"]),
-        ("temperature=0", ["'temperature=0'", "more than 0"]),
-        ("lr=0", ["'lr=0'", "more than 0"]),
-        ("comm=ring", ["'comm=ring'", "all_gather, p2p"]),
-        ("backend=dtensor wide=1", ["'wide=1'", "backend=dtensor"]),
-        ("plan=names", ["'plan=names'", "backend=megatron"]),
-        ("temperature=nan", ["'temperature=nan'"]),
-        ("clip=-1", ["'clip=-1'", "at least 0"]),
-        ("batching=packd", ["'batching=packd'", "nearest is packed"]),
-        ("loss=ppo", ["'loss=ppo'", "nll, pg, dpo"]),
-        ("loss=pg+klx", ["'loss=pg+klx'", "no option 'klx'"]),
-        ("loss=nll+kl", ["'loss=nll+kl'", "no option 'kl'"]),
-        ("loss=pg+kl:x", ["'kl:x'", "expected numbers"]),
-        ("loss=pg+kl:1:2", ["'kl:1:2'", "2 numbers, and the option 1"]),
-        ("loss=pg+is:1", ["'is:1'", "1 numbers, and the option 0"]),
-        ("loss=pg+kl+kl:2", ["'kl'", "given twice"]),
-        ("loss=pg+gspo+gspo-token", ["of gspo, gspo-token a loss has one at most"]),
-        ("loss=pg advantages=grpo+gamma", ["grpo has no option 'gamma'"]),
-        ("loss=nll advantages=grpo", ["'advantages=grpo'", "loss=nll"]),
-        ("backend=fsdp1 tp=2", ["'tp=2'", "backend=fsdp1"]),
-        ("family=llama experts=2", ["'experts=2'", "family=llama"]),
-        ("batching=fixed room=2", ["'room=2'", "batching=fixed"]),
-    ],
+    TABLES["a wrong word is named with what would do"],
 )
 def test_a_wrong_word_is_named_with_what_would_do(line: str, words: list[str]) -> None:
     with pytest.raises(CaseError) as caught:

@@ -15,8 +15,11 @@ from megarl.algorithms.loss_functions import ClippedPGLossFn, kl_of_tokens
 from megarl.config.losses import ClippedPGLossConfig, faults_of_loss
 from megarl.errors import BatchError, ConfigError
 from megarl.key import defaults_of
+from tests.tables import read_table
 from tests.tiers import sampled
 from tests.unit.test_losses import PG_CONFIG, WITHOUT_DIVERGENCE, normalizers, policy_gradient_batch
+
+TABLES = read_table("policy_gradients.yaml")
 
 EPSILON = 1e-8
 """What ``masked_mean`` adds to a normaliser."""
@@ -310,52 +313,7 @@ def test_the_share_of_weights_out_of_bounds(kind: str, left_out: float) -> None:
 
 @pytest.mark.parametrize(
     ("change", "key", "word"),
-    [
-        (WITHOUT_RATIO | SEQUENCES, "sequence_level_importance_ratios", "without a ratio"),
-        (WITHOUT_RATIO | CISPO, "use_cispo", "without a ratio"),
-        (WITHOUT_RATIO | {"ratio_clip_c": 3.0}, "ratio_clip_c", "never as large"),
-        (WITHOUT_RATIO | {"log_ratio_clamp_value": 5.0}, "log_ratio_clamp_value", "no ratio to clamp"),
-        (WITHOUT_RATIO | {"log_ratio_clamp_value": None}, "log_ratio_clamp_value", "no ratio to clamp"),
-        (WITHOUT_RATIO | FORCED, "disable_ppo_ratio", "with and without it"),
-        (FORCED | {"log_ratio_clamp_value": 5.0}, "log_ratio_clamp_value", "nothing reads it"),
-        (
-            FORCED | SEQUENCES | UNWEIGHTED | {"sequence_level_ratio_gradient": "token"},
-            "sequence_level_ratio_gradient",
-            "that of the token",
-        ),
-        ({"sequence_level_ratio_gradient": "token"}, "sequence_level_ratio_gradient", "whose gradient"),
-        ({"use_cispo": True}, "ratio_clip_c", "bounds no objective"),
-        (CISPO | SEQUENCES, "sequence_level_importance_ratios", "none defines it for sequences"),
-        (SEQUENCES | {"token_level_loss": True}, "token_level_loss", "counts once"),
-        (FORCED | {"ratio_clip_c": 3.0}, "ratio_clip_c", "never as large"),
-        (FORCED | CISPO, "use_cispo", "does nothing"),
-        (WITHOUT_DIVERGENCE | {"reference_policy_kl_type": "k2"}, "reference_policy_kl_type", "nothing reads it"),
-        (WITHOUT_DIVERGENCE | {"reference_policy_kl_gradient": "pathwise"}, "reference_policy_kl_gradient", "nothing reads it"),
-        (WITHOUT_DIVERGENCE | {"use_on_policy_kl_approximation": True}, "use_on_policy_kl_approximation", "nothing reads it"),
-        (WITHOUT_DIVERGENCE | {"kl_input_clamp_value": 3.0}, "kl_input_clamp_value", "nothing reads it"),
-        (WITHOUT_DIVERGENCE | {"kl_output_clamp_value": None}, "kl_output_clamp_value", "nothing reads it"),
-        ({"reference_policy_kl_type": "k2", "reference_policy_kl_gradient": "pathwise"}, "reference_policy_kl_gradient", "what exact is"),
-        ({"truncated_importance_sampling_ratio": 2.0}, "truncated_importance_sampling_ratio", "nothing reads it"),
-        ({**TIS, "use_importance_sampling_correction": False}, "truncated_importance_sampling_type", "no weights to bound"),
-        ({**TIS, "truncated_importance_sampling_ratio": None}, "truncated_importance_sampling_type", "what the bound is"),
-        ({**TIS, "truncated_importance_sampling_ratio_min": 0.5}, "truncated_importance_sampling_ratio_min", "upper bound alone"),
-        (
-            {**TIS, "truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio_min": 2.0},
-            "truncated_importance_sampling_ratio_min",
-            "no weight is left",
-        ),
-        (
-            {**TIS, "truncated_importance_sampling_type": "seq-mask-tis", **SEQUENCES},
-            "truncated_importance_sampling_type",
-            "what icepop is",
-        ),
-        ({**IN_REWARD, "reference_policy_kl_penalty": 0.0}, "use_kl_in_reward", "would do nothing"),
-        ({**IN_REWARD, "reference_policy_kl_type": "k3"}, "reference_policy_kl_type", "only k1"),
-        ({**IN_REWARD, "use_on_policy_kl_approximation": True}, "use_on_policy_kl_approximation", "no divergence in the loss"),
-        ({**IN_REWARD, "reference_policy_kl_gradient": "pathwise"}, "reference_policy_kl_gradient", "no divergence in the loss"),
-        ({"sequence_normalizer": 100.0, "token_level_loss": True}, "sequence_normalizer", "token_level_loss is true"),
-        ({"reference_policy_kl_type": "k1", "reference_policy_kl_gradient": "pathwise"}, "reference_policy_kl_type", "expectation 0"),
-    ],
+    TABLES["what does not go together is refused with a reason"],
 )
 def test_what_does_not_go_together_is_refused_with_a_reason(change: dict[str, Any], key: str, word: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -366,17 +324,7 @@ def test_what_does_not_go_together_is_refused_with_a_reason(change: dict[str, An
 
 @pytest.mark.parametrize(
     ("settings", "key"),
-    [
-        (WITHOUT_RATIO | {"ratio_clip_c": 1.01}, "ratio_clip_c"),
-        (WITHOUT_RATIO | {"log_ratio_clamp_value": 0.1}, "log_ratio_clamp_value"),
-        (FORCED | {"log_ratio_clamp_value": 0.1}, "log_ratio_clamp_value"),
-        (FORCED | WITHOUT_RATIO, "disable_ppo_ratio"),
-        (FORCED | SEQUENCES | UNWEIGHTED | {"sequence_level_ratio_gradient": "token"}, "sequence_level_importance_ratios"),
-        (WITHOUT_DIVERGENCE | {"use_on_policy_kl_approximation": True}, "use_on_policy_kl_approximation"),
-        (WITHOUT_DIVERGENCE | {"kl_input_clamp_value": 0.1}, "kl_input_clamp_value"),
-        (WITHOUT_DIVERGENCE | {"kl_output_clamp_value": 0.1}, "kl_output_clamp_value"),
-        ({"reference_policy_kl_type": "k2", "reference_policy_kl_gradient": "pathwise"}, "reference_policy_kl_gradient"),
-    ],
+    TABLES["what is refused would do nothing"],
 )
 def test_what_is_refused_would_do_nothing(settings: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.algorithms.loss_functions.faults_of_loss", lambda loss: [])

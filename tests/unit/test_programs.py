@@ -42,7 +42,10 @@ from megarl.rollout.programs.statements import reason_against, reason_to_doubt
 from megarl.rollout.programs.verdict import same_output, same_returned
 from megarl.rollout.reward_pool import RewardPool, score_of
 from megarl.rollout.rewards import RewardSpec, Task, get_reward
+from tests.tables import read_table
 from tests.tiers import sampled
+
+TABLES = read_table("programs_tests.yaml")
 
 PLAIN = Limits(seconds=20.0, isolated=False)
 ISOLATED = Limits(seconds=20.0)
@@ -199,19 +202,7 @@ def test_the_last_block_that_is_marked_as_python_is_the_program(response: str, p
 
 @pytest.mark.parametrize(
     ("tests", "fault"),
-    [
-        ("12", "neither a list nor an object"),
-        ("{", "no JSON"),
-        ("[]", "holds no test"),
-        ('{"inputs": [], "outputs": []}', "holds no test"),
-        ('{"inputs": ["1"], "outputs": []}', "two lists of one length"),
-        ('{"inputs": "1", "outputs": "2"}', "two lists of one length"),
-        ("[1]", "neither a statement nor an object"),
-        ('[{"input": "1"}]', "neither a statement nor an object"),
-        ('[{"input": "1", "output": "1", "testtype": "functional"}]', "names no function"),
-        ('{"fn_name": "f", "inputs": ["[1"], "outputs": ["1"]}', "neither a list nor JSON"),
-        ('{"fn_name": "f", "inputs": [3], "outputs": ["1"]}', "neither a list nor JSON"),
-    ],
+    TABLES["references that hold no tests are found"],
 )
 def test_references_that_hold_no_tests_are_found(tests: str, fault: str) -> None:
     assert fault in str(fault_of_tests(tests))
@@ -219,40 +210,7 @@ def test_references_that_hold_no_tests_are_found(tests: str, fault: str) -> None
 
 @pytest.mark.parametrize(
     ("written", "expected", "same"),
-    [
-        ("1 2\n", "1  2", True),
-        ("1\n2\n\n", "1\n2", True),
-        ("1.0", "1", True),
-        ("1e3", "1000", True),
-        ("1\n2", "1 2", False),
-        ("a", "A", False),
-        ("1.01", "1", False),
-        ("", "", True),
-        ("", "1", False),
-        ("nan", "nan", True),
-        ("\n1", "1", False),
-        ("0.3333333", "0.33333333333", True),
-        ("0.33", "0.33333333333", False),
-        ("0", "0.0000001", True),
-        ("0.000002", "0.0", False),
-        ("1000000.5", "1000000.0", True),
-        ("1000002.0", "1000000.0", False),
-        ("1e-7", "0.0", True),
-        ("2.0000001", "2", False),
-        ("2", "2.0000001", True),
-        ("100000001", "100000000", False),
-        ("1e400", "1e500", False),
-        ("1e400", "1.0", False),
-        ("inf", "1e400", False),
-        ("nan", "1.0", False),
-        ("True", "1.0", False),
-        ("1_0", "10", False),
-        ("0x10", "16", False),
-        ("1e99999999", "1.0", False),
-        ("1.5.2", "1.5", False),
-        ("-.5", "-0.5", True),
-        ("\u0661", "1", False),
-    ],
+    TABLES["outputs are compared by words and numbers"],
 )
 def test_outputs_are_compared_by_words_and_numbers(written: str, expected: str, same: bool) -> None:
     assert same_output(written, expected) is same
@@ -414,31 +372,7 @@ def test_a_doubt_of_one_reward_hides_no_fault_of_another() -> None:
 
 @pytest.mark.parametrize(
     ("statement", "reason"),
-    [
-        ("assert f(1) == 2", None),
-        ("assert f(1) == 2, print('x') or f'{x!r}'", None),
-        ("f(1)", "asserts nothing"),
-        ("import math\nassert math.factorial(3) == f(3)", "math.factorial"),
-        ("assert f(1) == datetime.date(2020, 1, 1)", "datetime"),
-        ("from fractions import Fraction\nassert f(1) == Fraction(1, 2)", None),
-        ("assert f(1) == " + "1 + " * 5000 + "1", "nested too deeply"),
-        ("assert f(", "no Python"),
-        ("assert (f(1) == 2, 'wrong')", "always true"),
-        ("with raises(ValueError):\n    f(1)\n    assert 1", "With"),
-        ("import pytest\nassert f(1)", "pytest"),
-        ("from os import path\nassert f(1)", "os"),
-        ("assert np.allclose(f(1), 2)", "np"),
-        ("assert f(lambda x: x)", "given to the program"),
-        ("def g(x):\n    return x\nassert f(g)", "given to the program"),
-        ("assert f(1).__class__ == int", "__class__"),
-        ("assert '{0.real}'.format(f(1)) == '1'", "format"),
-        ("assert sorted(Counter(f(1)).elements()) == [1]", "elements"),
-        ("while True: assert f(1)", "While"),
-        ("try:\n    f(1)\n    assert 0\nexcept ValueError as e:\n    assert str(e)", "an exception"),
-        ("assert [y := f(1)]", "NamedExpr"),
-        ("assert f'{f(1)}' == '1'", "JoinedStr"),
-        ("assert __import__('os')", "__import__"),
-    ],
+    TABLES["what is evaluated outside"],
 )
 def test_what_is_evaluated_outside(statement: str, reason: str | None) -> None:
     found = reason_against(statement)

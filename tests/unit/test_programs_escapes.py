@@ -21,6 +21,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,7 @@ from megarl.errors import RewardError
 from megarl.rollout.programs import Limits, sandbox, system_calls
 from megarl.rollout.programs.conversation import INSIDE
 from megarl.rollout.programs.process import fault_of_isolation, file_of, python_command, running, text_in
+from tests.tables import read_table
 from tests.tiers import sampled
 
 pytestmark = pytest.mark.skipif(fault_of_isolation() is not None, reason=f"no sandbox here: {fault_of_isolation()}")
@@ -48,176 +50,7 @@ DEVICES = [
     if path.name not in {"null", "full", "random", "urandom"} and (path.is_block_device() or path.is_char_device())
 ]
 
-# What a program tries; names in braces are filled in. True: only root can do it outside.
-PROBES: dict[str, tuple[str, bool]] = {
-    # files
-    "a file of the run": ("open({secret!r}).read() == 'secret' and reach()", False),
-    "a file of the repository": ("open({repository!r}).read() and reach()", False),
-    "users of the machine": ("open('/etc/passwd').read() and reach()", False),
-    "logs of the machine": ("os.listdir('/var') and reach()", False),
-    "a link to a file": ("os.symlink({secret!r}, {mark!r})\nopen({mark!r}).read() and reach()", False),
-    "above its root": ("open('/' + '../' * 20 + {secret!r}).read() and reach()", False),
-    "the root that was before": (
-        "for top in ('.', *os.listdir('/')):\n    try: open(f'/{{top}}' + {secret!r}).read() and reach()\n    except OSError: pass",
-        False,
-    ),
-    "root of its parent": ("open('/proc/{parent}/root' + {secret!r}).read() and reach()", True),
-    "another root": (
-        "os.mkdir({mark!r})\nos.chroot({mark!r})\nfor _ in range(20): os.chdir('..')\nos.chroot('.')\nopen({secret!r}).read() and reach()",
-        True,
-    ),
-    "a handle of a file": (
-        "handle = ctypes.create_string_buffer(struct.pack('Ii', 128, 0), 136)\nwhere = ctypes.c_int()\n"
-        "made = libc.name_to_handle_at(-100, {secret!r}.encode(), handle, ctypes.byref(where), 0)\n"
-        "place = os.open('/', os.O_RDONLY)\n"
-        "made == 0 and libc.open_by_handle_at(place, handle, 0) >= 0 and reach()",
-        True,
-    ),
-    "to write to Python": ("open(os.__file__, 'r+b') and reach()", True),
-    "to write to libraries": ("os.open('/usr/lib', os.O_TMPFILE | os.O_RDWR) and reach()", True),
-    "to change its root": ("os.open('/', os.O_TMPFILE | os.O_RDWR) and reach()", True),
-    # processes of the machine
-    "environment of another process": (
-        "for each in filter(str.isdecimal, os.listdir('/proc')):\n    "
-        "try: found = open(f'/proc/{{each}}/environ', 'rb').read()\n"
-        "    except OSError: continue\n    {mark!r}.encode() in found and reach()",
-        True,
-    ),
-    "command of another process": (
-        "for each in filter(str.isdecimal, os.listdir('/proc')):\n    "
-        "try: found = open(f'/proc/{{each}}/cmdline', 'rb').read()\n"
-        "    except OSError: continue\n    {mark!r}.encode() in found and reach()",
-        False,
-    ),
-    "memory of its parent": ("open('/proc/{parent}/mem', 'rb') and reach()", True),
-    "files of its parent": ("os.listdir('/proc/{parent}/fd') and reach()", True),
-    "settings of the kernel": ("open('/proc/sys/kernel/core_pattern', 'r+') and reach()", True),
-    "keys of the kernel": ("open('/proc/sysrq-trigger', 'w') and reach()", True),
-    "memory of the kernel": ("open('/proc/kcore', 'rb') and reach()", True),
-    "the machine's memory map": ("open('/proc/iomem').read() and reach()", False),
-    "its own score": ("open('/proc/self/oom_score_adj', 'w').write('500') and reach()", False),
-    "devices in sys": ("os.listdir('/sys') and reach()", False),
-    "control groups": ("os.listdir('/sys/fs/cgroup') and reach()", False),
-    # sockets
-    "a socket in a directory": ("connect(socket.AF_UNIX, {path!r}) and reach()", False),
-    "a socket with an abstract name": ("connect(socket.AF_UNIX, '\\0' + {mark!r}) and reach()", False),
-    "TCP on loopback": ("connect(socket.AF_INET, ('127.0.0.1', {port})) and reach()", False),
-    "UDP on loopback": ("socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port})) and reach()", False),
-    "a socket to the host": ("socket.socket(socket.AF_VSOCK) and reach()", False),
-    "netlink": ("socket.socket(socket.AF_NETLINK, socket.SOCK_RAW) and reach()", False),
-    "packets": ("socket.socket(socket.AF_PACKET, socket.SOCK_RAW) and reach()", True),
-    "raw packets": ("socket.socket(socket.AF_INET, socket.SOCK_RAW, 1) and reach()", True),
-    "the kernel's ciphers": ("socket.socket(socket.AF_ALG, socket.SOCK_SEQPACKET) and reach()", False),
-    # devices
-    "any device": (
-        "for each in {devices!r}:\n    "
-        "try: os.close(os.open(each, os.O_RDONLY | os.O_NONBLOCK))\n    "
-        "except OSError: continue\n    reach()",
-        True,
-    ),
-    "a block device of its own": ("os.mknod({mark!r}, 0o600 | stat.S_IFBLK, os.makedev(7, 0))\nreach()", True),
-    "a character device of its own": ("os.mknod({mark!r}, 0o600 | stat.S_IFCHR, os.makedev(1, 1))\nreach()", True),
-    "mode of the machine's null": ("os.chmod('/dev/null', 0o666)\nreach()", True),
-    "mode of null by standard error": ("os.fchmod(2, 0o666)\nreach()", True),
-    # memory that no limit counts
-    "memory in a file without a name": ("os.memfd_create('x') and reach()", False),
-    "secret memory": ("call(447, 0) >= 0 and reach()", False),
-    "shared memory of System V": ("libc.shmget(0, 4096, 0o1600) >= 0 and reach()", False),
-    "messages of System V": ("libc.msgget(0, 0o1600) >= 0 and reach()", False),
-    "semaphores of System V": ("libc.semget(0, 1, 0o1600) >= 0 and reach()", False),
-    "message queues": ("libc.mq_open(b'/' + {mark!r}.encode(), 0o302, 0o600, None) >= 0 and reach()", False),
-    "shared memory without a file": ("mmap.mmap(-1, 4096) and reach()", False),
-    "shared memory of a device": ("mmap.mmap(os.open('/dev/zero', os.O_RDWR), 4096) and reach()", False),
-    "large pipes": ("fcntl.fcntl(os.pipe()[0], 1031, 1 << 18) and reach()", False),
-    "large buffers of sockets": (
-        "for _ in range(20):\n    pair = socket.socketpair()\n    kept.extend(pair)\n    for each in pair:\n"
-        "        each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)\n        reach()",
-        False,
-    ),
-    "pages given to a pipe": (
-        "page = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE)\nhere = ctypes.addressof(ctypes.c_char.from_buffer(page))\n"
-        "libc.vmsplice(os.pipe()[1], struct.pack('PN', here, 4096), 1, 0) == 4096 and reach()",
-        False,
-    ),
-    "memory moved to swap": ("mmap.mmap(-1, 4096, mmap.MAP_PRIVATE).madvise(21)\nreach()", False),
-    "many timers": (
-        "for _ in range(1000):\n    if libc.timer_create(1, None, ctypes.byref(ctypes.c_void_p())): break\nelse: reach()",
-        False,
-    ),
-    "the machine's asynchronous reads": (
-        "call(numbers(x86_64=206, aarch64=0), 1, ctypes.byref(ctypes.c_long())) == 0 and reach()",
-        False,
-    ),
-    "notices of files": ("libc.inotify_init1(0) >= 0 and reach()", False),
-    "large files in memory": (
-        "for each in range(40):\n    file = open(f'/dev/shm/{mark}{{each}}', 'wb', buffering=0)\n    "
-        "os.unlink(file.name)\n"
-        "    kept.append(file)\n    file.write(bytes(1 << 20))\nreach()",
-        False,
-    ),
-    "much memory": ("len(bytearray(1 << 30)) and reach()", False),
-    "many processes": ("for _ in range(40):\n    if not os.fork(): time.sleep(0.4); os._exit(0)\ntime.sleep(0.2)\nreach()", False),
-    "many threads": ("for _ in range(40): threading.Thread(target=time.sleep, args=(0.3,)).start()\ntime.sleep(0.1)\nreach()", False),
-    # signals
-    "a signal to its parent": ("os.kill({parent}, 0)\nreach()", False),
-    "a signal to its supervisor": ("os.getppid() and (os.kill(os.getppid(), 0), reach())", False),
-    "a signal to another process": ("os.kill({victim}, 0)\nreach()", False),
-    "a signal to all": ("os.kill(-1, 0)\nreach()", False),
-    # other processes' memory, mounts, namespaces
-    "to trace": ("libc.ptrace(0, 0, 0, 0) == 0 and reach()", False),
-    "to read memory of a process": (
-        "here = ctypes.create_string_buffer(8)\npiece = struct.pack('PN', ctypes.addressof(here), 8)\n"
-        "libc.process_vm_readv(os.getpid(), piece, 1, piece, 1, 0) == 8 and reach()",
-        False,
-    ),
-    "to mount": (
-        "os.mkdir({mark!r})\nlibc.mount(b'none', {mark!r}.encode(), b'tmpfs', 0, None) == 0 and (libc.umount({mark!r}.encode()), reach())",
-        True,
-    ),
-    "to open a file system": ("call(430, b'tmpfs', 0) >= 0 and reach()", True),
-    "to copy a tree of mounts": ("call(428, -100, b'/', 1) >= 0 and reach()", True),
-    "namespaces of users": ("libc.unshare(0x10000000) == 0 and reach()", False),
-    "namespaces of mounts": ("libc.unshare(0x20000) == 0 and reach()", True),
-    "a process in new namespaces": (
-        "child = call(numbers(x86_64=56, aarch64=220), 0x10000000 | 17, 0, 0, 0, 0)\nchild or os._exit(0)\nchild > 0 and reach()",
-        False,
-    ),
-    "a process by a call that cannot be filtered": (
-        "wanted = ctypes.create_string_buffer(struct.pack('8Q', 0x10000000, 0, 0, 0, 17, 0, 0, 0))\n"
-        "child = call(435, wanted, 64)\nchild or os._exit(0)\nchild > 0 and reach()",
-        False,
-    ),
-    "namespaces of another process": ("libc.setns(os.open('/proc/{parent}/ns/net', os.O_RDONLY), 0) == 0 and reach()", True),
-    # rights
-    "another user": ("os.setuid(0)\nreach()", True),
-    "the right to be another user": ("os.setresuid(1, 1, 1)\nreach()", True),
-    "a program that makes root": ("subprocess.run(['su', '-c', 'true'], stderr=-3).returncode == 0 and reach()", True),
-    "capabilities": ("'CapBnd:\\t0000000000000000' in open('/proc/self/status').read() or reach()", False),
-    "a higher priority": ("os.nice(-1)\nreach()", True),
-    "name of the machine": ("socket.sethostname(socket.gethostname())\nreach()", True),
-    "a key": ("call(numbers(x86_64=248, aarch64=217), b'user', {mark!r}.encode(), b'x', 1, -2) >= 0 and reach()", False),
-    "a keyring": ("call(numbers(x86_64=250, aarch64=219), 0, -3, 0, 0, 0) >= 0 and reach()", False),
-    # parts of the kernel
-    "programs of the kernel": (
-        "call(numbers(x86_64=321, aarch64=280), 0, struct.pack('4I', 2, 4, 4, 1) + bytes(56), 72) >= 0 and reach()",
-        True,
-    ),
-    "counters of the processor": (
-        "wanted = struct.pack('IIQ', 1, 112, 0) + bytes(96)\ncall(numbers(x86_64=298, aarch64=241), wanted, 0, -1, -1, 0) >= 0 and reach()",
-        True,
-    ),
-    "rings of calls": ("call(425, 4, bytes(120)) >= 0 and reach()", False),
-    "faults of pages": ("call(numbers(x86_64=323, aarch64=282), 1) >= 0 and reach()", True),
-    "another personality": ("libc.personality(0xFFFFFFFF) >= 0 and reach()", False),
-    # what it is given
-    "environment of the run": ("{mark!r} in str(os.environ) and reach()", False),
-    "descriptors of the run": (
-        "for each in range(3, 64):\n    "
-        "try: is_ours = os.readlink(f'/proc/self/fd/{{each}}') == {secret!r}\n    except OSError: continue\n"
-        "    is_ours and reach()",
-        False,
-    ),
-}
+PROBES: dict[str, dict[str, Any]] = read_table("escapes.yaml")["probes"]
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +90,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, obje
 
 def probe(name: str, machine: dict[str, object]) -> str:
     """The program of a probe."""
-    code = textwrap.indent(PROBES[name][0].format(**machine), "    ")
+    code = textwrap.indent(PROBES[name]["program"].format(**machine), "    ")
     start = f"import fcntl, mmap, socket, stat, struct, subprocess, threading, time\n{CALLS}kept = []\n"
     reach = "def reach():\n    print('reached', flush=True)\n    os._exit(0)\n"
     connect = (
@@ -317,7 +150,7 @@ ABSENT = {
 @pytest.mark.parametrize("name", PROBES)
 def test_the_same_is_reached_outside(name: str, machine: dict[str, object], tmp_path: Path) -> None:
     """Each probe is able to find a hole: without sandbox it does."""
-    if PROBES[name][1] and os.geteuid() != 0:
+    if PROBES[name].get("root") and os.geteuid() != 0:
         pytest.skip("only root can do it")
     command = [sys.executable, "-c", probe(name, machine)]
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, close_fds=False, check=False)

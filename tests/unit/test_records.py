@@ -11,6 +11,9 @@ import pytest
 
 from megarl.data.records import Fingerprint, Record, read_records
 from megarl.errors import DataError
+from tests.tables import read_table
+
+TABLES = read_table("records.yaml")
 
 
 def list_records(source: Any) -> list[Record]:
@@ -54,24 +57,7 @@ def test_chat_prompts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("bad", "message"),
-    [
-        ("{not json", r"line 2 is not JSON"),
-        ('{"question": "a", "target": "b"', r"line 2 is not JSON"),
-        ("[1, 2]", r"line 2 is a list, expected an object\. Fix: write \{'question': \.\.\., 'target': \.\.\.\}; jq"),
-        ("{", r"line 2 is not JSON: .* Fix: write one JSON object a line; jq -c \. makes"),
-        ("null", r"line 2 is a NoneType"),
-        ('{"question": "a"}', r"line 2 has no key 'target'; it has \['question'\]"),
-        ('{"target": "a"}', r"line 2 has no key 'question'"),
-        (row("a", True), r"line 2: 'target' = True is a bool, expected a string or a number"),
-        (row("a", ["4"]), r"line 2: 'target' = \['4'\] is a list, .* by target\[0\]"),
-        (row("a", {"x": 1}), r"line 2: 'target' .* by target\.x"),
-        ('{"question": "a", "target": 1e999}', r"line 2: 'target' = inf is a float"),
-        (row(None, "a"), r"line 2: 'question' = None is neither"),
-        (row([], "a"), r"line 2: 'question' = \[\] is neither"),
-        (row(["u"], "a"), r"line 2: 'question'"),
-        (row([{"role": "user"}], "a"), r"line 2: 'question'"),
-        (row([{"role": "user", "content": 3}], "a"), r"line 2: 'question'"),
-    ],
+    TABLES["broken lines are named"],
 )
 def test_broken_lines_are_named(tmp_path: Path, bad: str, message: str) -> None:
     with pytest.raises(DataError, match=message):

@@ -15,7 +15,10 @@ from megarl.data.stop_tokens import generation_config_of, stop_tokens_of
 from megarl.errors import DataError, UnusableCheckpointError
 from megarl.rollout.programs import Limits, fault_of_tests, judge
 from megarl.rollout.rewards import RewardSpec, Task, get_reward
+from tests.tables import read_table
 from tests.templates import TEMPLATES, stop_ids, tokenizer_of
+
+TABLES = read_table("rows_of_others.yaml")
 
 ROWS = Path(__file__).parents[1] / "data" / "rows"
 SPEAKING = ["chatml", "qwen3", "qwen3.5", "gpt-oss", "deepseek-v3", "deepseek-r1", "glm-4.5", "gemma3", "phi-3.5", "mistral-v3", "llama3.1"]
@@ -164,20 +167,7 @@ def test_stop_tokens_of_a_base_model_have_the_end_of_its_chat_template() -> None
 
 # records that cannot be used
 
-BROKEN = [
-    {"messages": [{"role": "user", "content": "Fine?"}, {"role": "assistant", "content": "Yes."}]},
-    {"messages": [{"role": "user", "content": "No answer."}]},
-    {"other": 1},
-    "{broken",
-    {"messages": [{"role": "assistant", "content": "Out of order."}]},
-    {
-        "messages": [
-            {"role": "user", "content": "Vanishes."},
-            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
-        ]
-    },
-    {"messages": [{"role": "user", "content": "Fine too?"}, {"role": "assistant", "content": "Also."}]},
-]
+BROKEN = TABLES["broken"]
 
 
 def test_bad_records_are_left_out_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ from megarl.rollout import collector
 from megarl.rollout.environment import EnvironmentReturn, SingleTurn, Turn, find_faults, make_environment
 from megarl.rollout.rewards import RewardSpec, get_reward, overlong_penalty
 from megarl.run.run import run
+from tests.tables import read_table
 from tests.tiers import slow
 from tests.unit.config_samples import complete, raw_grpo
 from tests.unit.driver_runs import PolicyMaker, make_config, rows
@@ -262,32 +263,7 @@ def test_parts_and_accuracies_become_columns_and_means() -> None:
         collector._further_columns(EnvironmentReturn([1.0] * 3, [True] * 3, [False] * 3, parts={"a": [1.0]}), 3)
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"reward": None}, r"env\.reward = None: it must be exact_match"),
-    ({"reward": None, "rewards": {}}, r"env\.rewards = \{\}: it names no reward"),
-    ({"rewards": {"exact_match": {}}}, r"env\.reward = 'exact_match': env\.rewards names rewards too"),
-    ({"reward": None, "rewards": {"a": {"reward": "exact_match", "weight": 0}}}, "all weights are 0"),
-    (
-        {"reward": None, "rewards": {"a": {"reward": "exact_match", "weight": float("nan")}}},
-        r"env\.rewards\.a\.weight = nan: a finite number is wanted",
-    ),
-    ({"reward": None, "rewards": {"a b": {"reward": "exact_match"}}}, r"env\.rewards\.a b.*letters, digits"),
-    ({"reward": None, "rewards": {"other": {}}}, r"env\.rewards\.other\.reward = 'other'"),
-    ({"reward": None, "rewards": {"math": {"wieght": 2}}}, r"env\.rewards\.math\.wieght"),
-    ({"reward": None, "rewards": {"math": {"timeout_s": 0}}}, r"env\.rewards\.math\.timeout_s = 0"),
-    ({"reward": None, "rewards": {"math": {"max_response_length": 5}}}, r"max_response_length = 5: the reward 'math' does not read it"),
-    ({"reward": None, "rewards": {"math": {}}, "max_response_length": 5}, r"env\.max_response_length = 5: env\.rewards has the rewards"),
-    ({"reward": "overlong", "max_response_length": 5}, r"env\.overlong_buffer_length = None: the reward 'overlong' needs it"),
-    ({"reward": "overlong", "max_response_length": 5, "overlong_buffer_length": 6}, "it is longer than the longest response"),
-    ({"reward": None, "math": {"num_workers": 0}}, r"env\.math\.num_workers = 0: it must be at least 1"),
-    ({"reward": None, "rewards": {"timeout_s": {"reward": "math", "timeout_s": -1}}}, r"env\.rewards\.timeout_s\.timeout_s = -1"),
-    ({"reward": "length", "max_response_length": 0}, r"env\.max_response_length = 0"),
-    ({"math": {"num_workers": 2}}, r"env\.reward = 'exact_match': the environments of the run are math"),
-    ({"reward": None, "maths": {"num_workers": 2}}, r"env\.maths\.reward = None"),
-    ({"reward": None, "math": {"on_error": "ignore"}}, r"env\.math\.on_error = 'ignore'"),
-    ({"reward": None, "ma th": {"reward": "math"}}, r"env\.ma th.*letters, digits"),
-    ({"reward": None, "math": {"environment": "games"}}, r"env\.math\.environment = 'games'"),
-]
+WRONG: list[tuple[dict[str, Any], str]] = read_table("several_rewards.yaml")["wrong"]
 
 
 @pytest.mark.parametrize(("env", "message"), WRONG, ids=[message for _, message in WRONG])

@@ -18,14 +18,17 @@ import pytest
 from pyarrow import parquet
 
 from megarl.data import datasets as data_sets
+from megarl.data import table
 from megarl.data.datasets import Dataset, Reading, load_dataset
 from megarl.data.records import Record, read_records
-from megarl.data.table import read_table
 from megarl.data.tokenization import PromptEncoder, get_tokenizer
 from megarl.distributed.token_batches import supervised_batch
 from megarl.errors import DataError
 from megarl.rollout.rewards import RewardSpec, get_reward
+from tests.tables import read_table
 from tests.unit.test_tokenization import save_tokenizer, words
+
+TABLES = read_table("sources.yaml")
 
 USER = {"role": "user", "content": "two"}
 BOT = {"role": "assistant", "content": "five"}
@@ -114,21 +117,7 @@ TOOL = {"role": "tool", "content": "two"}
 
 @pytest.mark.parametrize(
     ("turns", "message"),
-    [
-        ([], r"'m' = \[\] is not a list of messages"),
-        ("text", r"'m' = 'text' is not a list"),
-        ([USER], r"ends with a turn of 'user'"),
-        ([SYSTEM], r"no turn of the user"),
-        ([BOT], r"m\[0\] has the role 'assistant' at the beginning"),
-        ([USER, USER, BOT], r"m\[1\] has the role 'user' after 'user'"),
-        ([USER, BOT, SYSTEM], r"m\[2\] has the role 'system' after"),
-        ([USER, {"role": "critic", "content": "x"}], r"m\[1\] has the role 'critic'"),
-        ([USER, {"role": "assistant", "content": None}], r"m\[1\] \(assistant\) has no content"),
-        ([USER, {"role": "assistant", "content": [{"type": "text"}]}], r"content part {'type': 'text'}"),
-        ([USER, {"role": "assistant", "content": 5}], r"content of the type int"),
-        ([USER, "x"], r"m\[1\] = 'x' is no message"),
-        ([USER, {"role": "assistant", "content": "\ud800"}], r"half of a surrogate pair"),
-    ],
+    [*TABLES["broken conversations are named"], ([USER, {**BOT, "content": "\ud800"}], "half of a surrogate pair")],
 )
 def test_broken_conversations_are_named(tmp_path: Path, turns: Any, message: str) -> None:
     good = {"m": [USER, BOT]}
@@ -176,16 +165,7 @@ def test_a_broken_parquet_file_is_refused(tmp_path: Path) -> None:
 
 
 VERL = {"data_source": "math_dapo", "prompt": [{"content": "What?", "role": "user"}], "ability": "MATH", "extra_info": {"index": "9a9b"}}
-PUBLISHED = {
-    "gsm8k": ({"question": "What?", "answer": "2 * 612 = <<2*612=1224>>1224\n#### 1,224"}, "1224"),
-    "DAPOMath17K": ({**VERL, "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"}}, "34"),
-    "DAPOMathAIME2024": ({**VERL, "reward_model": {"ground_truth": "540", "style": "rule"}}, "540"),
-    "AIME2024": ({"id": 60, "problem": "What?", "solution": "...", "answer": "204", "url": "...", "year": "2024"}, "204"),
-    "AIME2025": ({"question": "What?", "answer": "70"}, "70"),
-    "AIME2026": ({"problem_idx": 1, "answer": 277, "problem": "What?"}, "277"),
-    "DeepScaler": ({"problem": "What?", "answer": "-\\frac{2}{3}", "solution": "..."}, "-\\frac{2}{3}"),
-    "OpenMathInstruct-2": ({"problem": "What?", "generated_solution": "...", "expected_answer": "12", "problem_source": "gsm8k"}, "12"),
-}
+PUBLISHED = TABLES["published"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -505,11 +485,11 @@ def test_a_table_with_a_flipped_bit_is_made_again(name: str, tmp_path: Path, tok
         damaged = bytearray(content)
         damaged[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
         (directory / name).write_bytes(damaged)
-        assert read_table(directory) is None, seed
+        assert table.read_table(directory) is None, seed
     caplog.clear()
     assert list(load(source, tokenizer, cache_dir=str(spilling)).examples) == expected, seed
     assert f"{directory} is not used and made anew: " in caplog.text
-    assert read_table(directory) is not None and (directory / name).read_bytes() == content
+    assert table.read_table(directory) is not None and (directory / name).read_bytes() == content
 
 
 @pytest.mark.parametrize("name", [".", "meta.json", "prompt.values", "answer.starts"])
@@ -521,12 +501,12 @@ def test_a_table_that_others_may_write_is_not_trusted(name: str, tmp_path: Path,
     finally:
         os.umask(before)
     (directory,) = spilling.iterdir()
-    assert read_table(directory) is not None, "whatever the umask was"
+    assert table.read_table(directory) is not None, "whatever the umask was"
     path = directory / name
     path.chmod(path.stat().st_mode | 0o002)
-    assert read_table(directory) is None and f"everybody may write to {path.name}" in caplog.text
+    assert table.read_table(directory) is None and f"everybody may write to {path.name}" in caplog.text
     assert list(load(source, tokenizer, cache_dir=str(spilling)).examples) == expected
-    assert read_table(directory) is not None
+    assert table.read_table(directory) is not None
 
 
 def test_a_table_of_another_user_is_neither_trusted_nor_in_the_way(
@@ -537,10 +517,10 @@ def test_a_table_of_another_user_is_neither_trusted_nor_in_the_way(
     (of_this_one,) = spilling.iterdir()
     user = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    assert read_table(of_this_one) is None
+    assert table.read_table(of_this_one) is None
     # what it writes belongs to this user all the same, as on a file system that gives everything to nobody
     assert list(load(source, tokenizer, cache_dir=str(spilling)).examples) == expected
-    assert len(list(spilling.iterdir())) == 2 and read_table(of_this_one, os.getuid()) is not None
+    assert len(list(spilling.iterdir())) == 2 and table.read_table(of_this_one, os.getuid()) is not None
 
 
 def test_a_refusal_leaves_nothing(tmp_path: Path, tokenizer: Any, spilling: Path) -> None:
@@ -666,5 +646,5 @@ def test_a_table_that_is_just_being_removed_is_made_again(tmp_path: Path, tokeni
     (directory,) = spilling.iterdir()
     with (directory / "meta.json").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert read_table(directory) is None
+        assert table.read_table(directory) is None
     assert list(load(source, tokenizer, cache_dir=str(spilling)).examples) == expected

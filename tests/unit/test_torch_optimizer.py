@@ -12,6 +12,9 @@ from torch import nn
 from megarl.errors import ConfigError
 from megarl.models.huggingface.checkpoint import install_optimizer_state, named_optimizer_state
 from megarl.models.huggingface.optimizer import build_optimizer, build_scheduler, clip, schedule_values, squared_norm
+from tests.tables import read_table
+
+TABLES = read_table("torch_optimizer.yaml")
 
 ADAM: dict[str, Any] = {"name": "torch.optim.AdamW", "kwargs": {"lr": 0.1, "weight_decay": 0.3, "betas": [0.8, 0.9], "foreach": False}}
 LINEAR = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 3}}
@@ -150,22 +153,7 @@ def test_a_checkpoint_of_an_older_version_goes_on_with_the_plain_kernel() -> Non
 
 @pytest.mark.parametrize(
     ("chosen", "key", "words"),
-    [
-        (None, "policy.optimizer", "needs an optimizer"),
-        ({"name": "torch.optim.AdamX"}, "policy.optimizer.name", "nothing can be imported"),
-        ({"name": "no.such.module.Thing"}, "policy.optimizer.name", "nothing can be imported"),
-        ({"name": "AdamW"}, "policy.optimizer.name", "nothing can be imported"),
-        ({"name": None}, "policy.optimizer.name", "nothing can be imported"),
-        ({"name": "torch.nn.Linear"}, "policy.optimizer.name", "no Optimizer"),
-        ({"name": "torch.optim.Optimizer"}, "policy.optimizer.name", "no Optimizer"),
-        ({"name": "torch.optim.LBFGS"}, "policy.optimizer.name", "dense gradients"),
-        (
-            {"name": "torch.optim.AdamW", "kwargs": {"lr": 0.1, "learning_rate": 3}},
-            "policy.optimizer.kwargs.learning_rate",
-            "no such argument",
-        ),
-        ({"name": "torch.optim.AdamW", "kwargs": {"lr": -1.0}}, "policy.optimizer.kwargs", "Invalid learning rate"),
-    ],
+    TABLES["wrong optimizers are refused"],
 )
 def test_wrong_optimizers_are_refused(chosen: Any, key: str, words: str) -> None:
     violation = refusal(lambda: build_optimizer({"optimizer": chosen}, model().named_parameters()))
@@ -194,21 +182,7 @@ def test_schedules() -> None:
 
 @pytest.mark.parametrize(
     ("chosen", "key", "words"),
-    [
-        ({"name": "torch.optim.lr_scheduler.Linear"}, "policy.scheduler.name", "nothing can be imported"),
-        ({"name": "torch.optim.AdamW"}, "policy.scheduler.name", "no LRScheduler"),
-        ({"name": "torch.optim.lr_scheduler.ReduceLROnPlateau"}, "policy.scheduler.name", "measured value"),
-        ({"name": LINEAR["name"], "kwargs": {"steps": 3}}, "policy.scheduler.kwargs.steps", "no such argument"),
-        ({"name": LINEAR["name"], "kwargs": {"start_factor": 7.0}}, "policy.scheduler.kwargs", "refuses"),
-        ([LINEAR, {"name": "nothing"}, {"milestones": [2]}], "policy.scheduler[1].name", "nothing can be imported"),
-        ([], "policy.scheduler", "one or more"),
-        ([{"milestones": [2]}], "policy.scheduler", "one or more"),
-        ([LINEAR, {"milestones": [2]}, CONSTANT], "policy.scheduler", "at its end"),
-        ([LINEAR, CONSTANT], "policy.scheduler[1].milestones", "need 1 rising"),
-        ([LINEAR, CONSTANT, {"milestones": [2, 3]}], "policy.scheduler[2].milestones", "need 1 rising"),
-        ([LINEAR, CONSTANT, LINEAR, {"milestones": [3, 3]}], "policy.scheduler[3].milestones", "rising"),
-        ([LINEAR, CONSTANT, {"milestones": [0]}], "policy.scheduler[2].milestones", "rising"),
-    ],
+    TABLES["wrong schedules are refused"],
 )
 def test_wrong_schedules_are_refused(chosen: Any, key: str, words: str) -> None:
     optimizer = build_optimizer({"optimizer": ADAM}, model().named_parameters())
