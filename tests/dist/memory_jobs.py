@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +19,6 @@ from megarl.models.huggingface.mover import move_optimizer as move_optimizer_of_
 from megarl.models.megatron import checkpoint, state_stream
 from megarl.models.megatron.backend import move_optimizer as move_optimizer_of_megatron
 from megarl.models.megatron.optimizer import fused_style_adam
-from megarl.parity.jobs import WORKERS
 from megarl.patched import patched
 from tests.dist import jobs
 from tests.dist.batches import make_batch
@@ -40,7 +38,7 @@ def save_and_count(config: Mapping[str, Any], batch: Mapping[str, Any], director
         The most bytes that either allocates on this rank, by name.
     """
     worker = jobs.build(config, init_reference_model=False)
-    worker.train(data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss())
+    worker.train(data=jobs.my_share(worker, batch), loss_fn=NLLLoss())
     backend = worker.backend
     backend.sync_parameters()
     state = (backend.chunks, backend.optimizer, backend.scheduler, backend.runtime)
@@ -139,17 +137,17 @@ def load_weights_and_count(config: Mapping[str, Any], directory: Path) -> dict[s
 
 def kept_for_backward(config: Mapping[str, Any], batch: Mapping[str, Any]) -> float:
     """MiB that autograd holds at most in a step."""
-    worker = build(config, init_reference_model=False)
+    worker = jobs.build(config, init_reference_model=False)
     with saved_for_backward() as saved:
-        worker.train(data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss())
+        worker.train(data=jobs.my_share(worker, batch), loss_fn=NLLLoss())
     worker.backend.close()
     return saved.peak
 
 
 def peaks_of_steps(config: Mapping[str, Any], batch: Mapping[str, Any]) -> list[int]:
     """Most bytes that one step, and six steps, make and have at a time, after a first step, which makes the optimizer's state."""
-    worker = build(config, init_reference_model=False)
-    share = jobs.my_share(worker, batch, config["train_global_batch_size"])
+    worker = jobs.build(config, init_reference_model=False)
+    share = jobs.my_share(worker, batch)
     peaks = []
     for steps in (1, 1, 6):
         with Allocations() as counted:
@@ -165,11 +163,6 @@ def peaks_of_steps(config: Mapping[str, Any], batch: Mapping[str, Any]) -> list[
 MOVERS = {"megatron": move_optimizer_of_megatron, "dtensor": move_optimizer_of_torch, "fsdp1": move_optimizer_of_torch}
 
 
-def build(config: Mapping[str, Any], **options: Any) -> Any:
-    module, _, name = WORKERS[enabled_backend(config)].rpartition(".")
-    return getattr(importlib.import_module(module), name)(config, None, **options)
-
-
 def step_and_count(config: Mapping[str, Any], engine: bool) -> dict[str, Any]:
     """Bytes of optimizer state that a GRPO step moves for each parameter, and its moves.
 
@@ -179,7 +172,7 @@ def step_and_count(config: Mapping[str, Any], engine: bool) -> dict[str, Any]:
         config: of the policy.
         engine: one on the same device generates.
     """
-    worker = build(config, init_reference_model=False)
+    worker = jobs.build(config, init_reference_model=False)
     each = functools.partial(MOVERS[enabled_backend(config)], worker.backend.optimizer)
     moves, moved = [], 0
 
@@ -194,7 +187,7 @@ def step_and_count(config: Mapping[str, Any], engine: bool) -> dict[str, Any]:
             each(count)
 
     worker.offload_states._move = move
-    batch = jobs.my_share(worker, make_batch(8, 9, seed=0), config["train_global_batch_size"])
+    batch = jobs.my_share(worker, make_batch(8, 9, seed=0))
     worker.train(data=batch, loss_fn=NLLLoss())
     if engine:
         worker.offload_before_refit()
@@ -212,9 +205,9 @@ def move_and_train(config: Mapping[str, Any]) -> list[str]:
     """What differs after steps with the optimizer's state in host copies between them, and copies that were made anew."""
     outcomes, mistakes, places = [], [], []
     for moving in (False, True):
-        worker = build(config, init_reference_model=False)
+        worker = jobs.build(config, init_reference_model=False)
         each = functools.partial(MOVERS[enabled_backend(config)], worker.backend.optimizer)
-        copies, batch = HostCopies(worker.runtime), jobs.my_share(worker, make_batch(8, 9, seed=0), config["train_global_batch_size"])
+        copies, batch = HostCopies(worker.runtime), jobs.my_share(worker, make_batch(8, 9, seed=0))
         losses = []
         for _ in range(3):
             losses.append(float(worker.train(data=batch, loss_fn=NLLLoss())["global_loss"]))
@@ -250,7 +243,7 @@ def swap_and_count(config: Mapping[str, Any], has_room: bool) -> dict[str, Any]:
 
 
 def _swap_and_count(config: Mapping[str, Any]) -> dict[str, Any]:
-    worker = build(config)
+    worker = jobs.build(config)
     for _, parameter in worker.backend.parameters():
         parameter.detach().add_(1)  # no longer the reference's
     before = [parameter.detach().clone() for _, parameter in worker.backend.parameters()]
@@ -276,8 +269,8 @@ def terms_of_step(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[s
     tokens (``held``) and with those of one at a time (``without logits``)."""
     found = {}
     for name, chunk in (("held", None), ("without logits", 1)):
-        worker = build({**config, "logprob_chunk_size": chunk}, init_reference_model=False)
-        share = jobs.my_share(worker, batch, config["train_global_batch_size"])
+        worker = jobs.build({**config, "logprob_chunk_size": chunk}, init_reference_model=False)
+        share = jobs.my_share(worker, batch)
         with saved_for_backward() as saved:
             worker.train(data=share, loss_fn=NLLLoss())
         found[name] = round(saved.peak * MEBIBYTE)

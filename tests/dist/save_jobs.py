@@ -58,10 +58,10 @@ OLD_WAY: list[tuple[Any, str, Any]] = [
 """For ``patched``: the main replicas write everything, of the distributed optimizer's state what was gathered in full."""
 
 
-def trained(backend: str, config: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
+def trained(config: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
     """A worker after one step."""
     worker = jobs.build(config, init_reference_model=False)
-    worker.train(data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss())
+    worker.train(data=jobs.my_share(worker, batch), loss_fn=NLLLoss())
     return worker
 
 
@@ -71,7 +71,7 @@ def save(worker: Any, directory: Path) -> None:
 
 def save_both_ways(config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path) -> tuple[int, ...]:
     """Save a worker of Megatron as ``new``, and in the old way as ``old``; the ranks that share out a save with this one."""
-    worker = trained("megatron", config, batch)
+    worker = trained(config, batch)
     save(worker, directory / "new")
     with patched(*OLD_WAY):
         save(worker, directory / "old")
@@ -88,16 +88,16 @@ def load_and_save(config: Mapping[str, Any], source: Path, target: Path) -> None
     worker.backend.close()
 
 
-def save_once(backend: str, config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path) -> None:
-    worker = trained(backend, config, batch)
+def save_once(config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path) -> None:
+    worker = trained(config, batch)
     save(worker, directory)
     worker.backend.close()
 
 
-def save_apart(backend: str, config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path, places: str) -> None:
+def save_apart(config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path, places: str) -> None:
     """Save a worker as ``whole``, and once more, every rank to the memory of its place, from where the first rank of each brings it to
     ``both``. That is done twice, with a step between the two; the second time counts."""
-    worker = trained(backend, config, batch)
+    worker = trained(config, batch)
     place, rank = places[dist.get_rank()], dist.get_rank()
     for turn in ("first", "second"):
         memory = take_memory(directory / turn, 1, place) if rank == places.index(place) else memory_of(directory / turn, place)
@@ -112,13 +112,13 @@ def save_apart(backend: str, config: Mapping[str, Any], batch: Mapping[str, Any]
             free_memory(directory / turn, place)
         dist.barrier()
         if turn == "first":
-            worker.train(data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss())
+            worker.train(data=jobs.my_share(worker, batch), loss_fn=NLLLoss())
     worker.backend.close()
 
 
 def save_where_a_disk_fails(config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path, failing: int, part: str) -> list[str]:
     """The storage of a rank fails when it syncs its file of a part; what this rank hears. Then a save that works."""
-    worker = trained("megatron", config, batch)
+    worker = trained(config, batch)
     fsync = os.fsync
     failed: list[str] = []
 

@@ -20,7 +20,7 @@ from megarl.models.megatron import checkpoint as of_megatron
 from megarl.parity.pool import WorkerPool
 from megarl.patched import patched
 from tests.dist.batches import make_batch
-from tests.dist.memory_jobs import build
+from tests.dist.jobs import build
 from tests.dist.test_checkpoint_payloads import CONFIGS
 from tests.models import policy_config
 from tests.tiers import newest_megatron, sampled, slow

@@ -16,8 +16,9 @@ from megarl.models.engine import logprobs, output_layer
 from megarl.models.policy.batch_plan import Phase, shard_batch
 from megarl.parity.pool import WorkerPool
 from megarl.patched import patched
+from tests.dist import jobs
 from tests.dist.batches import make_batch
-from tests.dist.test_ranks_in_step import BUILD, CONFIG
+from tests.dist.layouts import CONFIG
 from tests.tiers import sampled
 
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
@@ -38,7 +39,7 @@ class ReadsAll(NLLLoss):
 
 def logits_of_a_step(kind: str, config: Mapping[str, Any], batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Log-probabilities with and without the mask, a step with and without it, and the positions of all logits that were scored."""
-    worker = BUILD[kind](config, init_reference_model=False)
+    worker = jobs.build(config, init_reference_model=False)
     groups, counts, score = worker.backend.groups, [], logprobs.score
 
     def counted(logits: torch.Tensor, *others: Any, **options: Any) -> Any:

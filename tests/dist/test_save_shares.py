@@ -16,8 +16,7 @@ from megarl.checkpoint.restricted import METADATA_FILE, read_plain_index
 from megarl.parity.pool import WorkerPool
 from tests.dist import save_jobs
 from tests.dist.batches import make_batch
-from tests.dist.dtensor_jobs import dtensor_config
-from tests.dist.fsdp1_jobs import fsdp1_config
+from tests.dist.layouts import CONFIG
 from tests.models import make_tiny, policy_config
 from tests.tiers import newest_megatron, sampled
 
@@ -111,20 +110,18 @@ TORCH: dict[str, tuple[str, int, dict[str, Any]]] = {
 @pytest.mark.parametrize("layout", TORCH)
 def test_ranks_of_the_torch_backends_share_out_a_save(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str) -> None:
     backend, world, changes = TORCH[layout]
-    make = {"dtensor": dtensor_config, "fsdp1": fsdp1_config}[backend]
-    pool.run(world, save_jobs.save_once, backend, make(tiny_models["qwen2"], gbs=12, mbs=1, **changes), BATCH, tmp_path)
+    pool.run(world, save_jobs.save_once, CONFIG[backend](tiny_models["qwen2"], gbs=12, mbs=1, **changes), BATCH, tmp_path)
     for part in save_jobs.PARTS:
         assert evenly(tmp_path / part, tuple(range(world))), save_jobs.written(tmp_path / part)
 
 
 @newest_megatron(backend=["megatron"])
 @sampled(1, backend=["megatron"])
-@pytest.mark.parametrize("backend", save_jobs.BUILDERS)
+@pytest.mark.parametrize("backend", CONFIG)
 def test_what_ranks_of_two_nodes_stage_is_together_what_they_write_to_one_disk(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, backend: str
 ) -> None:
-    make = {"megatron": policy_config, "dtensor": dtensor_config, "fsdp1": fsdp1_config}[backend]
-    pool.run(3, save_jobs.save_apart, backend, make(tiny_models["qwen2-tied"], gbs=12, mbs=1), BATCH, tmp_path, "aba")
+    pool.run(3, save_jobs.save_apart, CONFIG[backend](tiny_models["qwen2-tied"], gbs=12, mbs=1), BATCH, tmp_path, "aba")
     second = tmp_path / "second"
     whole, both = (
         {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}

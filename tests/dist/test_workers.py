@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.parity.pool import WorkerPool
@@ -21,11 +20,12 @@ from tests.dist.checks import check_close, check_equal
 from tests.dist.contract import parameters_of
 from tests.dist.layouts import DTENSOR, configured, over
 from tests.models import policy_config
+from tests.tables import read_table
 from tests.tiers import newest_megatron, sampled, slow
 
 BATCHES = [make_batch(rows=12, length=12, seed=seed) for seed in range(4)]
 SAVED_AFTER = 2
-CONTRACT = yaml.safe_load((Path(__file__).parents[1] / "data" / "contract.yaml").read_text(encoding="utf-8"))
+CONTRACT = read_table("contract.yaml")
 PRECISIONS = ["float32", "bfloat16"]
 
 

@@ -180,11 +180,10 @@ def offload(config: Mapping[str, Any], batches: list[Batch], straight: bool) -> 
     return {**seen, "measured": steps, "weights": weights}
 
 
-def train_on(backend: str, config: Mapping[str, Any], batches: list[Batch], moves: bool = False) -> dict[str, Any]:
+def train_on(config: Mapping[str, Any], batches: list[Batch], moves: bool = False) -> dict[str, Any]:
     """Losses, gradient norms and exported weights of a worker of DTensor or FSDP1 after a step on each batch.
 
     Args:
-        backend: ``dtensor`` or ``fsdp1``.
         config: of the policy.
         batches: to train on.
         moves: everything goes to the host and comes back between the steps.
@@ -216,7 +215,7 @@ def save(config: Mapping[str, Any], batches: list[Batch], saved_after: int, dire
     return {"state": state, "measured": measured}
 
 
-def save_staged(backend: str, config: Mapping[str, Any], batches: list[Batch], directory: Path) -> None:
+def save_staged(config: Mapping[str, Any], batches: list[Batch], directory: Path) -> None:
     """Save after each step to memory, from where it is brought to ``staged``, and after the last one at once as ``written``."""
     worker = build(config, init_reference_model=False)
     for batch in batches:

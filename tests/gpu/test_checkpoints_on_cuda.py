@@ -28,7 +28,7 @@ def test_a_staged_checkpoint_is_the_one_that_is_written(
     cuda: DeviceProcess, tiny_models: dict[str, Path], tmp_path: Path, backend: str, precision: str
 ) -> None:
     config = CONFIGS[backend](tiny_models["qwen2"], precision=precision)
-    cuda.run(jobs.save_staged, backend, config, BATCHES, tmp_path)
+    cuda.run(jobs.save_staged, config, BATCHES, tmp_path)
     for part in PARTS:
         assert differences(tmp_path / "staged" / part, tmp_path / "written" / part) == []
     assert files_of(tmp_path / "staged") == files_of(tmp_path / "written")

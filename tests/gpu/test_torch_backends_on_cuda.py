@@ -32,7 +32,7 @@ def config_of(backend: str, model: Path, **changes: Any) -> dict[str, Any]:
 def test_three_adam_steps_equal_transformers(cuda: DeviceProcess, tiny_models: dict[str, Path], backend: str) -> None:
     trainer = reference.ReferenceTrainer(reference.load(tiny_models["qwen2"]), policy_config(tiny_models["qwen2"], clip=0.5))
     expected = [trainer.step(batch, NLLLoss()) for batch in BATCHES]
-    result = cuda.run(jobs.train_on, backend, config_of(backend, tiny_models["qwen2"], clip=0.5), BATCHES)
+    result = cuda.run(jobs.train_on, config_of(backend, tiny_models["qwen2"], clip=0.5), BATCHES)
     torch.testing.assert_close(result["measured"], expected, atol=1e-5, rtol=1e-4)
     weights = dict(trainer.model.state_dict())
     for name, tensor in result["weights"].items():
@@ -40,9 +40,9 @@ def test_three_adam_steps_equal_transformers(cuda: DeviceProcess, tiny_models: d
 
 
 def test_packed_bfloat16_training_follows_float32(cuda: DeviceProcess, tiny_models: dict[str, Path], backend: str) -> None:
-    exact = cuda.run(jobs.train_on, backend, config_of(backend, tiny_models["qwen3"]), BATCHES)["measured"]
+    exact = cuda.run(jobs.train_on, config_of(backend, tiny_models["qwen3"]), BATCHES)["measured"]
     config = config_of(backend, tiny_models["qwen3"], precision="bfloat16", batching="packed")
-    rounded = cuda.run(jobs.train_on, backend, config, BATCHES)["measured"]
+    rounded = cuda.run(jobs.train_on, config, BATCHES)["measured"]
     assert rounded != exact
     torch.testing.assert_close([loss for loss, _ in rounded], [loss for loss, _ in exact], atol=0, rtol=3e-2)
 
@@ -50,8 +50,8 @@ def test_packed_bfloat16_training_follows_float32(cuda: DeviceProcess, tiny_mode
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_offload_frees_memory_and_changes_nothing(cuda: DeviceProcess, tiny_models: dict[str, Path], backend: str, precision: str) -> None:
     config = config_of(backend, tiny_models["llama"], precision=precision)
-    undisturbed = cuda.run(jobs.train_on, backend, config, BATCHES)
-    moved = cuda.run(jobs.train_on, backend, config, BATCHES, True)
+    undisturbed = cuda.run(jobs.train_on, config, BATCHES)
+    moved = cuda.run(jobs.train_on, config, BATCHES, True)
     torch.testing.assert_close(moved["measured"], undisturbed["measured"], atol=1e-6, rtol=1e-5)
     for name, tensor in undisturbed["weights"].items():
         torch.testing.assert_close(moved["weights"][name], tensor, atol=1e-6, rtol=1e-2 if tensor.dtype is torch.bfloat16 else 1e-5)
