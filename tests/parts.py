@@ -47,13 +47,13 @@ class Part:
         return any(fnmatch.fnmatch(path.relative_to(TESTS).as_posix(), pattern) for pattern in self.files)
 
 
-DTENSOR, EXPERTS = ("dist/test_dtensor*",), ("dist/test_megatron_experts.py",)
+DTENSOR, EXPERTS = ("dist/test_dtensor*", "dist/test_workers.py"), ("dist/test_megatron_experts.py",)
 DISTRIBUTED, PROGRAMS = ("dist/*",), ("system/*",)
 RESUME, VLLM_ENGINES, REAL_SLURM = ("system/test_resume.py",), ("system/test_vllm.py",), ("launch/test_real_slurm.py",)
 PARTS: Mapping[str, Part] = {
-    **{f"dtensor-{k + 1}": Part("DTensor: layouts, families, resume", DTENSOR, share=(k, 3), spread="no") for k in range(3)},
+    **{f"dtensor-{k + 1}": Part("DTensor in every layout; workers of all backends", DTENSOR, share=(k, 3), spread="no") for k in range(3)},
     **{f"experts-{k + 1}": Part("mixtures of experts in every layout", EXPERTS, share=(k, 2), spread="no") for k in range(2)},
-    "megatron": Part("Megatron in every layout, other mixtures", ("dist/test_megatron_*",), spread="no"),
+    "megatron": Part("Megatron in every layout, other mixtures", ("dist/test_megatron_*", "dist/test_generation.py"), spread="no"),
     **{
         f"distributed-{k + 1}": Part("FSDP1, refit, keys, foreign checkpoints, the parity fuzzer", DISTRIBUTED, share=(k, 2), spread="no")
         for k in range(2)
