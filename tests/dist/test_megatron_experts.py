@@ -17,6 +17,7 @@ from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, mixtures
 from tests.dist.batches import make_batch
 from tests.dist.checks import check_equal, check_generated, check_resumed, check_trained, prompts, tokens_of
+from tests.dist.layouts import layout
 from tests.dist.remembered import without_layout
 from tests.dist.test_megatron_checkpoint import load_and_train, train_and_save
 from tests.dist.test_megatron_layouts import DPO_LOSS
@@ -25,28 +26,11 @@ from tests.models import make_tiny, policy_config
 from tests.tiers import newest_megatron, sampled
 
 UNEVEN = {"first": 1, "last": 2}
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "ep1": (1, {}),
-    "dp2": (2, {}),
-    "ep2": (2, {"ep": 2}),
-    "ep4": (4, {"ep": 4}),
-    "ep2-dp2": (4, {"ep": 2}),
-    "tp2-sp": (2, {"tp": 2, "sp": True, "multiple": 2}),
-    "tp2-sp-etp2": (2, {"tp": 2, "sp": True, "etp": 2, "multiple": 2}),
-    "tp2-sp-ep2": (2, {"tp": 2, "sp": True, "ep": 2, "multiple": 2}),
-    "tp2-sp-ep2-dp2": (4, {"tp": 2, "sp": True, "ep": 2, "multiple": 2}),
-    "tp2-sp-ep4": (4, {"tp": 2, "sp": True, "ep": 4, "multiple": 2}),
-    "tp2-sp-ep2-etp2": (4, {"tp": 2, "sp": True, "ep": 2, "etp": 2, "multiple": 2}),
-    "etp2": (2, {"etp": 2}),
-    "ep2-etp2": (4, {"ep": 2, "etp": 2}),
-    "pp2-ep2": (4, {"pp": 2, "ep": 2, **UNEVEN}),
-    "pp2-vpp2-ep2": (4, {"pp": 2, "vpp": 2, "ep": 2}),
-    "pp3": (3, {"pp": 3}),
-    "cp2-ep2": (2, {"cp": 2, "ep": 2, "multiple": 4}),
-    "cp2-ep4": (4, {"cp": 2, "ep": 4, "multiple": 4}),
-    "cp2-tp2-sp-ep2": (4, {"cp": 2, "tp": 2, "sp": True, "ep": 2, "multiple": 8}),
-    "pp2-tp2-sp-ep2": (4, {"pp": 2, "tp": 2, "sp": True, "ep": 2, "multiple": 2, **UNEVEN}),
-}
+OVER = (
+    "ep1 dp2 ep2 ep4 ep2-dp2 tp2-sp tp2-sp-etp2 tp2-sp-ep2 tp2-sp-ep2-dp2 tp2-sp-ep4 tp2-sp-ep2-etp2 etp2 ep2-etp2 pp2-ep2 pp2-vpp2-ep2 "
+    "pp3 cp2-ep2 cp2-ep4 cp2-tp2-sp-ep2 pp2-tp2-sp-ep2"
+)
+LAYOUTS = {name: layout(name, padded=True) for name in OVER.split()}
 BATCHING = ["fixed", "dynamic", "packed"]
 DISPATCHERS = ["alltoall", "allgather"]
 READ = [("fixed", "allgather"), ("dynamic", "alltoall"), ("packed", "allgather")]

@@ -13,26 +13,16 @@ from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
 from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, reference
 from tests.dist.batches import make_batch
+from tests.dist.layouts import layout
 from tests.dist.test_megatron_parity import PG_LOSS, check_fusions, check_training
 from tests.models import policy_config
 from tests.tiers import newest_megatron, sampled
 
-UNEVEN = {"first": 1, "last": 2}
+OVER = "tp1 dp2 cp2 cp3 cp2-tp2-sp cp2-pp2 pp2 pp2-vpp2 pp2-vpp2-tp2-sp cp2-dp2 cp3-ring cp2-tp2-sp-ring"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp1": (1, {}),
-    "dp2": (2, {}),
-    "cp2": (2, {"cp": 2, "multiple": 4}),
-    "cp3": (3, {"cp": 3, "multiple": 6}),
-    "cp2-tp2-sp": (4, {"cp": 2, "tp": 2, "sp": True, "multiple": 8}),
-    "cp2-pp2": (4, {"cp": 2, "pp": 2, **UNEVEN, "multiple": 4}),
-    "pp2": (2, {"pp": 2, **UNEVEN}),
-    "pp2-vpp2": (2, {"pp": 2, "vpp": 2}),
-    "pp2-vpp2-tp2-sp": (4, {"pp": 2, "vpp": 2, "tp": 2, "sp": True, "multiple": 2}),
+    **{name: layout(name, padded=True) for name in OVER.split()},
     "pp2-written": (2, {"pp": 2, "pipeline_layout": "Et*2|tL"}),
     "pp2-vpp2-written": (2, {"pp": 2, "pipeline_layout": "Et|(tt|)*1|tL"}),
-    "cp2-dp2": (4, {"cp": 2, "multiple": 4}),
-    "cp3-ring": (3, {"cp": 3, "comm": "p2p", "multiple": 6}),
-    "cp2-tp2-sp-ring": (4, {"cp": 2, "comm": "p2p", "tp": 2, "sp": True, "multiple": 8}),
 }
 BATCHING = ["fixed", "dynamic", "packed"]
 DPO_LOSS = {

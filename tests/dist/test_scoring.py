@@ -18,21 +18,18 @@ from tests.dist.batches import make_batch
 from tests.dist.checks import check_close, check_equal, check_trained, run_reference
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
-from tests.dist.layouts import LAYOUTS as LAYOUTS_OF_ALL
+from tests.dist.layouts import layout
 from tests.dist.remembered import remembered
 from tests.models import make_scoring, policy_config
 from tests.tiers import newest_megatron, sampled, slow
 
 SCORING = {"enabled": True}
-MEGATRON: dict[str, tuple[int, dict[str, Any]]] = {
-    **{name: LAYOUTS_OF_ALL["megatron"][name] for name in ("tp1", "tp2", "tp2-sp", "dp2", "cp2", "pp2", "cp2-tp2-sp")},
-    "tp2-sp-pp2": (4, {"tp": 2, "sp": True, "pp": 2, "first": 2, "last": 1}),
-    "cp3-ring": (3, {"cp": 3, "comm": "p2p", "multiple": 6}),
-    "pp2-vpp2-tp2-sp": (4, {"pp": 2, "vpp": 2, "tp": 2, "sp": True, "multiple": 2}),
+MEGATRON = {
+    name: layout(name, padded="vpp" in name)
+    for name in ["tp1", "tp2", "tp2-sp", "dp2", "cp2", "pp2", "tp2-sp-pp2-uneven", "cp2-tp2-sp", "cp3-ring", "pp2-vpp2-tp2-sp"]
 }
 DTENSOR: dict[str, tuple[int, dict[str, Any]]] = {
-    **{f"dtensor-{name}": LAYOUTS_OF_ALL["dtensor"][name] for name in ("dp2", "tp2", "tp2-sp", "cp2", "cp2-tp2-sp")},
-    "dtensor-tp2-sp-dp2": (4, {"tp": 2, "sp": True}),
+    **{f"dtensor-{name}": layout(name, torch=True) for name in ["dp2", "tp2", "tp2-sp", "cp2", "cp2-tp2-sp", "tp2-sp-dp2"]},
     "dtensor-tp2-named": (2, {"tp": 2, "plan": "tests.dist.test_dtensor_parity.plan_by_names"}),
 }
 FSDP1 = {"fsdp1-1": 1, "fsdp1-2": 2, "fsdp1-3": 3}
@@ -86,7 +83,7 @@ def values_and_scores(model: Path, batch: dict[str, torch.Tensor]) -> tuple[torc
         return reference.token_values(loaded, batch), loaded(input_ids=batch["input_ids"]).logits.squeeze(-1)
 
 
-@newest_megatron(layout=["tp2-sp-pp2"])
+@newest_megatron(layout=["tp2-sp-pp2-uneven"])
 @sampled(5)
 @pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -107,7 +104,7 @@ def test_values_equal_transformers(pool: WorkerPool, models: dict[str, Path], la
 LOSSES = {"preference": PreferenceLoss(), "value": ValueLoss(0.2)}
 
 
-@newest_megatron(layout=["tp2-sp-pp2"])
+@newest_megatron(layout=["tp2-sp-pp2-uneven"])
 @sampled(3)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("batching", BATCHING)
@@ -144,7 +141,7 @@ def check_training(pool: WorkerPool, layout: str, model: Path, batching: str, lo
 # checkpoints, exports, a new score layer
 
 
-SAVED = {"megatron": ("tp2-sp-pp2", "tp1"), "dtensor": ("dtensor-tp2-sp", "fsdp1-1"), "fsdp1": ("fsdp1-2", "dtensor-dp2")}
+SAVED = {"megatron": ("tp2-sp-pp2-uneven", "tp1"), "dtensor": ("dtensor-tp2-sp", "fsdp1-1"), "fsdp1": ("fsdp1-2", "dtensor-dp2")}
 
 
 @sampled(1)
@@ -172,7 +169,7 @@ class PaddingWith3:
 
 
 @sampled(2)
-@pytest.mark.parametrize("layout", ["tp2-sp-pp2", "dtensor-tp2", "fsdp1-2"])
+@pytest.mark.parametrize("layout", ["tp2-sp-pp2-uneven", "dtensor-tp2", "fsdp1-2"])
 def test_a_language_model_gets_a_score_layer_and_is_exported(
     pool: WorkerPool, tiny_models: dict[str, Path], layout: str, tmp_path: Path
 ) -> None:
@@ -216,7 +213,7 @@ def test_in_16_bit_values_are_near(pool: WorkerPool, models: dict[str, Path], la
 
 
 @sampled(1)
-@pytest.mark.parametrize("layout", ["tp2-sp-pp2", "dtensor-dp2", "fsdp1-1"])
+@pytest.mark.parametrize("layout", ["tp2-sp-pp2-uneven", "dtensor-dp2", "fsdp1-1"])
 def test_the_memory_estimate_counts_its_parameters(pool: WorkerPool, models: dict[str, Path], layout: str) -> None:
     world, config = config_for(layout, models["llama"], "fixed")
     facts = facts_of_policy(config)

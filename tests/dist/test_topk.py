@@ -76,7 +76,7 @@ def logarithms(model: Path, batch: dict[str, torch.Tensor], temperature: float) 
     return (logits.float() / temperature).log_softmax(-1)
 
 
-@newest_megatron(layout=["tp2-sp-pp2"])
+@newest_megatron(layout=["tp2-sp-pp2-uneven"])
 @sampled(5)
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("batching", BATCHING)
@@ -128,7 +128,7 @@ def distillation_batch(seed: int) -> dict[str, torch.Tensor]:
     return {**batch, "teacher_topk_logits": teacher.values, "teacher_topk_indices": teacher.indices}
 
 
-@newest_megatron(layout=["tp2-sp-pp2"])
+@newest_megatron(layout=["tp2-sp-pp2-uneven"])
 @sampled(3)
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("loss", LOSSES)
