@@ -20,35 +20,15 @@ from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
 from tests.dist.memory_jobs import terms_of_step
 from tests.models import make_tiny, policy_config
+from tests.tables import read_table
 from tests.tiers import sampled
+
+TABLES = read_table("memory_plan.yaml")
 
 ROWS, LENGTH, VOCABULARY = 2, 240, 1009
 WIDTHS = {"hidden_size": 96, "intermediate_size": 208, "max_position_embeddings": 256, "vocab_size": VOCABULARY}
 CONFIGS = {"megatron": policy_config, "dtensor": dtensor_config, "fsdp1": fsdp1_config}
-CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "qwen2": ("megatron", "qwen2", {}),
-    "qwen2, float32": ("megatron", "qwen2", {"precision": "float32"}),
-    "qwen3": ("megatron", "qwen3", {}),
-    "llama": ("megatron", "llama", {}),
-    "mlp recomputed": ("megatron", "qwen3", {"recompute": ["mlp"]}),
-    "attention recomputed": ("megatron", "qwen2", {"recompute": ["core_attn"]}),
-    "layers recomputed": ("megatron", "qwen2", {"recompute": True}),
-    "tensor-parallel": ("megatron", "qwen3", {"tp": 2}),
-    "sequence-parallel": ("megatron", "qwen3", {"tp": 2, "sp": True, "multiple": 2}),
-    "two stages": ("megatron", "qwen2", {"pp": 2, "first": 2, "mbs": 1}),
-    "mixtral": ("megatron", "mixtral", {}),
-    "qwen3_moe": ("megatron", "qwen3_moe", {}),
-    "a gated shared expert": ("megatron", "qwen2_moe", {}),
-    "a dense layer": ("megatron", "qwen3_moe_mixed", {}),
-    "experts recomputed": ("megatron", "qwen3_moe", {"recompute": ["moe"]}),
-    "latent attention": ("megatron", "deepseek_v3_dense", {}),
-    "latent attention, experts": ("megatron", "deepseek_v3", {}),
-    "dtensor": ("dtensor", "qwen2", {}),
-    "dtensor, qwen3, float32": ("dtensor", "qwen3", {"precision": "float32"}),
-    "dtensor, layers recomputed": ("dtensor", "qwen2", {"recompute": True}),
-    "fsdp1": ("fsdp1", "qwen2", {}),
-    "fsdp1 of two": ("fsdp1", "qwen3", {"world": 2, "mbs": 1}),
-}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = TABLES["cases"]
 
 
 def planned(config: dict[str, Any], world: int) -> list[RankMemory]:

@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from megarl.data.packing import PackingAlgorithm
 from megarl.distributed.batched_data_dict import BatchedDataDict, DynamicBatchingArgs, SequencePackingArgs, SlicedDataDict
 from megarl.errors import BatchError
+from tests.tables import read_table
+
+TABLES = read_table("batched_data_dict_sharding.yaml")
 
 
 def batch_of(lengths: list[int], width: int) -> BatchedDataDict[Any]:
@@ -191,22 +194,7 @@ def test_get_batch_refuses_a_size_the_plan_does_not_have() -> None:
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [
-        ({"shards": 2, "batch_size": 4}, r"Total batch size.*is not a multiple of batch_size"),
-        ({"shards": 4}, r"Batch size.*is not a multiple of shards"),
-        ({"shards": 2, "batch_size": 3}, r"Batch size.*is not a multiple of shards"),
-        ({"shards": 2, "batch_size": 0}, r"Total batch size.*is not a multiple of batch_size"),
-        ({"shards": 0}, "shards = 0"),
-        ({"shards": 2, "batch_size": 2, "allow_uneven_shards": True}, "batch_size must be None if allow_uneven_shards"),
-        (
-            {"shards": 2, "dynamic_batching_args": dynamic(9, 1), "sequence_packing_args": packing(9)},
-            "dynamic_batching_args and sequence_packing_args cannot be passed together",
-        ),
-        ({"shards": 4, "allow_uneven_shards": True, "dynamic_batching_args": dynamic(9, 1)}, "not a multiple of shards"),
-        ({"shards": 2, "dynamic_batching_args": dynamic(5, 1)}, r"sequence length 6, padded to 6 tokens, exceeds.*= 5"),
-        ({"shards": 2, "dynamic_batching_args": dynamic(9, 0)}, "sequence_length_round = 0"),
-        ({"shards": 2, "sequence_packing_args": packing(9, 0)}, "sequence_length_pad_multiple = 0"),
-    ],
+    TABLES["refused arguments"],
 )
 def test_refused_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(AssertionError, match=message):

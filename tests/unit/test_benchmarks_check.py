@@ -17,7 +17,7 @@ from benchmarks import __main__ as command
 from benchmarks import results_file
 from benchmarks.baseline import differences, unusable_cases
 from benchmarks.cases import CASES, Case
-from benchmarks.change import FELL, GAINED, MISSING, SAME, UNSTEADY, changes, joined, judged
+from benchmarks.change import FELL, GAINED, SAME, changes, joined, judged
 from benchmarks.compare import LOOKS, check, compare
 from benchmarks.marks import marks_of
 from benchmarks.options import Options
@@ -25,7 +25,10 @@ from benchmarks.point import Metric, Point, sides
 from benchmarks.runner import circumstances
 from benchmarks.timing import Spent, spent_in_turn
 from benchmarks.usage import measured_usage
+from tests.tables import read_table
 from tests.tiers import slow
+
+TABLES = read_table("benchmarks_check.yaml")
 
 HERE = __name__
 DELAY = Path("delay")
@@ -76,19 +79,7 @@ def summary(median: float, spread: float = 0.0, unit: str = "ratio to the bare s
 
 @pytest.mark.parametrize(
     ("before", "after", "verdict"),
-    [
-        (summary(1.0), summary(1.04), SAME),
-        (summary(1.0), summary(1.06), FELL),
-        (summary(1.0), summary(0.9), GAINED),
-        (summary(1.0, 0.1), summary(1.19), SAME),
-        (summary(1.0, 0.1), summary(1.21), FELL),
-        (summary(1.0, 0.1), summary(1.21, 0.3), FELL),
-        (summary(1.0, 0.02), summary(1.0, 0.06), SAME),
-        (summary(1.0, 0.02), summary(1.0, 0.08), UNSTEADY),
-        (summary(2.0, unit="ratio to the speed of a copy"), summary(1.8, unit="ratio to the speed of a copy"), FELL),
-        (summary(2.0, unit="ratio to padded rows, valid tokens a second"), summary(2.2), GAINED),
-        (summary(1.0), None, MISSING),
-    ],
+    TABLES["a ratio is judged by the spread of the baseline"],
 )
 def test_a_ratio_is_judged_by_the_spread_of_the_baseline(before: dict[str, Any], after: dict[str, Any] | None, verdict: str) -> None:
     assert judged("case", "point", "metric", before, after).verdict == verdict
@@ -184,15 +175,7 @@ def test_a_check_of_nothing_is_no_pass() -> None:
 
 @pytest.mark.parametrize(
     ("facts", "mark"),
-    [
-        ({"commit": "b" * 40 + "+changes"}, "the tree differed from its commit"),
-        ({"quick": True}, "quick sizes"),
-        ({"success": False}, "failed"),
-        ({"environment": {"others": 0.4}}, "other programs kept 0.40 cores busy"),
-        ({"environment": {"cores": 2, "load_before": 7.5, "load_after": 2.0}}, "load 7.5, the case's own is 2"),
-        ({}, None),
-        ({"environment": {"cores": 2, "load_before": 2.2, "load_after": 2.0}}, None),
-    ],
+    TABLES["what keeps a result from being quoted"],
 )
 def test_what_keeps_a_result_from_being_quoted(facts: dict[str, Any], mark: str | None) -> None:
     marks = marks_of({**result(), **facts})

@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 from megarl.config.arithmetic import BatchPlan, padded_vocabulary
 from megarl.config.layout import Coordinates, Layout, layers_per_stage
+from tests.tables import read_table
+
+TABLES = read_table("config_layout.yaml")
 
 SIZES = st.integers(1, 5)
 
@@ -32,15 +35,7 @@ def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "layers"),
-    [
-        ((7, 1), [7]),
-        ((12, 3), [4, 4, 4]),
-        ((11, 4, 2), [2, 3, 3, 3]),
-        ((11, 4, None, 2), [3, 3, 3, 2]),
-        ((13, 4, 2, 3), [2, 4, 4, 3]),
-        ((9, 2, 4, 5), [4, 5]),
-        ((9, 2, 4), [4, 5]),
-    ],
+    TABLES["layers of stages"],
 )
 def test_layers_of_stages(arguments: tuple[int, ...], layers: list[int]) -> None:
     assert layers_per_stage(*arguments) == layers
@@ -48,15 +43,7 @@ def test_layers_of_stages(arguments: tuple[int, ...], layers: list[int]) -> None
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        ((11, 3), "11 layers do not divide evenly over 3"),
-        ((9, 2, 4, 4), "hold 8 layers, the model has 9"),
-        ((9, 4, 3, 3), "3 layers do not divide evenly over 2"),
-        ((4, 4, 3, 3), "do not divide"),
-        ((2, 4), "do not divide"),
-        ((9, 2, 0, 9), "at least one layer"),
-        ((9, 1, 9), "no first or last stage"),
-    ],
+    TABLES["layers that do not divide"],
 )
 def test_layers_that_do_not_divide(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -13,7 +13,10 @@ import pytest
 from megarl.config.algorithms import run_type
 from megarl.config.reference import PAGES, updated
 from megarl.config.schema import known_paths
+from tests.tables import read_table
 from tests.tiers import slow
+
+TABLES = read_table("config_reference.yaml")
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -62,23 +65,7 @@ def test_every_key_is_there_with_its_meaning(page: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value", "default"),
-    [
-        ("algorithm", "text", "required"),
-        ("policy.logprob_batch_size", "whole number", "follows"),
-        ("policy.megatron_cfg.sequence_parallel", "true or false", "`false`"),
-        ("policy.megatron_cfg.optimizer.adam_eps", "number", "`1e-08`"),
-        ("policy.megatron_cfg.optimizer.lr", "number", "required"),
-        ("policy.megatron_cfg.optimizer.bf16", "true or false", "follows"),
-        ("policy.megatron_cfg.virtual_pipeline_model_parallel_size", "whole number or null", "`null`"),
-        ("policy.generation.stop_strings", "list of text or null", "`null`"),
-        ("policy.dtensor_cfg", "section", ""),
-        ("run_dir", "text", "follows"),
-        ("policy.make_sequence_length_divisible_by", "whole number", "follows"),
-        ("policy.megatron_cfg.tensor_model_parallel_size", "whole number", "`1`"),
-        ("checkpointing.checkpoint_dir", "text", "follows"),
-        ("deadlines.step_s", "number", "`3600.0`"),
-        ("logger.wandb.project", "text", "required"),
-    ],
+    TABLES["values and defaults"],
 )
 def test_values_and_defaults(page: str, key: str, value: str, default: str) -> None:
     shown, default_shown = rows_of(page)[key][:2]

@@ -29,9 +29,12 @@ from megarl.run import run as algorithms_run
 from megarl.run.inputs import read_inputs
 from megarl.run.loop import total_steps
 from megarl.run.run import run
+from tests.tables import read_table
 from tests.tiers import sampled, slow
 from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, cut_off, final_weights, make_config, rows
 from tests.unit.reference_policy import ReferencePolicy
+
+TABLES = read_table("drivers.yaml")
 
 TAUGHT = 70
 
@@ -316,37 +319,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(tmp_path: P
     assert len(rows(tmp_path)) == len(rows_before.splitlines())
 
 
-CHANGES: list[tuple[str, dict[str, Any], bool, str]] = [
-    ("seed", {"seed": 12}, True, r"seed = 12: checkpoints/step_2 was trained with 11"),
-    ("batch", {"policy": {"train_global_batch_size": 2}}, True, r"train_global_batch_size = 2: .* was trained with 4"),
-    ("order", {"data": {"shuffle": False}}, True, r"data\.shuffle = False"),
-    ("prompt", {"data": {"system_prompt": "be kind"}}, True, r"data\.system_prompt = 'be kind'"),
-    (
-        "learning rate",
-        {"policy": {"megatron_cfg": {"optimizer": {"lr": 2e-3}}}},
-        True,
-        r"optimizer\.lr = 0\.002: .* was trained with 0\.\d+.*accept_changes=true",
-    ),
-    (
-        "schedule",
-        {"policy": {"megatron_cfg": {"scheduler": {"lr_warmup_iters": 3}}}},
-        True,
-        r"lr_warmup_iters = 3: .* was trained with \d+",
-    ),
-    (
-        "moments",
-        {"policy": {"megatron_cfg": {"optimizer": {"adam_beta1": 0.8}}}},
-        False,
-        r"optimizer\.adam_beta1 = 0\.8: .*would do nothing",
-    ),
-    (
-        "distributed optimizer",
-        {"policy": {"megatron_cfg": {"optimizer": {"use_distributed_optimizer": True}}}},
-        False,
-        r"use_distributed_optimizer = True: .*saved with False, which True does not read",
-    ),
-    ("backend", {"policy": {"megatron_cfg": {"enabled": False}, "generation": None}}, False, r"backend = 'fsdp1': .* written by megatron"),
-]
+CHANGES: list[tuple[str, dict[str, Any], bool, str]] = TABLES["changes"]
 
 
 def merged(config: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:

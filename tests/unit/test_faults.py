@@ -33,7 +33,10 @@ from tests.faults.soak import Entry, Journal, counted, left_to_do
 from tests.faults.trial import SEAM, Subject, Told, Trial, Trials, Whole
 from tests.faults.workers import phase_in, slow_down, strike
 from tests.system.whole_runs import Launch, Launches
+from tests.tables import read_table
 from tests.tiers import sampled, slow
+
+TABLES = read_table("faults.yaml")
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,23 +61,7 @@ def test_a_fault_is_read(text: str, fault: Fault) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [
-        ("burn", "choose from kill, hang"),
-        ("kill:rank", "'rank'"),
-        ("kill:step=1,step=2", "each once"),
-        ("nan:phase=train", "of rank, step"),
-        ("kill:step=0", "at least 1"),
-        ("kill:rank=-1", "at least 0"),
-        ("kill:rank=first", "Fix: numbers"),
-        ("hang:rank=driver", "the driver cannot be met"),
-        ("hang:phase=init", "one of any, train"),
-        ("kill:phase=lunch", "one of any, init"),
-        ("kill:share=1", "less than 1"),
-        ("slow:seconds=0", "more than 0"),
-        ("eio:on=delete", "read or write"),
-        ("eio:count=100", "1 to 99"),
-        ("stop:of=driver", "raylet or gcs"),
-    ],
+    TABLES["what makes no sense is refused"],
 )
 def test_what_makes_no_sense_is_refused(text: str, said: str) -> None:
     with pytest.raises(FaultError, match=said):
@@ -449,25 +436,7 @@ SILENT = (
 @pytest.mark.parametrize("text", [LOST, SILENT])
 @pytest.mark.parametrize(
     ("what", "who", "phase", "step", "said"),
-    [
-        ("train, step 3, of lm_policy", 1, "train", 3, ""),
-        ("save, step 3, of lm_policy", 1, "save", 3, ""),
-        ("generate (validation), step 3, of lm_policy", 1, "generate", 3, ""),
-        ("train, step 3, of lm_policy", 1, ANY, 3, ""),
-        ("generate, step 4, of lm_policy", 1, ANY, 3, ""),
-        ("memory_figures, of lm_policy", 1, ANY, 3, ""),
-        ("constructor of megarl.models.policy.workers.W", 1, INIT, 1, ""),
-        ("start of megarl.models.policy.workers.W", 1, ANY, 3, ""),
-        ("save, of lm_policy", 1, "save", 5, ""),
-        ("train, step 3, of lm_policy", 0, "train", 3, "rank pp0 dp0 cp0 tp0 "),
-        ("train, step 2, of lm_policy", 1, "train", 3, "it was in step 3"),
-        ("train, step 4, of lm_policy", 1, "train", 3, "it was in step 3"),
-        ("train, step 5, of lm_policy", 1, ANY, 3, "it was in step 3"),
-        ("train, of lm_policy", 1, "train", 3, "it was in step 3"),
-        ("call of lm_policy", 1, "train", 3, "is no phase"),
-        ("constructor of megarl.models.policy.workers.W", 1, "train", 3, "in its construction"),
-        ("train, step 1, of lm_policy", 1, INIT, 1, "it was in its construction"),
-    ],
+    TABLES["a rank that is lost has to be named with its phase and step"],
 )
 def test_a_rank_that_is_lost_has_to_be_named_with_its_phase_and_step(
     text: str, what: str, who: int, phase: str, step: int, said: str

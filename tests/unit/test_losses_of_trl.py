@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn
+from tests.tables import read_table
 from tests.tiers import slow
+
+TABLES = read_table("losses_of_trl.yaml")
 
 LONGEST = 8
 LOW, HIGH = 0.2, 0.28
@@ -30,45 +33,7 @@ CISPO = {"use_cispo": True, "token_level_loss": True, "ratio_clip_min": 1.0, "ra
 WEIGHT = 1.3
 TRUNCATED = {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": WEIGHT}
 # what TRL is told, what ClippedPGLossFn is told, and TRL's loss and the sum of the squares of its gradient
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[float, float]]] = {
-    "grpo": ({"loss_type": "grpo"}, {}, (-0.0883301875281794, 0.04793392773736185)),
-    "bnpo": ({"loss_type": "bnpo"}, {"token_level_loss": True}, (-0.31543720008811343, 0.0686967158027049)),
-    "dapo": ({"loss_type": "dapo"}, {"token_level_loss": True}, (-0.31543720008811343, 0.0686967158027049)),
-    "dr_grpo": ({"loss_type": "dr_grpo"}, {"sequence_normalizer": float(LONGEST)}, (-0.16757601254681026, 0.01938803795603683)),
-    "cispo": ({"loss_type": "cispo", "epsilon_high": 1.25}, CISPO, (0.46740462892667467, 0.08250578258900015)),
-    "gspo": (
-        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-        {"sequence_level_importance_ratios": True},
-        (-0.09885719820345229, 0.05076916064514499),
-    ),
-    # with one weight for all tokens of an answer, divided by 1 and not by their number
-    "luspo": (
-        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-        {"sequence_level_importance_ratios": True, "sequence_normalizer": 1.0},
-        (-1.3513726515709577, 1.4155661970390012),
-    ),
-    "two-sided": ({"loss_type": "grpo", "delta": 1.4}, {"ratio_clip_c": 1.4}, (-0.09185934912170876, 0.04410695945878574)),
-    "tis": (
-        {"loss_type": "dapo", "mode": "token_truncate"},
-        {"token_level_loss": True, **TRUNCATED, "truncated_importance_sampling_type": "tis"},
-        (-0.29393734934233284, 0.05928809373028451),
-    ),
-    "icepop": (
-        {"loss_type": "dapo", "mode": "token_mask"},
-        {"token_level_loss": True, **TRUNCATED, "truncated_importance_sampling_type": "icepop"},
-        (-0.17884478884993724, 0.030049608049705252),
-    ),
-    "divergence": (
-        {"loss_type": "grpo", "beta": 0.3},
-        {"reference_policy_kl_penalty": 0.3, "reference_policy_kl_gradient": "pathwise"},
-        (-0.06169375093258929, 0.06267202842038137),
-    ),
-    "divergence, on policy": (
-        {"loss_type": "grpo", "beta": 0.3, "use_bias_correction_kl": True, "old": False},
-        {"reference_policy_kl_penalty": 0.3, "force_on_policy_ratio": True},
-        (-0.1608635634044099, 0.08648220368813075),
-    ),
-}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[float, float]]] = TABLES["cases"]
 
 
 def fixed_batch() -> dict[str, Tensor]:

@@ -12,35 +12,14 @@ from megarl.parity.batches import token_batch, with_signals
 from megarl.parity.case import Case
 from megarl.parity.losses import make_loss
 from megarl.parity.reference_losses import reference_loss
+from tests.tables import read_table
 from tests.tiers import sampled
 from tests.unit.test_losses import policy_gradient_batch
 from tests.unit.test_policy_gradients import given_to, scores_of
 
-KINDS = [
-    *(
-        "nll",
-        "dpo",
-        "dpo+sft",
-        "dpo+mean",
-        "dpo+sft+sft-mean",
-        "dpo+sft:1+mean",
-        "dpo+ipo",
-        "dpo+sft+mean+sft-mean+ipo",
-        "dpo+beta:1+weight:2",
-    ),
-    *("dpo+ipo+beta:0.1+weight:0.5", "pg+cliprange:0.1:0.1+kl:0.02", "pg+cispo+cliprange:1:0.28", "pg+seq+gspo+cliprange:0.0003:0.0004"),
-    *("pg", "pg+kl", "pg+kl+approx", "pg+is", "pg+seq", "pg+dual", "pg+noratio", "pg+kl+approx+is+seq+dual"),
-    *("pg+seq+gspo", "pg+seq+gspo+is+dual", "pg+seq+gspo-token+kl+k1", "pg+cispo+is", "pg+seq+constant", "pg+forced"),
-    *("pg+is+tis", "pg+is+icepop+cispo", "pg+seq+is+seq-mask", "pg+seq+is+tis+gspo", "pg+seq+is+gspo+icepop", "pg+forced+is+seq-mask"),
-    *("pg+is+icepop:none:1.15", "pg+is+seq-mask:none:1.05", "pg+is+tis:1.02", "pg+seq+constant:2.5", "pg+dual:1.2", "pg+dual:3"),
-    *("pg+kl+k1+approx", "pg+kl+k2+approx", "pg+kl+forced+is+gspo+seq", "pg+kl+pathwise", "pg+kl+pathwise+approx", "pg+kl+k1+in-reward"),
-    *(f"pg+kl{kind}+kl-input-clamp:0.3" for kind in ("", "+k1", "+k2", "+pathwise", "+approx")),
-    *(f"pg+kl{kind}+kl-output-clamp:0.06" for kind in ("", "+k1", "+k2", "+pathwise")),
-    *("pg+kl+kl-input-clamp:none+kl-output-clamp:none", "pg+ratio-clamp:0.3", "pg+ratio-clamp:none", "pg+seq+gspo+ratio-clamp:0.3"),
-    *("pg+entropy", "pg+entropy:1+seq+gspo", "pg+entropy+kl+seq+constant"),
-    *("rm", "value", "value+clip", "value+clip:0.5"),
-    *("distill", "distill+forward", "distill+mixed", "distill+renorm", "distill+renorm+forward", "distill+renorm+mixed:0.8"),
-]
+TABLES = read_table("parity_reference_losses.yaml")
+
+KINDS = TABLES["kinds"]
 
 
 @sampled("values")

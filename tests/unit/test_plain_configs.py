@@ -21,24 +21,14 @@ from converters.model_config.inert_keys import INERT_KEYS
 from megarl.config.known_models import KNOWN_MODELS
 from megarl.errors import MegarlError
 from megarl.run import model_check
+from tests.tables import read_table
 from tests.tiers import sampled
 from tests.unit.converters_tiny import CONFIGS, save_tiny, tiny_config
 
+TABLES = read_table("plain_configs.yaml")
+
 ODD: list[Any] = [None, True, False, 0, 1, 3, -1, 0.5, float("nan"), "x", [], [0], ["full_attention"] * 3, {"a": 1}]
-ROPES: list[Any] = [
-    {"rope_type": "default"},
-    {"rope_type": "default", "rope_theta": 7},
-    {"type": "linear", "factor": 2.0},
-    {"rope_type": "linear"},
-    {"rope_type": "linear", "factor": 2, "rope_theta": 9.0},
-    {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8, "mscale": 1.0, "mscale_all_dim": 0.5},
-    {"rope_type": "yarn", "factor": 4.0},
-    {"rope_type": "yarn", "type": "linear", "factor": 4.0, "original_max_position_embeddings": 16},
-    {"rope_type": "dynamic", "factor": 4.0},
-    {"rope_type": "default", "partial_rotary_factor": 0.5},
-    {"full_attention": {"rope_type": "default", "rope_theta": 9.0}},
-]
+ROPES: list[Any] = TABLES["ropes"]
 BACKENDS: dict[str, dict[str, Any]] = {
     "megatron": {"megatron_cfg": {"enabled": True}},
     "fsdp1": {},

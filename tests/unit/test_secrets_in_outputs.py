@@ -17,7 +17,10 @@ from megarl.config import load_config
 from megarl.errors import ConfigError
 from megarl.redaction import HIDDEN
 from megarl.run.run import run
+from tests.tables import read_table
 from tests.unit.driver_runs import PolicyMaker, make_config
+
+TABLES = read_table("secrets_in_outputs.yaml")
 
 PLANTED = {
     name: f"{name}-hunter2-{'long-' * 12}end"
@@ -93,25 +96,7 @@ def test_dry_runs_show_the_rest_of_the_configuration(
     assert outputs(["train", file, "--dry-run"], capfd, caplog)[0] == 2
 
 
-COMMANDS = {
-    "status": ["status", "RUN"],
-    "status as JSON": ["status", "RUN", "--json"],
-    "plot": ["plot", "RUN"],
-    "samples": ["samples", "RUN"],
-    "doctor": ["doctor", "--run-dir", "RUN"],
-    "recipes": ["recipes"],
-    "keys": ["keys", "token"],
-    "no key": ["keys", f"HF_TOKEN={PLANTED['assigned']}"],
-    "no option": ["status", "RUN", f"--api-key={PLANTED['assigned']}"],
-    "no option of a run": ["train", "FILE", f"--api-key={PLANTED['assigned']}", f"--hub=https://me:{PLANTED['address']}@h"],
-    "no choice": ["parity", "--backend", f"https://me:{PLANTED['address']}@host"],
-    "no run": ["status", f"https://me:{PLANTED['address']}@host"],
-    "no file": ["train", f"s3://me:{PLANTED['address']}@host/run.yaml"],
-    "no model": ["convert", "import", f"https://me:{PLANTED['address']}@host", "/nowhere"],
-    "a wrong key": ["train", "FILE", "--allow-env", f"env.options.api_key={PLANTED['below']}", f"env.on_eror={PLANTED['variable']}"],
-    "a wrong value": ["train", "FILE", "--allow-env", "data.train.path=${oc.env:MEGARL_TEST_PLACE}"],
-    "a directory of nobody": ["train", "FILE", "--dry-run", "--allow-env", f"policy.model_name=https://me:{PLANTED['address']}@host"],
-}
+COMMANDS = TABLES["commands"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

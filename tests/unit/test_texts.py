@@ -16,8 +16,11 @@ from megarl.distributed.token_batches import TokenRows, pad_rows
 from megarl.quickstart.material import make_tokenizer
 from megarl.rollout import texts
 from megarl.rollout.texts import decode_rows, decode_with_special_tokens, response_texts
+from tests.tables import read_table
 from tests.templates import tokenizer_of
 from tests.tiers import sampled
+
+TABLES = read_table("texts.yaml")
 
 SPECIAL = {"eos_token": "<eos>", "pad_token": "<pad>"}
 WORDS = [
@@ -205,25 +208,7 @@ SAYS = "<|channel|>final<|message|>Four."
 
 @pytest.mark.parametrize(
     ("parts", "said"),
-    [
-        ((THINKS, SAYS, "<|return|>"), "Four."),
-        ((SAYS, "<|return|>"), "Four."),
-        ((THINKS, SAYS), "Four."),
-        (("<|channel|>final<|message|>Five.<|end|><|start|>assistant", SAYS, "<|return|>"), "Four."),
-        ((THINKS, "<|channel|>final <|constrain|>json<|message|>{}<|return|>"), "{}"),
-        # cut off while it thinks, a tool call, and no channels at all
-        (("<|channel|>analysis<|message|>The final answer is 4",), ""),
-        (
-            (
-                THINKS,
-                "<|channel|>final",
-            ),
-            "",
-        ),
-        ((" to=functions.f<|channel|>commentary json<|message|>{}<|call|>",), ""),
-        (("Four.<|return|>",), "Four."),
-        ((), ""),
-    ],
+    TABLES["of harmony the last final message is the response"],
 )
 def test_of_harmony_the_last_final_message_is_the_response(parts: tuple[str, ...], said: str) -> None:
     tokenizer, ids = harmony(*parts)
