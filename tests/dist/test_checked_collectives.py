@@ -16,7 +16,7 @@ from megarl.algorithms.loss_functions import NLLLoss
 from megarl.distributed.rendezvous import compare_collectives, set_group_timeouts
 from megarl.distributed.worker_stacks import look_at
 from megarl.parity.pool import WorkerPool
-from tests.dist import dtensor_jobs, jobs
+from tests.dist import jobs
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.models import policy_config
@@ -62,11 +62,11 @@ def test_a_rank_whose_collective_differs_is_named(pool: WorkerPool, odd: int, di
         assert f"Rank {odd} is running collective" in said, said
 
 
-def train(kind: str, config: Mapping[str, Any], batch: Mapping[str, Any], check: bool) -> dict[str, Any]:
+def train(config: Mapping[str, Any], batch: Mapping[str, Any], check: bool) -> dict[str, Any]:
     """Loss, norm and weights after a step."""
     with compared() if check else nullcontext():
-        worker = (jobs if kind == "megatron" else dtensor_jobs).build(config, init_reference_model=False, check_collectives=check)
-        result = worker.train(data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss())
+        worker = jobs.build(config, init_reference_model=False, check_collectives=check)
+        result = worker.train(data=jobs.my_share(worker, batch), loss_fn=NLLLoss())
         weights = {name: tensor.clone() for name, tensor in worker.backend.export_hf()}
         groups = worker.backend.groups
         wrapped = type(groups.tensor._get_backend(torch.device("cpu"))).__name__
@@ -79,7 +79,7 @@ def train(kind: str, config: Mapping[str, Any], batch: Mapping[str, Any], check:
 def test_a_step_whose_collectives_are_compared_is_the_same_step(pool: WorkerPool, tiny_models: dict[str, Path], kind: str) -> None:
     model = tiny_models["qwen2"]
     config = policy_config(model, tp=2, sp=True) if kind == "megatron" else dtensor_config(model, tp=2)
-    plain, checked = (pool.run(4, train, kind, config, make_batch(8, 11), check) for check in (False, True))
+    plain, checked = (pool.run(4, train, config, make_batch(8, 11), check) for check in (False, True))
     for without, compared_one in zip(plain, checked, strict=True):
         assert (without["backend"], compared_one["backend"]) == ("ProcessGroupGloo", "_ProcessGroupWrapper")
         assert torch.equal(without["loss"], compared_one["loss"]) and torch.equal(without["norm"], compared_one["norm"])

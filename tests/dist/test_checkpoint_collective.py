@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 from megarl.checkpoint import storage
 from megarl.checkpoint.collective import appears_whole, failing_together
 from megarl.parity.pool import WorkerPool
-from tests.dist import dtensor_jobs, jobs
+from tests.dist import jobs
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.models import policy_config
 from tests.tiers import sampled
@@ -111,7 +111,7 @@ def small_files_only(limit: int) -> Iterator[None]:
 
 def save_on_a_full_disk(kind: str, config: dict[str, Any], directory: str, failing: int, limit: int) -> list[Any]:
     """A worker's checkpoint that rank ``failing`` has no room for, and a second one with room."""
-    worker = (jobs if kind == "megatron" else dtensor_jobs).build(config, init_reference_model=False)
+    worker = jobs.build(config, init_reference_model=False)
     outcomes: list[Any] = []
     for room in (False, True):
         root = Path(directory) / str(room)
@@ -215,7 +215,7 @@ def load_over_failing_storage(
     kind: str, config: dict[str, Any], directory: str, cases: list[tuple[str, int]]
 ) -> list[tuple[tuple[str, str], bool, list[str]]]:
     """What a load comes to, on the last rank of which the storage fails; whether the weights are those saved, and what failed."""
-    worker = (jobs if kind == "megatron" else dtensor_jobs).build(config, init_reference_model=False)
+    worker = jobs.build(config, init_reference_model=False)
     worker.save_checkpoint(f"{directory}/weights", f"{directory}/optimizer")
     saved = {name: tensor.clone() for name, tensor in worker.backend.export_hf()}
     outcomes = []

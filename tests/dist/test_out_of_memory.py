@@ -14,15 +14,13 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms.loss_functions import NLLLoss
-from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import MicroBatchMemoryError
 from megarl.models.engine.heads import LogprobHead
-from megarl.models.policy.batch_plan import shard_batch
 from megarl.parity.pool import WorkerPool
+from tests.dist import jobs
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
-from tests.dist.refit_jobs import build
 from tests.models import policy_config
 
 ROWS = 16
@@ -48,23 +46,17 @@ def _no_memory(*unused: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nmore lines")
 
 
-def share(worker: Any, config: Mapping[str, Any], batch: Mapping[str, Any], phase: Any) -> BatchedDataDict[Any]:
-    groups = worker.backend.groups
-    size = config["train_global_batch_size"] if phase == "train" else None
-    return shard_batch(BatchedDataDict(batch), worker.cfg, groups.data_size, phase=phase, global_batch=size).shards[groups.data_rank]
-
-
 def train(config: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], failing: int, way: str) -> dict[str, Any]:
     """Trains on all batches with a loss that has no memory once, on the last rank: the error, the rows of the loss's calls, weights."""
-    worker, loss = build(config), HungryLoss(dist.get_world_size() - 1, failing, way)
+    worker, loss = jobs.build(config, init_reference_model=False), HungryLoss(dist.get_world_size() - 1, failing, way)
     found: dict[str, Any] = {"error": None}
     try:
         for batch in batches:
-            worker.train(data=share(worker, config, batch, "train"), loss_fn=loss)
+            worker.train(data=jobs.my_share(worker, batch), loss_fn=loss)
     except MicroBatchMemoryError as error:
         found["error"] = str(error)
     found["rows"] = loss.rows
-    found["weights"] = {name: tensor.clone() for name, tensor in worker.backend.export_hf()}
+    found["weights"] = jobs.full_weights(worker)
     worker.backend.close()
     return found
 
@@ -91,8 +83,8 @@ def test_no_weight_is_changed(pool: WorkerPool, tiny_models: dict[str, Path], ma
 
 def score(config: Mapping[str, Any], batch: Mapping[str, Any]) -> tuple[str, torch.Tensor, torch.Tensor]:
     """The error where the second micro-batch of log-probabilities has no memory, and what the calls before and after it return."""
-    worker, calls = build(config), itertools.count(1)
-    data, real = share(worker, config, batch, "logprob"), LogprobHead.next_token_logprobs
+    worker, calls = jobs.build(config, init_reference_model=False), itertools.count(1)
+    data, real = jobs.dealt(worker, batch, "logprob").shards[worker.backend.groups.data_rank], LogprobHead.next_token_logprobs
 
     def hungry(*arguments: Any) -> torch.Tensor:
         if next(calls) == 2:

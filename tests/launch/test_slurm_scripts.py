@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,6 +56,25 @@ class Job:
 
     def run(self, driver: str | None, script: str = "ray.sbatch", **variables: str) -> int:
         return self.start(driver, script, **variables).wait(LONGEST_WAIT_S)
+
+    def ran(self, command: Sequence[str], variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """A script to its end."""
+        return subprocess.run(
+            command,
+            cwd=self.directory,
+            env=variables or self.variables,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_WAIT_S,
+            check=False,
+        )
+
+    def signalled(self, number: signal.Signals, driver: str | None, script: str = "ray.sbatch", **variables: str) -> int:
+        """Exit code of a job that gets a signal when its driver runs."""
+        process = self.start(driver, script, **variables)
+        self.await_file("driver_started")
+        process.send_signal(number)
+        return process.wait(LONGEST_WAIT_S)
 
     @property
     def log(self) -> str:
@@ -203,10 +222,7 @@ def test_a_directory_that_is_not_shared(job: Job) -> None:
 
 
 def test_notice_of_the_time_limit_saves_and_requeues(job: Job) -> None:
-    process = job.start(DRIVER + UNTIL_STOPPED + SAVES + "exit 75")
-    job.await_file("driver_started")
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(LONGEST_WAIT_S) == 75
+    assert job.signalled(signal.SIGUSR1, DRIVER + UNTIL_STOPPED + SAVES + "exit 75") == 75, job.log
     assert job.requeues() == [["requeue", "4711"]]
     assert "USR1 from Slurm (time limit)" in job.log
     assert "requeueing job 4711 (attempt 1 follows)" in job.log.splitlines()[-1]
@@ -214,20 +230,16 @@ def test_notice_of_the_time_limit_saves_and_requeues(job: Job) -> None:
 
 @slow
 def test_a_stop_without_a_checkpoint_is_not_tried_again(job: Job) -> None:
-    process = job.start(DRIVER + UNTIL_STOPPED + "exit 75")
-    job.await_file("driver_started")
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(LONGEST_WAIT_S) == 1
+    assert job.signalled(signal.SIGUSR1, DRIVER + UNTIL_STOPPED + "exit 75") == 1, job.log
     assert not job.requeues()
     assert "this attempt wrote no checkpoint" in job.log.splitlines()[-1] and "--time" in job.log.splitlines()[-1]
 
 
 @slow
 def test_preemption_requeues_also_without_a_checkpoint(job: Job) -> None:
-    process = job.start(DRIVER + UNTIL_STOPPED + "exit 75", FAKE_JOB="JobState=RUNNING PreemptTime=2026-08-01T10:00:00")
-    job.await_file("driver_started")
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(LONGEST_WAIT_S) == 75
+    assert (
+        job.signalled(signal.SIGUSR1, DRIVER + UNTIL_STOPPED + "exit 75", FAKE_JOB="JobState=RUNNING PreemptTime=2026-08-01T10:00:00") == 75
+    ), job.log
     assert job.requeues() == [["requeue", "4711"]]
     assert "USR1 from Slurm (preempted)" in job.log
 
@@ -301,10 +313,9 @@ def test_a_driver_that_does_not_listen_is_gone_before_its_node_is(job: Job) -> N
 
 @slow
 def test_a_time_limit_that_comes_before_the_driver_stops_requeues(job: Job) -> None:
-    process = job.start(SAVES + DRIVER + "sleep 20", FAKE_JOB="JobState=COMPLETING Reason=TimeLimit PreemptTime=None")
-    job.await_file("driver_started")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(LONGEST_WAIT_S) == 75
+    assert (
+        job.signalled(signal.SIGTERM, SAVES + DRIVER + "sleep 20", FAKE_JOB="JobState=COMPLETING Reason=TimeLimit PreemptTime=None") == 75
+    ), job.log
     assert job.requeues() == [["requeue", "4711"]]
     assert "the time limit came before the driver could stop" in job.log
 
@@ -354,10 +365,7 @@ def test_a_container_is_optional(job: Job) -> None:
 def test_training_gets_its_configuration_and_the_number_of_nodes(job: Job) -> None:
     config = job.directory / "run.yaml"
     config.touch()
-    command = ["bash", str(ROOT / "launch" / "train.sbatch"), "run.yaml", "grpo.max_num_steps=3", "cluster.num_nodes=1"]
-    done = subprocess.run(
-        command, cwd=job.directory, env=job.variables, capture_output=True, text=True, timeout=LONGEST_WAIT_S, check=False
-    )
+    done = job.ran(["bash", str(ROOT / "launch" / "train.sbatch"), "run.yaml", "grpo.max_num_steps=3", "cluster.num_nodes=1"])
     assert done.returncode == 0, done.stderr
     arguments = ["run.yaml", "cluster.num_nodes=2", "grpo.max_num_steps=3", "cluster.num_nodes=1"]
     calls = [words for words in job.calls("python") if words[1] == "megarl.cli"]
@@ -366,10 +374,7 @@ def test_training_gets_its_configuration_and_the_number_of_nodes(job: Job) -> No
 
 def submit_training(job: Job, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     (job.directory / "run.yaml").touch()
-    command = ["bash", str(ROOT / "launch" / "train.sbatch"), "run.yaml", *arguments]
-    return subprocess.run(
-        command, cwd=job.directory, env={**job.variables, **variables}, capture_output=True, text=True, timeout=LONGEST_WAIT_S, check=False
-    )
+    return job.ran(["bash", str(ROOT / "launch" / "train.sbatch"), "run.yaml", *arguments], {**job.variables, **variables})
 
 
 @sampled(1)
@@ -389,15 +394,7 @@ def test_nodes_that_cannot_run_it_end_the_job_before_it_starts(job: Job, code: s
 def test_other_jobs_ask_whether_all_that_ray_has_computes_together(job: Job, script: str, arguments: list[str]) -> None:
     """Nobody said what they need. Without a command a shell would be of no use on nodes that do not reach one another."""
     command = ["bash", str(ROOT / "launch" / script), *arguments]
-    asked = subprocess.run(
-        command,
-        cwd=job.directory,
-        env={**job.variables, "FAKE_NODES_CHECK": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_WAIT_S,
-        check=False,
-    )
+    asked = job.ran(command, {**job.variables, "FAKE_NODES_CHECK": "1"})
     assert asked.returncode == 1 and "MEGARL_CHECK_NODES=0 leaves the check out" in asked.stderr, asked.stderr
     ran = [words for words in job.calls("python") if "ray_nodes" not in " ".join(words)]
     assert ran == [["-m", "megarl.cli", "doctor", "--nodes"]]
@@ -490,9 +487,7 @@ def test_the_environment_for_gpus_is_taken_where_there_is_one(job: Job) -> None:
             "-c",
             'command -v python; touch "$MEGARL_ATTEMPT_DIR/driver_started"',
         ]
-        done = subprocess.run(
-            command, cwd=job.directory, env=job.variables, capture_output=True, text=True, timeout=LONGEST_WAIT_S, check=True
-        )
+        done = job.ran(command)
         return Path(done.stdout.splitlines()[-1]).parents[1].name
 
     assert environment() == ".venv-gpu"
@@ -503,10 +498,7 @@ def test_the_environment_for_gpus_is_taken_where_there_is_one(job: Job) -> None:
 @sampled(1)
 @pytest.mark.parametrize("name", ["grpo-qwen2.5-7b-8gpu-megatron", "grpo-qwen2.5-7b-8gpu-megatron.yaml"])
 def test_training_takes_the_name_of_a_recipe(job: Job, name: str) -> None:
-    command = ["bash", str(ROOT / "launch" / "train.sbatch"), name]
-    done = subprocess.run(
-        command, cwd=job.directory, env=job.variables, capture_output=True, text=True, timeout=LONGEST_WAIT_S, check=False
-    )
+    done = job.ran(["bash", str(ROOT / "launch" / "train.sbatch"), name])
     assert done.returncode == 0, done.stderr
     assert ["-m", "megarl.cli", "train", name, "cluster.num_nodes=2"] in job.calls("python")
 
@@ -514,8 +506,7 @@ def test_training_takes_the_name_of_a_recipe(job: Job, name: str) -> None:
 @sampled(1)
 @pytest.mark.parametrize(("arguments", "says"), [([], "no configuration"), (["no.yaml"], "configuration no.yaml does not exist")])
 def test_training_without_a_configuration_is_refused(job: Job, arguments: list[str], says: str) -> None:
-    command = ["bash", str(ROOT / "launch" / "train.sbatch"), *arguments]
-    done = subprocess.run(command, cwd=job.directory, env=job.variables, capture_output=True, text=True, check=False)
+    done = job.ran(["bash", str(ROOT / "launch" / "train.sbatch"), *arguments])
     assert done.returncode == 2 and says in done.stderr and "Fix" in done.stderr
     assert not job.calls("srun")
 
@@ -523,10 +514,7 @@ def test_training_without_a_configuration_is_refused(job: Job, arguments: list[s
 def test_a_conversion_is_ended_and_goes_on_later(job: Job) -> None:
     converter = job.directory / "bin" / "python"
     converter.write_text(f"#!/bin/sh\n{DRIVER} {UNTIL_STOPPED} sleep 20\n")
-    process = job.start(None, "convert.sbatch")
-    job.await_file("driver_started")
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(LONGEST_WAIT_S) == 75, job.log
+    assert job.signalled(signal.SIGUSR1, None, "convert.sbatch") == 75, job.log
     assert job.requeues() == [["requeue", "4711"]]
     [srun] = job.calls("srun")
     assert "--nodes=1" in srun and not job.calls("ray")
@@ -538,7 +526,7 @@ def test_a_dry_run_starts_nothing_and_shows_what_it_would(job: Job, script: Path
     (job.directory / "run.yaml").touch()
     command = ["bash", str(script), "--dry-run", *(["run.yaml"] if script.name == "train.sbatch" else ["a", "b c"])]
     outside = {name: value for name, value in job.variables.items() if not name.startswith("SLURM_")}
-    done = subprocess.run(command, cwd=job.directory, env=outside, capture_output=True, text=True, check=False)
+    done = job.ran(command, outside)
     assert done.returncode == 0, done.stderr
     assert "srun --nodes=1" in done.stderr and not job.calls("srun") and not (job.directory / "runs").exists()
 
@@ -551,10 +539,7 @@ def test_benchmarks_run_once_with_ray_on_all_nodes_and_a_fallen_ratio_is_the_job
     )
     python.chmod(0o755)
     arguments = ["run", "recipe.step", "--model", "configs/a recipe.yaml", "--device", "cuda"]
-    command = ["bash", str(ROOT / "launch" / "bench.sbatch"), *arguments]
-    done = subprocess.run(
-        command, cwd=job.directory, env=job.variables, capture_output=True, text=True, check=False, timeout=LONGEST_WAIT_S
-    )
+    done = job.ran(["bash", str(ROOT / "launch" / "bench.sbatch"), *arguments])
     assert done.returncode == 1, done.stdout + done.stderr
     said = f"ran -m benchmarks {' '.join(arguments)} on n1 with 127.0.0.1:{job.variables['MEGARL_PORT_BASE']}"
     assert (done.stdout + done.stderr).count(said) == 1
@@ -567,7 +552,7 @@ def test_benchmarks_run_once_with_ray_on_all_nodes_and_a_fallen_ratio_is_the_job
 def test_outside_of_slurm_nothing_starts(job: Job, script: Path) -> None:
     (job.directory / "run.yaml").touch()
     outside = {name: value for name, value in job.variables.items() if not name.startswith("SLURM_")}
-    done = subprocess.run(["bash", str(script), "run.yaml"], cwd=job.directory, env=outside, capture_output=True, text=True, check=False)
+    done = job.ran(["bash", str(script), "run.yaml"], outside)
     assert done.returncode == 2 and "Fix: sbatch launch/" in done.stderr
 
 
@@ -585,7 +570,7 @@ def test_every_job_has_its_own_band_of_ports(job: Job) -> None:
     def base(number: int) -> int:
         variables = {**job.variables, "SLURM_JOB_ID": str(number), "MEGARL_PORT_BASE": ""}
         command = ["bash", str(ROOT / "launch" / "ray.sbatch"), "--dry-run", "true"]
-        said = subprocess.run(command, cwd=job.directory, env=variables, capture_output=True, text=True, check=True).stderr
+        said = job.ran(command, variables).stderr
         return int(re.search(r"ports +(\d+)", said)[1])  # type: ignore[index]
 
     ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -595,8 +580,7 @@ def test_every_job_has_its_own_band_of_ports(job: Job) -> None:
 
 
 def test_a_chain_waits_for_the_job_before_and_knows_what_is_left(job: Job) -> None:
-    command = ["bash", str(ROOT / "launch" / "chain.sh"), "3", "--time=5", "launch/train.sbatch", "a b.yaml"]
-    done = subprocess.run(command, cwd=job.directory, env=job.variables, capture_output=True, text=True, check=False)
+    done = job.ran(["bash", str(ROOT / "launch" / "chain.sh"), "3", "--time=5", "launch/train.sbatch", "a b.yaml"])
     assert done.stdout.splitlines() == ["job 1: 1 of 3", "job 2: 2 of 3", "job 3: 3 of 3"], done.stderr
     asked = ["--time=5", "launch/train.sbatch", "a b.yaml"]
     after = [[f"--dependency=afterok:{number}", "--kill-on-invalid-dep=yes"] for number in (1, 2)]
@@ -606,6 +590,5 @@ def test_a_chain_waits_for_the_job_before_and_knows_what_is_left(job: Job) -> No
 
 @pytest.mark.parametrize("arguments", [[], ["0", "a.sbatch"], ["launch/train.sbatch"]])
 def test_a_chain_of_nothing_is_refused(job: Job, arguments: list[str]) -> None:
-    command = ["bash", str(ROOT / "launch" / "chain.sh"), *arguments]
-    done = subprocess.run(command, cwd=job.directory, env=job.variables, capture_output=True, text=True, check=False)
+    done = job.ran(["bash", str(ROOT / "launch" / "chain.sh"), *arguments])
     assert done.returncode == 2 and "usage" in done.stderr and not job.calls("sbatch")

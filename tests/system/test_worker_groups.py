@@ -58,6 +58,10 @@ def group_of(
         cluster.shutdown()
 
 
+def answers(group: RayWorkerGroup, method: str, **arguments: Any) -> list[Any]:
+    return group.get_all_worker_results(group.run_all_workers_single_data(method, **arguments))
+
+
 def wait_until(condition: Callable[[], bool], what: str, longest_s: float = PATIENCE_S) -> None:
     end = time.monotonic() + longest_s
     while not condition():
@@ -81,7 +85,7 @@ def policy_group(local_ray: int) -> Iterator[RayWorkerGroup]:
 
 def test_workers_know_their_place(policy_group: RayWorkerGroup) -> None:
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "COLOUR"]
-    seen = policy_group.get_all_worker_results(policy_group.run_all_workers_single_data("environment", names=names))
+    seen = answers(policy_group, "environment", names=names)
     assert [item["RANK"] for item in seen] == list("012345")
     assert [item["LOCAL_RANK"] for item in seen] == list("012301")
     assert [item["NODE_RANK"] for item in seen] == list("000011")
@@ -140,10 +144,6 @@ def test_batches_arrive_to_the_bit_and_may_be_written_to_both_ways(policy_group:
         for name, column in batch.items():
             assert came[name].dtype == column.dtype and torch.equal(came[name], column), name
             came[name].zero_()
-
-
-def answers(group: RayWorkerGroup, method: str) -> list[Any]:
-    return group.get_all_worker_results(group.run_all_workers_single_data(method))
 
 
 def test_what_waits_for_the_next_call_goes_with_it(policy_group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,13 +275,13 @@ def test_a_raised_megarl_error_keeps_its_class_and_gains_coordinates(policy_grou
 
 def test_other_errors_become_worker_errors_and_the_group_lives_on(policy_group: RayWorkerGroup) -> None:
     with pytest.raises(WorkerError, match=r"^\[pp0 dp\d cp0 tp\d .*\] .*ValueError: the inner reason") as caught:
-        policy_group.get_all_worker_results(policy_group.run_all_workers_single_data("raise_error", kind="plain"))
+        answers(policy_group, "raise_error", kind="plain")
     assert isinstance(caught.value.__cause__, ValueError)
     assert "in raise_error" in str(caught.value)
     assert "\x1b" not in str(caught.value)
     with pytest.raises(WorkerError, match="holds a lock"):
         policy_group.get_all_worker_results([policy_group.run_single_worker_single_data("raise_error", 0, kind="unpicklable")])
-    assert len(policy_group.get_all_worker_results(policy_group.run_all_workers_single_data("echo"))) == 6
+    assert len(answers(policy_group, "echo")) == 6
 
 
 @sampled(1)
@@ -293,7 +293,7 @@ def test_a_failing_worker_is_seen_while_its_peers_hang(local_ray: int, way: str,
         process_ids = ray.get(group.run_all_workers_single_data("process_id"))
         started = time.monotonic()
         with at_step(7), pytest.raises(WorkerError, match=rf"^\[rank1 .*{words}") as caught:
-            group.get_all_worker_results(group.run_all_workers_single_data("fail_on", rank=1, way=way))
+            answers(group, "fail_on", rank=1, way=way)
         assert "fail_on, step 7, of sample" in str(caught.value)
         assert time.monotonic() - started < PATIENCE_S / 2
         with pytest.raises(StateError, match=r"still hang in it: \[rank0 .*\[rank2 .*shut the group down"):
@@ -322,7 +322,7 @@ def test_a_rank_that_is_stopped_is_found_before_its_deadline(local_ray: int, mon
     assert deadlines.bound_s(Call.of("sum")) == 3.0
     with group_of([2], "CollectiveWorker", deadlines=deadlines) as group:
         assert deadlines.bound_s(Call.of("sum")) == PATIENCE_S
-        process_ids = group.get_all_worker_results(group.run_all_workers_single_data("process_id"))
+        process_ids = answers(group, "process_id")
         os.kill(process_ids[1], signal.SIGSTOP)
         begun = time.monotonic()
         silent = r"^sum, step 12, of sample: 2 of 2 .* Silent: the process of \[rank1 .* is stopped"
@@ -351,7 +351,7 @@ def test_ranks_that_stand_still_are_found_before_their_deadline(local_ray: int, 
         begun = time.monotonic()
         expected = rf"^{method}, step 1, of sample: 2 of 2 workers do not answer and stand still, for at least 2.25 s: .*{words}"
         with at_step(1), pytest.raises(DeadlineError, match=expected) as caught:
-            group.get_all_worker_results(group.run_all_workers_single_data(method, **arguments))
+            answers(group, method, **arguments)
         assert time.monotonic() - begun < PATIENCE_S / 2
         assert f"in {method}" in str(caught.value)
 
@@ -370,7 +370,7 @@ def test_a_rank_that_may_come_to_an_end_has_its_deadline(local_ray: int, method:
     """However long it is in the same place, and however still the others are."""
     deadlines = PhaseDeadlines(dict.fromkeys(PHASES, 4 * STILL_S), STILL_S, 3.0)
     with group_of([2], deadlines=deadlines) as group, pytest.raises(DeadlineError, match=rf"within 12 s: .* or raise deadlines\.{key}"):
-        group.get_all_worker_results(group.run_all_workers_single_data(method, **arguments))
+        answers(group, method, **arguments)
 
 
 @slow
@@ -447,13 +447,13 @@ def test_workers_meet_over_gloo_on_loopback_and_meet_again(local_ray: int) -> No
     with group_of([2], "CollectiveWorker") as group:
         sums = group.run_all_workers_multiple_data("sum", value=[1.25, 2.5])
         assert group.get_all_worker_results(sums) == [3.75, 3.75]
-        assert group.get_all_worker_results(group.run_all_workers_single_data("meet_again")) == [2, 2]
+        assert answers(group, "meet_again") == [2, 2]
         assert group.get_all_worker_results(group.run_all_workers_multiple_data("sum", value=[1.0, 2.0])) == [3.0, 3.0]
-        heard = group.get_all_worker_results(group.run_all_workers_single_data("listening_addresses"))
+        heard = answers(group, "listening_addresses")
         assert all(len(addresses) > 1 for addresses in heard), heard
         assert {address.removeprefix("::ffff:") for addresses in heard for address in addresses} == {"127.0.0.1"}
         # The host's own name may stand for another interface than the loopback one.
-        chosen = group.get_all_worker_results(group.run_all_workers_single_data("environment", names=["GLOO_SOCKET_IFNAME"]))
+        chosen = answers(group, "environment", names=["GLOO_SOCKET_IFNAME"])
         assert all(item["GLOO_SOCKET_IFNAME"] for item in chosen)
 
 
@@ -463,7 +463,7 @@ def test_workers_meet_over_gloo_on_loopback_and_meet_again(local_ray: int) -> No
 )
 def test_the_cause_is_told_from_the_broken_connection_of_its_peers(local_ray: int, way: str, error: type[Exception], words: str) -> None:
     with group_of([2], "CollectiveWorker") as group, pytest.raises(error, match=rf"^\[rank1 .*{words}"):
-        group.get_all_worker_results(group.run_all_workers_single_data("sum_or_fail", failing_rank=1, way=way))
+        answers(group, "sum_or_fail", failing_rank=1, way=way)
 
 
 @slow

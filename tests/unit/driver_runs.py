@@ -150,3 +150,10 @@ def cut_off(policy: ReferencePolicy, cut: Mapping[int, slice]) -> ReferencePolic
 
 def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(run_dir / "hf" / f"step_{STEPS}" / "model.safetensors")
+
+
+def check_same(run_dir: Path, other: Path) -> None:
+    """Two runs have the same rows and the same final weights, to the bit."""
+    assert comparable(run_dir) == comparable(other), run_dir
+    weights = final_weights(run_dir)
+    assert [name for name, tensor in final_weights(other).items() if not torch.equal(weights[name], tensor)] == [], run_dir

@@ -31,7 +31,7 @@ from megarl.run.loop import total_steps
 from megarl.run.run import run
 from tests.tables import read_table
 from tests.tiers import sampled, slow
-from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, comparable, cut_off, final_weights, make_config, rows
+from tests.unit.driver_runs import STEPS, Crash, PolicyMaker, check_same, comparable, cut_off, final_weights, make_config, rows
 from tests.unit.reference_policy import ReferencePolicy
 
 TABLES = read_table("drivers.yaml")
@@ -179,9 +179,7 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(algorithm: str, tmp_p
         resumed = PolicyMaker()
         run(config, resumed)
         assert resumed.policies[0].trained_steps == STEPS * (1 if algorithm == "sft" else 2)
-        assert comparable(run_dir) == comparable(tmp_path / "whole"), crash_after
-        for name, tensor in final_weights(tmp_path / "whole").items():
-            assert torch.equal(final_weights(run_dir)[name], tensor), (crash_after, name)
+        check_same(run_dir, tmp_path / "whole")
 
 
 @slow
@@ -212,9 +210,7 @@ def test_a_run_of_mixed_and_filtered_sources_is_resumed_exactly(
         with pytest.raises(Crash):
             run(config, PolicyMaker(crash_after))
         run(config, PolicyMaker())
-        assert comparable(tmp_path / f"crash{crash_after}") == comparable(tmp_path / "whole"), crash_after
-        for name, tensor in final_weights(tmp_path / "whole").items():
-            assert torch.equal(final_weights(tmp_path / f"crash{crash_after}")[name], tensor), (crash_after, name)
+        check_same(tmp_path / f"crash{crash_after}", tmp_path / "whole")
 
 
 def test_other_weights_are_other_data(tmp_path: Path, model: str, data: str) -> None:
@@ -626,9 +622,7 @@ def test_conversations_and_a_function_learn_what_prompts_and_exact_match_do(tmp_
         if algorithm == "grpo":
             talks["env"] = {"reward": f"{reward}:right"}
         run(talks, PolicyMaker())
-        assert comparable(tmp_path / f"{algorithm}-talks") == comparable(tmp_path / f"{algorithm}-plain")
-        for name, tensor in final_weights(tmp_path / f"{algorithm}-plain").items():
-            assert torch.equal(final_weights(tmp_path / f"{algorithm}-talks")[name], tensor), name
+        check_same(tmp_path / f"{algorithm}-talks", tmp_path / f"{algorithm}-plain")
     assert any(row["train/reward"] > 0 for row in rows(tmp_path / "grpo-plain") if row["step"]), "there was something to reward"
 
 

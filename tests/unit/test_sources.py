@@ -428,6 +428,15 @@ def spilling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture
+def cached(tmp_path: Path, tokenizer: Any, spilling: Path) -> tuple[dict[str, Any], list[Any], Path]:
+    """A source, its examples, and where its table lies in the cache."""
+    source = write(tmp_path / "a.jsonl", [{"p": "two", "a": "five"}] * 7, prompt_key="p", answer_key="a")
+    examples = list(load(source, tokenizer, cache_dir=str(spilling)).examples)
+    (directory,) = spilling.iterdir()
+    return source, examples, directory
+
+
 def test_the_second_start_takes_what_the_first_has_left(
     tmp_path: Path, tokenizer: Any, spilling: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -462,10 +471,8 @@ def test_the_second_start_takes_what_the_first_has_left(
         load(source, tokenizer, **options)
 
 
-def test_a_damaged_table_is_made_again(tmp_path: Path, tokenizer: Any, spilling: Path) -> None:
-    source = write(tmp_path / "a.jsonl", [{"p": "two", "a": "five"}] * 7, prompt_key="p", answer_key="a")
-    expected = list(load(source, tokenizer, cache_dir=str(spilling)).examples)
-    (directory,) = spilling.iterdir()
+def test_a_damaged_table_is_made_again(cached: Any, tokenizer: Any, spilling: Path) -> None:
+    source, expected, directory = cached
     for damage in ("prompt.values", "meta.json"):
         (directory / damage).write_bytes(b"x")
         assert list(load(source, tokenizer, cache_dir=str(spilling)).examples) == expected
@@ -473,13 +480,11 @@ def test_a_damaged_table_is_made_again(tmp_path: Path, tokenizer: Any, spilling:
 
 
 @pytest.mark.parametrize("name", ["prompt.values", "prompt.starts", "answer.values", "meta.json"])
-def test_a_table_with_a_flipped_bit_is_made_again(name: str, tmp_path: Path, tokenizer: Any, spilling: Path, caplog: Any) -> None:
+def test_a_table_with_a_flipped_bit_is_made_again(name: str, cached: Any, tokenizer: Any, spilling: Path, caplog: Any) -> None:
     """Any bit: of the file that says what the others have to be, too."""
     seed = random.randrange(2**32)
     draw = random.Random(seed)
-    source = write(tmp_path / "a.jsonl", [{"p": "two", "a": "five"}] * 7, prompt_key="p", answer_key="a")
-    expected = list(load(source, tokenizer, cache_dir=str(spilling)).examples)
-    (directory,) = spilling.iterdir()
+    source, expected, directory = cached
     content = (directory / name).read_bytes()
     for _ in range(8):
         damaged = bytearray(content)
@@ -510,11 +515,9 @@ def test_a_table_that_others_may_write_is_not_trusted(name: str, tmp_path: Path,
 
 
 def test_a_table_of_another_user_is_neither_trusted_nor_in_the_way(
-    tmp_path: Path, tokenizer: Any, spilling: Path, monkeypatch: pytest.MonkeyPatch
+    cached: Any, tokenizer: Any, spilling: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = write(tmp_path / "a.jsonl", [{"p": "two", "a": "five"}] * 7, prompt_key="p", answer_key="a")
-    expected = list(load(source, tokenizer, cache_dir=str(spilling)).examples)
-    (of_this_one,) = spilling.iterdir()
+    source, expected, of_this_one = cached
     user = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: user)
     assert table.read_table(of_this_one) is None
@@ -640,10 +643,8 @@ def test_what_a_killed_start_has_left_goes_a_day_later(tmp_path: Path, tokenizer
     assert f".{'0' * 32}.partial-7" in kept(spilling) and f".{'1' * 32}.partial-7" not in kept(spilling)
 
 
-def test_a_table_that_is_just_being_removed_is_made_again(tmp_path: Path, tokenizer: Any, spilling: Path) -> None:
-    source: Any = write(tmp_path / "a.jsonl", [{"p": "two", "a": "five"}] * 7, prompt_key="p", answer_key="a")
-    expected = list(load(source, tokenizer, cache_dir=str(spilling)).examples)
-    (directory,) = spilling.iterdir()
+def test_a_table_that_is_just_being_removed_is_made_again(cached: Any, tokenizer: Any, spilling: Path) -> None:
+    source, expected, directory = cached
     with (directory / "meta.json").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert table.read_table(directory) is None

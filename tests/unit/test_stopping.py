@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megarl.run.run import run
 from megarl.run.stopping import (
@@ -30,7 +29,7 @@ from megarl.run.stopping import (
 )
 from megarl.run.time_left import TimeLeft
 from tests.tiers import sampled
-from tests.unit.driver_runs import STEPS, PolicyMaker, comparable, final_weights, make_config
+from tests.unit.driver_runs import STEPS, PolicyMaker, check_same, comparable, make_config
 
 WAYS = ["SIGTERM", "SIGUSR1", "file of the run", "file of the attempt", "SIGINT", "SIGHUP"]
 
@@ -102,9 +101,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(
     assert not list(tmp_path.rglob(STOP_FILE))
     assert run(config, PolicyMaker()) == 0
     assert (attempt / LAST_CHECKPOINT_FILE).read_text() == f"{STEPS}\n"
-    assert comparable(run_dir) == comparable(whole[algorithm])
-    for name, tensor in final_weights(whole[algorithm]).items():
-        assert torch.equal(final_weights(run_dir)[name], tensor), name
+    check_same(run_dir, whole[algorithm])
 
 
 @pytest.mark.parametrize("way", ["SIGUSR1", "file of the run"])
