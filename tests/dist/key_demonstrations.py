@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -10,6 +10,7 @@ import torch
 
 from megarl.config.schema import known_paths
 from megarl.models.policy import PolicyConfig
+from tests.tables import read_table
 
 BACKENDS = ("megatron", "dtensor", "fsdp1")
 SECTIONS = ("megatron_cfg", "dtensor_cfg")
@@ -62,8 +63,8 @@ class Refused:
         named: the key that the violation names, where that is another one.
     """
 
-    values: tuple[Any, ...]
-    accepted: tuple[Any, ...]
+    values: Sequence[Any]
+    accepted: Sequence[Any]
     reason: str
     beside: Mapping[str, Any] = field(default_factory=dict)
     model: str = "qwen2"
@@ -83,6 +84,16 @@ class ShownBy:
 
 
 Demonstration: TypeAlias = Changes | Refused | ShownBy
+KINDS: Mapping[str, Any] = {"seen_in": Changes, "values": Refused, "test": ShownBy}
+"""Each kind by a field that it alone has."""
+
+
+def read_demonstrations() -> dict[str, dict[str, Demonstration]]:
+    """Demonstrations by key, in the groups of ``tests/data/key_demonstrations.yaml``."""
+    found: dict[str, dict[str, Demonstration]] = {}
+    for group, rows in read_table("key_demonstrations.yaml").items():
+        found[group] = {key: next(kind for name, kind in KINDS.items() if name in row)(**row) for key, row in rows.items()}
+    return found
 
 
 def leaves(backend: str) -> set[str]:

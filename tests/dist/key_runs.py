@@ -14,9 +14,9 @@ from megarl.config.schema import check_policy
 from megarl.errors import ConfigError, Violation
 from megarl.parity.pool import WorkerPool
 from tests.dist import key_observations
-from tests.dist.key_tables import ADAMW
 from tests.unit.config_samples import changed
 
+ADAMW = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2}}
 # FSDP1 wraps nothing on one rank
 RANKS = {"megatron": 1, "dtensor": 1, "fsdp1": 2}
 OWN: dict[str, dict[str, Any]] = {

@@ -21,23 +21,17 @@ from megarl.models.megatron import settings
 from megarl.models.megatron.transformer_engine import Finding
 from megarl.parity.pool import WorkerPool
 from megarl.run.inputs import tokenizer_of
-from tests.dist import key_observations, key_tables, key_tables_megatron
-from tests.dist.key_demonstrations import BACKENDS, AsItIs, Changes, Refused, ShownBy, differs, leaves
+from tests.dist import key_observations
+from tests.dist.key_demonstrations import BACKENDS, AsItIs, Changes, Refused, ShownBy, differs, leaves, read_demonstrations
 from tests.dist.key_models import make_models
 from tests.dist.key_runs import RANKS, Keys, Run
 from tests.tiers import sampled
 from tests.unit.config_samples import changed
 
-TABLES = {
-    "megatron": key_tables.SHARED | key_tables_megatron.MEGATRON,
-    "dtensor": key_tables.SHARED | key_tables.TORCH | key_tables.DTENSOR,
-    "fsdp1": key_tables.SHARED | key_tables.TORCH | key_tables.FSDP1,
-}
-ONE_EACH = {
-    "megatron": (key_tables.SHARED, key_tables_megatron.MEGATRON),
-    "dtensor": (key_tables.SHARED, key_tables.TORCH, key_tables.DTENSOR),
-    "fsdp1": (key_tables.SHARED, key_tables.TORCH, key_tables.FSDP1),
-}
+DEMONSTRATIONS = read_demonstrations()
+GROUPS = {"megatron": ("shared", "megatron"), "dtensor": ("shared", "torch", "dtensor"), "fsdp1": ("shared", "torch", "fsdp1")}
+ONE_EACH = {backend: [DEMONSTRATIONS[group] for group in groups] for backend, groups in GROUPS.items()}
+TABLES = {backend: {key: shown for group in groups for key, shown in group.items()} for backend, groups in ONE_EACH.items()}
 RATE = {
     "megatron": "megatron_cfg.optimizer.lr",
     "dtensor": "optimizer.kwargs.lr",

@@ -71,7 +71,7 @@ def test_advantages_equal_exact_arithmetic(rows: list[tuple[int, float, bool]], 
     """GRPO's, in fractions up to the one root. A group whose rewards are the same but for rounding has none. Of float32 rewards, as a run
     has them, the differences are float32 too; here they are float64."""
     groups, rewards, valid = (list(column) for column in zip(*rows, strict=True))
-    prompts = torch.tensor([[group, 3] for group in groups])
+    prompts = torch.tensor([[group] for group in groups])
     found = group_advantages(prompts, torch.tensor(rewards, dtype=torch.float64), torch.tensor(valid), leave_one_out, normalize, std)
     for row, group in enumerate(groups):
         members = [other for other, counts in enumerate(valid) if groups[other] == group and counts]
