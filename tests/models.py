@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tests.tables import read_table
+
 VOCABULARY = 101
 LAYERS = 3
 
@@ -168,10 +170,6 @@ def make_scoring(directory: Path, family: str, layers: int = LAYERS) -> Path:
     return directory
 
 
-def _by_tokens(enabled: bool, **others: Any) -> dict[str, Any]:
-    return {"enabled": enabled, **({"train_mb_tokens": 30, "logprob_mb_tokens": 37, **others} if enabled else {})}
-
-
 def policy_config(model: Path | str, **changes: Any) -> dict[str, Any]:
     """A complete policy configuration for a tiny model on Megatron.
 
@@ -183,100 +181,32 @@ def policy_config(model: Path | str, **changes: Any) -> dict[str, Any]:
             merged; of mixtures of experts ``ep``, ``etp``, ``dispatcher``, ``grouped``, ``freeze_router``, ``router_dtype``, ``balancing``,
             ``aux``, ``z``.
     """
-    take = changes.pop
-    precision = take("precision", "float32")
-    tp, clip, lr = take("tp", 1), take("clip", 1.0), take("lr", 1e-3)
-    decay, overlap = take("weight_decay", 0.1), take("overlap", False)
-    distributed_optimizer = take("distributed_optimizer", True)
-    batching, round_to = take("batching", "fixed"), take("round", 3)
-    recompute = take("recompute", False)
-    selective = {"recompute_granularity": "selective", "recompute_modules": recompute} if isinstance(recompute, list) else {}
-    config = {
-        "model_name": str(model),
-        "tokenizer": {"name": str(model)},
-        "train_global_batch_size": take("gbs", 8),
-        "train_micro_batch_size": take("mbs", 2),
-        "logprob_batch_size": take("logprob_batch_size", 3),
-        "generation_batch_size": 4,
-        "precision": precision,
-        "fsdp_offload_enabled": False,
-        "activation_checkpointing_enabled": False,
-        "make_sequence_length_divisible_by": take("multiple", 1),
-        "max_total_sequence_length": take("max_length", 64),
-        "max_grad_norm": clip,
-        "dtensor_cfg": {"enabled": False},
-        "dynamic_batching": _by_tokens(batching == "dynamic", sequence_length_round=round_to),
-        "sequence_packing": _by_tokens(batching == "packed"),
-        "megatron_cfg": {
-            "enabled": True,
-            "empty_unused_memory_level": 0,
-            "activation_checkpointing": bool(recompute),
-            **selective,
-            "tensor_model_parallel_size": tp,
-            "pipeline_model_parallel_size": take("pp", 1),
-            "pipeline_model_parallel_layout": take("pipeline_layout", None),
-            "num_layers_in_first_pipeline_stage": take("first", None),
-            "num_layers_in_last_pipeline_stage": take("last", None),
-            "virtual_pipeline_model_parallel_size": take("vpp", None),
-            "context_parallel_size": take("cp", 1),
-            "context_parallel_comm_type": take("comm", None),
-            "expert_model_parallel_size": take("ep", 1),
-            "expert_tensor_parallel_size": take("etp", 1),
-            "moe_token_dispatcher_type": take("dispatcher", "alltoall"),
-            "moe_grouped_gemm": take("grouped", None),
-            "freeze_moe_router": take("freeze_router", False),
-            "moe_router_dtype": take("router_dtype", None),
-            "moe_router_load_balancing_type": take("balancing", "none"),
-            "moe_aux_loss_coeff": take("aux", None),
-            "moe_z_loss_coeff": take("z", None),
-            "pipeline_dtype": precision,
-            "sequence_parallel": take("sp", False),
-            "optimizer": {
-                "optimizer": take("optimizer", "adam"),
-                "lr": lr,
-                "min_lr": 0.0,
-                "weight_decay": decay,
-                "bf16": precision == "bfloat16",
-                "fp16": precision == "float16",
-                "params_dtype": "float32",
-                "adam_beta1": 0.9,
-                "adam_beta2": 0.95,
-                "adam_eps": take("eps", 1e-6),
-                "sgd_momentum": 0.9,
-                "use_distributed_optimizer": distributed_optimizer,
-                "use_precision_aware_optimizer": False,
-                "clip_grad": clip,
-            },
-            "scheduler": {
-                "start_weight_decay": decay,
-                "end_weight_decay": decay,
-                "weight_decay_incr_style": "constant",
-                "lr_decay_style": "constant",
-                "lr_decay_iters": None,
-                "lr_warmup_iters": 2,
-                "lr_warmup_init": lr / 4,
-            },
-            "distributed_data_parallel_config": {
-                "grad_reduce_in_fp32": False,
-                "overlap_grad_reduce": overlap,
-                "overlap_param_gather": overlap and distributed_optimizer,
-                "average_in_collective": False,
-                "bucket_size": take("bucket_size", None),
-                "use_custom_fsdp": False,
-                "data_parallel_sharding_strategy": "no_shard",
-            },
-        },
-        "generation": {
-            "backend": "megatron",
-            "max_new_tokens": 8,
-            "temperature": take("temperature", 1.0),
-            "top_p": 1.0,
-            "top_k": None,
-            "stop_token_ids": [2],
-            "stop_strings": None,
-            "pad_token_id": 0,
-            **take("generation", {}),
-        },
-    }
-    assert not changes, f"unknown changes {changes}"
-    return config
+    base = read_table("policy.yaml")
+    config, generation = base["policy"], changes.pop("generation", {})
+    config |= {"model_name": str(model), "tokenizer": {"name": str(model)}}
+    megatron = config["megatron_cfg"]
+    if "precision" in changes:
+        megatron["optimizer"] |= {"bf16": changes["precision"] == "bfloat16", "fp16": changes["precision"] == "float16"}
+    recompute = changes.pop("recompute", False)
+    megatron["activation_checkpointing"] = bool(recompute)
+    if isinstance(recompute, list):
+        megatron |= {"recompute_granularity": "selective", "recompute_modules": recompute}
+    budgets = {"enabled": True, "train_mb_tokens": 30, "logprob_mb_tokens": 37}
+    batching, round_to = changes.pop("batching", "fixed"), changes.pop("round", 3)
+    if batching == "dynamic":
+        config["dynamic_batching"] = {**budgets, "sequence_length_round": round_to}
+    elif batching == "packed":
+        config["sequence_packing"] = budgets
+    for name, value in changes.items():
+        for path in base["changes"][name]:
+            *sections, key = path.split(".")
+            section = config
+            for each in sections:
+                section = section[each]
+            section[key] = value
+    optimizer = megatron["optimizer"]
+    megatron["scheduler"]["lr_warmup_init"] = optimizer["lr"] / 4
+    overlap = megatron["distributed_data_parallel_config"]
+    overlap["overlap_param_gather"] = overlap["overlap_grad_reduce"] and optimizer["use_distributed_optimizer"]
+    config["generation"] |= generation
+    return config  # type: ignore[no-any-return]
