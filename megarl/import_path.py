@@ -27,6 +27,8 @@ def is_import_path(text: str) -> bool:
 def load_object(path: str, key: str) -> Any:
     """The object at an import path. Its module is run; that happens for names in a configuration alone.
 
+    It is loaded once a run (``forget_objects``), so that a file that is changed or removed meanwhile changes nothing of the run.
+
     Args:
         path: ``path/to/file.py:name``, relative to the working directory, or ``package.module:name``.
         key: dotted key of the configuration, for the error.
@@ -34,6 +36,20 @@ def load_object(path: str, key: str) -> Any:
     Raises:
         ConfigError: there is no such file or module, it fails, or has no such name.
     """
+    if (path, key) not in _loaded:
+        _loaded[path, key] = _load(path, key)
+    return _loaded[path, key]
+
+
+_loaded: dict[tuple[str, str], Any] = {}
+
+
+def forget_objects() -> None:
+    """Load objects anew when they are asked for again: a run begins."""
+    _loaded.clear()
+
+
+def _load(path: str, key: str) -> Any:
     source, _, name = path.rpartition(":")
     if not source or not name.isidentifier():
         raise _refused(key, path, "it is no import path", "write path/to/file.py:name or package.module:name")

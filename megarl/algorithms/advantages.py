@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -10,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from megarl.config.losses import ESTIMATOR
+from megarl.config.losses import ESTIMATOR, ESTIMATORS
 from megarl.errors import BatchError
 from megarl.import_path import load_object
 
@@ -102,7 +103,7 @@ class AdvantageInputs:
 
     Attributes:
         settings: a ``GRPOConfig``; ``settings["adv_estimator"]["options"]`` has the keys of an estimator of one's own.
-        prompts: [B, P] int, padded alike within a group: answers to the same prompt.
+        groups: [B] int64, the same number for answers to the same prompt.
         rewards: [B] float.
         compared: [B], 1 for answers that others of their group are compared with.
         mask: [B, S], 1 for tokens that are trained on: sampled by the policy, in answers that count.
@@ -112,7 +113,7 @@ class AdvantageInputs:
     """
 
     settings: Mapping[str, Any]
-    prompts: Tensor
+    groups: Tensor
     rewards: Tensor
     compared: Tensor
     mask: Tensor
@@ -136,6 +137,7 @@ def estimated_advantages(
     sample_mask: Tensor,
     token_penalties: Tensor | None = None,
     reward_weights: Mapping[str, float] | None = None,
+    estimator: Estimator | None = None,
 ) -> Tensor:
     """Advantages of a step's samples, [B, 1], or where those of tokens differ [B, S], in the dtype of the rewards; 0 where nothing counts.
 
@@ -145,24 +147,42 @@ def estimated_advantages(
         sample_mask: [B], 1 for rows that are trained on. ``samples`` may have more of them, which are then in the groups alone.
         token_penalties: [B, S] float, taken from the rewards, 0 at tokens that do not count; None for none.
         reward_weights: of the parts of the reward, ``reward/NAME``, by name.
+        estimator: that ``settings`` name, where it has been loaded already.
 
     Raises:
         BatchError: an estimator of the user's own returned something else.
     """
+    parts = {name.removeprefix(PART): values for name, values in samples.items() if name.startswith(PART)}
     inputs = AdvantageInputs(
         settings,
-        samples["prompt_ids"],
+        _groups(samples["prompt_ids"], samples["reward"], samples["sample_mask"]),
         samples["reward"],
         samples["sample_mask"],
         samples["token_mask"] * sample_mask.unsqueeze(1),
         token_penalties,
-        {name.removeprefix(PART): values for name, values in samples.items() if name.startswith(PART)},
-        reward_weights or {},
+        parts,
+        {name: (reward_weights or {}).get(name, 1.0) for name in parts},
     )
     name = settings["adv_estimator"]["name"]
-    found = _ESTIMATORS[name](inputs) if name in _ESTIMATORS else _checked(load_object(name, ESTIMATOR)(inputs), inputs, name)
+    estimate = estimator or estimator_of(name)
+    found = estimate(inputs) if name in ESTIMATORS else _checked(estimate(_copied(inputs)), inputs, name)
     by_token = found.unsqueeze(1) if found.ndim == 1 else found
     return torch.where((sample_mask.unsqueeze(1) if found.ndim == 1 else inputs.mask) == 0, 0.0, by_token).to(inputs.rewards.dtype)
+
+
+def estimator_of(name: str, key: str = ESTIMATOR) -> Estimator:
+    """The estimator of a name or import path.
+
+    Raises:
+        ConfigError: nothing can be imported under that name.
+    """
+    found: Estimator = _ESTIMATORS[name] if name in _ESTIMATORS else load_object(name, key)
+    return found
+
+
+def _copied(inputs: AdvantageInputs) -> AdvantageInputs:
+    """What an estimator of the user's own may change without a change to the batch."""
+    return copy.deepcopy(inputs)
 
 
 def _checked(found: Any, inputs: AdvantageInputs, name: str) -> Tensor:
@@ -171,6 +191,10 @@ def _checked(found: Any, inputs: AdvantageInputs, name: str) -> Tensor:
     if not isinstance(found, Tensor) or found.shape not in shapes:
         kind = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise BatchError(f"{name} returned {kind}. Fix: return advantages of answers {list(shapes[0])} or of tokens {list(shapes[1])}")
+    if found.is_complex() or found.layout is not torch.strided:
+        raise BatchError(f"{name} returned a tensor of {found.dtype} and {found.layout}. Fix: return dense real numbers")
+    # in the dtype that is trained with, in which they may overflow
+    found = found.detach().to(inputs.rewards.dtype)
     counts = inputs.mask.any(dim=1) if found.ndim == 1 else inputs.mask != 0
     wrong = int((counts & ~found.isfinite()).sum())
     if wrong:
@@ -181,23 +205,27 @@ def _checked(found: Any, inputs: AdvantageInputs, name: str) -> Tensor:
 def _grpo(inputs: AdvantageInputs) -> Tensor:
     settings = inputs.settings
     leave_one_out, normalize = settings["use_leave_one_out_baseline"], settings["normalize_rewards"]
-    return group_advantages(inputs.prompts, inputs.net_rewards, inputs.compared, leave_one_out, normalize, settings["std"])
+    return group_advantages(inputs.groups.unsqueeze(1), inputs.net_rewards, inputs.compared, leave_one_out, normalize, settings["std"])
 
 
 def _rloo(inputs: AdvantageInputs) -> Tensor:
-    return group_advantages(inputs.prompts, inputs.net_rewards, inputs.compared, leave_one_out_baseline=True, normalize_rewards=False)
+    return group_advantages(
+        inputs.groups.unsqueeze(1), inputs.net_rewards, inputs.compared, leave_one_out_baseline=True, normalize_rewards=False
+    )
 
 
 def _gdpo(inputs: AdvantageInputs) -> Tensor:
     settings = inputs.settings
     leave_one_out, normalize = settings["use_leave_one_out_baseline"], settings["normalize_rewards"]
-    found = gdpo_advantages(inputs.prompts, inputs.parts, inputs.weights, inputs.compared, leave_one_out, normalize, settings["std"])
+    found = gdpo_advantages(
+        inputs.groups.unsqueeze(1), inputs.parts, inputs.weights, inputs.compared, leave_one_out, normalize, settings["std"]
+    )
     return found.to(inputs.rewards.dtype)
 
 
 def _reinforce_plus_plus(inputs: AdvantageInputs) -> Tensor:
     compared = inputs.compared if inputs.settings["adv_estimator"]["minus_baseline"] else None
-    return reinforce_plus_plus_advantages(inputs.prompts, inputs.rewards, inputs.mask, compared, inputs.penalties)
+    return reinforce_plus_plus_advantages(inputs.groups.unsqueeze(1), inputs.rewards, inputs.mask, compared, inputs.penalties)
 
 
 _ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(

@@ -98,7 +98,10 @@ class GRPOConfig(RewardedConfig):
     """Group-relative policy optimisation."""
 
     num_generations_per_prompt: Annotated[
-        int, Key("answers a prompt; 2 or more, but for `reinforce_plus_plus` without ``minus_baseline``.", AT_LEAST_1)
+        int,
+        Key(
+            "answers a prompt; 2 or more, but for `reinforce_plus_plus` without ``minus_baseline`` and estimators of one's own.", AT_LEAST_1
+        ),
     ]
     adv_estimator: NotRequired[
         Annotated[
@@ -166,6 +169,7 @@ class GRPO(Sampled):
     GENERATIONS = "grpo.num_generations_per_prompt"
 
     def __init__(self, parts: Parts) -> None:
+        from megarl.algorithms.advantages import estimator_of
         from megarl.algorithms.loss_functions import policy_loss
 
         self.loss_config = parts.config["loss_fn"]
@@ -173,6 +177,8 @@ class GRPO(Sampled):
         self.reward_model = parts.models.get(REWARD_MODEL)
         self.reward_weights = {**weights_of_rewards(parts.config["env"]), REWARD_MODEL.name: self.config["reward_model_weight"]}
         self.pad_token_id = parts.tokenizer.pad_token_id
+        own = self.config.get("adv_estimator")
+        self.estimator = None if own is None else estimator_of(own["name"], f"{self.section()}.adv_estimator.name")
 
     @classmethod
     def roles(cls, config: Mapping[str, Any]) -> tuple[Role, ...]:
@@ -325,7 +331,7 @@ class GRPO(Sampled):
         place = torch.arange(len(samples["reward"])) // self.config["num_generations_per_prompt"]
         grouped = {**samples, "prompt_ids": place.unsqueeze(1)}
         penalties, metrics = self.penalties_of(samples, batch)
-        advantages = estimated_advantages(self.config, grouped, batch["sample_mask"], penalties, self.reward_weights)
+        advantages = estimated_advantages(self.config, grouped, batch["sample_mask"], penalties, self.reward_weights, self.estimator)
         return clipped(advantages, self.config["advantage_clip_low"], self.config["advantage_clip_high"]), metrics
 
     def penalties_of(self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]) -> tuple[Tensor | None, dict[str, float]]:

@@ -22,7 +22,7 @@ def step_metrics(result: Mapping[str, Any], loss_fn: LossFunction) -> dict[str, 
     ``loss`` and ``grad_norm`` are means over its global batches, the others are reduced as the loss declares. There is no ``grad_norm``
     after an evaluation.
     """
-    metrics = reduce_metrics(result["all_mb_metrics"], loss_fn.metric_reductions)
+    metrics = reduce_metrics(result["all_mb_metrics"], getattr(loss_fn, "metric_reductions", {}))
     metrics["loss"] = float(torch.as_tensor(result["loss"], dtype=torch.float64).mean())
     if "grad_norm" not in metrics and result.get("grad_norm") is not None:
         metrics["grad_norm"] = float(torch.as_tensor(result["grad_norm"], dtype=torch.float64).mean())
@@ -36,7 +36,8 @@ def metrics_of_epochs(results: Sequence[Mapping[str, Any]], loss_fn: LossFunctio
     values = {
         name: [metrics[name] for metrics in found if name in metrics] for name in dict.fromkeys(name for each in found for name in each)
     }
-    ways = {name: loss_fn.metric_reductions.get(name, default_reduction(name)) for name in values}
+    declared = getattr(loss_fn, "metric_reductions", {})
+    ways = {name: declared.get(name, default_reduction(name)) for name in values}
     return {name: reduce_values(each, Reduction.MEAN if ways[name] is Reduction.SUM else ways[name]) for name, each in values.items()}
 
 

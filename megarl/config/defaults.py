@@ -158,7 +158,7 @@ def _complete_engine(generation: Config, policy: Config) -> Config:
     try:
         kind = engine_kind(filled["backend"])
         if kind.section is not None:
-            filled["engine_cfg"] = fill(_section(filled, "engine_cfg"), defaults_of(kind.section))
+            filled["engine_cfg"] = _with_inner_sections(fill(_section(filled, "engine_cfg"), defaults_of(kind.section)), kind.section)
         return kind.complete(filled, policy)
     except ConfigError:
         return filled

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from typing_extensions import is_typeddict
+
 from megarl.config.plugins import EngineKind
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path, load_object
@@ -33,4 +35,7 @@ def engine_kind(backend: str) -> EngineKind:
     if not isinstance(found, EngineKind):
         bound = f"it must be {', '.join((*OF_THE_POLICY, *ENGINES))} or the import path of an EngineKind"
         raise ConfigError([Violation(KEY, backend, bound, "write one of those names, or path/to/file.py:KIND")])
+    if found.section is not None and not is_typeddict(found.section):
+        bound = f"the section of its kind is {found.section!r:.60}, and a TypedDict of typing_extensions is wanted"
+        raise ConfigError([Violation(KEY, backend, bound, "write class NAME(typing_extensions.TypedDict)")])
     return found

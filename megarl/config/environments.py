@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 from megarl.config.reward_arguments import describe_faults, known_names
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path, load_object
-from megarl.key import ABOVE_0, AT_LEAST_1, Key, Range, fields_of, keys_of
+from megarl.key import ABOVE_0, AT_LEAST_1, Key, Range, fields_of, keys_of, section_types
 
 REWARD, ENVIRONMENT = "env.reward", "env.environment"
 SINGLE_TURN = "single_turn"
@@ -283,6 +283,10 @@ def faults_of_ranges(section: Mapping[str, Any], kind: Any, key: str) -> Iterato
         value = section.get(name)
         if value is not None and field.bounds is not None and not field.bounds.holds(value):
             yield Violation(f"{key}.{name}", value, f"it must be {field.bounds}", f"write a value that is {field.bounds}")
+    for name, annotation in keys_of(kind).items():
+        for inner in section_types(annotation):
+            if isinstance(section.get(name), Mapping):
+                yield from faults_of_ranges(section[name], inner, f"{key}.{name}")
 
 
 def faults_of_rewards(section: Mapping[str, Any], key: str = "env", columns: Collection[str] = ()) -> Iterator[Violation]:

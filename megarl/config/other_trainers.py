@@ -188,8 +188,8 @@ VERL: Mapping[str, str] = {
     "actor_rollout_ref.rollout.val_kwargs.n": "{algorithm}.val_num_generations_per_prompt",
     "actor_rollout_ref.rollout.val_kwargs.temperature": "policy.generation.val_temperature",
     "actor_rollout_ref.rollout.val_kwargs.top_p": "policy.generation.val_top_p",
-    "algorithm.adv_estimator": "write grpo.adv_estimator.name={value} for grpo, rloo and reinforce_plus_plus; gae is a PPO recipe's "
-    "(algorithm=ppo)",
+    "algorithm.adv_estimator": "write grpo.adv_estimator.name={value} for grpo, rloo, gdpo and reinforce_plus_plus, or the import path of "
+    "a function of one's own; gae is a PPO recipe's (algorithm=ppo)",
     "algorithm.kl_ctrl.kl_coef": f"write {_KL}={{value}}, with {_LOSS}.use_kl_in_reward=true",
     "algorithm.kl_penalty": f"write {_KL_TYPE}=k1 for kl, k2 for mse, k3 for low_var_kl",
     "algorithm.use_kl_in_reward": f"{_LOSS}.use_kl_in_reward",

@@ -144,7 +144,7 @@ class EngineKind:
         title: what people call it.
         start: starts the engines of a run, a ``RolloutEngine``; called with the ``RayVirtualCluster`` and the whole configuration.
         complete: fills the ``generation`` section in, called with it and the ``policy`` section.
-        section: TypedDict of ``policy.generation.engine_cfg``, the engine's own keys; None for an engine without any.
+        section: TypedDict (of ``typing_extensions``) of ``policy.generation.engine_cfg``, its own keys; None for none.
         rules: on the engine's part of the configuration.
         memory: of a device, called with a checked run's configuration and the model's sizes; None where it is not known.
         distributions: names of Python distributions, one of which has to be installed; empty for none.

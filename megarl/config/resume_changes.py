@@ -52,17 +52,21 @@ _PLACES_OF_DATA = ("data.train.path", "data.train.name", "data.validation", "dat
 _PLACE_IN_LIST = re.compile(r"data\.train\.\d+\.(path|name)")
 
 
+_BY_A_PERSON = frozenset({"kwargs", "options", "engine_cfg", "vllm_kwargs"})
+"""Sections whose keys megarl does not know."""
+
+
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted keys that both configurations have, with both values, where these differ.
 
-    A key that only one of them has is a new or a dropped one of another megarl, and says nothing; but among ``kwargs``, which a person
-    wrote, it is a change from or to None.
+    A key that only one of them has is a new or a dropped one of another megarl, and says nothing; but among ``kwargs`` and options, which a
+    person wrote, it is a change from or to None.
     """
     changes: dict[str, tuple[Any, Any]] = {}
     for key in [key for key in before if key in now]:
         old, new = _by_place(before[key], now[key])
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            if key == "kwargs":
+            if key in _BY_A_PERSON:
                 absent = dict.fromkeys([*old, *new])
                 old, new = {**absent, **old}, {**absent, **new}
             changes |= {f"{key}.{inner}": values for inner, values in changed_keys(old, new).items()}

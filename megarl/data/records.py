@@ -145,13 +145,20 @@ def _all_pairs(source: DataSource, on_bad: OnBadRecord) -> Iterator[tuple[Record
             on_bad(error)
 
 
+def _without_weights(prompt: str | Sequence[Any]) -> Any:
+    """A prompt without what SFT alone reads of its messages."""
+    if isinstance(prompt, str):
+        return prompt
+    return [{key: value for key, value in turn.items() if key != "weight"} if isinstance(turn, Mapping) else turn for turn in prompt]
+
+
 def _pair(stored: Row, source: DataSource) -> tuple[Record, Record]:
     origin, row = stored
     require_object(row, "a prompt and two answers a row", origin)
     chosen, rejected = (
         _with_system(_answered_record(row, key, source, origin), row, source) for key in (source["chosen_key"], source["rejected_key"])
     )
-    if chosen.prompt != rejected.prompt:
+    if _without_weights(chosen.prompt) != _without_weights(rejected.prompt):
         raise RecordError(
             f"{origin}: {source['chosen_key']!r} and {source['rejected_key']!r} differ in more than their last turn. "
             "Fix: give both the same prompt"

@@ -35,6 +35,7 @@ from megarl.data.sampler import MixtureSampler, ResumableSampler, Sampler
 from megarl.distributed.deadlines import keeping_durations
 from megarl.distributed.shared_memory import SharedMemoryWatch
 from megarl.errors import ConfigError, MegarlError, Violation
+from megarl.import_path import forget_objects
 from megarl.observe.console import TrainingConsole
 from megarl.observe.launches import FINISHED, recorded_launch, recorded_start
 from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
@@ -112,6 +113,7 @@ def run(config: Config, make_policy: PolicyFactory | None = None, stop_at: float
             are found before any worker starts.
         ConversionError: the model cannot be carried over; found before any worker starts too.
     """
+    forget_objects()
     config = validate_config(config)
     run_dir = Path(config["run_dir"]).absolute()
     if make_policy is None:

@@ -15,8 +15,8 @@ from megarl.algorithms.interfaces import LossInputType, LossType
 def above_the_others(inputs: AdvantageInputs) -> torch.Tensor:
     """The reward of a response less the mean of the others of its prompt, times ``options.scale``; [B]."""
     advantages = torch.zeros_like(inputs.net_rewards)
-    for row, prompt in enumerate(inputs.prompts):
-        others = (inputs.prompts == prompt).all(dim=1) & (inputs.compared != 0)
+    for row, group in enumerate(inputs.groups):
+        others = (inputs.groups == group) & (inputs.compared != 0)
         others[row] = False
         if others.any():
             advantages[row] = inputs.net_rewards[row] - inputs.net_rewards[others].mean()

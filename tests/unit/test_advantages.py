@@ -238,7 +238,7 @@ class Rewarded:
         self.algorithm: Any = object.__new__(GRPO)
         clips = {"advantage_clip_low": None, "advantage_clip_high": None}
         self.algorithm.config = {**settings_of(name, **settings), **clips, "num_generations_per_prompt": 3}
-        self.algorithm.reward_weights = {}
+        self.algorithm.reward_weights, self.algorithm.estimator = {}, None
         divergence = {"reference_policy_kl_penalty": 0.5, "use_kl_in_reward": True, "reference_policy_kl_type": "k1"}
         self.algorithm.loss_config = {**defaults_of(ClippedPGLossConfig), **divergence}
         self.samples = {
@@ -376,6 +376,21 @@ def nothing(inputs):
 def infinite(inputs):
     return inputs.rewards / 0.0
 
+def too_large(inputs):
+    return inputs.rewards.double() + 1e300
+
+def complex_numbers(inputs):
+    return inputs.rewards * 1j
+
+def with_a_gradient(inputs):
+    return inputs.rewards * torch.ones((), requires_grad=True)
+
+def changes_all(inputs):
+    for column in (inputs.groups, inputs.rewards, inputs.compared, inputs.mask):
+        column.zero_()
+    inputs.settings.clear()
+    return inputs.rewards
+
 def of_what_does_not_count(inputs):
     return torch.where(inputs.mask.any(dim=1), 1.0, float("nan"))
 """
@@ -392,11 +407,17 @@ def test_an_estimator_of_ones_own(tmp_path: Path) -> None:
     assert torch.equal(found("by_token"), mask * torch.arange(mask.shape[1]))
     assert torch.equal(found("of_what_does_not_count").squeeze(1), (mask.any(dim=1)).double())
     rows, length = mask.shape
+    copies = {name: column.clone() for name, column in samples.items()}
+    assert not found("changes_all").any() and all(torch.equal(samples[name], column) for name, column in copies.items())
+    assert not found("with_a_gradient").requires_grad
+    samples["reward"] = samples["reward"].float()
     for name, said in (
+        ("complex_numbers", "dense real numbers"),
+        ("too_large", "advantages that are not finite"),
         ("one", r"returned a tensor \[\]"),
         ("nothing", "returned NoneType"),
         ("infinite", "advantages that are not finite"),
     ):
         with pytest.raises(BatchError, match=said) as error:
             found(name)
-        assert name == "infinite" or f"of answers [{rows}] or of tokens [{rows}, {length}]" in str(error.value)
+        assert name not in ("one", "nothing") or f"of answers [{rows}] or of tokens [{rows}, {length}]" in str(error.value)

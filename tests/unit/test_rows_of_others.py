@@ -355,3 +355,11 @@ def test_turns_of_weight_0_are_not_learned(tmp_path: Path, template: str, form: 
 def test_weights_that_are_neither_0_nor_1_are_refused(tmp_path: Path, weights: tuple[Any, ...], said: str) -> None:
     with pytest.raises(DataError, match=said):
         load(tmp_path, weighed(*weights), "qwen3", messages_key="messages")
+
+
+def test_weights_are_no_difference_of_preferred_answers(tmp_path: Path) -> None:
+    """DPO learns the last turns alone; what only SFT reads of the turns before them tells no prompts apart."""
+    [row] = weighed(0, ...)
+    pair = {"chosen": row["messages"], "rejected": [*TALK[:3], {"role": "assistant", "content": "Four."}]}
+    found = load(tmp_path, [pair], "qwen3", pairs=True, chosen_key="chosen", rejected_key="rejected")
+    assert len(found) == 1 and [len(each) for each in learned(found, "qwen3")] == [1, 1]

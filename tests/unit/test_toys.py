@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from megarl.config.memory_run import checkpoints_kept
+from megarl.config.resume_changes import changed_keys
 from megarl.config.validate import validate_config
 from megarl.data.datasets import Example
 from megarl.data.tokenization import get_tokenizer
 from megarl.errors import BatchError, ConfigError, DataError
+from megarl.import_path import forget_objects, load_object
 from megarl.models.generation import configure_generation_config
 from megarl.observe.timing import PhaseTimer
 from megarl.rollout.collector import Collector, add_metrics
@@ -91,6 +93,76 @@ def test_a_variant_of_an_algorithm_overrides_one_part_of_its_step(tmp_path: Path
     found, expected = rows(tmp_path / "variant")[0], rows(tmp_path / "grpo")[0]
     assert expected["train/advantages_min"] < 0 == found["train/advantages_min"]
     assert found["train/advantages_max"] == expected["train/advantages_max"] and found["train/reward"] == expected["train/reward"]
+
+
+def test_what_a_run_has_loaded_stays_as_it_was_until_the_next_run(tmp_path: Path) -> None:
+    """A file that is saved in the middle of a run would change its algorithm without a word."""
+    path = tmp_path / "own.py"
+    path.write_text("def one(inputs): return 1")
+    first = load_object(f"{path}:one", "key")
+    path.write_text("def one(inputs): return 2")
+    assert load_object(f"{path}:one", "key") is first
+    path.unlink()
+    assert load_object(f"{path}:one", "key") is first
+    path.write_text("def one(inputs): return 3")
+    forget_objects()
+    assert load_object(f"{path}:one", "key")(None) == 3
+
+
+def test_rules_follow_the_section_of_an_algorithm_of_ones_own(tmp_path: Path, model: str, data: str) -> None:
+    """One that has GRPO's keys under another name."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from megarl.algorithms.grpo import GRPO, GRPOConfig\n"
+        "class Mine(GRPO):\n"
+        "    SECTIONS = {'mine': GRPOConfig, **{name: each for name, each in GRPO.SECTIONS.items() if name != 'grpo'}}\n"
+        "    PROMPTS, GENERATIONS = 'mine.num_prompts_per_step', 'mine.num_generations_per_prompt'\n"
+    )
+    config = make_config("grpo", tmp_path, model, data, adv_estimator={"name": "grpoo"})
+    config |= {"algorithm": f"{path}:Mine", "mine": config.pop("grpo")}
+    with pytest.raises(ConfigError, match=r"mine\.adv_estimator\.name = 'grpoo'.*did you mean 'grpo'"):
+        validate_config(config)
+
+
+SECTIONED = """
+from typing import NotRequired, Annotated
+import typing
+from typing_extensions import TypedDict
+from megarl.key import AT_LEAST_1, Key
+from megarl.models.generation.engines import EngineKind
+
+class Inner(TypedDict):
+    size: NotRequired[Annotated[int, Key("of it.", AT_LEAST_1, default=4)]]
+
+class Section(TypedDict):
+    inner: NotRequired[Annotated[Inner, Key("inside.", default={})]]
+
+GOOD = EngineKind("good", start=None, section=Section)
+WRONG = EngineKind("wrong", start=None, section=dict)
+"""
+
+
+def test_sections_of_an_engine_of_ones_own_are_checked_and_filled_in(tmp_path: Path, model: str, data: str) -> None:
+    (tmp_path / "own.py").write_text(SECTIONED)
+    config = make_config("grpo", tmp_path, model, data)
+    generation = config["policy"]["generation"]
+    generation |= {"backend": f"{tmp_path}/own.py:GOOD", "colocated": {"enabled": False, "resources": {"gpus_per_node": 1}}}
+    config["cluster"]["gpus_per_node"] = 2
+    for given in ({}, {"engine_cfg": {}}, {"engine_cfg": {"inner": {}}}):
+        filled = validate_config({**config, "policy": {**config["policy"], "generation": {**generation, **given}}})
+        assert filled["policy"]["generation"]["engine_cfg"] == {"inner": {"size": 4}}
+    generation["engine_cfg"] = {"inner": {"size": 0}}
+    with pytest.raises(ConfigError, match=r"engine_cfg\.inner\.size = 0: it must be at least 1"):
+        validate_config(config)
+    generation |= {"backend": f"{tmp_path}/own.py:WRONG"}
+    with pytest.raises(ConfigError, match="a TypedDict of typing_extensions is wanted"):
+        validate_config(config)
+
+
+def test_changed_options_are_told_at_a_resume() -> None:
+    before = {"loss_fn": {"options": {}}, "grpo": {"adv_estimator": {"options": {"scale": 1.0}}}}
+    now = {"loss_fn": {"options": {"scale": -1.0}}, "grpo": {"adv_estimator": {"options": {}}}}
+    assert changed_keys(before, now) == {"loss_fn.options.scale": (None, -1.0), "grpo.adv_estimator.options.scale": (1.0, None)}
 
 
 def test_the_section_of_an_algorithm_is_checked(tmp_path: Path, model: str, data: str) -> None:

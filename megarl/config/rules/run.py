@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import fnmatch
 import inspect
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.config.algorithms import OF_ALGORITHMS, algorithm_class
@@ -183,16 +184,51 @@ def preference_loss_goes_together(view: View) -> Iterator[Violation]:
 def loss_is_known(view: View) -> Iterator[Violation]:
     """The loss is the built-in one, or one at an import path that can be made of the section."""
     view.require(view.algorithm.SECTIONS.get(LOSS) is ClippedPGLossConfig)
-    yield from _known_or_own(view, FUNCTION, (CLIPPED_PG,), f"{LOSS}.options", "Name")
+    yield from _known_or_own(view, FUNCTION, (CLIPPED_PG,), f"{LOSS}.options", "Name", lambda found: _fault_of_loss(found, view[LOSS]))
 
 
 def estimator_is_known(view: View) -> Iterator[Violation]:
     """The estimator of advantages is a built-in one, or a function at an import path."""
-    yield from _known_or_own(view, f"{ESTIMATOR}.name", ESTIMATORS, f"{ESTIMATOR}.options", "name")
+    section = f"{view.algorithm.section()}.adv_estimator"
+    yield from _known_or_own(view, f"{section}.name", ESTIMATORS, f"{section}.options", "name", _fault_of_estimator)
 
 
-def _known_or_own(view: View, key: str, built_in: Sequence[str], options: str, called: str) -> Iterator[Violation]:
-    """A key names something built in, or the import path of what can be called; the options are read by the latter alone."""
+def _fault_of_estimator(found: Any) -> str | None:
+    """Why something cannot be an estimator of advantages."""
+    if inspect.isclass(found) or not callable(found):
+        return f"it is {'a class' if inspect.isclass(found) else f'{found!r:.60}'}, and a function is wanted"
+    return None if _takes(found, None) else "it is called with one argument, the AdvantageInputs, and does not take it"
+
+
+def _fault_of_loss(found: Any, section: Mapping[str, Any]) -> str | None:
+    """Why a loss cannot be made of its section, or what is made cannot be called as one."""
+    if not callable(found):
+        return f"it is {found!r:.60}, and a class is wanted"
+    try:
+        made = found(copy.deepcopy(dict(section)))
+    # a user's code may fail in any way, and end itself
+    except (Exception, SystemExit) as error:
+        return f"it cannot be made of the section {LOSS}: {type(error).__name__}: {error}"
+    if not callable(made) or not _takes(made, None, None, None, next_token_logprobs=None):
+        return f"it makes a {type(made).__name__}, which is not called as a LossFunction is (megarl.algorithms.interfaces)"
+    return None if hasattr(made, "loss_type") else f"it makes a {type(made).__name__} without a loss_type (megarl.algorithms.interfaces)"
+
+
+def _takes(function: Any, *arguments: Any, **named: Any) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments, **named)
+    except TypeError:
+        return False
+    # of a function that is not written in Python
+    except ValueError:
+        return True
+    return True
+
+
+def _known_or_own(
+    view: View, key: str, built_in: Sequence[str], options: str, called: str, fault_of: Callable[[Any], str | None]
+) -> Iterator[Violation]:
+    """A key names something built in, or the import path of something of use; the options are read by the latter alone."""
     name = view[key]
     if name in built_in:
         if view.get(options):
@@ -207,8 +243,8 @@ def _known_or_own(view: View, key: str, built_in: Sequence[str], options: str, c
         except ConfigError as error:
             yield from error.violations
             return
-        if not callable(found):
-            yield Violation(key, name, f"it is a {type(found).__name__}, which cannot be called", "name a function or a class")
+        if (fault := fault_of(found)) is not None:
+            yield Violation(key, name, fault, f"mend {name.rpartition(':')[0]}, or write {built_in[0]}")
 
 
 ESTIMATOR = "grpo.adv_estimator"
