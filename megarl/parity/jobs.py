@@ -12,9 +12,10 @@ import torch
 
 from megarl.algorithms.distillation import Distillation
 from megarl.algorithms.grpo import GRPO
-from megarl.algorithms.loss_functions import ClippedPGLossFn
 from megarl.algorithms.ppo import PPO
+from megarl.config.losses import ClippedPGLossConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.key import defaults_of
 from megarl.models.policy.batch_plan import shard_batch
 from megarl.parity.batches import ANSWERS_A_PROMPT, REWARDS, calls_of, first_step, logprob_shards
 from megarl.parity.case import Case
@@ -131,7 +132,8 @@ def _algorithm(case: Case) -> Any:
     algorithm.reward_weights = PART_WEIGHTS
     # of a critic's loss there is an actor's beside it
     actor = case if case.loss_kind == "pg" else replace(case, loss="pg")
-    algorithm.loss_fn = ClippedPGLossFn(policy_gradient_settings(actor))
+    algorithm.loss_config = {**defaults_of(ClippedPGLossConfig), **policy_gradient_settings(actor)}
+    algorithm.estimator = None
     return algorithm
 
 

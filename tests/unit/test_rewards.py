@@ -20,7 +20,7 @@ from megarl import redaction
 from megarl.config.environments import BUILT_IN_REWARDS, check_reward
 from megarl.data.datasets import Example
 from megarl.errors import BatchError, ConfigError, RewardError, StateError
-from megarl.import_path import load_object
+from megarl.import_path import forget_objects, load_object
 from megarl.rollout import collector, reward_pool
 from megarl.rollout.environment import EnvironmentReturn, SingleTurn, Turn, find_faults, make_environment
 from megarl.rollout.reward_pool import RewardPool, Score
@@ -180,6 +180,7 @@ def test_unknown_rewards_are_refused(users: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"it does not take the response"):
         broken.write_text("def reward(prompt, answer):\n    return 1.0\n")
         check_reward(f"{broken}:reward", columns=())
+    forget_objects()
     broken.write_text("open('no such table')\n")
     with pytest.raises(ConfigError, match=r"broken\.py fails: FileNotFoundError: .*no such table"):
         get_reward(RewardSpec(f"{broken}:reward"))
