@@ -57,7 +57,6 @@ class RewardedConfig(SampledConfig):
             float, Key("with ``reward_model``: factor of what ``env`` says, which stays the accuracy; 0 for the score alone.", default=1.0)
         ]
     ]
-    max_rollout_turns: NotRequired[Annotated[int, Key("turns of a conversation; 1.", default=1)]]
     overlong_filtering: NotRequired[
         Annotated[
             bool,

@@ -25,6 +25,27 @@ class SampledConfig(TypedDict):
 
     num_prompts_per_step: Annotated[int, Key("prompts a step.", AT_LEAST_1)]
     max_num_steps: Annotated[int, Key("steps of the run.", AT_LEAST_1)]
+    max_rollout_turns: NotRequired[
+        Annotated[
+            int,
+            Key(
+                "most responses of a conversation, with an environment that answers them; behind the last one it ends as it is.",
+                AT_LEAST_1,
+                default=1,
+            ),
+        ]
+    ]
+    max_rollout_tokens: NotRequired[
+        Annotated[
+            int | None,
+            Key(
+                "most tokens of a conversation behind its prompt, those of observations among them; ``policy.generation.max_new_tokens`` "
+                "bounds each response. null for the room that ``policy.max_total_sequence_length`` leaves.",
+                AT_LEAST_1,
+                default=None,
+            ),
+        ]
+    ]
     max_num_epochs: NotRequired[
         Annotated[
             int | None,
@@ -102,8 +123,8 @@ class Sampled(Algorithm):
         self.train_data, self.validation_data = parts.train_data, parts.validation_data
         self.sample_log, self.done_steps = parts.sample_log, 0
         self.empty_steps = EmptySteps(parts.config["policy"]["max_consecutive_skips"], self.section())
-        stop_token_ids = parts.config["policy"]["generation"]["stop_token_ids"]
-        self.collector = Collector(self.policy, parts.tokenizer, parts.environment, parts.timer, stop_token_ids, parts.refit)
+        own = self.policy, parts.tokenizer, parts.environment, parts.timer, parts.refit
+        self.collector = Collector.of_run(parts.config, self.config, *own)
 
     def validate(self) -> dict[str, float]:
         """Figures of all validation sets (``validation_metrics``)."""
@@ -202,6 +223,7 @@ def answer_metrics(judged: Mapping[str, Tensor]) -> dict[str, float]:
     found = {"accuracy": accuracies[~accuracies.isnan()], "reward": judged["reward"][counted]}
     return {
         **{name: mean(values) for name, values in found.items() if len(values)},
+        **({"turns": float(judged["turns"].double().mean())} if "turns" in judged else {}),
         "generation_length": float(judged["generation_lengths"].double().mean()),
         "truncated": float(judged["truncated"].double().mean()),
     }

@@ -179,7 +179,19 @@ def _padding_of(policy: Config) -> int:
     return 1
 
 
-_OF_ALL_ENVIRONMENTS = ("strip", "keep_special_tokens", "processes", "timeout_s", "on_error", "on_timeout")
+_OF_ALL_ENVIRONMENTS = (
+    "strip",
+    "keep_special_tokens",
+    "processes",
+    "timeout_s",
+    "on_error",
+    "on_timeout",
+    "threads",
+    "step_timeout_s",
+    "tool_parser",
+    "on_bad_call",
+    "on_tool_error",
+)
 """Keys that an environment with a name has from the ``env`` section where it lacks them."""
 
 

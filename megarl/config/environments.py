@@ -16,6 +16,7 @@ from megarl.key import ABOVE_0, AT_LEAST_1, Key, Range, fields_of, keys_of, sect
 
 REWARD, ENVIRONMENT = "env.reward", "env.environment"
 SINGLE_TURN = "single_turn"
+TOOL_PARSERS = ("hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt-oss")
 
 
 class RewardOptions(TypedDict):
@@ -104,9 +105,9 @@ class RewardConfig(RewardOptions):
 class EnvConfig(RewardOptions):
     """The environment that responses meet. Any other section in it, ``env.math: {...}``, is one with that name, of these same keys.
 
-    What such a section lacks of ``processes``, ``timeout_s``, ``on_error``, ``on_timeout``, ``strip`` and ``keep_special_tokens`` it has
-    from here. A record's ``env_name`` (or ``task_name``) says which it meets; where there is one environment with a name, every record
-    meets it. The reward of an environment is by default the built-in one of its name.
+    What such a section lacks of the keys that follow ``rewards`` it has from here, but of ``options``. A record's ``env_name`` (or
+    ``task_name``) says which it meets; where there is one environment with a name, every record meets it. The
+    reward of an environment is by default the built-in one of its name.
     """
 
     environment: NotRequired[
@@ -114,7 +115,7 @@ class EnvConfig(RewardOptions):
             str,
             Key(
                 "`single_turn`: a reward function compares a response with the reference answer; or the import path of a "
-                "class, `path/to/file.py:Name` or `package.module:Name`, see `megarl.rollout.environment`.",
+                "class, `path/to/file.py:Name` or `package.module:Name`, see `megarl.rollout.message_env`.",
                 default="single_turn",
             ),
         ]
@@ -178,6 +179,45 @@ class EnvConfig(RewardOptions):
         ]
     ]
     options: NotRequired[Annotated[dict[str, Any], Key("anything that an environment of your own reads.", default={})]]
+    threads: NotRequired[
+        Annotated[int, Key("conversations of a ``MessageEnv`` that are answered at once, each in a thread.", AT_LEAST_1, default=64)]
+    ]
+    step_timeout_s: NotRequired[
+        Annotated[
+            float,
+            Key(
+                "seconds that a ``MessageEnv`` may take to answer; a conversation whose answer is late is left out of training.",
+                ABOVE_0,
+                default=60.0,
+            ),
+        ]
+    ]
+    tool_parser: NotRequired[
+        Annotated[
+            Literal["hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt-oss"] | None,
+            Key("the form in which the model writes calls of tools; null where there are no tools.", default=None),
+        ]
+    ]
+    on_bad_call: NotRequired[
+        Annotated[
+            Literal["observe", "end"],
+            Key(
+                "a call of a tool that cannot be read, or of a tool that is not there: `observe` tells the policy so, `end` ends the "
+                "conversation, which scores 0.",
+                default="observe",
+            ),
+        ]
+    ]
+    on_tool_error: NotRequired[
+        Annotated[
+            Literal["observe", "end"],
+            Key(
+                "a tool, or ``MessageEnv.step``, that raises on a response: likewise. What no response can cause (a server that is gone, a "
+                "process that was killed, an answer that is late) leaves the conversation out of training.",
+                default="observe",
+            ),
+        ]
+    ]
 
 
 OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -214,7 +254,7 @@ def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
     missing = [method for method in ("step", "fault_of_reference", "close") if not callable(getattr(kind, method, None))]
     if not callable(kind) or missing:
         bound = f"it lacks {', '.join(missing)}" if missing else "it cannot be called"
-        raise ConfigError([Violation(key, name, bound, "name a class like megarl.rollout.environment:SingleTurn")])
+        raise ConfigError([Violation(key, name, bound, "name a class like megarl.rollout.single_turn:SingleTurn")])
     return kind
 
 

@@ -35,6 +35,10 @@ _FREE_CHARACTERS, _CHARACTERS_A_CHARACTER = 1 << 20, 100
 _CLOCK = re.compile(r"\bstrftime_now\b")
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+PROBE, _FOLLOWING = "probed1value", "following2turn"
+ASKED = {"role": "user", "content": "asked0first"}
+_NAME, _IDENTIFIER = "look_up", "call00001"
+
 
 class ChatTemplate:
     """The chat template of a tokenizer with the values that a run gives it.
@@ -203,25 +207,24 @@ class ChatTemplate:
     @cached_property
     def _wants_text(self) -> bool:
         """Whether the template wants the arguments of a tool call as JSON text, as DeepSeek's do, and not as an object."""
-        as_object = self._probe(_call_turn({"key": _PROBE}))
+        as_object = self._probe(_call_turn({"key": PROBE}))
         # The repr of a dictionary shows that the template took text for granted.
-        if as_object is not None and _PROBE in as_object and f"'{_PROBE}'" not in as_object:
+        if as_object is not None and PROBE in as_object and f"'{PROBE}'" not in as_object:
             return False
-        as_text = self._probe(_call_turn(json.dumps({"key": _PROBE})))
-        return as_text is not None and _PROBE in as_text
+        as_text = self._probe(_call_turn(json.dumps({"key": PROBE})))
+        return as_text is not None and PROBE in as_text
 
     @cached_property
     def _writes_none(self) -> bool:
         """Whether the template would write the word None, or fail, for a tool call without content."""
-        arguments: Any = {"key": _PROBE}
-        turn = _call_turn(json.dumps(arguments) if self._wants_text else arguments)
+        turn = self.call_of(PROBE)
         with_none = self._probe({**turn, "content": None})
         return self._probe(turn) is not None and (with_none is None or "None" in with_none)
 
     def _probe(self, *turns: ChatMessage) -> str | None:
         """Return the text of a user's turn and these; None where the template cannot be applied to them."""
         try:
-            return str(self._call([_ASKED, *turns], (), {"tokenize": False, "add_generation_prompt": False}))
+            return str(self._call([ASKED, *turns], (), {"tokenize": False, "add_generation_prompt": False}))
         except (Exception, OutOfTimeError):
             return None
 
@@ -234,7 +237,7 @@ class ChatTemplate:
         """
         if self.is_passthrough:
             return ()
-        said = {"role": "assistant", "content": _PROBE}
+        said = {"role": "assistant", "content": PROBE}
         last = self._specials_after(self._probe(said))
         followed = self._probe(said, {"role": "user", "content": _FOLLOWING})
         if followed is not None:
@@ -247,22 +250,21 @@ class ChatTemplate:
                 # GLM writes no end: the mark of the next role, right behind the turn, is what its models stop at.
                 last = [token for token in self._specials_after(between)[:1] if self._follows_directly(between, token)]
         last = last[-1:]
-        arguments: Any = {"key": _PROBE}
-        call = self._probe(_call_turn(json.dumps(arguments) if self._wants_text else arguments))
+        call = self._probe(self.call_of(PROBE))
         return tuple(dict.fromkeys([*last, *self._specials_after(call)[-1:]]))
 
     def _specials_after(self, text: str | None) -> list[int]:
         """Return the ids of the special tokens behind the probe in a text."""
-        if text is None or _PROBE not in text:
+        if text is None or PROBE not in text:
             return []
-        rest = text.rpartition(_PROBE)[2]
+        rest = text.rpartition(PROBE)[2]
         ids = self._tokenizer(rest, add_special_tokens=False)["input_ids"]
         special = special_ids(self._tokenizer)
         return [number for number in ids if number in special]
 
     def _follows_directly(self, text: str, token: int) -> bool:
         """Whether a token comes right behind the probe, so that nothing else can be the end of the turn."""
-        rest = text.rpartition(_PROBE)[2]
+        rest = text.rpartition(PROBE)[2]
         return rest.lstrip().startswith(str(self._tokenizer.convert_ids_to_tokens(token)))
 
     def last_boundary(self, text: str) -> int:
@@ -278,18 +280,24 @@ class ChatTemplate:
         added = sorted(map(str, self._tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
         return re.compile("|".join([*map(re.escape, filter(None, added)), r"\s+"]))
 
+    def call_of(self, value: str, names: Sequence[tuple[str, str]] = ((_NAME, _IDENTIFIER),)) -> ChatMessage:
+        """Return a turn of the assistant that calls tools with this argument, as the template wants it.
+
+        Args:
+            value: of the argument.
+            names: name of each tool, and what its call is known by.
+        """
+        arguments: Any = {"key": value}
+        return _call_turn(json.dumps(arguments) if self._wants_text else arguments, names)
+
     def writes_responses(self) -> bool:
         """Whether it writes what the assistant says; a template of prompts alone does not."""
-        return _PROBE in (self._probe({"role": "assistant", "content": _PROBE}) or "")
+        return PROBE in (self._probe({"role": "assistant", "content": PROBE}) or "")
 
 
-_PROBE, _FOLLOWING = "probed1value", "following2turn"
-_ASKED = {"role": "user", "content": "asked0first"}
-
-
-def _call_turn(arguments: Any) -> dict[str, Any]:
-    call = {"id": "call00001", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+def _call_turn(arguments: Any, names: Sequence[tuple[str, str]] = ((_NAME, _IDENTIFIER),)) -> dict[str, Any]:
+    calls = [{"id": number, "type": "function", "function": {"name": name, "arguments": arguments}} for name, number in names]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def reads_clock(template: str) -> bool:

@@ -18,8 +18,18 @@ from megarl.distributed.parcels import inside
 def pad_rows(rows: Sequence[Sequence[int]], pad_value: int) -> tuple[Tensor, Tensor]:
     """Right-padded int64 [B, S] (S is the longest row) and the int64 [B] lengths."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    padded = np.full((len(rows), lengths.max(initial=0)), pad_value, np.int64)
-    padded[inside(0, lengths, padded.shape[1])] = np.fromiter(chain.from_iterable(rows), np.int64, lengths.sum())
+    return _padded(np.fromiter(chain.from_iterable(rows), np.int64, lengths.sum()), lengths, pad_value)
+
+
+def pad_arrays(rows: Sequence[np.ndarray], pad_value: int) -> tuple[Tensor, Tensor]:
+    """As ``pad_rows``, of rows that are int64 arrays already, without a step in Python for each token."""
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    return _padded(np.concatenate(rows) if rows else np.empty(0, np.int64), lengths, pad_value)
+
+
+def _padded(tokens: np.ndarray, lengths: np.ndarray, pad_value: int) -> tuple[Tensor, Tensor]:
+    padded = np.full((len(lengths), lengths.max(initial=0)), pad_value, np.int64)
+    padded[inside(0, lengths, padded.shape[1])] = tokens
     return torch.from_numpy(padded), torch.from_numpy(lengths)
 
 
@@ -38,6 +48,12 @@ class TokenRows(Sequence[list[int]]):
     def of(cls, rows: Sequence[Sequence[int]]) -> TokenRows:
         """Of rows that are lists already."""
         ids, lengths = pad_rows(rows, 0)
+        return cls(ids.numpy(), np.zeros(len(rows), np.int64), lengths.numpy())
+
+    @classmethod
+    def of_arrays(cls, rows: Sequence[np.ndarray]) -> TokenRows:
+        """Of rows that are int64 arrays."""
+        ids, lengths = pad_arrays(rows, 0)
         return cls(ids.numpy(), np.zeros(len(rows), np.int64), lengths.numpy())
 
     def __len__(self) -> int:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Number
-from typing import TYPE_CHECKING, Any, Protocol, cast
+import datetime
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import PART
-from megarl.distributed.token_batches import TokenRows
+from megarl.data.chat_template import ChatTemplate
+from megarl.data.observations import ObservationEncoder
 from megarl.errors import BatchError, MegarlError
-from megarl.observe.timing import Sequences
-from megarl.rollout.environment import Environment, EnvironmentReturn, Turn
-from megarl.rollout.samples import generate_samples
-from megarl.rollout.texts import decode_rows, decode_with_special_tokens
+from megarl.models.generation.stream import Waves
+from megarl.observe.timing import GENERATION, Sequences
+from megarl.rollout.environment import CUT, Environment, EnvironmentReturn, StopReason
+from megarl.rollout.episodes import Episode, EpisodeLimits, EpisodeRunner
+from megarl.rollout.trajectory import Segment, batch_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,9 +53,11 @@ class Rollouts:
     """Samples of a batch of prompts.
 
     Attributes:
-        samples: B rows, see ``generate_samples``; with ``reward`` [B] float32, ``masked`` [B] bool (by the environment: ``sample_mask`` 0
-            too) and ``weight_version`` [B] int64 (steps of training behind the weights that sampled the row). Where the environment says
-            so, ``accuracy`` [B] float32 and, for each part of its rewards, ``reward/NAME`` [B] float32; NaN where there is none.
+        samples: B rows, the responses to one prompt next to each other, see ``batch_of``; with ``truncated`` [B] bool (a length limit ended
+            the conversation), ``response_text`` (B texts, what rewards read of the last response), ``reward`` [B] float32, ``masked`` [B]
+            bool (by the environment: ``sample_mask`` 0 too) and ``weight_version`` [B] int64 (steps of training behind the weights that
+            sampled the row). Where the environment says so, ``accuracy`` [B] float32 and, for each part of its rewards, ``reward/NAME``
+            [B] float32; NaN where there is none. Of conversations of several turns, ``turns`` [B] int64 and ``ended`` (``StopReason``, B).
         records: B records, one a row.
         metrics: figures of the environment.
     """
@@ -73,6 +78,8 @@ class Collector:
         timer: told the phases ``refit``, ``generation``, ``reward`` and, where engines were lost, ``engine_restart``.
         stop_token_ids: tokens that end a response; None for the end-of-sequence token.
         engine: engines beside the policy; None where the policy itself generates.
+        limits: of each conversation.
+        encoder: of observations; None where conversations have one turn.
     """
 
     policy: GenerationInterface
@@ -81,6 +88,31 @@ class Collector:
     timer: PhaseTimer
     stop_token_ids: Sequence[int] | None = None
     engine: RefittedEngine | None = None
+    limits: EpisodeLimits = field(default_factory=EpisodeLimits)
+    encoder: ObservationEncoder | None = None
+
+    @classmethod
+    def of_run(
+        cls,
+        config: Mapping[str, Any],
+        section: Mapping[str, Any],
+        policy: GenerationInterface,
+        tokenizer: PreTrainedTokenizerBase,
+        environment: Environment,
+        timer: PhaseTimer,
+        engine: RefittedEngine | None = None,
+    ) -> Collector:
+        """The collector of a run.
+
+        Args:
+            config: of the run, complete.
+            section: of its algorithm, which bounds conversations.
+            policy, tokenizer, environment, timer, engine: as attributes.
+        """
+        stops = config["policy"]["generation"]["stop_token_ids"]
+        limits = _limits(config["policy"], section)
+        encoder = _encoder(config["policy"], tokenizer, stops) if limits.turns > 1 else None
+        return cls(policy, tokenizer, environment, timer, stops, engine, limits, encoder)
 
     def collect(
         self,
@@ -107,61 +139,97 @@ class Collector:
         """
         if not records:
             raise BatchError("there are no records to collect samples for. Fix: give at least one")
-        samples = self._generate([record.prompt_ids for record in records], generations, seeds, greedy, sampling)
         rows = len(records) * generations
-        of_rows = [record for record in records for _ in range(generations)]
-        with self.timer.phase("reward"):
-            result = self.environment.step(_turn(samples, of_rows, self.tokenizer))
-        rewards, masked = _checked(result, rows)
-        samples["reward"] = rewards
-        for name, values in _further_columns(result, rows).items():
-            samples[name] = values
+        if seeds is not None and len(seeds) != rows:
+            raise BatchError(f"{len(seeds)} sampling seeds for {rows} samples. Fix: pass one seed for each prompt and generation")
+        prompts = [np.asarray(record.prompt_ids, np.int64) for record in records]
+        episodes = [
+            Episode(record, Segment(prompt), None if seeds is None else seeds[place * generations + generation])
+            for place, (record, prompt) in enumerate(zip(records, prompts, strict=True))
+            for generation in range(generations)
+        ]
+        engines = _Engines(self, [len(prompt) for prompt in prompts], greedy=greedy, sampling=sampling)
+        runner = EpisodeRunner(engines, self.environment, self.tokenizer, self.timer, self.limits, self.encoder)
+        metrics = runner.run(episodes)
+        samples = batch_of([episode.segment for episode in episodes], self.tokenizer.pad_token_id)
+        samples |= _columns(episodes)
         if weight_version is not None:
             samples["weight_version"] = torch.full((rows,), weight_version, dtype=torch.int64)
-        samples["masked"] = masked
         samples["sample_mask"] = samples["sample_mask"] * (~samples["masked"]).float()
-        return Rollouts(samples, of_rows, result.metrics)
+        if self.limits.turns > 1:
+            samples["turns"] = torch.tensor([episode.turns for episode in episodes])
+            samples["ended"] = [str(episode.reason) for episode in episodes]
+            metrics = add_metrics(_ends(episodes), [metrics])
+        return Rollouts(samples, [episode.record for episode in episodes], metrics)
 
-    def _generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        generations: int,
-        seeds: Sequence[int] | None,
-        greedy: bool,
-        sampling: Sampling | None,
-    ) -> BatchedDataDict[Any]:
-        """The responses, see ``generate_samples``. Engines that are lost meanwhile are replaced, and asked again for all of them: what they
-        answer depends on weights, prompts and seeds alone."""
-        asked = prompts, generations, seeds, greedy, sampling
-        if self.engine is None:
-            with self.timer.phase("generation"):
-                self.policy.prepare_for_generation()
-                return self._answers(self.policy, *asked)
-        while True:
-            try:
-                with self.timer.phase("refit"):
-                    self.engine.bring_up_to_date()
-                with self.timer.phase("generation"):
-                    return self._answers(self.engine.generation, *asked)
-            except MegarlError as error:
-                with self.timer.phase("engine_restart"):
-                    self.engine.replace_lost_engines(error)
 
-    def _answers(
-        self,
-        engine: GenerationInterface,
-        prompts: Sequence[Sequence[int]],
-        generations: int,
-        seeds: Sequence[int] | None,
-        greedy: bool,
-        sampling: Sampling | None,
-    ) -> BatchedDataDict[Any]:
-        """What an engine that is ready answers; it gives its devices back afterwards."""
-        samples = generate_samples(engine, prompts, self.tokenizer, generations, seeds, greedy, self.stop_token_ids, sampling)
-        engine.finish_generation()
-        lengths = {name: samples[name].numpy() for name in ("input_lengths", "prompt_lengths")}
-        self.timer.passed(Sequences(lengths["input_lengths"], lengths["prompt_lengths"], np.array([len(prompt) for prompt in prompts])))
-        return samples
+def _limits(policy: Mapping[str, Any], section: Mapping[str, Any]) -> EpisodeLimits:
+    longest = [policy["max_total_sequence_length"], (policy["generation"].get("vllm_cfg") or {}).get("max_model_len")]
+    length = min(each for each in longest if each is not None)
+    return EpisodeLimits(section.get("max_rollout_turns", 1), section.get("max_rollout_tokens"), length)
+
+
+def _encoder(policy: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> ObservationEncoder:
+    section = policy.get("tokenizer") or {}
+    day = section.get("template_date")
+    date = None if day is None else datetime.date.fromisoformat(day)
+    return ObservationEncoder(tokenizer, ChatTemplate(tokenizer, section.get("chat_template_kwargs"), date), stops)
+
+
+@dataclass(slots=True)
+class _Engines:
+    """What generates for a collector; see ``megarl.rollout.episodes.Engines``."""
+
+    collector: Collector
+    prompts: Sequence[int]
+    greedy: bool
+    sampling: Sampling | None
+
+    def ready(self) -> Waves:
+        engine, timer = self.collector.engine, self.collector.timer
+        if engine is None:
+            with timer.phase(GENERATION):
+                self.collector.policy.prepare_for_generation()
+        else:
+            with timer.phase("refit"):
+                engine.bring_up_to_date()
+        tokenizer, stops = self.collector.tokenizer, self.collector.stop_token_ids
+        stops = [tokenizer.eos_token_id] if stops is None else stops
+        return Waves(self._generation, tokenizer.pad_token_id, stops, greedy=self.greedy, sampling=self.sampling)
+
+    @property
+    def _generation(self) -> GenerationInterface:
+        engine = self.collector.engine
+        return self.collector.policy if engine is None else engine.generation
+
+    def replace_lost(self, error: MegarlError) -> None:
+        if self.collector.engine is None:
+            raise error
+        with self.collector.timer.phase("engine_restart"):
+            self.collector.engine.replace_lost_engines(error)
+
+    def finish(self, episodes: Sequence[Episode]) -> None:
+        self._generation.finish_generation()
+        lengths, prompts = (np.array(list(map(len, each))) for each in zip(*((e.segment, e.segment.prompt) for e in episodes), strict=True))
+        self.collector.timer.passed(Sequences(lengths, prompts, np.array(self.prompts)))
+
+
+def _columns(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """What the environment and the ends of episodes say, a column each."""
+    return {
+        "truncated": torch.tensor([episode.truncated or episode.reason in CUT for episode in episodes], dtype=torch.bool),
+        "response_text": [episode.response for episode in episodes],
+        "reward": torch.tensor([episode.reward for episode in episodes], dtype=torch.float64).float(),
+        **_further_columns(episodes),
+        "masked": torch.tensor([episode.masked for episode in episodes], dtype=torch.bool),
+    }
+
+
+def _ends(episodes: Sequence[Episode]) -> dict[str, float]:
+    """How many episodes ended for each reason, and the tokens that they observed."""
+    counts = Counter(episode.reason for episode in episodes)
+    observed = sum(len(tokens) for episode in episodes for tokens, logprobs in episode.segment.pieces if logprobs is None)
+    return {**{f"episodes/{reason}": float(counts[reason]) for reason in StopReason}, "observed_tokens": float(observed)}
 
 
 def add_metrics(own: Mapping[str, float], of_environment: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -180,51 +248,40 @@ def add_metrics(own: Mapping[str, float], of_environment: Iterable[Mapping[str, 
     return {**own, **total}
 
 
-class _LateTexts(Sequence[str]):
-    """Texts of rows of tokens, decoded when the first of them is asked for."""
-
-    def __init__(self, rows: TokenRows, decode: Callable[[TokenRows], list[str]]) -> None:
-        self._rows, self._decode = rows, decode
-        self._texts: list[str] | None = None
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, row: Any) -> Any:
-        if self._texts is None:
-            self._texts = self._decode(self._rows)
-        return self._texts[row]
-
-
-def _turn(samples: BatchedDataDict[Any], records: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> Turn:
-    ids = TokenRows(*(samples[key].numpy() for key in ("input_ids", "prompt_lengths", "input_lengths")))
-    lengths = samples["prompt_lengths"].numpy()
-    asked = TokenRows(samples["prompt_ids"].numpy(), np.zeros_like(lengths), lengths)
-
-    def with_special_tokens(rows: TokenRows) -> _LateTexts:
-        return _LateTexts(rows, lambda rows: decode_with_special_tokens(tokenizer, rows))
-
-    prompts = _LateTexts(asked, lambda rows: decode_rows(tokenizer, rows))
-    full = with_special_tokens(ids), with_special_tokens(asked)
-    return Turn(records, samples["response_text"], ids, [None] * len(records), prompts, *full)
-
-
-def _further_columns(result: EnvironmentReturn, rows: int) -> dict[str, Tensor]:
-    """``accuracy`` and ``reward/NAME``, [rows] float32 each, as far as the environment gives them.
+def _further_columns(episodes: Sequence[Episode]) -> dict[str, Tensor]:
+    """``accuracy`` and ``reward/NAME``, [B] float32 each, as far as the environment gives them; NaN in other rows.
 
     Raises:
         BatchError: they do not fit the responses.
     """
-    columns: dict[str, Tensor] = {}
-    for name, values in {**({"accuracy": result.accuracies} if len(result.accuracies) else {}), **_part_columns(result)}.items():
-        if len(values) != rows:
-            raise BatchError(f"the environment returned {len(values)} numbers of {name} for {rows} responses. Fix: return one a response")
-        columns[name] = torch.tensor([float("nan") if value is None else float(value) for value in values], dtype=torch.float32)
-    return columns
+    columns: dict[str, list[float]] = {}
+    answers: dict[int, dict[str, Sequence[float | None]]] = {}
+    for place, episode in enumerate(episodes):
+        if episode.last is None:
+            continue
+        said, row = episode.last
+        if id(said) not in answers:
+            answers[id(said)] = _named_numbers(said)
+        for name, values in answers[id(said)].items():
+            if name not in columns:
+                # where some environments say how right a response is, the reward says it for the others
+                columns[name] = [each.reward for each in episodes] if name == "accuracy" else [np.nan] * len(episodes)
+            value = values[row]
+            columns[name][place] = np.nan if value is None else float(value)
+    return {name: torch.tensor(values, dtype=torch.float32) for name, values in columns.items()}
 
 
-def _part_columns(result: EnvironmentReturn) -> dict[str, Sequence[float | None]]:
-    return {f"{PART}{name}": values for name, values in result.parts.items()}
+def _named_numbers(said: EnvironmentReturn) -> dict[str, Sequence[float | None]]:
+    """The accuracies and the parts of the rewards of an answer of the environment."""
+    named = {f"{PART}{name}": values for name, values in said.parts.items()}
+    if len(said.accuracies):
+        named["accuracy"] = said.accuracies
+    for name, values in named.items():
+        if len(values) != len(said.rewards):
+            raise BatchError(
+                f"the environment returned {len(values)} numbers of {name} for {len(said.rewards)} responses. Fix: return one a response"
+            )
+    return named
 
 
 def accuracies_of(samples: BatchedDataDict[Any]) -> Tensor:
@@ -242,47 +299,3 @@ def part_metrics(batches: Sequence[BatchedDataDict[Any]]) -> dict[str, float]:
                 found.setdefault(name, []).append(values[~samples["masked"] & ~values.isnan()])
     means = {name: torch.cat(values).double() for name, values in found.items()}
     return {name: float(values.mean()) for name, values in means.items() if len(values)}
-
-
-def _checked(result: EnvironmentReturn, rows: int) -> tuple[Tensor, Tensor]:
-    """Rewards [rows] float32, 0 where a sample is masked without one, and masks [rows] bool, of an environment's answer.
-
-    Raises:
-        BatchError: the answer does not fit the responses.
-    """
-    if not isinstance(result, EnvironmentReturn):
-        raise BatchError(
-            f"the environment returned a {type(result).__name__}. Fix: return an EnvironmentReturn (megarl.rollout.environment)"
-        )
-    sizes = {"rewards": len(result.rewards), "terminated": len(result.terminated), "masked": len(result.masked)}
-    wrong = {name: size for name, size in sizes.items() if size != rows}
-    if wrong:
-        raise BatchError(f"the environment returned {wrong} for {rows} responses. Fix: return one of each a response, in their order")
-    if not all(result.terminated):
-        raise BatchError("the environment goes on after a response, and the collector takes one turn. Fix: return terminated = True")
-    odd = next((value for value in result.masked if not isinstance(value, bool | np.bool_)), None)
-    if odd is not None:
-        raise BatchError(f"the environment returned masked = {odd!r}. Fix: return True or False")
-    masked = torch.tensor([bool(value) for value in result.masked], dtype=torch.bool)
-    return _reward_column(result.rewards, result.masked), masked
-
-
-def _reward_column(rewards: Sequence[Any], masked: Sequence[Any]) -> Tensor:
-    """[B] float32."""
-    if all(type(value) is float for value in rewards):
-        column = np.asarray(rewards)
-        if bool((np.abs(column) <= torch.finfo(torch.float32).max).all()):
-            return torch.from_numpy(column).float()
-    return torch.tensor([_reward(*each) for each in zip(rewards, masked, strict=True)], dtype=torch.float32)
-
-
-def _reward(value: Any, masked: bool) -> float:
-    if value is None and masked:
-        return 0.0
-    if isinstance(value, Number | np.number | Tensor) and not isinstance(value, complex):
-        number = float(cast("float", value))
-        if abs(number) <= torch.finfo(torch.float32).max:
-            return number
-    raise BatchError(
-        f"the environment returned the reward {value!r}. Fix: return a finite number, or None and masked = True where there is no reward"
-    )

@@ -1,41 +1,40 @@
 """Environments: what a policy's responses meet. An environment gives rewards, ends conversations, or answers with an observation.
 
-The protocol is that of conversations of several turns; the collector (``megarl.rollout.collector``) takes those of one turn. An
-environment of a user's own is a class, named by ``env.environment: path/to/file.py:Name``, that is called with the ``env`` section.
+An environment of a user's own is a class, named by ``env.environment: path/to/file.py:Name``, that is called with the ``env`` section: a
+``MessageEnv`` (``megarl.rollout.message_env``), which is one conversation, or an ``Environment``, which steps a batch of them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-from megarl.config.environments import ENVIRONMENT, environment_class, named_environments, rewards_of
-from megarl.errors import BatchError, RewardError
-from megarl.import_path import is_import_path
-from megarl.rollout.reward_pool import RewardPool, Score, score_of
-from megarl.rollout.rewards import Reward, RewardSpec, Task, get_reward
-from megarl.time_limit import OutOfTimeError, time_limit
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from megarl.data.datasets import Example
     from megarl.data.records import Doubt
 
-logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
+class StopReason(enum.StrEnum):
+    """Why a conversation ended."""
 
-_TOLD = 3
-"""Rewards of a run that are missing and reported one by one; of later batches each has one line for all."""
+    DONE = "done"
+    """The environment ended it."""
+    LENGTH = "length"
+    """A response met the length limit of a response, or of the model."""
+    TOKENS = "tokens"
+    """The tokens of a conversation were used up, observations among them."""
+    TURNS = "turns"
+    """So many turns are all that a conversation may have."""
+    ERROR = "error"
+    """A response made the environment fail, and that ends the conversation."""
+    LOST = "lost"
+    """The environment failed by no fault of the response: the conversation is masked."""
 
-_ANSWER_SECONDS = 5.0
-"""How long the final answer of one response may be looked for."""
 
-_BATCHES = 3
-"""Batches in a row that may be left without any score."""
+CUT = frozenset({StopReason.LENGTH, StopReason.TOKENS})
+"""Reasons that count as truncation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +49,8 @@ class Turn:
         prompts: B texts of the prompts as the policy saw them, without special tokens; empty where nobody decodes them.
         full_responses: B texts of all that the policy sampled, with special tokens; empty likewise.
         full_prompts: B texts of the prompts with special tokens; empty likewise.
+        turns: B, responses of each conversation so far, this one among them; empty where there is one.
+        truncated: B, whether a length limit ended the response; empty where nobody says so.
     """
 
     records: Sequence[Example]
@@ -59,6 +60,8 @@ class Turn:
     prompts: Sequence[str] = ()
     full_responses: Sequence[str] = ()
     full_prompts: Sequence[str] = ()
+    turns: Sequence[int] = ()
+    truncated: Sequence[bool] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,25 +72,34 @@ class EnvironmentReturn:
         rewards: B finite numbers; None for no reward, of a conversation that is masked.
         terminated: B, whether the conversation ends.
         masked: B, whether the conversation is left out of training, for example because its reward is not known.
-        observations: B texts that the policy sees next; None where the conversation ends.
+        observations: B, what the policy sees next: a text, which the user says, a message or a list of messages; None where the
+            conversation ends.
         metadata: B objects for the next turn.
         metrics: figures of the whole batch, which are summed over batches.
         accuracies: B numbers from 0 to 1, how right each response is, where that is not the reward; None where it is not known.
         parts: name of each part of the rewards to B numbers, without weights; None for a conversation that has no such part.
+        reasons: B, why each conversation that ends does so, ``StopReason``; None for done.
     """
 
     rewards: Sequence[float | None]
     terminated: Sequence[bool]
     masked: Sequence[bool]
-    observations: Sequence[str | None] = ()
+    observations: Sequence[Any] = ()
     metadata: Sequence[Any] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     accuracies: Sequence[float | None] = ()
     parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    reasons: Sequence[str | None] = ()
 
 
 class Environment(Protocol):
-    """Steps a batch of conversations."""
+    """Steps a batch of conversations.
+
+    One with an attribute ``threads`` above 0 is asked for each conversation by itself, from so many threads at once; ``step_timeout_s`` is
+    then how many seconds that may take, ``begin(record)`` begins each conversation and ``end(metadata)`` ends it
+    (``megarl.rollout.message_env.MessageEnvironment``). One with ``judge(turn)`` is asked once more, for all its conversations together,
+    when all have ended; these rewards are added to those of the turns.
+    """
 
     def step(self, turn: Turn) -> EnvironmentReturn:
         """Rewards and observations for a batch of responses, in their order."""
@@ -102,443 +114,8 @@ class Environment(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One reward of an environment.
-
-    Attributes:
-        name: of the reward among the others.
-        weight: factor in the sum.
-        spec: which reward it is.
-        reward: what computes it.
-        place: its number in the pool; None where the driver computes it.
-    """
-
-    name: str
-    weight: float
-    spec: RewardSpec
-    reward: Reward
-    place: int | None
-
-
-class SingleTurn:
-    """Environment of one turn: reward functions compare the response with the record's reference answer, and the conversation ends.
-
-    A reward that may fail or take long is computed in processes of a pool, so that no response harms the run or the other samples.
-
-    Args:
-        section: the ``env`` section, or that of an environment with a name in it.
-
-    Raises:
-        ConfigError: there is no such reward function.
-    """
-
-    def __init__(self, section: Mapping[str, Any]) -> None:
-        on_error = section["on_error"]
-        # what no response can cause is held against none
-        self._on_fault = {"error": on_error, "timeout": section["on_timeout"], "outage": "raise" if on_error == "raise" else "mask"}
-        self._has_several = section.get("rewards") is not None
-        self._keeps_special_tokens = section.get("keep_special_tokens", False)
-        self._batches_without_scores = self._told = 0
-        self._advised = False
-        pooled: list[RewardSpec] = []
-        self._parts: list[_Part] = []
-        for key, inner in rewards_of(section).items():
-            spec = RewardSpec.of_section(inner)
-            reward = get_reward(spec)
-            if reward.notice:
-                logger.warning("%s: %s", key, reward.notice)
-            place = None if reward.is_immediate else len(pooled)
-            self._parts.append(_Part(key.rpartition(".")[2], inner.get("weight", 1.0), spec, reward, place))
-            pooled += [] if reward.is_immediate else [replace(spec, options={**spec.options, **reward.settled})]
-        self._pool: RewardPool | None = None
-        if pooled:
-            processes = section["processes"] or min(os.cpu_count() or 1, 8)
-            self._pool = RewardPool(pooled, processes)
-
-    def step(self, turn: Turn) -> EnvironmentReturn:
-        """Rewards of the responses, the sums of their parts times their weights.
-
-        ``reward_errors`` (outages among them) and ``reward_timeouts`` count parts that could not be computed; where there are several
-        rewards, also those of each, ``reward_errors/NAME``.
-
-        Raises:
-            RewardError: a response has no reward, and ``env.on_error`` or ``env.on_timeout`` says ``raise``; a reward function raised on
-                every response; or ``_BATCHES`` batches in a row had none that could be scored.
-        """
-        if self._keeps_special_tokens:
-            turn = replace(turn, responses=turn.full_responses, prompts=turn.full_prompts)
-        columns = self._without_broken(self._scores(turn), turn)
-        masked = self._masked(columns, turn)
-        values = [[0.0 if score.value is None else score.value for score in column] for column in columns]
-        rewards = [_weighted(self._parts, row) for row in zip(*values, strict=True)]
-        return EnvironmentReturn(
-            rewards=[0.0 if hidden else reward for reward, hidden in zip(rewards, masked, strict=True)],
-            terminated=[True] * len(masked),
-            masked=masked,
-            metrics=self._metrics(columns),
-            accuracies=self._accuracies(columns, rewards),
-            parts=self._values_of_parts(values, masked) if self._has_several else {},
-        )
-
-    def fault_of_reference(self, answer: str) -> str | Doubt | None:
-        """Return why nothing can be compared with a reference answer, as the reward functions say, else the first of their doubts."""
-        doubt = None
-        for part in self._parts:
-            fault = part.reward.fault_of_reference
-            said = None if fault is None else fault(answer)
-            if isinstance(said, str):
-                return f"{part.name}: {said}" if self._has_several else said
-            doubt = doubt or said
-        return doubt
-
-    @property
-    def final_answer(self) -> Callable[[str], str | None] | None:
-        """Return what says the final answer of a response: the first reward that tells right from wrong and knows of one; None without."""
-        rewards = [part.reward for part in self._parts if part.reward.tells_right_from_wrong]
-        return next((reward.final_answer for reward in rewards if reward.final_answer is not None), None)
-
-    def close(self) -> None:
-        """End the processes of the pool."""
-        if self._pool is not None:
-            self._pool.close()
-
-    def _scores(self, turn: Turn) -> list[list[Score]]:
-        """The scores of each reward, a list of B."""
-        asked = any(part.reward.wants_record for part in self._parts)
-        full = [_task(turn, row, with_record=asked) for row in range(len(turn.responses))]
-        pooled: list[Score] = []
-        if self._pool is not None:
-            short = [replace(task, prompt="", record={}) for task in full] if asked else full
-            # the responses of one reward after those of another, so that the slow ones of both are spread
-            tasks = [
-                (part.place, task)
-                for part in self._parts
-                if part.place is not None
-                for task in (full if part.reward.wants_record else short)
-            ]
-            pooled = self._pool.score(tasks)
-        rows = len(full)
-        return [
-            [score_of(part.reward, task, part.spec) for task in full]
-            if part.place is None
-            else pooled[part.place * rows : (part.place + 1) * rows]
-            for part in self._parts
-        ]
-
-    def _values_of_parts(self, values: Sequence[Sequence[float]], masked: Sequence[bool]) -> dict[str, list[float | None]]:
-        """The numbers of each reward; None for a sample that is masked."""
-        named = zip((part.name for part in self._parts), values, strict=True)
-        return {name: [None if hidden else value for value, hidden in zip(column, masked, strict=True)] for name, column in named}
-
-    def _masked(self, columns: Sequence[Sequence[Score]], turn: Turn) -> list[bool]:
-        """Whether each sample is left out of training; reports those without a reward, and refuses to go on where all are."""
-        masked, untold, told_before = [False] * len(turn.responses), list[str](), self._told
-        unscored = [False] * len(masked)
-        for part, column in zip(self._parts, columns, strict=True):
-            for row, score in enumerate(column):
-                if score.fault is not None:
-                    tell = self._told < _TOLD
-                    masked[row] |= self._is_masked(score, part, turn, row, tell=tell)
-                    unscored[row] |= masked[row] or score.fault == "error"
-                    self._told += 1
-                    untold += [] if tell else [f"record {turn.records[row].index}: {score.message}"]
-        if untold:
-            further = "further " if told_before < _TOLD else ""
-            logger.warning("%d %srewards of this batch could not be computed, the first of %s", len(untold), further, untold[0])
-        self._batches_without_scores = self._batches_without_scores + 1 if unscored and all(unscored) else 0
-        if self._batches_without_scores >= _BATCHES:
-            first = next(score.message for column in columns for score in column if score.fault is not None)
-            raise RewardError(
-                f"no response of {_BATCHES} batches in a row could be scored; of the last, the first fault is: {first}. Fix: mend the "
-                "reward function, or bring the scorer up, and start the run again"
-            )
-        return masked
-
-    def _without_broken(self, columns: list[list[Score]], turn: Turn) -> list[list[Score]]:
-        """Return the scores, with an outage where a scorer elsewhere fails on every response of a batch. One response does not tell.
-
-        Raises:
-            RewardError: a reward function does so, which is its own fault and no response's.
-        """
-        for place, (part, column) in enumerate(zip(self._parts, columns, strict=True)):
-            if len(column) > 1 and all(score.fault == "error" or score.trace for score in column):
-                if not part.spec.blames_answer:
-                    columns[place] = [replace(score, fault="outage") for score in column]
-                    continue
-                what = f"the reward {part.name} ({part.spec.name}) failed on each of the {len(column)} responses of a batch"
-                first = f"record {turn.records[0].index}: {column[0].message}"
-                raise RewardError(
-                    f"{what}, which is no fault of theirs. The first, of {first}. Fix: mend the reward function\n{column[0].trace}".rstrip()
-                )
-        return columns
-
-    def _is_masked(self, score: Score, part: _Part, turn: Turn, row: int, *, tell: bool) -> bool:
-        """Whether a sample is not trained on because of one reward that is missing."""
-        assert score.fault is not None
-        reward = f"reward {part.name}" if self._has_several else "reward"
-        what = f"record {turn.records[row].index}: no {reward}, {score.message}. The response ends in {turn.responses[row][-80:]!r}"
-        decision = self._on_fault[score.fault]
-        if decision == "raise":
-            key = "timeout" if score.fault == "timeout" else "error"
-            raise RewardError(f"{what}. Fix: mend the reward function, or set env.on_{key} to zero or mask")
-        if tell:
-            logger.warning("%s; %s", what, "it is left out of training" if decision == "mask" else "it counts as 0")
-        if decision == "mask" and score.fault == "error" and is_import_path(part.spec.name) and not self._advised:
-            self._advised = True
-            logger.warning(
-                "%s: a response that it does not score, because it raises, dies or returns no number, is neither rewarded nor punished, "
-                "and a policy may learn to give such ones. Where the response is at fault, return 0, or set env.on_error to zero",
-                part.spec.name,
-            )
-        return bool(decision == "mask")
-
-    def _metrics(self, columns: Sequence[Sequence[Score]]) -> dict[str, float]:
-        """How many rewards are missing and why."""
-        counts: dict[str, float] = {"reward_errors": 0, "reward_timeouts": 0}
-        for part, column in zip(self._parts, columns, strict=True):
-            faults = ["error" if score.fault == "outage" else score.fault for score in column]
-            for name, fault in (("reward_errors", "error"), ("reward_timeouts", "timeout")):
-                counts[name] += faults.count(fault)  # type: ignore[arg-type]
-                if self._has_several:
-                    counts[f"{name}/{part.name}"] = faults.count(fault)  # type: ignore[arg-type]
-        return counts
-
-    def _accuracies(self, columns: Sequence[Sequence[Score]], rewards: Sequence[float]) -> list[float | None]:
-        """How right each response is: as a reward says beside its number, else the number of the first that tells right from wrong, else
-        the sum. Empty where that is the reward anyway."""
-        if not self._has_several and all(score.accuracy is None for score in columns[0]):
-            return []
-        judge = next((column for part, column in zip(self._parts, columns, strict=True) if part.reward.tells_right_from_wrong), None)
-        found: list[float | None] = []
-        for row, reward in enumerate(rewards):
-            said = next((column[row].accuracy for column in columns if column[row].accuracy is not None), None)
-            if said is None:
-                said = reward if judge is None else judge[row].value or 0.0
-            found.append(said)
-        return found
-
-
-def _weighted(parts: Sequence[_Part], values: Sequence[float]) -> float:
-    """The sum of values times weights; one reward of weight 1 as it is."""
-    return sum((part.weight * value for part, value in zip(parts[1:], values[1:], strict=True)), parts[0].weight * values[0])
-
-
-def _task(turn: Turn, row: int, *, with_record: bool) -> Task:
-    record = turn.records[row]
-    response, length = turn.responses[row], len(turn.response_ids[row])
-    if not with_record:
-        return Task(response, record.answer, length, is_chat=getattr(record, "is_chat", False))
-    fields = {**getattr(record, "fields", {}), "index": record.index, "answer": record.answer}
-    prompt = turn.prompts[row] if turn.prompts else ""
-    return Task(response, record.answer, length, prompt, fields, getattr(record, "is_chat", False))
-
-
-class NamedEnvironments:
-    """Environments with names: each record meets the one that it names (``environment_name``).
-
-    Args:
-        environments: by name, at least one.
-    """
-
-    def __init__(self, environments: Mapping[str, Environment]) -> None:
-        self._environments = dict(environments)
-
-    def step(self, turn: Turn) -> EnvironmentReturn:
-        """What each environment says to its own conversations, in the order of all.
-
-        Metrics of one name are summed. The parts of the rewards are those of each environment, ``NAME/PART``, and its rewards, ``NAME``.
-
-        Raises:
-            RewardError: a record names no environment that is there.
-            BatchError: an environment does not return one value for each of its responses.
-        """
-        rows_of: dict[str, list[int]] = {}
-        for row, record in enumerate(turn.records):
-            rows_of.setdefault(self._name_of(record), []).append(row)
-        merged = _Merged(len(turn.records))
-        for name, rows in rows_of.items():
-            merged.take(name, rows, self._environments[name].step(_of_rows(turn, rows)))
-        return merged.result()
-
-    def fault_of_reference(self, answer: str, name: str | None = None) -> str | Doubt | None:
-        """Return why a reference answer of a record that names this environment is of no use."""
-        if name is None and len(self._environments) == 1:
-            name = next(iter(self._environments))
-        if name not in self._environments:
-            names = ", ".join(self._environments)
-            return f"its record names the environment {name!r}, and there are {names}" if name else f"its record names none of {names}"
-        return self._environments[name].fault_of_reference(answer)
-
-    def of(self, record: Example) -> Environment:
-        """The environment that a record meets."""
-        return self._environments[self._name_of(record)]
-
-    def close(self) -> None:
-        """Close all."""
-        with contextlib.ExitStack() as stack:
-            for environment in self._environments.values():
-                stack.callback(environment.close)
-
-    def _name_of(self, record: Example) -> str:
-        name = environment_name(record)
-        if name is None and len(self._environments) == 1:
-            return next(iter(self._environments))
-        if name not in self._environments:
-            raise RewardError(
-                f"record {record.index} names the environment {name!r}, and there are {', '.join(self._environments)}. Fix: give it an "
-                "env_name among these, or the source of data that it comes from"
-            )
-        return name
-
-
-class _Merged:
-    """Answers of several environments to parts of a batch, put together."""
-
-    def __init__(self, rows: int) -> None:
-        self.rewards: list[float | None] = [None] * rows
-        self.terminated, self.masked = [True] * rows, [False] * rows
-        self.accuracies: list[float | None] = [None] * rows
-        self.says_accuracy = False
-        self.metrics: dict[str, float] = {}
-        self.parts: dict[str, list[float | None]] = {}
-
-    def take(self, name: str, rows: Sequence[int], said: EnvironmentReturn) -> None:
-        """Put what one environment said to the rows of a batch in their places."""
-        for what in (said.rewards, said.terminated, said.masked):
-            if len(what) != len(rows):
-                raise BatchError(f"the environment {name} returned {len(what)} values for {len(rows)} responses. Fix: return one each")
-        _put(self.rewards, rows, said.rewards)
-        _put(self.terminated, rows, said.terminated)
-        _put(self.masked, rows, said.masked)
-        self.says_accuracy |= bool(said.accuracies)
-        _put(self.accuracies, rows, said.accuracies or said.rewards)
-        for part, values in {name: said.rewards, **{f"{name}/{part}": values for part, values in said.parts.items()}}.items():
-            _put(self.parts.setdefault(part, [None] * len(self.rewards)), rows, values)
-        for metric, value in said.metrics.items():
-            self.metrics[metric] = self.metrics.get(metric, 0) + value
-
-    def result(self) -> EnvironmentReturn:
-        """All of it."""
-        return EnvironmentReturn(
-            self.rewards,
-            self.terminated,
-            self.masked,
-            metrics=self.metrics,
-            accuracies=self.accuracies if self.says_accuracy else [],
-            parts=self.parts,
-        )
-
-
-def _put(column: list[Any], rows: Sequence[int], values: Sequence[Any]) -> None:
-    for row, value in zip(rows, values, strict=True):
-        column[row] = value
-
-
-class _Chosen(Sequence[str]):
-    """Some of the texts of a sequence, none of which is asked for before it is needed."""
-
-    def __init__(self, texts: Sequence[str], rows: Sequence[int]) -> None:
-        self._texts, self._rows = texts, rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, place: Any) -> Any:
-        return self._texts[self._rows[place]]
-
-
-def _of_rows(turn: Turn, rows: Sequence[int]) -> Turn:
-    """The turn of some of its conversations."""
-
-    def chosen(column: Sequence[_T]) -> list[_T]:
-        return [column[row] for row in rows]
-
-    texts = (_Chosen(each, rows) if each else () for each in (turn.prompts, turn.full_responses, turn.full_prompts))
-    return Turn(chosen(turn.records), chosen(turn.responses), chosen(turn.response_ids), chosen(turn.metadata), *texts)
-
-
 def environment_name(record: Any) -> str | None:
     """The name of the environment that a record meets: its ``env_name``, else the field ``env_name`` or ``task_name`` of its data."""
     name = getattr(record, "env_name", None)
     fields = getattr(record, "fields", {})
     return name or fields.get("env_name") or fields.get("task_name")
-
-
-def find_faults(environment: Environment, timeout_s: float) -> Callable[..., str | Doubt | None]:
-    """Return what asks an environment for the fault of a reference answer, whatever a user's code does then.
-
-    It is called with the answer and, where the run's environments have names, with that of the record's (``environment_name``).
-
-    Args:
-        environment: that is asked.
-        timeout_s: seconds that it may take.
-    """
-
-    def find(answer: str, name: str | None = None) -> str | Doubt | None:
-        try:
-            with time_limit(timeout_s):
-                if isinstance(environment, NamedEnvironments):
-                    return environment.fault_of_reference(answer, name)
-                return environment.fault_of_reference(answer)
-        except OutOfTimeError:
-            return f"fault_of_reference did not come back within {timeout_s:g} s"
-        except (Exception, SystemExit) as error:
-            return f"fault_of_reference fails on it: {type(error).__name__}: {error}"
-
-    return find
-
-
-def final_answers(environment: Environment, records: Sequence[Example], responses: Sequence[str]) -> list[str | None] | None:
-    """The final answers of responses, as texts that equal answers share; None for a response that has none.
-
-    Args:
-        environment: that knows the answers; one of a user's own has an attribute ``final_answer``, ``(response) -> str | None``, or not.
-        records: B records.
-        responses: B texts.
-
-    Returns:
-        B answers; None where an environment of these records does not know of any.
-    """
-    met = [environment.of(record) if isinstance(environment, NamedEnvironments) else environment for record in records]
-    finders = [finder for each in met if (finder := getattr(each, "final_answer", None)) is not None]
-    if len(finders) < len(met):
-        return None
-    return [_final_answer(finder, response) for finder, response in zip(finders, responses, strict=True)]
-
-
-def _final_answer(find: Callable[[str], str | None], response: str) -> str | None:
-    try:
-        with time_limit(_ANSWER_SECONDS):
-            found = find(response)
-    except (OutOfTimeError, Exception) as error:
-        logger.debug("no final answer was found: %s", error)
-        return None
-    return None if found is None else str(found)
-
-
-def make_environment(section: Mapping[str, Any]) -> Environment:
-    """The environment that an ``env`` section describes, or those with names in it as one.
-
-    Raises:
-        ConfigError: it cannot be imported or built.
-    """
-    named = named_environments(section)
-    if not named:
-        return _made(section, ENVIRONMENT)
-    environments: dict[str, Environment] = {}
-    try:
-        for name, inner in named.items():
-            environments[name] = _made(inner, f"env.{name}.environment")
-    except BaseException:
-        NamedEnvironments(environments).close()
-        raise
-    return NamedEnvironments(environments)
-
-
-def _made(section: Mapping[str, Any], key: str) -> Environment:
-    name = section["environment"]
-    if not is_import_path(name):
-        return SingleTurn(section)
-    environment: Environment = environment_class(name, key)(section)
-    return environment

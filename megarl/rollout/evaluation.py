@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarl.config.validation_sets import SetPlan, set_plans
 from megarl.rollout.collector import Collector, Rollouts, accuracies_of, add_metrics, part_metrics
-from megarl.rollout.environment import final_answers
+from megarl.rollout.environments import final_answers
 from megarl.rollout.samples import validation_seeds
 
 if TYPE_CHECKING:

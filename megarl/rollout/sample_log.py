@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +34,8 @@ class SampleLog:
     (without), ``reference``, ``reward``, ``rewards`` (its parts by name, without weights), ``accuracy``, ``advantage``, ``length``
     (tokens of the answer), ``truncated``, ``masked`` (left out of training), ``mismatch`` (mean over its tokens of the absolute difference
     of the log-probabilities of engine and policy), ``weight_version`` and, where they are asked for, ``prompt_ids`` and ``answer_ids``.
+    Of a conversation of several turns ``answer`` is all that follows the prompt, ``length`` counts what was sampled, and there are
+    ``turns`` (``role``, assistant or environment, and ``text``) and ``ended`` (``StopReason``).
     What is not known is null, as reward and accuracy of a sample that the environment masked; an infinite number is the text ``inf``. Texts
     longer than ``max_characters`` lose their middle.
 
@@ -106,10 +108,27 @@ class SampleLog:
 
     def _response(self, samples: Mapping[str, Any], row: int) -> str:
         """Return a response as a person wants to see it: Harmony's with the messages that rewards do not read."""
-        if not is_harmony(self.tokenizer):
+        if not is_harmony(self.tokenizer) and "turns" not in samples:
             return str(samples["response_text"][row])
         start, end = (int(samples[key][row]) for key in ("prompt_lengths", "input_lengths"))
-        return str(self.tokenizer.decode(samples["input_ids"][row, start:end].tolist(), skip_special_tokens=False))
+        return self._decoded(samples["input_ids"][row, start:end])
+
+    def _decoded(self, ids: Tensor) -> str:
+        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+    def _turns(self, samples: Mapping[str, Any], row: int, limit: int) -> dict[str, Any]:
+        """Return what was sampled and observed in turn, of a conversation of several turns."""
+        if "turns" not in samples:
+            return {}
+        start, end = (int(samples[key][row]) for key in ("prompt_lengths", "input_lengths"))
+        ids, sampled = samples["input_ids"][row, start:end], samples["token_mask"][row, start:end] != 0
+        borders = [0, *((sampled[1:] != sampled[:-1]).nonzero().squeeze(1) + 1).tolist(), len(ids)]
+        turns = [
+            {"role": "assistant" if sampled[first] else "environment", "text": shorten(self._decoded(ids[first:last]), limit)}
+            for first, last in pairwise(borders)
+            if first < last
+        ]
+        return {"turns": turns, "ended": samples["ended"][row]}
 
     def _rows(
         self,
@@ -153,6 +172,7 @@ class SampleLog:
                     **{name: values[row] for name, values in columns.items()},
                     "masked": masked[row],
                     "weight_version": versions[row],
+                    **self._turns(samples, row, limit),
                     **(_token_ids(samples, row, record) if self.section["token_ids"] else {}),
                 }
             )

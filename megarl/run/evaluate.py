@@ -135,8 +135,7 @@ def evaluate(config: Config, weights: ResumePoint, make_policy: PolicyFactory | 
         from megarl.rollout.collector import Collector
         from megarl.rollout.evaluation import validation_sets
 
-        stop_token_ids = config["policy"]["generation"]["stop_token_ids"]
-        collector = Collector(policy, tokenizer, environment, PhaseTimer(), stop_token_ids, refit)
+        collector = Collector.of_run(config, own_section(config), policy, tokenizer, environment, PhaseTimer(), refit)
         size = own_section(config).get("val_batch_size")
         begun = time.monotonic()
         with validating():

@@ -24,7 +24,8 @@ from megarl.errors import ConfigError, DataError, Violation
 from megarl.import_path import is_import_path
 from megarl.models.generation import configure_generation_config
 from megarl.observe.progress import phase
-from megarl.rollout.environment import Environment, find_faults, make_environment
+from megarl.rollout.environment import Environment
+from megarl.rollout.environments import find_faults, make_environment
 from megarl.run.model_check import check_model, check_models_beside, check_tokens
 
 if TYPE_CHECKING:

@@ -35,6 +35,7 @@ STYLE = """
 .samples .text { white-space: pre-wrap;
   overflow-wrap: anywhere; unicode-bidi: plaintext; margin: 4px 0; max-height: 420px; overflow-y: auto; }
 .samples .prompt { color: var(--muted); border-left: 3px solid var(--line); padding-left: 10px; }
+.samples summary { color: var(--muted); cursor: pointer; font-size: 13px; }
 .samples .answer { background: var(--page); border-radius: 6px; padding: 8px 10px; }
 .samples .pair { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 14px; }
 @media (max-width: 480px) { .samples .pair { grid-template-columns: minmax(0, 1fr); } }
@@ -100,6 +101,10 @@ const figures = row => {
   for (const [name, value] of Object.entries(row.rewards || {})) shown["part " + name] = value;
   for (const [name, value] of Object.entries(shown)) line.append(make("span", "", name + " " + short(value)));
   line.append(make("span", "", row.length + " tokens"));
+  if (Array.isArray(row.turns)) {
+    const responses = row.turns.filter(turn => turn.role !== "environment").length;
+    line.append(make("span", row.ended === "done" ? "" : "bad", responses + " turns, " + row.ended));
+  }
   if (known(row.weight_version)) line.append(make("span", "", "weights " + row.weight_version));
   for (const name of ["truncated", "masked"]) if (row[name] === true) line.append(make("span", "bad", name));
   if (typeof row.reference === "string") line.append(make("span", "", "reference " + row.reference));
@@ -110,7 +115,22 @@ const place = row => [row.set ? "set " + row.set : "", "prompt " + row.record + 
 const answer = (row, title) => {
   const part = make("div");
   if (title) part.append(make("strong", "", title));
-  part.append(figures(row), make("div", "text answer", row.answer));
+  part.append(figures(row));
+  if (!Array.isArray(row.turns)) {
+    part.append(make("div", "text answer", row.answer));
+    return part;
+  }
+  for (const turn of row.turns) {
+    if (turn.role !== "environment") {
+      part.append(make("div", "text answer", turn.text));
+      continue;
+    }
+    const folded = make("details");
+    const first = turn.text.trim().slice(0, 80);
+    folded.append(make("summary", "", "environment: " + first + (turn.text.trim().length > 80 ? "..." : "")));
+    folded.append(make("div", "text prompt", turn.text));
+    part.append(folded);
+  }
   return part;
 };
 const sample = (row, other, steps) => {
@@ -233,6 +253,12 @@ def _within(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> list[dict[str
     for row in rows:
         shown = {name: value for name, value in row.items() if name not in _LEFT_OUT}
         shown |= {name: shorten(row[name], _MOST_CHARACTERS) for name in _TEXTS if isinstance(row.get(name), str)}
+        if isinstance(row.get("turns"), list):
+            shown["turns"] = [
+                {**turn, "text": shorten(turn["text"], _MOST_CHARACTERS)}
+                for turn in row["turns"]
+                if isinstance(turn, dict) and isinstance(turn.get("text"), str)
+            ]
         try:
             most_bytes -= len(json.dumps(shown, ensure_ascii=False, allow_nan=False))
         except ValueError:

@@ -155,7 +155,17 @@ def _listed(rows: Sequence[Sample]) -> Iterator[RenderableType]:
             before = prompt
         yield Text()
         yield _figures(row)
+        yield from _said(row)
+
+
+def _said(row: Sample) -> Iterator[RenderableType]:
+    """What the policy answered; of a conversation what each side said, the environment's part as the prompt is shown."""
+    turns = row.get("turns")
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) and isinstance(turn.get("text"), str) for turn in turns):
         yield _visible(row["answer"])
+        return
+    for turn in turns:
+        yield _visible(turn["text"], "dim" if turn.get("role") == "environment" else "")
 
 
 def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> Iterator[RenderableType]:
@@ -211,6 +221,9 @@ def _figures(row: Sample) -> Text:
     figures = {title: row.get(name) for name, title in _SHOWN if name == "reward" or row.get(name) is not None} | dict(parts or {})
     words = [f"{_plain(name)} {_plain(value)}" for name, value in figures.items()]
     words.append(f"{_plain(row.get('length'))} tokens")
+    if isinstance(row.get("turns"), list):
+        responses = sum(isinstance(turn, dict) and turn.get("role") != "environment" for turn in row["turns"])
+        words.append(f"{responses} turns, {_plain(row.get('ended'))}")
     words += [f"weights {_plain(row['weight_version'])}"] if row.get("weight_version") is not None else []
     line = Text(f"answer {_plain(row.get('generation'))}  ", style="bold").append("  ".join(words), style="not bold green")
     for name, style in (("truncated", "bold yellow"), ("masked", "bold red")):

@@ -399,13 +399,13 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_rewards.py",),
     ),
     "environments: of several rewards the weights do not count": Row(
-        "megarl/rollout/environment.py",
+        "megarl/rollout/single_turn.py",
         "part.weight * value for part, value",
         "value for part, value",
         ("unit/test_several_rewards.py",),
     ),
     "environments: what cannot be scored is trained on": Row(
-        "megarl/rollout/environment.py",
+        "megarl/rollout/single_turn.py",
         'return bool(decision == "mask")',
         "return False",
         ("unit/test_several_rewards.py",),

@@ -13,9 +13,10 @@ from megarl.config import check
 from megarl.config.validate import validate_config
 from megarl.errors import ConfigError
 from megarl.rollout import answers
-from megarl.rollout.environment import SingleTurn, Turn
+from megarl.rollout.environment import Turn
 from megarl.rollout.reward_pool import RewardPool
 from megarl.rollout.rewards import REWARDS, RewardSpec, Task, get_reward
+from megarl.rollout.single_turn import SingleTurn
 from tests.tables import read_table
 from tests.unit.config_samples import complete, raw_grpo
 

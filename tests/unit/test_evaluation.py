@@ -25,7 +25,7 @@ from megarl.data.datasets import Example
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import ConfigError, UnusableCheckpointError
 from megarl.rollout.collector import Rollouts
-from megarl.rollout.environment import final_answers, make_environment
+from megarl.rollout.environments import final_answers, make_environment
 from megarl.rollout.evaluation import ValidatedSet, estimates_of, half_interval, majority, metrics_of_set, pass_at, validation_metrics
 from megarl.rollout.samples import validation_seeds
 from megarl.run import evaluate as evaluation_command

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from megarl.data.records import Doubt
 from megarl.errors import ConfigError, RewardError
 from megarl.rollout import programs
-from megarl.rollout.environment import SingleTurn
 from megarl.rollout.programs import (
     Limits,
     conversation,
@@ -42,6 +41,7 @@ from megarl.rollout.programs.statements import reason_against, reason_to_doubt
 from megarl.rollout.programs.verdict import same_output, same_returned
 from megarl.rollout.reward_pool import RewardPool, score_of
 from megarl.rollout.rewards import RewardSpec, Task, get_reward
+from megarl.rollout.single_turn import SingleTurn
 from tests.tables import read_table
 from tests.tiers import sampled
 

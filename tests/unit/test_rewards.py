@@ -21,12 +21,15 @@ from megarl.config.environments import BUILT_IN_REWARDS, check_reward
 from megarl.data.datasets import Example
 from megarl.errors import BatchError, ConfigError, RewardError, StateError
 from megarl.import_path import forget_objects, load_object
-from megarl.rollout import collector, reward_pool
-from megarl.rollout.environment import EnvironmentReturn, SingleTurn, Turn, find_faults, make_environment
+from megarl.rollout import reward_pool
+from megarl.rollout.environment import EnvironmentReturn, Turn
+from megarl.rollout.environments import find_faults, make_environment
 from megarl.rollout.reward_pool import RewardPool, Score
 from megarl.rollout.rewards import REWARDS, RewardSpec, Task, get_reward
+from megarl.rollout.single_turn import SingleTurn
 from tests.tiers import sampled, slow
 from tests.unit.config_samples import complete, raw_grpo
+from tests.unit.scripted import collector_of
 
 USERS = """
 import os, subprocess, sys, time
@@ -461,11 +464,18 @@ class Answering:
         return self.result
 
 
+def answered(result: Any, rows: int) -> Any:
+    """The samples of so many responses that an environment answers in this way."""
+    environment = SimpleNamespace(step=lambda turn: result)
+    collector, *_ = collector_of(environment, lambda prompt, seed: [5], turns=1)
+    return collector.collect([Example(place, (4,), (), "") for place in range(rows)], 1, list(range(rows))).samples
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [
         (EnvironmentReturn([1.0], [True, True], [False, False]), r"\{'rewards': 1\} for 2 responses"),
-        (EnvironmentReturn([1.0, 1.0], [True, False], [False, False]), "goes on after a response"),
+        (EnvironmentReturn([1.0, 1.0], [True, False], [False, False]), "goes on after a response, and there is one turn"),
         (EnvironmentReturn([1.0, float("inf")], [True, True], [False, False]), "the reward inf"),
         (EnvironmentReturn([1.0, float("nan")], [True, True], [False, False]), "the reward nan"),
         (EnvironmentReturn([1, torch.tensor(float("nan"))], [True, True], [False, False]), r"the reward tensor\(nan\)"),  # type: ignore[list-item]
@@ -478,13 +488,13 @@ class Answering:
 )
 def test_what_an_environment_returns_has_to_fit(result: EnvironmentReturn, message: str) -> None:
     with pytest.raises(BatchError, match=message):
-        collector._checked(result, 2)
+        answered(result, 2)
 
 
 def test_numbers_of_any_kind_are_rewards() -> None:
     given = [1, True, 0.5, np.float32(0.25), torch.tensor(2.0), None]
-    rewards, masked = collector._checked(EnvironmentReturn(given, [True] * 6, [False] * 4 + [np.True_, True]), 6)  # type: ignore[arg-type,list-item]
-    assert rewards.tolist() == [1.0, 1.0, 0.5, 0.25, 2.0, 0.0] and masked.tolist() == [False] * 4 + [True, True]
+    samples = answered(EnvironmentReturn(given, [True] * 6, [False] * 4 + [np.True_, True]), 6)  # type: ignore[arg-type,list-item]
+    assert samples["reward"].tolist() == [1.0, 1.0, 0.5, 0.25, 2.0, 0.0] and samples["masked"].tolist() == [False] * 4 + [True, True]
 
 
 @sampled(1)

@@ -14,7 +14,10 @@ from megarl.data.tokenization import get_tokenizer
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.token_batches import pad_rows, span_mask, supervised_batch
 from megarl.errors import BatchError
-from megarl.rollout.samples import generate_samples, sampling_seed, sampling_seeds
+from megarl.observe.timing import PhaseTimer
+from megarl.rollout.collector import Collector
+from megarl.rollout.environment import EnvironmentReturn, Turn
+from megarl.rollout.samples import sampling_seed, sampling_seeds
 from tests.unit.reference_policy import ReferencePolicy
 from tests.unit.tiny_model import make_tiny_model
 
@@ -36,6 +39,31 @@ def make_policy(path: Path, **generation: Any) -> ReferencePolicy:
     policy = ReferencePolicy(config, get_tokenizer({"name": config["model_name"]}))
     policy.prepare_for_generation()
     return policy
+
+
+class NoReward:
+    def step(self, turn: Turn) -> EnvironmentReturn:
+        rows = len(turn.records)
+        return EnvironmentReturn([0.0] * rows, [True] * rows, [False] * rows)
+
+    def fault_of_reference(self, answer: str) -> None:
+        return None
+
+    def close(self) -> None: ...
+
+
+def generate_samples(
+    policy: Any,
+    prompts: list[list[int]],
+    tokenizer: Any,
+    generations: int = 1,
+    seeds: list[int] | None = None,
+    greedy: bool = False,
+    stop_token_ids: list[int] | None = None,
+) -> BatchedDataDict[Any]:
+    records = [Example(place, tuple(prompt), (), "") for place, prompt in enumerate(prompts)]
+    collector = Collector(policy, tokenizer, NoReward(), PhaseTimer(), stop_token_ids)
+    return collector.collect(records, generations, seeds, greedy=greedy).samples
 
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15, 16, 17]]
@@ -102,6 +130,9 @@ class ShuffledRows:
 
     def __init__(self, policy: ReferencePolicy) -> None:
         self._policy = policy
+
+    def prepare_for_generation(self) -> None:
+        self._policy.prepare_for_generation()
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         return self._policy.generate(data, greedy).select_indices([2, 1, 0])

@@ -15,8 +15,9 @@ import pytest
 from megarl.config import check
 from megarl.config.validate import validate_config
 from megarl.errors import ConfigError, RewardError
-from megarl.rollout.environment import SingleTurn, Turn
+from megarl.rollout.environment import Turn
 from megarl.rollout.rewards import RewardSpec, Task, get_reward
+from megarl.rollout.single_turn import SingleTurn
 from megarl.time_limit import time_limit
 from tests.tiers import slow
 from tests.unit.config_samples import complete, raw_grpo

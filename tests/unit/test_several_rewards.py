@@ -8,16 +8,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megarl.config import check
 from megarl.config.validate import validate_config
+from megarl.data.datasets import Example
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import BatchError, ConfigError, RewardError
 from megarl.rollout import collector
-from megarl.rollout.environment import EnvironmentReturn, SingleTurn, Turn, find_faults, make_environment
+from megarl.rollout.environment import EnvironmentReturn, Turn
+from megarl.rollout.environments import find_faults, make_environment
+from megarl.rollout.episodes import Episode
 from megarl.rollout.rewards import RewardSpec, get_reward, overlong_penalty
+from megarl.rollout.single_turn import SingleTurn
+from megarl.rollout.trajectory import Segment
 from megarl.run.run import run
 from tests.tables import read_table
 from tests.tiers import slow
@@ -244,12 +250,16 @@ def samples_of(*rewards: float) -> BatchedDataDict[Any]:
     return BatchedDataDict({"reward": torch.tensor(rewards), "masked": torch.tensor(masked)})
 
 
+def answered(result: EnvironmentReturn, row: int) -> Episode:
+    return Episode(Example(row, (), (), ""), Segment(np.empty(0, np.int64)), last=(result, row))
+
+
 def test_parts_and_accuracies_become_columns_and_means() -> None:
     nan = float("nan")
     result = EnvironmentReturn(
         [1.0, 0.0, 2.0], [True] * 3, [False, True, False], accuracies=[1.0, None, 0.0], parts={"a": [3.0, None, 4.0]}
     )
-    columns = collector._further_columns(result, 3)
+    columns = collector._further_columns([answered(result, row) for row in range(3)])
     assert {name: column.tolist() for name, column in columns.items()} == {
         "accuracy": pytest.approx([1.0, nan, 0.0], nan_ok=True),
         "reward/a": pytest.approx([3.0, nan, 4.0], nan_ok=True),
@@ -260,7 +270,7 @@ def test_parts_and_accuracies_become_columns_and_means() -> None:
     assert collector.part_metrics([first, second]) == {"reward/a": 4.0}
     assert collector.accuracies_of(first).tolist()[0] == 1.0 and collector.accuracies_of(second).tolist() == [1.0, 0.5]
     with pytest.raises(BatchError, match=r"returned 1 numbers of reward/a for 3 responses"):
-        collector._further_columns(EnvironmentReturn([1.0] * 3, [True] * 3, [False] * 3, parts={"a": [1.0]}), 3)
+        collector._further_columns([answered(EnvironmentReturn([1.0] * 3, [True] * 3, [False] * 3, parts={"a": [1.0]}), 0)])
 
 
 WRONG: list[tuple[dict[str, Any], str]] = read_table("several_rewards.yaml")["wrong"]

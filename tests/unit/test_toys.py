@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from megarl.data.tokenization import get_tokenizer
 from megarl.errors import BatchError, ConfigError, DataError
 from megarl.import_path import forget_objects, load_object
 from megarl.models.generation import configure_generation_config
+from megarl.observe.sample_files import DIRECTORY, TRAIN, list_samples, read_samples
 from megarl.observe.timing import PhaseTimer
 from megarl.rollout.collector import Collector, add_metrics
 from megarl.rollout.environment import EnvironmentReturn, Turn
@@ -338,3 +341,36 @@ def test_a_reward_of_ones_own(tmp_path: Path, model: str) -> None:
     assert all((row["train/reward_errors"], row["train/reward_timeouts"]) == (0, 0) for row in logged)
     rewards = [row["train/reward"] * 24 for row in logged]
     assert any(rewards) and rewards == pytest.approx([round(reward) for reward in rewards], abs=1e-5)
+
+
+def guessing(run_dir: Path, model: str, data: str, steps: int = 4, **more: Any) -> dict[str, Any]:
+    """A run of GRPO with conversations of up to three turns."""
+    config = make_config("grpo", run_dir, model, data, max_num_steps=steps, max_rollout_turns=3, **more)
+    config["policy"]["generation"] |= {"stop_token_ids": list(range(0, 20, 2))}
+    config["policy"]["max_total_sequence_length"] = 48
+    config["logger"] = {**config.get("logger", {}), "samples": {"period": 1, "token_ids": True}}
+    return config | {"env": {"environment": f"{TOYS}/guess.py:Guess", "options": {"near": 3}}}
+
+
+def test_conversations_of_several_turns_in_a_whole_run(tmp_path: Path, model: str, data: str) -> None:
+    assert run(guessing(tmp_path / "a", model, data), PolicyMaker()) == 0
+    logged = [row for row in rows(tmp_path / "a") if row["step"]]
+    assert all(1 < row["train/turns"] <= 3 and row["train/observed_tokens"] > 0 for row in logged)
+    assert all(row["train/no_numbers"] > 0 for row in logged) and "validation/accuracy" in logged[-1]
+    assert run(guessing(tmp_path / "b", model, data, 2), PolicyMaker()) == 0
+    assert run(guessing(tmp_path / "b", model, data), PolicyMaker()) == 0
+    assert comparable(tmp_path / "b") == comparable(tmp_path / "a")
+    whole, resumed = final_weights(tmp_path / "a"), final_weights(tmp_path / "b")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    tokenizer = get_tokenizer({"name": model})
+    kept = [row for _, path in list_samples(tmp_path / "a" / DIRECTORY, TRAIN) for row in read_samples(path)]
+    assert kept and {row["ended"] for row in kept} <= {"done", "turns", "length", "tokens"}
+    for row in kept:
+        said = [turn["text"] for turn in row["turns"]]
+        assert "".join(said) == tokenizer.decode(row["answer_ids"], skip_special_tokens=False)
+        roles = [turn["role"] for turn in row["turns"]]
+        assert roles == [["assistant", "environment"][place % 2] for place in range(len(roles))]
+    shown = subprocess.run(
+        [sys.executable, "-m", "megarl", "samples", str(tmp_path / "a"), "--step", "4"], capture_output=True, text=True, check=True
+    )
+    assert "turns, " in shown.stdout and "prompt" in shown.stdout

@@ -152,11 +152,12 @@ def sections_have_a_reader(view: View) -> Iterator[Violation]:
             yield Violation(section, view[section], f"algorithm {name!r} does not read this section", fix)
 
 
-def single_turn(view: View) -> Iterator[Violation]:
-    """Conversations have one turn."""
+def turns_have_an_environment(view: View) -> Iterator[Violation]:
+    """Conversations of several turns have an environment that answers a response."""
     key = f"{view.algorithm.section()}.max_rollout_turns"
-    if view[key] != 1:
-        yield Violation(key, view[key], "the collector takes one turn, so it must be 1", "write 1")
+    if view[key] > 1 and all(section.get("environment", SINGLE_TURN) == SINGLE_TURN for section in environments_of(view["env"]).values()):
+        bound = "env.environment is single_turn, which ends a conversation with its first response, so that it would do nothing"
+        yield Violation(key, view[key], bound, "write 1, or name an environment that goes on")
 
 
 def loss_goes_together(view: View) -> Iterator[Violation]:
@@ -526,7 +527,7 @@ RUN_RULES: tuple[Rule, ...] = (
     prompt_template_has_place,
     validation_has_data,
     metric_of_checkpoints_has_a_prefix,
-    single_turn,
+    turns_have_an_environment,
     loss_is_known,
     loss_goes_together,
     entropy_can_be_raised,

@@ -103,8 +103,8 @@ def decode(decoder: Decoder, data: Mapping[str, Any], config: Mapping[str, Any],
 
     Args:
         decoder: the model; it is in evaluation mode.
-        data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B], optionally ``stop_strings`` (one entry a row) and
-            ``sampling_seeds`` [B] int64. Without seeds they are drawn from this process's generator.
+        data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B], optionally ``stop_strings`` (one entry a row), ``max_new_tokens``
+            [B] int64 and ``sampling_seeds`` [B] int64. Without seeds they are drawn from this process's generator.
         config: the generation configuration.
         tokenizer: decodes answers for stop strings.
         greedy: take the most likely token instead of sampling.
@@ -124,6 +124,8 @@ def decode(decoder: Decoder, data: Mapping[str, Any], config: Mapping[str, Any],
     stop_strings = stop_strings_of_rows(config.get("stop_strings"), data.get("stop_strings"), len(lengths))
     prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
     allowed = (decoder.longest - lengths).clamp(0, longest_answer).numpy()
+    if "max_new_tokens" in data:
+        allowed = np.minimum(allowed, data["max_new_tokens"].numpy())
     answered = lengths.numpy()[allowed > 0]
     # all answers of a batch begin where its longest prompt ends
     positions = int(answered.max(initial=0) + allowed.max(initial=0))

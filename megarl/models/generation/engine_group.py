@@ -18,7 +18,7 @@ from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerGroup
 from megarl.errors import BatchError, ConfigError, MegarlError, RefitError, WorkerError
 from megarl.models.generation.engines import SharesDevices, started_on_empty_devices
-from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec, RolloutEngine, Sampling
+from megarl.models.generation.interfaces import GENERATION_INPUTS, GenerationDatumSpec, GenerationOutputSpec, RolloutEngine, Sampling
 from megarl.models.generation.stopping import stop_strings_of_rows
 from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.slices import WantedSlices, slices_digest
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INPUTS = ("input_ids", "input_lengths", "stop_strings", "sampling_seeds")
 NODE = "node"
 """Axis of the workers of one engine, one on each of its nodes."""
 LIFE_SECONDS = 60.0
@@ -320,7 +319,7 @@ class EngineGroup(RolloutEngine):
         """
         if not isinstance(data, BatchedDataDict):
             raise BatchError(f"data must be a BatchedDataDict, got {type(data).__name__}: wrap the dictionary in BatchedDataDict(...)")
-        needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in INPUTS if name in data})
+        needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in GENERATION_INPUTS if name in data})
         # an engine would fail over them, and have to be started anew
         check_batch(needed, required=(), vocab_size=self._vocab_size, max_length=self._longest, max_length_key=self._longest_key)
         stop_strings_of_rows(self.cfg.get("stop_strings"), needed.get("stop_strings"), needed.size)

@@ -46,12 +46,18 @@ class GenerationDatumSpec(TypedDict):
         input_lengths: int64 [B], tokens without padding.
         stop_strings: texts that end the answer, per sample.
         sampling_seeds: int64 [B]; the random numbers of a row depend on its seed alone.
+        max_new_tokens: int64 [B], most tokens of each answer, on top of the configured bounds.
     """
 
     input_ids: torch.Tensor
     input_lengths: torch.Tensor
     stop_strings: NotRequired[list[list[str] | None]]
     sampling_seeds: NotRequired[torch.Tensor]
+    max_new_tokens: NotRequired[torch.Tensor]
+
+
+GENERATION_INPUTS = tuple(GenerationDatumSpec.__annotations__)
+"""Columns that an engine reads."""
 
 
 class GenerationOutputSpec(TypedDict):

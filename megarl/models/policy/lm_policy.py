@@ -34,7 +34,13 @@ from megarl.distributed.worker_groups import MultiWorkerFuture, RayWorkerBuilder
 from megarl.errors import BatchError, ConfigError, NonFiniteError, RefitError, StateError
 from megarl.models.engine.microbatches import chosen_size
 from megarl.models.generation import configure_generation_config
-from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec, Sampling
+from megarl.models.generation.interfaces import (
+    GENERATION_INPUTS,
+    GenerationDatumSpec,
+    GenerationInterface,
+    GenerationOutputSpec,
+    Sampling,
+)
 from megarl.models.generation.stopping import stop_strings_of_rows
 from megarl.models.policy.batch_plan import ShardedBatch, shard_batch
 from megarl.models.policy.interfaces import (
@@ -337,9 +343,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             )
         self._check(data)
         stop_strings_of_rows(generation.get("stop_strings"), data.get("stop_strings"), data.size)
-        needed: BatchedDataDict[Any] = BatchedDataDict(
-            {name: data[name] for name in ("input_ids", "input_lengths", "stop_strings", "sampling_seeds") if name in data}
-        )
+        needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in GENERATION_INPUTS if name in data})
         if "sampling_seeds" not in needed:
             generator = np.random.Generator(np.random.Philox(key=self._seed, counter=self._generate_calls))
             needed["sampling_seeds"] = torch.from_numpy(generator.integers(0, 2**62, size=data.size))

@@ -47,7 +47,8 @@ def requests_of(data: Mapping[str, Any], config: Mapping[str, Any], longest: int
     """The prompts that have room for an answer.
 
     Args:
-        data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B], optionally ``stop_strings`` and ``sampling_seeds`` [B].
+        data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B], optionally ``stop_strings``, ``sampling_seeds`` and
+            ``max_new_tokens`` [B].
         config: the generation configuration.
         longest: most tokens of prompt and answer together.
         greedy: take the most likely token instead of sampling.
@@ -61,10 +62,11 @@ def requests_of(data: Mapping[str, Any], config: Mapping[str, Any], longest: int
     stops = stop_strings_of_rows(config.get("stop_strings"), data.get("stop_strings"), len(lengths))
     seeded = "sampling_seeds" in data and not _is_fast(config)
     seeds = data["sampling_seeds"].tolist() if seeded else [None] * len(lengths)
+    most = data["max_new_tokens"].tolist() if "max_new_tokens" in data else [config["max_new_tokens"]] * len(lengths)
     settings = SamplingSettings.of(config, greedy=greedy)
     found = []
     for row, (length, stop, seed) in enumerate(zip(lengths, stops, seeds, strict=True)):
-        room = min(config["max_new_tokens"], longest - length)
+        room = min(config["max_new_tokens"], most[row], longest - length)
         if room <= 0:
             continue
         options = {

@@ -1,0 +1,173 @@
+"""Requests one by one: prompts are handed to engines and completions fetched as they come, beside ``generate``, which takes a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.token_batches import pad_arrays
+from megarl.errors import BatchError
+
+if TYPE_CHECKING:
+    from megarl.models.generation.interfaces import GenerationInterface, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt to complete.
+
+    Attributes:
+        prompt: [P] int64, its tokens.
+        seed: of its random numbers; None where the engine may draw as it likes.
+        max_new_tokens: most tokens of the completion, on top of the configured bounds; None for those alone.
+    """
+
+    prompt: np.ndarray
+    seed: int | None = None
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine says to a prompt.
+
+    Attributes:
+        tokens: [n] int64, what was sampled, the stop token among them.
+        logprobs: [n] float32, of each of them as it was drawn.
+        truncated: a length limit ended it, not a stop.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    truncated: bool
+
+
+class RequestStream(Protocol):
+    """Requests to engines that are ready, by numbers of the caller's.
+
+    Attributes:
+        in_waves: ``poll`` completes all that waits, together. What comes out then depends on what waits together only by rounding; a
+            caller that wants the same bits each time hands in the same requests before each ``poll``.
+    """
+
+    in_waves: bool
+
+    def submit(self, requests: Mapping[int, Request]) -> None:
+        """Hand requests in."""
+        ...
+
+    def poll(self, timeout_s: float | None = None) -> dict[int, Completion]:
+        """Completions that have come since the last call, by the numbers of their requests.
+
+        Args:
+            timeout_s: how long to wait for the first one; None for as long as it takes.
+        """
+        ...
+
+    def abort(self, numbers: Iterable[int]) -> None:
+        """Give requests up: no ``poll`` brings them any more."""
+        ...
+
+
+class Waves:
+    """A stream to whatever has ``generate``: each ``poll`` is one call, for all that was handed in since the last one.
+
+    A call that raises leaves its requests waiting, so that a new engine can be asked again.
+
+    Args:
+        engine: that is ready to generate.
+        pad_token_id: fills prompts up.
+        stop_token_ids: tokens that end a completion.
+        greedy: take the likeliest token always.
+        sampling: in place of the configured temperature, top-p and top-k; None for those.
+    """
+
+    in_waves = True
+
+    def __init__(
+        self,
+        engine: GenerationInterface,
+        pad_token_id: int,
+        stop_token_ids: Iterable[int],
+        *,
+        greedy: bool = False,
+        sampling: Sampling | None = None,
+    ) -> None:
+        self._engine, self._pad, self._stops = engine, pad_token_id, list(stop_token_ids)
+        self._greedy, self._sampling = greedy, sampling
+        self._waiting: dict[int, Request] = {}
+
+    def submit(self, requests: Mapping[int, Request]) -> None:
+        """Keep requests for the next wave."""
+        self._waiting.update(requests)
+
+    def abort(self, numbers: Iterable[int]) -> None:
+        """Forget requests."""
+        for number in numbers:
+            self._waiting.pop(number, None)
+
+    def poll(self, timeout_s: float | None = None) -> dict[int, Completion]:
+        """Complete what waits, in the order of the numbers.
+
+        Raises:
+            BatchError: what came back does not continue the prompts row by row.
+        """
+        if not self._waiting:
+            return {}
+        numbers = sorted(self._waiting)
+        requests = [self._waiting[number] for number in numbers]
+        found = self._completed(requests)
+        self._waiting = {}
+        return dict(zip(numbers, found, strict=True))
+
+    def _completed(self, requests: Sequence[Request]) -> list[Completion]:
+        ids, lengths = pad_arrays([request.prompt for request in requests], self._pad)
+        data: BatchedDataDict[Any] = BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
+        if all(request.seed is not None for request in requests):
+            data["sampling_seeds"] = torch.tensor([request.seed for request in requests], dtype=torch.int64)
+        if any(request.max_new_tokens is not None for request in requests):
+            most = [np.iinfo(np.int64).max if request.max_new_tokens is None else request.max_new_tokens for request in requests]
+            data["max_new_tokens"] = torch.tensor(most, dtype=torch.int64)
+        # a generator without that parameter serves where nobody asks for another distribution
+        options = {} if self._sampling is None else {"sampling": self._sampling}
+        output = self._engine.generate(data, greedy=self._greedy, **options)
+        _check_continues(output, ids, lengths)
+        return self._completions(output, requests)
+
+    def _completions(self, output: Mapping[str, Any], requests: Sequence[Request]) -> list[Completion]:
+        ids, logprobs = output["output_ids"].numpy(), output["logprobs"].numpy()
+        ends = output["unpadded_sequence_lengths"].tolist()
+        # an engine that knows better, because it stops at texts too, says so
+        cut = output["truncated"].tolist() if "truncated" in output else None
+        found = []
+        for row, (request, end) in enumerate(zip(requests, ends, strict=True)):
+            start = len(request.prompt)
+            tokens, values = ids[row, start:end], logprobs[row, start:end]
+            truncated = bool(cut[row]) if cut is not None else not len(tokens) or int(tokens[-1]) not in self._stops
+            most = request.max_new_tokens
+            if most is not None and len(tokens) > most:
+                # of an engine that does not read the bound: the beginning of what is drawn does not depend on what follows
+                tokens, values, truncated = tokens[:most], values[:most], True
+            found.append(Completion(tokens, values, truncated))
+        return found
+
+
+def _check_continues(output: Mapping[str, Any], prompts: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Refuse an output whose rows are not those of the prompts, in their order."""
+    ids, ends, new = output["output_ids"], output["unpadded_sequence_lengths"], output["generation_lengths"]
+    width = prompts.shape[1]
+    fits = ids.shape[0] == prompts.shape[0] and torch.equal(ends.long(), lengths + new) and ids.shape[1] >= width
+    if fits:
+        outside = torch.arange(width) >= lengths.unsqueeze(1)
+        fits = bool(((ids[:, :width] == prompts) | outside).all())
+    if not fits:
+        raise BatchError(
+            f"generated rows {list(ids.shape)} with {ends.tolist()[:8]} tokens, {new.tolist()[:8]} of them new, "
+            f"do not continue the {prompts.shape[0]} prompts of {lengths.tolist()[:8]} tokens row by row. "
+            "Fix: the generator must keep the order of the rows and start each with its prompt"
+        )

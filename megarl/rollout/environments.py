@@ -1,0 +1,264 @@
+"""The environments of a run: one, or several with names, of which each record meets the one that it names."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megarl.config.environments import ENVIRONMENT, environment_class, named_environments
+from megarl.errors import BatchError, RewardError
+from megarl.import_path import is_import_path
+from megarl.rollout.environment import Environment, EnvironmentReturn, Turn, environment_name
+from megarl.rollout.message_env import MessageEnv, MessageEnvironment
+from megarl.rollout.single_turn import SingleTurn
+from megarl.time_limit import OutOfTimeError, time_limit
+
+if TYPE_CHECKING:
+    from megarl.data.datasets import Example
+    from megarl.data.records import Doubt
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_ANSWER_SECONDS = 5.0
+"""How long the final answer of one response may be looked for."""
+
+
+class NamedEnvironments:
+    """Environments with names: each record meets the one that it names (``environment_name``).
+
+    Args:
+        environments: by name, at least one.
+    """
+
+    def __init__(self, environments: Mapping[str, Environment]) -> None:
+        self._environments = dict(environments)
+
+    def step(self, turn: Turn) -> EnvironmentReturn:
+        """What each environment says to its own conversations, in the order of all.
+
+        Metrics of one name are summed. The parts of the rewards are those of each environment, ``NAME/PART``, and its rewards, ``NAME``.
+
+        Raises:
+            RewardError: a record names no environment that is there.
+            BatchError: an environment does not return one value for each of its responses.
+        """
+        return self._asked(turn, "step")
+
+    def _asked(self, turn: Turn, method: str) -> EnvironmentReturn:
+        rows_of: dict[str, list[int]] = {}
+        for row, record in enumerate(turn.records):
+            rows_of.setdefault(self._name_of(record), []).append(row)
+        merged = _Merged(len(turn.records))
+        for name, rows in rows_of.items():
+            merged.take(name, rows, getattr(self._environments[name], method)(_of_rows(turn, rows)))
+        return merged.result()
+
+    def judge(self, turn: Turn) -> EnvironmentReturn:
+        """As ``step``, of the environments that judge whole conversations."""
+        return self._asked(turn, "judge")
+
+    def fault_of_reference(self, answer: str, name: str | None = None) -> str | Doubt | None:
+        """Return why a reference answer of a record that names this environment is of no use."""
+        if name is None and len(self._environments) == 1:
+            name = next(iter(self._environments))
+        if name not in self._environments:
+            names = ", ".join(self._environments)
+            return f"its record names the environment {name!r}, and there are {names}" if name else f"its record names none of {names}"
+        return self._environments[name].fault_of_reference(answer)
+
+    def of(self, record: Example) -> Environment:
+        """The environment that a record meets."""
+        return self._environments[self._name_of(record)]
+
+    def close(self) -> None:
+        """Close all."""
+        with contextlib.ExitStack() as stack:
+            for environment in self._environments.values():
+                stack.callback(environment.close)
+
+    def _name_of(self, record: Example) -> str:
+        name = environment_name(record)
+        if name is None and len(self._environments) == 1:
+            return next(iter(self._environments))
+        if name not in self._environments:
+            raise RewardError(
+                f"record {record.index} names the environment {name!r}, and there are {', '.join(self._environments)}. Fix: give it an "
+                "env_name among these, or the source of data that it comes from"
+            )
+        return name
+
+
+class _Merged:
+    """Answers of several environments to parts of a batch, put together."""
+
+    def __init__(self, rows: int) -> None:
+        self.rewards: list[float | None] = [None] * rows
+        self.terminated, self.masked = [True] * rows, [False] * rows
+        self.onwards: dict[str, list[Any]] = {name: [None] * rows for name in ("observations", "metadata", "reasons")}
+        self.accuracies: list[float | None] = [None] * rows
+        self.says_accuracy = False
+        self.metrics: dict[str, float] = {}
+        self.parts: dict[str, list[float | None]] = {}
+
+    def take(self, name: str, rows: Sequence[int], said: EnvironmentReturn) -> None:
+        """Put what one environment said to the rows of a batch in their places."""
+        for what in (said.rewards, said.terminated, said.masked):
+            if len(what) != len(rows):
+                raise BatchError(f"the environment {name} returned {len(what)} values for {len(rows)} responses. Fix: return one each")
+        _put(self.rewards, rows, said.rewards)
+        _put(self.terminated, rows, said.terminated)
+        _put(self.masked, rows, said.masked)
+        for column, kept in self.onwards.items():
+            given: Sequence[Any] = getattr(said, column)
+            _put(kept, rows, given if len(given) else [None] * len(rows))
+        self.says_accuracy |= bool(said.accuracies)
+        _put(self.accuracies, rows, said.accuracies or said.rewards)
+        for part, values in {name: said.rewards, **{f"{name}/{part}": values for part, values in said.parts.items()}}.items():
+            _put(self.parts.setdefault(part, [None] * len(self.rewards)), rows, values)
+        for metric, value in said.metrics.items():
+            self.metrics[metric] = self.metrics.get(metric, 0) + value
+
+    def result(self) -> EnvironmentReturn:
+        """All of it."""
+        return EnvironmentReturn(
+            self.rewards,
+            self.terminated,
+            self.masked,
+            metrics=self.metrics,
+            accuracies=self.accuracies if self.says_accuracy else [],
+            parts=self.parts,
+            **self.onwards,
+        )
+
+
+def _put(column: list[Any], rows: Sequence[int], values: Sequence[Any]) -> None:
+    for row, value in zip(rows, values, strict=True):
+        column[row] = value
+
+
+class _Chosen(Sequence[str]):
+    """Some of the texts of a sequence, none of which is asked for before it is needed."""
+
+    def __init__(self, texts: Sequence[str], rows: Sequence[int]) -> None:
+        self._texts, self._rows = texts, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._texts[self._rows[place]]
+
+
+def _of_rows(turn: Turn, rows: Sequence[int]) -> Turn:
+    """The turn of some of its conversations."""
+
+    def chosen(column: Sequence[_T]) -> list[_T]:
+        return [column[row] for row in rows]
+
+    def texts(column: Sequence[str]) -> Sequence[str]:
+        return _Chosen(column, rows) if column else ()
+
+    return replace(
+        turn,
+        records=chosen(turn.records),
+        responses=chosen(turn.responses),
+        response_ids=chosen(turn.response_ids),
+        metadata=chosen(turn.metadata),
+        prompts=texts(turn.prompts),
+        full_responses=texts(turn.full_responses),
+        full_prompts=texts(turn.full_prompts),
+        turns=chosen(turn.turns) if turn.turns else (),
+        truncated=chosen(turn.truncated) if turn.truncated else (),
+    )
+
+
+def environment_of(environment: Environment, record: Example) -> Environment:
+    """The environment that a record meets, among those with names; else the only one."""
+    return environment.of(record) if isinstance(environment, NamedEnvironments) else environment
+
+
+def find_faults(environment: Environment, timeout_s: float) -> Callable[..., str | Doubt | None]:
+    """Return what asks an environment for the fault of a reference answer, whatever a user's code does then.
+
+    It is called with the answer and, where the run's environments have names, with that of the record's (``environment_name``).
+
+    Args:
+        environment: that is asked.
+        timeout_s: seconds that it may take.
+    """
+
+    def find(answer: str, name: str | None = None) -> str | Doubt | None:
+        try:
+            with time_limit(timeout_s):
+                if isinstance(environment, NamedEnvironments):
+                    return environment.fault_of_reference(answer, name)
+                return environment.fault_of_reference(answer)
+        except OutOfTimeError:
+            return f"fault_of_reference did not come back within {timeout_s:g} s"
+        except (Exception, SystemExit) as error:
+            return f"fault_of_reference fails on it: {type(error).__name__}: {error}"
+
+    return find
+
+
+def final_answers(environment: Environment, records: Sequence[Example], responses: Sequence[str]) -> list[str | None] | None:
+    """The final answers of responses, as texts that equal answers share; None for a response that has none.
+
+    Args:
+        environment: that knows the answers; one of a user's own has an attribute ``final_answer``, ``(response) -> str | None``, or not.
+        records: B records.
+        responses: B texts.
+
+    Returns:
+        B answers; None where an environment of these records does not know of any.
+    """
+    met = [environment_of(environment, record) for record in records]
+    finders = [finder for each in met if (finder := getattr(each, "final_answer", None)) is not None]
+    if len(finders) < len(met):
+        return None
+    return [_final_answer(finder, response) for finder, response in zip(finders, responses, strict=True)]
+
+
+def _final_answer(find: Callable[[str], str | None], response: str) -> str | None:
+    try:
+        with time_limit(_ANSWER_SECONDS):
+            found = find(response)
+    except (OutOfTimeError, Exception) as error:
+        logger.debug("no final answer was found: %s", error)
+        return None
+    return None if found is None else str(found)
+
+
+def make_environment(section: Mapping[str, Any]) -> Environment:
+    """The environment that an ``env`` section describes, or those with names in it as one.
+
+    Raises:
+        ConfigError: it cannot be imported or built.
+    """
+    named = named_environments(section)
+    if not named:
+        return _made(section, ENVIRONMENT)
+    environments: dict[str, Environment] = {}
+    try:
+        for name, inner in named.items():
+            environments[name] = _made(inner, f"env.{name}.environment")
+    except BaseException:
+        NamedEnvironments(environments).close()
+        raise
+    return NamedEnvironments(environments)
+
+
+def _made(section: Mapping[str, Any], key: str) -> Environment:
+    name = section["environment"]
+    if not is_import_path(name):
+        return SingleTurn(section)
+    kind: Any = environment_class(name, key)
+    if isinstance(kind, type) and issubclass(kind, MessageEnv):
+        return MessageEnvironment(kind, section, fault_of_reference=kind.fault_of_reference)
+    environment: Environment = kind(section)
+    return environment

@@ -1,0 +1,460 @@
+"""Episodes: conversations of a policy with an environment, many at once, until all have ended.
+
+A turn is a request to the engines, the completion, and what the environment says to it. The next prompt is the tokens so far with those of
+the observation behind them: nothing sampled is encoded again. Where engines answer request by request and the environment may be asked from
+several threads, no episode waits for another one; where a batch is completed, or judged, together, all wait for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Number
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+import torch
+
+from megarl.distributed.token_batches import TokenRows
+from megarl.errors import BatchError, MegarlError
+from megarl.models.generation.stream import Completion, Request, RequestStream
+from megarl.observe.timing import GENERATION
+from megarl.rollout.environment import Environment, EnvironmentReturn, StopReason, Turn
+from megarl.rollout.environments import environment_of
+from megarl.rollout.texts import decode_rows, decode_with_special_tokens, response_texts
+from megarl.rollout.trajectory import Segment
+from megarl.rollout.turn_threads import Call, Ended, TurnThreads
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.data.datasets import Example
+    from megarl.data.observations import ObservationEncoder
+    from megarl.observe.timing import PhaseTimer
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.002
+"""Between looks at the engines while the environment is at work."""
+
+_CHARACTERS_A_TOKEN, _FREE_CHARACTERS = 32, 4096
+"""An observation of more characters for each token that is left is not tokenized: it cannot fit."""
+
+_LARGEST = float(torch.finfo(torch.float32).max)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """What an episode may take.
+
+    Attributes:
+        turns: responses of the policy.
+        tokens: behind the prompt, observed ones among them; None for no bound of their own.
+        length: of the prompt and all that follows, as the model bounds it; read where there is more than one turn.
+    """
+
+    turns: int = 1
+    tokens: int | None = None
+    length: int | None = None
+
+    def left(self, segment: Segment) -> int | None:
+        """Tokens that may still follow; None for no bound."""
+        bounds = [] if self.tokens is None else [self.tokens - segment.length]
+        bounds += [] if self.length is None else [self.length - len(segment)]
+        return min(bounds, default=None)
+
+
+@dataclass(slots=True)
+class Episode:
+    """One conversation.
+
+    Attributes:
+        record: that it began with.
+        segment: its tokens.
+        seed: of the random numbers of its first response; those of later ones follow from it. None where engines draw as they like.
+        turns: responses so far.
+        metadata: the environment's own, from turn to turn.
+        reward: the sum of its turns' rewards.
+        masked: it is left out of training.
+        truncated: its last response met a length limit.
+        reason: why it ended; None while it goes on.
+        last: the environment's answer to its last turn, and the row of it.
+        response: text of the last response.
+        observations: what the environment said after each turn but the last.
+    """
+
+    record: Example
+    segment: Segment
+    seed: int | None = None
+    turns: int = 0
+    metadata: Any = None
+    reward: float = 0.0
+    masked: bool = False
+    truncated: bool = False
+    reason: StopReason | None = None
+    last: tuple[EnvironmentReturn, int] | None = None
+    response: str = ""
+    observations: list[Sequence[Mapping[str, Any]]] = field(default_factory=list)
+
+
+class Engines(Protocol):
+    """Whatever generates."""
+
+    def ready(self) -> RequestStream:
+        """Make the engines ready, with the newest weights; a stream to them."""
+        ...
+
+    def replace_lost(self, error: MegarlError) -> None:
+        """Start new engines in place of lost ones; raises where none is lost. ``ready`` follows."""
+        ...
+
+    def finish(self, episodes: Sequence[Episode]) -> None:
+        """Give their devices back, once no more is sampled."""
+        ...
+
+
+class EpisodeRunner:
+    """Runs the episodes of one batch.
+
+    Args:
+        engines: that generate.
+        environment: that answers.
+        tokenizer: decodes responses.
+        timer: told the phases ``generation``, as long as a request waits, and ``reward``.
+        limits: of each episode.
+        encoder: of observations; None where there is one turn.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        environment: Environment,
+        tokenizer: PreTrainedTokenizerBase,
+        timer: PhaseTimer,
+        limits: EpisodeLimits,
+        encoder: ObservationEncoder | None = None,
+    ) -> None:
+        self._engines, self._environment, self._tokenizer = engines, environment, tokenizer
+        self._timer, self._limits, self._encoder = timer, limits, encoder
+        self._episodes: Sequence[Episode] = ()
+        self._requests: dict[int, Request] = {}
+        self._unanswered: list[int] = []
+        self._threads = TurnThreads()
+        self._metrics: list[Mapping[str, float]] = []
+
+    def run(self, episodes: Sequence[Episode]) -> dict[str, float]:
+        """Lead all episodes to their ends; returns the environment's figures, summed.
+
+        Raises:
+            BatchError: an answer of the engines or of the environment does not fit.
+            RewardError: the environment cannot go on.
+        """
+        self._episodes = episodes
+        try:
+            self._begin()
+            return self._run()
+        finally:
+            self._end()
+
+    def _run(self) -> dict[str, float]:
+        episodes = self._episodes
+        self._requests = {number: self._request(episode) for number, episode in enumerate(episodes) if episode.reason is None}
+        stream = self._stream(self._requests)
+        finished = False
+        while self._requests or self._unanswered or self._threads.busy:
+            if self._requests and not (stream.in_waves and self._threads.busy):
+                try:
+                    with self._timer.phase(GENERATION):
+                        self._complete(stream)
+                        if not self._requests and not self._threads.busy and not any(map(self._may_go_on, episodes)):
+                            self._engines.finish(episodes)
+                            finished = True
+                except MegarlError as error:
+                    # what engines answer depends on weights, prompts and seeds alone: new ones are asked again for what is missing
+                    self._engines.replace_lost(error)
+                    stream = self._stream(self._requests)
+            with self._timer.phase("reward"):
+                new = self._answered(stream.in_waves)
+            self._requests |= new
+            if new:
+                stream.submit(new)
+        if not finished:
+            with self._timer.phase(GENERATION):
+                self._engines.finish(episodes)
+        with self._timer.phase("reward"):
+            self._judge()
+        return _summed(self._metrics)
+
+    def _stream(self, requests: Mapping[int, Request]) -> RequestStream:
+        """A stream to engines that are ready, with these requests; engines that are lost at once are replaced."""
+        while True:
+            try:
+                stream = self._engines.ready()
+                stream.submit(requests)
+                return stream
+            except MegarlError as error:
+                self._engines.replace_lost(error)
+
+    def _complete(self, stream: RequestStream) -> None:
+        """Write what has been sampled."""
+        found = stream.poll(_POLL_SECONDS if self._threads.busy else None)
+        for number in found:
+            del self._requests[number]
+        texts = response_texts(self._tokenizer, TokenRows.of_arrays([completion.tokens for completion in found.values()]))
+        for (number, completion), text in zip(found.items(), texts, strict=True):
+            self._write(self._episodes[number], completion, text)
+        self._unanswered += found
+
+    def _write(self, episode: Episode, completion: Completion, text: str) -> None:
+        episode.segment.sampled(completion.tokens, completion.logprobs)
+        episode.response, episode.truncated = text, completion.truncated
+        episode.turns += 1
+
+    def _may_go_on(self, episode: Episode) -> bool:
+        return episode.reason is None and not episode.truncated and episode.turns < self._limits.turns
+
+    def _answered(self, in_waves: bool) -> dict[int, Request]:
+        """Have the environment answer what can be answered now; the next requests."""
+        together: list[int] = []
+        for number in sorted(self._unanswered):
+            owner = environment_of(self._environment, self._episodes[number].record)
+            if getattr(owner, "threads", 0):
+                self._start(number, owner)
+            else:
+                together.append(number)
+        self._unanswered = together
+        answers: dict[int, tuple[EnvironmentReturn, int]] = {}
+        if self._threads.busy:
+            for ended in self._threads.take(wait=in_waves or not self._requests, all_of_them=in_waves):
+                answers[ended.number] = self._result_of(ended), 0
+        if together and not self._requests and not self._threads.busy:
+            said = self._step(together)
+            answers |= {number: (said, row) for row, number in enumerate(together)}
+            self._unanswered = []
+        going_on = [number for number, (said, row) in answers.items() if self._goes_on(self._episodes[number], said, row)]
+        return {number: self._request(self._episodes[number]) for number in going_on}
+
+    def _judge(self) -> None:
+        """Have the environments that judge whole conversations do so, all at once."""
+        environment: Any = self._environment
+        known = [(number, episode) for number, episode in enumerate(self._episodes) if episode.reason is not StopReason.LOST]
+        numbers = [number for number, episode in known if hasattr(environment_of(environment, episode.record), "judge")]
+        if numbers:
+            said = self._checked(environment.judge(self._turn(numbers)), len(numbers))
+            for row, number in enumerate(numbers):
+                self._reward(self._episodes[number], said, row)
+
+    def _begin(self) -> None:
+        """Begin the conversations of environments that hold something for each."""
+        for number, episode in enumerate(self._episodes):
+            owner: Any = environment_of(self._environment, episode.record)
+            if hasattr(owner, "begin"):
+                call = functools.partial(owner.begin, episode.record)
+                self._threads.start(Call(number, call, owner, owner.threads, owner.step_timeout_s))
+        for ended in self._threads.take(wait=True, all_of_them=True):
+            if ended.error is not None:
+                raise ended.error
+            episode = self._episodes[ended.number]
+            episode.metadata, prompt = ended.result or (None, None)
+            if episode.metadata is None:
+                episode.reason, episode.masked = StopReason.LOST, True
+            elif prompt is not None:
+                self._replace_prompt(episode, prompt)
+
+    def _replace_prompt(self, episode: Episode, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Begin an episode with other messages than its record has."""
+        assert self._encoder is not None
+        tokens = self._encoder.encode_prompt(messages_of(messages), episode.metadata.tools, f"the prompt of record {episode.record.index}")
+        episode.segment.prompt = np.asarray(tokens, np.int64)
+        length = self._limits.length
+        if length is not None and len(tokens) >= length:
+            raise BatchError(
+                f"record {episode.record.index}: its environment begins with {len(tokens)} tokens, and policy.max_total_sequence_length is "
+                f"{length}. Fix: raise it, or begin with less"
+            )
+
+    def _end(self) -> None:
+        """End all conversations, in threads, as any of them may hang or fail."""
+        for number, episode in enumerate(self._episodes):
+            owner: Any = environment_of(self._environment, episode.record)
+            if episode.metadata is not None and hasattr(owner, "end"):
+                call = functools.partial(owner.end, episode.metadata)
+                self._threads.start(Call(number, call, owner, owner.threads, owner.step_timeout_s))
+        for ended in self._threads.take(wait=True, all_of_them=True):
+            if ended.error is not None:
+                logger.warning("the environment of record %s failed at its end: %s", self._episodes[ended.number].record.index, ended.error)
+
+    def _start(self, number: int, owner: Any) -> None:
+        call = functools.partial(self._environment.step, self._turn([number]))
+        self._threads.start(Call(number, call, owner, owner.threads, owner.step_timeout_s))
+
+    def _result_of(self, ended: Ended) -> EnvironmentReturn:
+        if ended.error is not None:
+            raise ended.error
+        if ended.result is None:
+            return EnvironmentReturn([None], [True], [True], reasons=[StopReason.LOST])
+        return self._checked(ended.result, 1)
+
+    def _step(self, numbers: Sequence[int]) -> EnvironmentReturn:
+        return self._checked(self._environment.step(self._turn(numbers)), len(numbers))
+
+    def _checked(self, said: EnvironmentReturn, rows: int) -> EnvironmentReturn:
+        check_answer(said, rows)
+        self._metrics.append(said.metrics)
+        return said
+
+    def _turn(self, numbers: Sequence[int]) -> Turn:
+        episodes = [self._episodes[number] for number in numbers]
+        said = [episode.segment.pieces[-1][0] for episode in episodes]
+        ids = TokenRows.of_arrays(said)
+        decode = functools.partial(decode_rows, self._tokenizer)
+        with_special = functools.partial(decode_with_special_tokens, self._tokenizer)
+        asked = functools.cache(lambda: TokenRows.of_arrays([episode.segment.prompt for episode in episodes]))
+        return Turn(
+            [episode.record for episode in episodes],
+            [episode.response for episode in episodes],
+            ids,
+            [episode.metadata for episode in episodes],
+            LateTexts(len(episodes), lambda: decode(asked())),
+            LateTexts(len(episodes), lambda: with_special(ids)),
+            LateTexts(len(episodes), lambda: with_special(asked())),
+            turns=[episode.turns for episode in episodes],
+            truncated=[episode.truncated for episode in episodes],
+        )
+
+    def _goes_on(self, episode: Episode, said: EnvironmentReturn, row: int) -> bool:
+        """Take what the environment says to an episode; whether it goes on, with the observation behind it."""
+        self._reward(episode, said, row)
+        episode.metadata = said.metadata[row] if len(said.metadata) else episode.metadata
+        reason = said.reasons[row] if len(said.reasons) else None
+        if said.terminated[row]:
+            episode.reason = StopReason(reason or StopReason.DONE)
+        elif self._limits.turns == 1:
+            raise BatchError(
+                "the environment goes on after a response, and there is one turn. Fix: write grpo.max_rollout_turns (of the run's "
+                "algorithm), or return terminated = True"
+            )
+        elif episode.truncated:
+            left = self._limits.left(episode.segment)
+            episode.reason = StopReason.TOKENS if left is not None and left <= 0 else StopReason.LENGTH
+        elif episode.turns >= self._limits.turns:
+            episode.reason = StopReason.TURNS
+        else:
+            self._observe(episode, messages_of(said.observations[row] if len(said.observations) else None))
+        return episode.reason is None
+
+    def _reward(self, episode: Episode, said: EnvironmentReturn, row: int) -> None:
+        masked = bool(said.masked[row])
+        episode.masked |= masked
+        episode.reward += _reward(said.rewards[row], masked)
+        episode.last = said, row
+
+    def _observe(self, episode: Episode, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Put an observation behind an episode, or end it where no response would fit behind that."""
+        assert self._encoder is not None
+        left = self._limits.left(episode.segment)
+        size = sum(len(str(message.get("content") or "")) for message in messages)
+        if left is not None and size > _FREE_CHARACTERS + _CHARACTERS_A_TOKEN * left:
+            episode.reason = StopReason.TOKENS
+            return
+        tokens = self._encoder.encode(messages, episode.segment.last_token)
+        if left is not None and len(tokens) >= left:
+            episode.reason = StopReason.TOKENS
+            return
+        episode.segment.observed(np.asarray(tokens, np.int64))
+        episode.observations.append(messages)
+
+    def _request(self, episode: Episode) -> Request:
+        # of one turn the engines know the length that the model allows; where they are told, they get one more column
+        bounds = self._limits if self._limits.turns > 1 else EpisodeLimits(tokens=self._limits.tokens)
+        left = bounds.left(episode.segment)
+        most = None if left is None else max(left, 0)
+        seed = episode.seed if episode.seed is None or not episode.turns else seed_of_turn(episode.seed, episode.turns)
+        return Request(episode.segment.tokens, seed, most)
+
+
+def seed_of_turn(seed: int, turn: int) -> int:
+    """The seed of a later response of an episode, in [0, 2**63); that of the first one is the episode's own."""
+    digest = hashlib.blake2b(f"{seed}:{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def messages_of(observation: Any) -> Sequence[Mapping[str, Any]]:
+    """An observation as messages: a text is what the user says.
+
+    Raises:
+        BatchError: it is nothing of the kind.
+    """
+    found = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+    found = [found] if isinstance(found, Mapping) else found
+    right = isinstance(found, Sequence) and not isinstance(found, bytes) and len(found) > 0
+    if not right or not all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in found):
+        raise BatchError(
+            f"the environment goes on, and returned the observation {repr(observation)[:80]}. Fix: return a text, a message with role and "
+            "content, or a list of messages; or terminated = True"
+        )
+    return cast("Sequence[Mapping[str, Any]]", found)
+
+
+def check_answer(said: EnvironmentReturn, rows: int) -> None:
+    """Refuse an answer of an environment that does not fit the responses.
+
+    Raises:
+        BatchError: it does not.
+    """
+    if not isinstance(said, EnvironmentReturn):
+        raise BatchError(f"the environment returned a {type(said).__name__}. Fix: return an EnvironmentReturn (megarl.rollout.environment)")
+    sizes = {"rewards": len(said.rewards), "terminated": len(said.terminated), "masked": len(said.masked)}
+    further = {"observations": said.observations, "metadata": said.metadata, "reasons": said.reasons}
+    sizes |= {name: len(values) for name, values in further.items() if len(values)}
+    wrong = {name: size for name, size in sizes.items() if size != rows}
+    if wrong:
+        raise BatchError(f"the environment returned {wrong} for {rows} responses. Fix: return one of each a response, in their order")
+    odd = next((value for value in said.masked if not isinstance(value, bool | np.bool_)), None)
+    if odd is not None:
+        raise BatchError(f"the environment returned masked = {odd!r}. Fix: return True or False")
+
+
+def _reward(value: Any, masked: bool) -> float:
+    if value is None and masked:
+        return 0.0
+    if isinstance(value, Number | np.number | torch.Tensor) and not isinstance(value, complex):
+        number = float(cast("float", value))
+        if abs(number) <= _LARGEST:
+            return number
+    raise BatchError(
+        f"the environment returned the reward {value!r}. Fix: return a finite number, or None and masked = True where there is no reward"
+    )
+
+
+def _summed(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Sums that do not depend on the order in which the environment was asked."""
+    if len(metrics) == 1:
+        return dict(metrics[0])
+    names = dict.fromkeys(name for each in metrics for name in each)
+    return {name: math.fsum(each[name] for each in metrics if name in each) for name in sorted(names)}
+
+
+class LateTexts(Sequence[str]):
+    """Texts that are made when the first of them is asked for.
+
+    Args:
+        count: of them.
+        decode: makes all.
+    """
+
+    def __init__(self, count: int, decode: Callable[[], list[str]]) -> None:
+        self._count, self._decode = count, decode
+        self._texts: list[str] | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, row: Any) -> Any:
+        if self._texts is None:
+            self._texts = self._decode()
+        return self._texts[row]

@@ -1,0 +1,259 @@
+"""SingleTurn: the environment of one turn, whose rewards compare a response with the record's reference answer."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.environments import rewards_of
+from megarl.errors import RewardError
+from megarl.import_path import is_import_path
+from megarl.rollout.environment import EnvironmentReturn, Turn
+from megarl.rollout.reward_pool import RewardPool, Score, score_of
+from megarl.rollout.rewards import Reward, RewardSpec, Task, get_reward
+
+if TYPE_CHECKING:
+    from megarl.data.records import Doubt
+
+logger = logging.getLogger(__name__)
+
+_TOLD = 3
+"""Rewards of a run that are missing and reported one by one; of later batches each has one line for all."""
+
+_BATCHES = 3
+"""Batches in a row that may be left without any score."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One reward of an environment.
+
+    Attributes:
+        name: of the reward among the others.
+        weight: factor in the sum.
+        spec: which reward it is.
+        reward: what computes it.
+        place: its number in the pool; None where the driver computes it.
+    """
+
+    name: str
+    weight: float
+    spec: RewardSpec
+    reward: Reward
+    place: int | None
+
+
+class SingleTurn:
+    """Environment of one turn: reward functions compare the response with the record's reference answer, and the conversation ends.
+
+    A reward that may fail or take long is computed in processes of a pool, so that no response harms the run or the other samples.
+
+    Args:
+        section: the ``env`` section, or that of an environment with a name in it.
+
+    Raises:
+        ConfigError: there is no such reward function.
+    """
+
+    def __init__(self, section: Mapping[str, Any]) -> None:
+        on_error = section["on_error"]
+        # what no response can cause is held against none
+        self._on_fault = {"error": on_error, "timeout": section["on_timeout"], "outage": "raise" if on_error == "raise" else "mask"}
+        self._has_several = section.get("rewards") is not None
+        self._keeps_special_tokens = section.get("keep_special_tokens", False)
+        self._batches_without_scores = self._told = 0
+        self._advised = False
+        pooled: list[RewardSpec] = []
+        self._parts: list[_Part] = []
+        for key, inner in rewards_of(section).items():
+            spec = RewardSpec.of_section(inner)
+            reward = get_reward(spec)
+            if reward.notice:
+                logger.warning("%s: %s", key, reward.notice)
+            place = None if reward.is_immediate else len(pooled)
+            self._parts.append(_Part(key.rpartition(".")[2], inner.get("weight", 1.0), spec, reward, place))
+            pooled += [] if reward.is_immediate else [replace(spec, options={**spec.options, **reward.settled})]
+        self._pool: RewardPool | None = None
+        if pooled:
+            processes = section["processes"] or min(os.cpu_count() or 1, 8)
+            self._pool = RewardPool(pooled, processes)
+
+    def step(self, turn: Turn) -> EnvironmentReturn:
+        """Rewards of the responses, the sums of their parts times their weights.
+
+        ``reward_errors`` (outages among them) and ``reward_timeouts`` count parts that could not be computed; where there are several
+        rewards, also those of each, ``reward_errors/NAME``.
+
+        Raises:
+            RewardError: a response has no reward, and ``env.on_error`` or ``env.on_timeout`` says ``raise``; a reward function raised on
+                every response; or ``_BATCHES`` batches in a row had none that could be scored.
+        """
+        if self._keeps_special_tokens:
+            turn = replace(turn, responses=turn.full_responses, prompts=turn.full_prompts)
+        columns = self._without_broken(self._scores(turn), turn)
+        masked = self._masked(columns, turn)
+        values = [[0.0 if score.value is None else score.value for score in column] for column in columns]
+        rewards = [_weighted(self._parts, row) for row in zip(*values, strict=True)]
+        return EnvironmentReturn(
+            rewards=[0.0 if hidden else reward for reward, hidden in zip(rewards, masked, strict=True)],
+            terminated=[True] * len(masked),
+            masked=masked,
+            metrics=self._metrics(columns),
+            accuracies=self._accuracies(columns, rewards),
+            parts=self._values_of_parts(values, masked) if self._has_several else {},
+        )
+
+    def fault_of_reference(self, answer: str) -> str | Doubt | None:
+        """Return why nothing can be compared with a reference answer, as the reward functions say, else the first of their doubts."""
+        doubt = None
+        for part in self._parts:
+            fault = part.reward.fault_of_reference
+            said = None if fault is None else fault(answer)
+            if isinstance(said, str):
+                return f"{part.name}: {said}" if self._has_several else said
+            doubt = doubt or said
+        return doubt
+
+    @property
+    def final_answer(self) -> Callable[[str], str | None] | None:
+        """Return what says the final answer of a response: the first reward that tells right from wrong and knows of one; None without."""
+        rewards = [part.reward for part in self._parts if part.reward.tells_right_from_wrong]
+        return next((reward.final_answer for reward in rewards if reward.final_answer is not None), None)
+
+    def close(self) -> None:
+        """End the processes of the pool."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _scores(self, turn: Turn) -> list[list[Score]]:
+        """The scores of each reward, a list of B."""
+        asked = any(part.reward.wants_record for part in self._parts)
+        full = [_task(turn, row, with_record=asked) for row in range(len(turn.responses))]
+        pooled: list[Score] = []
+        if self._pool is not None:
+            short = [replace(task, prompt="", record={}) for task in full] if asked else full
+            # the responses of one reward after those of another, so that the slow ones of both are spread
+            tasks = [
+                (part.place, task)
+                for part in self._parts
+                if part.place is not None
+                for task in (full if part.reward.wants_record else short)
+            ]
+            pooled = self._pool.score(tasks)
+        rows = len(full)
+        return [
+            [score_of(part.reward, task, part.spec) for task in full]
+            if part.place is None
+            else pooled[part.place * rows : (part.place + 1) * rows]
+            for part in self._parts
+        ]
+
+    def _values_of_parts(self, values: Sequence[Sequence[float]], masked: Sequence[bool]) -> dict[str, list[float | None]]:
+        """The numbers of each reward; None for a sample that is masked."""
+        named = zip((part.name for part in self._parts), values, strict=True)
+        return {name: [None if hidden else value for value, hidden in zip(column, masked, strict=True)] for name, column in named}
+
+    def _masked(self, columns: Sequence[Sequence[Score]], turn: Turn) -> list[bool]:
+        """Whether each sample is left out of training; reports those without a reward, and refuses to go on where all are."""
+        masked, untold, told_before = [False] * len(turn.responses), list[str](), self._told
+        unscored = [False] * len(masked)
+        for part, column in zip(self._parts, columns, strict=True):
+            for row, score in enumerate(column):
+                if score.fault is not None:
+                    tell = self._told < _TOLD
+                    masked[row] |= self._is_masked(score, part, turn, row, tell=tell)
+                    unscored[row] |= masked[row] or score.fault == "error"
+                    self._told += 1
+                    untold += [] if tell else [f"record {turn.records[row].index}: {score.message}"]
+        if untold:
+            further = "further " if told_before < _TOLD else ""
+            logger.warning("%d %srewards of this batch could not be computed, the first of %s", len(untold), further, untold[0])
+        self._batches_without_scores = self._batches_without_scores + 1 if unscored and all(unscored) else 0
+        if self._batches_without_scores >= _BATCHES:
+            first = next(score.message for column in columns for score in column if score.fault is not None)
+            raise RewardError(
+                f"no response of {_BATCHES} batches in a row could be scored; of the last, the first fault is: {first}. Fix: mend the "
+                "reward function, or bring the scorer up, and start the run again"
+            )
+        return masked
+
+    def _without_broken(self, columns: list[list[Score]], turn: Turn) -> list[list[Score]]:
+        """Return the scores, with an outage where a scorer elsewhere fails on every response of a batch. One response does not tell.
+
+        Raises:
+            RewardError: a reward function does so, which is its own fault and no response's.
+        """
+        for place, (part, column) in enumerate(zip(self._parts, columns, strict=True)):
+            if len(column) > 1 and all(score.fault == "error" or score.trace for score in column):
+                if not part.spec.blames_answer:
+                    columns[place] = [replace(score, fault="outage") for score in column]
+                    continue
+                what = f"the reward {part.name} ({part.spec.name}) failed on each of the {len(column)} responses of a batch"
+                first = f"record {turn.records[0].index}: {column[0].message}"
+                raise RewardError(
+                    f"{what}, which is no fault of theirs. The first, of {first}. Fix: mend the reward function\n{column[0].trace}".rstrip()
+                )
+        return columns
+
+    def _is_masked(self, score: Score, part: _Part, turn: Turn, row: int, *, tell: bool) -> bool:
+        """Whether a sample is not trained on because of one reward that is missing."""
+        assert score.fault is not None
+        reward = f"reward {part.name}" if self._has_several else "reward"
+        what = f"record {turn.records[row].index}: no {reward}, {score.message}. The response ends in {turn.responses[row][-80:]!r}"
+        decision = self._on_fault[score.fault]
+        if decision == "raise":
+            key = "timeout" if score.fault == "timeout" else "error"
+            raise RewardError(f"{what}. Fix: mend the reward function, or set env.on_{key} to zero or mask")
+        if tell:
+            logger.warning("%s; %s", what, "it is left out of training" if decision == "mask" else "it counts as 0")
+        if decision == "mask" and score.fault == "error" and is_import_path(part.spec.name) and not self._advised:
+            self._advised = True
+            logger.warning(
+                "%s: a response that it does not score, because it raises, dies or returns no number, is neither rewarded nor punished, "
+                "and a policy may learn to give such ones. Where the response is at fault, return 0, or set env.on_error to zero",
+                part.spec.name,
+            )
+        return bool(decision == "mask")
+
+    def _metrics(self, columns: Sequence[Sequence[Score]]) -> dict[str, float]:
+        """How many rewards are missing and why."""
+        counts: dict[str, float] = {"reward_errors": 0, "reward_timeouts": 0}
+        for part, column in zip(self._parts, columns, strict=True):
+            faults = ["error" if score.fault == "outage" else score.fault for score in column]
+            for name, fault in (("reward_errors", "error"), ("reward_timeouts", "timeout")):
+                counts[name] += faults.count(fault)  # type: ignore[arg-type]
+                if self._has_several:
+                    counts[f"{name}/{part.name}"] = faults.count(fault)  # type: ignore[arg-type]
+        return counts
+
+    def _accuracies(self, columns: Sequence[Sequence[Score]], rewards: Sequence[float]) -> list[float | None]:
+        """How right each response is: as a reward says beside its number, else the number of the first that tells right from wrong, else
+        the sum. Empty where that is the reward anyway."""
+        if not self._has_several and all(score.accuracy is None for score in columns[0]):
+            return []
+        judge = next((column for part, column in zip(self._parts, columns, strict=True) if part.reward.tells_right_from_wrong), None)
+        found: list[float | None] = []
+        for row, reward in enumerate(rewards):
+            said = next((column[row].accuracy for column in columns if column[row].accuracy is not None), None)
+            if said is None:
+                said = reward if judge is None else judge[row].value or 0.0
+            found.append(said)
+        return found
+
+
+def _weighted(parts: Sequence[_Part], values: Sequence[float]) -> float:
+    """The sum of values times weights; one reward of weight 1 as it is."""
+    return sum((part.weight * value for part, value in zip(parts[1:], values[1:], strict=True)), parts[0].weight * values[0])
+
+
+def _task(turn: Turn, row: int, *, with_record: bool) -> Task:
+    record = turn.records[row]
+    response, length = turn.responses[row], len(turn.response_ids[row])
+    if not with_record:
+        return Task(response, record.answer, length, is_chat=getattr(record, "is_chat", False))
+    fields = {**getattr(record, "fields", {}), "index": record.index, "answer": record.answer}
+    prompt = turn.prompts[row] if turn.prompts else ""
+    return Task(response, record.answer, length, prompt, fields, getattr(record, "is_chat", False))

@@ -1,0 +1,172 @@
+"""Calls of tools in the texts that models write, by the names that vLLM has for their forms."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from megarl.config.environments import TOOL_PARSERS
+
+Calls: TypeAlias = list[dict[str, Any]]
+"""Calls as messages have them: ``{"id", "type": "function", "function": {"name", "arguments": {...}}}``."""
+
+Found: TypeAlias = Iterator[tuple[str, Any]]
+"""Names and arguments, the latter an object or its JSON text."""
+
+
+class BadCallError(ValueError):
+    """A text begins a call that cannot be read; the policy is told why."""
+
+
+_HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(</parameter>|\Z)", re.DOTALL)
+_MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(.*)", re.DOTALL)
+_CALLS, _BEGIN, _END, _SEPARATOR = (
+    f"<\uff5ctool\u2581{name}\uff5c>" for name in ("calls\u2581begin", "call\u2581begin", "call\u2581end", "sep")
+)
+"""Special tokens of DeepSeek."""
+_DEEPSEEK = re.compile(rf"{_BEGIN}(.*?)({_END}|\Z)", re.DOTALL)
+_FENCED = re.compile(rf"\A(?:function{_SEPARATOR})?([^\n<]+)(?:\n```json\n|{_SEPARATOR})(.*?)(?:\n```)?\s*\Z", re.DOTALL)
+_HARMONY = re.compile(
+    r"to=functions\.([\w.-]+)[^<]*(?:<\|channel\|>\w+[^<]*)?(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?:<\|call\|>|\Z)", re.DOTALL
+)
+
+
+def _hermes(text: str) -> Found:
+    for body, end in _HERMES.findall(text):
+        yield _named(_object(_closed(body, end)), "arguments")
+
+
+def _qwen3_coder(text: str) -> Found:
+    for body, end in _HERMES.findall(text):
+        found = _FUNCTION.search(_closed(body, end))
+        if found is None or not found[3]:
+            raise BadCallError("<function=NAME>...</function> is expected inside <tool_call>")
+        arguments = {}
+        for name, value, closed in _PARAMETER.findall(found[2]):
+            arguments[name.strip()] = _plain(_closed(value, closed))
+        yield found[1].strip(), arguments
+
+
+def _llama3(text: str) -> Found:
+    body = text.replace("<|python_tag|>", "").replace("<|eom_id|>", "").replace("<|eot_id|>", "").strip()
+    if not body.startswith("{") or '"name"' not in body:
+        return
+    for part in _objects(body):
+        yield _named(part, "parameters")
+
+
+def _mistral(text: str) -> Found:
+    found = _MISTRAL.search(text)
+    if found is None:
+        return
+    body = found[1].replace("</s>", "").strip()
+    if "[ARGS]" in body:
+        for part in filter(None, body.split("[TOOL_CALLS]")):
+            name, _, arguments = part.partition("[ARGS]")
+            yield name.strip(), arguments
+        return
+    calls = _json(body)
+    for call in calls if isinstance(calls, list) else [calls]:
+        yield _named(call, "arguments")
+
+
+def _deepseek(text: str) -> Found:
+    for body, end in _DEEPSEEK.findall(text):
+        found = _FENCED.match(_closed(body, end))
+        if found is None:
+            raise BadCallError("the name of a function and its arguments are expected in a call")
+        yield found[1].strip(), found[2]
+
+
+def _gpt_oss(text: str) -> Found:
+    yield from _HARMONY.findall(text)
+
+
+_FORMS: Mapping[str, tuple[Callable[[str], Found], re.Pattern[str], bool]] = {
+    "hermes": (_hermes, _HERMES, False),
+    "qwen3_coder": (_qwen3_coder, _HERMES, False),
+    "llama3": (_llama3, re.compile(r"\A\s*\{.*", re.DOTALL), True),
+    "mistral": (_mistral, _MISTRAL, True),
+    "deepseek": (_deepseek, re.compile(f"{_CALLS}.*", re.DOTALL), True),
+    "gpt-oss": (_gpt_oss, _HARMONY, True),
+}
+"""Form to: what finds calls, what in a text is calls, and whether they are written with special tokens."""
+assert tuple(_FORMS) == TOOL_PARSERS
+
+
+def parser_of(name: str | None) -> Callable[[str, Sequence[str]], tuple[str, Calls]]:
+    """Return what parses responses: called with a response and, if it must be, its text with special tokens (the first of a sequence);
+    returns the text without the calls, and the calls. With None no text is a call.
+
+    What it returns raises ``BadCallError`` for a call that cannot be read.
+    """
+    if name is None:
+        return lambda response, full: (response, [])
+    find, marks, is_special = _FORMS[name]
+
+    def parse(response: str, full: Sequence[str]) -> tuple[str, Calls]:
+        text = full[0] if is_special and full else response
+        found = list(find(text))
+        calls = [_call(number, *each) for number, each in enumerate(found)]
+        return (marks.sub("", response).strip() if calls else response), calls
+
+    return parse
+
+
+def _call(number: int, name: Any, arguments: Any) -> dict[str, Any]:
+    given = _object(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(name, str) or not name:
+        raise BadCallError(f"the name of a function is expected, not {repr(name)[:40]}")
+    if not isinstance(given, dict):
+        raise BadCallError(f"the arguments of {name} have to be a JSON object")
+    return {"id": f"call{number:05d}", "type": "function", "function": {"name": name, "arguments": given}}
+
+
+def _named(call: Any, key: str) -> tuple[Any, Any]:
+    if not isinstance(call, dict) or "name" not in call:
+        raise BadCallError(f'a JSON object with "name" and "{key}" is expected')
+    return call["name"], call.get(key, call.get("arguments", call.get("parameters", {})))
+
+
+def _closed(body: str, end: str) -> str:
+    if not end:
+        raise BadCallError("it does not end")
+    return body
+
+
+def _object(text: str) -> Any:
+    found = _json(text.strip() or "{}")
+    if not isinstance(found, dict):
+        raise BadCallError("a JSON object is expected")
+    return found
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadCallError(f"no JSON: {error}") from error
+
+
+def _objects(text: str) -> Iterator[Any]:
+    """JSON objects one after another, with white space or semicolons between them."""
+    decoder = json.JSONDecoder()
+    while text:
+        try:
+            found, end = decoder.raw_decode(text)
+        except (ValueError, RecursionError) as error:
+            raise BadCallError(f"no JSON: {error}") from error
+        yield found
+        text = text[end:].lstrip(" \n;")
+
+
+def _plain(text: str) -> Any:
+    """A value that was written without quotes: JSON where it is some, else the text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -1,0 +1,89 @@
+"""Trajectories: the tokens of conversations of a policy with an environment, and the batch that is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.parcels import inside
+from megarl.distributed.token_batches import pad_arrays
+
+
+@dataclass(slots=True)
+class Segment:
+    """Tokens in the order in which a model sees them: a prompt, and then by turns what it sampled and what it observed.
+
+    Nothing sampled is decoded and encoded again: the next prompt is these tokens, with the observation's behind them.
+
+    Attributes:
+        prompt: [P] int64.
+        pieces: tokens [n] int64, each with the log-probabilities [n] float32 that they were sampled with; None for observed ones.
+    """
+
+    prompt: np.ndarray
+    pieces: list[tuple[np.ndarray, np.ndarray | None]] = field(default_factory=list)
+
+    def sampled(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Append what the policy said."""
+        self.pieces.append((tokens, logprobs))
+
+    def observed(self, tokens: np.ndarray) -> None:
+        """Append what the environment said."""
+        self.pieces.append((tokens, None))
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[n] int64, all of them."""
+        return np.concatenate([self.prompt, *(tokens for tokens, _ in self.pieces)])
+
+    def __len__(self) -> int:
+        return len(self.prompt) + self.length
+
+    @property
+    def last_token(self) -> int | None:
+        """The last token of the last piece; None where that has none."""
+        tokens = self.pieces[-1][0] if self.pieces else self.prompt
+        return int(tokens[-1]) if len(tokens) else None
+
+    @property
+    def length(self) -> int:
+        """Tokens behind the prompt."""
+        return sum(len(tokens) for tokens, _ in self.pieces)
+
+
+def batch_of(segments: Sequence[Segment], pad_token_id: int) -> BatchedDataDict[Any]:
+    """Return one row a segment.
+
+    Returns:
+        ``input_ids`` [B, S] int64 right-padded, ``input_lengths`` [B] int64, ``token_mask`` [B, S] float (1 on sampled tokens),
+        ``sample_mask`` [B] float (0 where nothing was sampled), ``generation_logprobs`` [B, S] float32 (0 but on sampled tokens),
+        ``generation_lengths`` [B] int64 (sampled tokens), ``prompt_ids`` [B, longest prompt] int64, ``prompt_lengths`` [B] int64.
+    """
+    input_ids, lengths = pad_arrays([segment.tokens for segment in segments], pad_token_id)
+    prompt_ids, prompt_lengths = pad_arrays([segment.prompt for segment in segments], pad_token_id)
+    # lengths of what is observed and of what is sampled, by turns, of all segments one after another
+    pieces = [(len(tokens), logprobs) for segment in segments for tokens, logprobs in ((segment.prompt, None), *segment.pieces)]
+    is_sampled = np.repeat([logprobs is not None for _, logprobs in pieces], [size for size, _ in pieces])
+    of_sampled = [logprobs for _, logprobs in pieces if logprobs is not None]
+    token_mask, generation_logprobs = (np.zeros(input_ids.shape, np.float32) for _ in range(2))
+    token_mask[inside(0, lengths.numpy(), input_ids.shape[1])] = is_sampled
+    counts = token_mask != 0
+    generation_logprobs[counts] = np.concatenate(of_sampled) if of_sampled else 0
+    sampled_lengths = counts.sum(axis=1)
+    return BatchedDataDict(
+        {
+            "input_ids": input_ids,
+            "input_lengths": lengths,
+            "token_mask": torch.from_numpy(token_mask),
+            "sample_mask": torch.from_numpy((sampled_lengths > 0).astype(np.float32)),
+            "generation_logprobs": torch.from_numpy(generation_logprobs),
+            "generation_lengths": torch.from_numpy(sampled_lengths),
+            "prompt_ids": prompt_ids,
+            "prompt_lengths": prompt_lengths,
+        }
+    )

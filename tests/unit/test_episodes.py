@@ -1,0 +1,353 @@
+"""Conversations of several turns: exact tokens, ends, pace, and what goes wrong in environments."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.data.datasets import Example
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.errors import BatchError, RewardError
+from megarl.rollout import collector as collectors
+from megarl.rollout.collector import Rollouts
+from megarl.rollout.environment import EnvironmentReturn, StopReason, Turn
+from megarl.rollout.environments import NamedEnvironments
+from megarl.rollout.episodes import seed_of_turn
+from megarl.rollout.message_env import EnvironmentLostError, MessageEnv, MessageEnvironment, Step
+from megarl.rollout.samples import sampling_seeds
+from tests.templates import tokenizer_of
+from tests.unit.scripted import ScriptedEngine, ScriptedStream, collector_of, logprob_of
+
+SECTION: dict[str, Any] = {
+    "threads": 8,
+    "step_timeout_s": 20.0,
+    "tool_parser": None,
+    "on_bad_call": "observe",
+    "on_tool_error": "observe",
+    "options": {},
+}
+
+
+class Counting(MessageEnv):
+    """Says how often it was answered, and is done when the record says so."""
+
+    def reset(self, record: Example) -> None:
+        self.heard: list[str] = []
+
+    def step(self, message: Any) -> Step:
+        self.heard.append(message["content"])
+        wanted = self.record.fields["turns"]
+        said = [f"No {len(self.heard)}.", {"role": "user", "content": f"No {len(self.heard)}."}][len(self.heard) % 2]
+        return Step(said, reward=len(self.heard) / 8, done=len(self.heard) == wanted, metrics={"heard": len(message["content"])})
+
+
+def records_of(tokenizer: Any, turns: list[int]) -> list[Example]:
+    text = "<|im_start|>user\nAsk {}.<|im_end|>\n<|im_start|>assistant\n"
+    ids = [tokenizer(text.format("x" * place), add_special_tokens=False)["input_ids"] for place in range(len(turns))]
+    return [Example(place, tuple(ids[place]), (), str(place), fields={"turns": count}) for place, count in enumerate(turns)]
+
+
+def odd_words(prompt: list[int], seed: int) -> list[int]:
+    """A response of single letters, which the tokenizer itself would merge, that depends on prompt and seed."""
+    tokenizer = tokenizer_of("qwen2.5")
+    drawn = random.Random(f"{seed} {prompt}")
+    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in drawn.choices("onst", k=drawn.randint(1, 9))]
+    return [*letters, tokenizer.eos_token_id]
+
+
+def collected(wanted: list[int], environment: Any, generations: int = 2, stream: Any = None, **limits: Any) -> tuple[Rollouts, Any, Any]:
+    collector, engine, tokenizer = collector_of(environment, odd_words, **limits)
+    records = records_of(tokenizer, wanted)
+    seeds = sampling_seeds(3, 1, len(wanted), generations)
+    if stream is not None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collectors, "Waves", lambda *arguments, **options: stream(engine))
+            return collector.collect(records, generations, seeds, weight_version=1), engine, tokenizer
+    return collector.collect(records, generations, seeds, weight_version=1), engine, tokenizer
+
+
+def by_hand(tokenizer: Any, record: Example, seed: int, turns: int) -> tuple[list[int], list[int], list[float]]:
+    """Tokens, mask and log-probabilities of a conversation with ``Counting``, one after another."""
+    ids, mask, logprobs = list(record.prompt_ids), [0] * len(record.prompt_ids), [0.0] * len(record.prompt_ids)
+    for turn in range(turns):
+        own = seed if turn == 0 else seed_of_turn(seed, turn)
+        said = odd_words(ids, own)
+        ids, mask, logprobs = ids + said, mask + [1] * len(said), logprobs + [logprob_of(token, own) for token in said]
+        if turn + 1 < turns:
+            observed = f"\n<|im_start|>user\nNo {turn + 1}.<|im_end|>\n<|im_start|>assistant\n"
+            seen = tokenizer(observed, add_special_tokens=False)["input_ids"]
+            ids, mask, logprobs = ids + seen, mask + [0] * len(seen), logprobs + [0.0] * len(seen)
+    return ids, mask, logprobs
+
+
+TURNS = [1, 3, 2, 9]
+
+
+def test_rows_are_what_was_sampled_and_observed_token_by_token() -> None:
+    rollouts, engine, tokenizer = collected(TURNS, MessageEnvironment(Counting, SECTION))
+    samples, records = rollouts.samples, records_of(tokenizer, TURNS)
+    seeds = sampling_seeds(3, 1, 4, 2)
+    canonical = 0
+    for row in range(8):
+        turns = min(TURNS[row // 2], 4)
+        ids, mask, logprobs = by_hand(tokenizer, records[row // 2], seeds[row], turns)
+        end = len(ids)
+        assert samples["input_lengths"][row] == end and samples["input_ids"][row, :end].tolist() == ids
+        assert samples["token_mask"][row].tolist() == mask + [0] * (samples["token_mask"].shape[1] - end)
+        np.testing.assert_array_equal(samples["generation_logprobs"][row, :end].numpy(), np.array(logprobs, np.float32))
+        assert samples["generation_lengths"][row] == sum(mask) and samples["turns"][row] == turns
+        assert samples["reward"][row] == sum(turn / 8 for turn in range(1, turns + 1))
+        canonical += tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"] == ids
+    assert canonical < 8, "no response that the tokenizer would write otherwise"
+    assert not samples["truncated"].any() and not samples["masked"].any()
+    assert rollouts.metrics["episodes/done"] == 6 and rollouts.metrics["episodes/turns"] == 2
+    assert rollouts.metrics["heard"] == sum(len(text) for text in _heard(rollouts, tokenizer))
+    assert len(engine.calls) == 4 and [len(call) for call in engine.calls] == [8, 6, 4, 2]
+
+
+def _heard(rollouts: Rollouts, tokenizer: Any) -> list[str]:
+    samples = rollouts.samples
+    counts = samples["token_mask"] != 0
+    return [tokenizer.decode(samples["input_ids"][row][counts[row]].tolist(), skip_special_tokens=True) for row in range(samples.size)]
+
+
+def test_one_turn_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation that may have several turns and ends with the first has the rows of one that may have one."""
+    one, *_ = collected([1, 1, 1], MessageEnvironment(Counting, SECTION), turns=1)
+    several, *_ = collected([1, 1, 1], MessageEnvironment(Counting, SECTION), turns=4)
+    assert {*several.samples} - {*one.samples} == {"turns"}
+    assert all(_equal(one.samples[name], several.samples[name]) for name in one.samples)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else list(one) == list(other)
+
+
+class Late(Counting):
+    """Takes its time."""
+
+    def step(self, message: Any) -> Step:
+        time.sleep(random.random() * 0.01)
+        return super().step(message)
+
+
+@pytest.mark.parametrize("in_waves", [True, False])
+def test_neither_pace_nor_order_changes_a_batch(in_waves: bool) -> None:
+    expected, *_ = collected([1, 4, 2, 3, 4, 2, 1, 3], MessageEnvironment(Counting, SECTION))
+    for _ in range(3):
+        stream = None if in_waves else lambda engine: ScriptedStream(engine, lambda: random.random() * 0.01)
+        found, *_ = collected([1, 4, 2, 3, 4, 2, 1, 3], MessageEnvironment(Late, SECTION), stream=stream)
+        assert found.samples.keys() == expected.samples.keys()
+        assert all(_equal(found.samples[name], expected.samples[name]) for name in expected.samples)
+        assert found.metrics == expected.metrics
+
+
+def test_no_conversation_waits_for_another() -> None:
+    """Each pair of conversations would need the other's second turn to wait, were there a barrier: the slow one ends last."""
+    order: list[tuple[int, int]] = []
+    lock, fast_ended = threading.Lock(), threading.Event()
+
+    class Watched(Counting):
+        def step(self, message: Any) -> Step:
+            if self.record.index == 0 and not self.heard:
+                assert fast_ended.wait(20), "the other conversation waits for this one"
+            step = super().step(message)
+            with lock:
+                order.append((self.record.index, len(self.heard)))
+            if step.done and self.record.index == 1:
+                fast_ended.set()
+            return step
+
+    collected([2, 3], MessageEnvironment(Watched, SECTION), 1, stream=lambda engine: ScriptedStream(engine, lambda: 0.0))
+    assert order == [(1, 1), (1, 2), (1, 3), (0, 1), (0, 2)]
+
+
+def test_tokens_of_a_conversation_are_bounded() -> None:
+    free, _, _tokenizer = collected([4, 4, 4], MessageEnvironment(Counting, SECTION))
+    prompts = free.samples["prompt_lengths"]
+    for most in (1, 5, 23, 40):
+        rollouts, *_ = collected([4, 4, 4], MessageEnvironment(Counting, SECTION), tokens=most)
+        samples = rollouts.samples
+        behind = samples["input_lengths"] - samples["prompt_lengths"]
+        assert int(behind.max()) <= most and samples["truncated"].all()
+        assert rollouts.metrics["episodes/tokens"] == 6
+        for row in range(6):
+            end, start = int(samples["input_lengths"][row]), int(prompts[row])
+            # what fits is the beginning of what would be said without the bound; an observation that nothing could follow is left out
+            assert samples["input_ids"][row, start:end].tolist() == free.samples["input_ids"][row, start:end].tolist()
+            assert samples["token_mask"][row, end - 1] == 1
+    length = int(prompts.max()) + 3
+    rollouts, *_ = collected([4, 4, 4], MessageEnvironment(Counting, SECTION), length=length)
+    assert int(rollouts.samples["input_lengths"].max()) == length and rollouts.samples["truncated"].any()
+
+
+class Odd(MessageEnv):
+    """Fails as its record says."""
+
+    closed: ClassVar[Counter[str]] = Counter()
+
+    def reset(self, record: Example) -> None:
+        if record.fields["how"] == "reset":
+            raise RuntimeError("no board")
+
+    def step(self, message: Any) -> Any:
+        how = self.record.fields["how"]
+        if how == "raises":
+            raise ValueError("odd move")
+        if how == "gone":
+            raise ConnectionError("the server is gone")
+        if how == "lost":
+            raise EnvironmentLostError("killed")
+        if how == "hangs":
+            time.sleep(30)
+        if how == "long":
+            return Step("a " * 5_000_000)
+        return {"silent": Step(""), "fine": Step("go on", reward=0.25), "wrong": 7, "none": None}[how]
+
+    def close(self) -> None:
+        self.closed[self.record.fields["how"]] += 1
+
+
+def odd(*how: str, **section: Any) -> tuple[Rollouts, Any]:
+    collector, _, tokenizer = collector_of(MessageEnvironment(Odd, {**SECTION, **section}), odd_words, turns=3, length=4000)
+    prompt = records_of(tokenizer, [1])[0].prompt_ids
+    records = [Example(place, prompt, (), "", fields={"how": each}) for place, each in enumerate(how)]
+    Odd.closed.clear()
+    return collector.collect(records, 1, list(range(len(records)))), tokenizer
+
+
+def test_failures_are_observed_masked_or_end_a_conversation(caplog: pytest.LogCaptureFixture) -> None:
+    hows = ("fine", "raises", "gone", "lost", "hangs", "long", "silent", "reset")
+    begun = time.monotonic()
+    rollouts, tokenizer = odd(*hows, step_timeout_s=1.0)
+    assert time.monotonic() - begun < 25
+    samples = rollouts.samples
+    masked = dict(zip(hows, samples["masked"].tolist(), strict=True))
+    assert masked == {how: how in {"gone", "lost", "hangs", "reset"} for how in hows}
+    assert samples["turns"].tolist() == [3, 3, 1, 1, 1, 1, 3, 0]
+    assert samples["reward"].tolist() == [0.75, *[0.0] * 7]
+    text = tokenizer.decode(samples["input_ids"][1].tolist())
+    assert text.count("<|im_start|>user\nError: ValueError: odd move<|im_end|>") == 2
+    assert rollouts.metrics["tool_errors"] == 3 and rollouts.metrics["episodes/lost"] == 4 and rollouts.metrics["episodes/tokens"] == 1
+    assert samples["sample_mask"].tolist() == [1, 1, 0, 0, 0, 1, 1, 0]
+    assert Odd.closed == Counter(dict.fromkeys(hows, 1)) - Counter(["reset"])
+    assert "record 1: its environment failed on a response: ValueError: odd move" in caplog.text
+
+
+def test_an_error_may_end_a_conversation() -> None:
+    rollouts, _ = odd("raises", "fine", on_tool_error="end")
+    assert rollouts.samples["turns"].tolist() == [1, 3] and not rollouts.samples["masked"].any()
+    assert rollouts.metrics["episodes/error"] == 1
+
+
+def test_answers_that_are_none_are_named() -> None:
+    with pytest.raises(TypeError, match=r"Odd\.step returned a int\. Fix: return a Step"):
+        odd("wrong")
+    with pytest.raises(TypeError, match=r"returned a NoneType"):
+        odd("none")
+
+
+def test_an_environment_that_always_hangs_ends_the_run() -> None:
+    with pytest.raises(RewardError, match=r"did not come back within 0\.2 s"):
+        odd(*["hangs"] * 9, threads=2, step_timeout_s=0.2)
+
+
+class Batched:
+    """An environment of several turns that is asked for whole batches."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+
+    def step(self, turn: Turn) -> EnvironmentReturn:
+        self.batches.append([record.index for record in turn.records])
+        counts = [(known or 0) + 1 for known in turn.metadata]
+        assert counts == list(turn.turns)
+        done = [count == record.fields["turns"] for count, record in zip(counts, turn.records, strict=True)]
+        return EnvironmentReturn([1.0] * len(counts), done, [False] * len(counts), ["Again."] * len(counts), counts)
+
+    def fault_of_reference(self, answer: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_environments_of_batches_go_on_too() -> None:
+    environment = Batched()
+    rollouts, *_ = collected([1, 3, 2], environment)
+    assert environment.batches == [[0, 0, 1, 1, 2, 2], [1, 1, 2, 2], [1, 1]]
+    assert rollouts.samples["reward"].tolist() == [1, 1, 3, 3, 2, 2]
+    with pytest.raises(BatchError, match=r"there is one turn\. Fix: write grpo\.max_rollout_turns"):
+        collected([2], Batched(), turns=1)
+
+
+def test_each_environment_answers_its_own_conversations() -> None:
+    named = NamedEnvironments({"a": MessageEnvironment(Counting, SECTION), "b": Batched()})
+    collector, _, tokenizer = collector_of(named, odd_words)
+    first, second, third = records_of(tokenizer, [2, 3, 1])
+    records = [
+        Example(place, each.prompt_ids, (), "", env_name=name, fields=each.fields)
+        for place, (each, name) in enumerate([(first, "a"), (second, "b"), (third, "a")])
+    ]
+    samples = collector.collect(records, 1, [1, 2, 3]).samples
+    assert samples["reward"].tolist() == [3 / 8, 3.0, 1 / 8] and samples["turns"].tolist() == [2, 3, 1]
+
+
+class Board(MessageEnv):
+    """Begins with a prompt of its own."""
+
+    def reset(self, record: Example) -> Any:
+        return [{"role": "system", "content": "Play."}, {"role": "user", "content": f"Board {record.index}"}]
+
+    def step(self, message: Any) -> Step:
+        return Step(done=True, reward=1.0, accuracy=0.5)
+
+
+def test_an_environment_may_begin_the_conversation() -> None:
+    rollouts, _, tokenizer = collected([1, 1], MessageEnvironment(Board, SECTION), 1)
+    samples = rollouts.samples
+    for row in range(2):
+        prompt = tokenizer.decode(samples["prompt_ids"][row, : samples["prompt_lengths"][row]].tolist())
+        assert prompt == (f"<|im_start|>system\nPlay.<|im_end|>\n<|im_start|>user\nBoard {row}<|im_end|>\n<|im_start|>assistant\n")
+    assert samples["accuracy"].tolist() == [0.5, 0.5]
+
+
+def test_lost_engines_are_asked_again_for_what_is_missing() -> None:
+    expected, *_ = collected([2, 3], MessageEnvironment(Counting, SECTION))
+
+    class Dying(ScriptedEngine):
+        lives = 1
+
+        def generate(self, data: Any, greedy: bool = False) -> BatchedDataDict[Any]:
+            if len(self.calls) == 2 and self.lives:
+                self.lives -= 1
+                raise RewardError("the engine died")
+            return super().generate(data, greedy)
+
+    collector, engine, tokenizer = collector_of(MessageEnvironment(Counting, SECTION), odd_words)
+    dying = Dying(odd_words, engine.stops)
+
+    class Refitted:
+        generation: Any = dying
+        replaced = 0
+
+        def bring_up_to_date(self) -> None: ...
+
+        def replace_lost_engines(self, error: Exception) -> None:
+            assert "died" in str(error)
+            self.replaced += 1
+
+    refitted = Refitted()
+    object.__setattr__(collector, "engine", refitted)
+    found = collector.collect(records_of(tokenizer, [2, 3]), 2, sampling_seeds(3, 1, 2, 2), weight_version=1)
+    assert refitted.replaced == 1
+    assert all(_equal(found.samples[name], expected.samples[name]) for name in expected.samples)
+
+
+def test_reasons_have_one_word_each() -> None:
+    assert len({*StopReason}) == len(StopReason) == 6
