@@ -15,7 +15,10 @@ from megarl.import_path import is_import_path, load_object
 from megarl.key import ABOVE_0, AT_LEAST_1, Key, Range, fields_of, keys_of, section_types
 
 REWARD, ENVIRONMENT = "env.reward", "env.environment"
-SINGLE_TURN = "single_turn"
+SINGLE_TURN, TOOLS = "single_turn", "tools"
+REWARDED = (SINGLE_TURN, TOOLS)
+"""Environments that judge responses by reward functions."""
+TOOL_KINDS = ("calculator", "python", "search", "http")
 TOOL_PARSERS = ("hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt-oss")
 
 
@@ -102,6 +105,41 @@ class RewardConfig(RewardOptions):
     timeout_s: NotRequired[Annotated[float, Key("as ``env.timeout_s``, likewise.", ABOVE_0)]]
 
 
+class ToolConfig(TypedDict):
+    """A tool that the policy may call, under the name that it calls it by."""
+
+    tool: NotRequired[
+        Annotated[
+            str,
+            Key(
+                "`calculator`: arithmetic; `python`: code in a closed sandbox, whose variables stay for later calls of a conversation; "
+                "`search`: over ``documents``; `http`: a service at ``url`` that gets the arguments as JSON; or the import path of a "
+                "function with annotated parameters and a docstring. When absent, the name under which this section stands."
+            ),
+        ]
+    ]
+    description: NotRequired[Annotated[str, Key("what the policy is told that it does, in place of the tool's own words.")]]
+    documents: NotRequired[
+        Annotated[str, Key("`search`: JSON lines, each an object with a document under ``text``, and ``title`` or not.")]
+    ]
+    results: NotRequired[Annotated[int, Key("`search`: documents that are found; 3 when absent.", AT_LEAST_1)]]
+    url: NotRequired[Annotated[str, Key("`http`: where the service listens, ``http://`` or ``https://``.")]]
+    timeout_s: NotRequired[Annotated[float, Key("`http`, `python`: seconds for one call; 10 when absent.", ABOVE_0)]]
+    memory_mb: NotRequired[Annotated[int, Key("`python`: as of the reward `code`; 512 when absent.", AT_LEAST_1)]]
+    isolation: NotRequired[Annotated[Literal["required", "preferred"], Key("`python`: as of the reward `code`; required when absent.")]]
+
+
+TOOL_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "calculator": (),
+        "python": ("timeout_s", "memory_mb", "isolation"),
+        "search": ("documents", "results"),
+        "http": ("url", "timeout_s"),
+    }
+)
+"""Kind of a built-in tool to the options that it reads."""
+
+
 class EnvConfig(RewardOptions):
     """The environment that responses meet. Any other section in it, ``env.math: {...}``, is one with that name, of these same keys.
 
@@ -114,7 +152,8 @@ class EnvConfig(RewardOptions):
         Annotated[
             str,
             Key(
-                "`single_turn`: a reward function compares a response with the reference answer; or the import path of a "
+                "`single_turn`: a reward function compares a response with the reference answer; `tools`: the same once the policy has "
+                "called ``tools`` as it likes; or the import path of a "
                 "class, `path/to/file.py:Name` or `package.module:Name`, see `megarl.rollout.message_env`.",
                 default="single_turn",
             ),
@@ -179,6 +218,13 @@ class EnvConfig(RewardOptions):
         ]
     ]
     options: NotRequired[Annotated[dict[str, Any], Key("anything that an environment of your own reads.", default={})]]
+    tools: NotRequired[Annotated[dict[str, ToolConfig], Key("with `tools`: what the policy may call, by names of your own.", default={})]]
+    max_tool_calls: NotRequired[
+        Annotated[
+            int | None,
+            Key("with `tools`: most calls of a conversation, which ends with the response that would make more.", AT_LEAST_1, default=None),
+        ]
+    ]
     threads: NotRequired[
         Annotated[int, Key("conversations of a ``MessageEnv`` that are answered at once, each in a thread.", AT_LEAST_1, default=64)]
     ]
@@ -258,6 +304,52 @@ def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
     return kind
 
 
+def tool_sections(section: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The tools of an environment by name, each with its kind under ``tool``."""
+    return {name: {"tool": name, **inner} for name, inner in (section.get("tools") or {}).items()}
+
+
+def own_function(name: str, key: str) -> Callable[..., Any]:
+    """The function at an import path.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    function = load_object(name, key)
+    if not callable(function):
+        bound = f"it is {type(function).__name__}, which cannot be called"
+        raise ConfigError([Violation(key, name, bound, "name a function")])
+    found: Callable[..., Any] = function
+    return found
+
+
+def faults_of_tools(section: Mapping[str, Any], key: str) -> Iterator[Violation]:
+    """Yield what is wrong with the tools of one environment."""
+    if not section.get("tools"):
+        yield Violation(f"{key}.tools", section.get("tools"), "there are none, so that nothing can be called", "name one: {calculator: {}}")
+    if section.get("tool_parser") is None:
+        bound = "no call would be read"
+        yield Violation(f"{key}.tool_parser", None, bound, f"write the form in which the model calls tools: {', '.join(TOOL_PARSERS)}")
+    for name, inner in tool_sections(section).items():
+        at, kind = f"{key}.tools.{name}", inner["tool"]
+        yield from fault_of_name(at, name)
+        yield from faults_of_ranges(inner, ToolConfig, at)
+        if kind not in TOOL_KINDS and not is_import_path(kind):
+            yield Violation(f"{at}.tool", kind, f"it must be {', '.join(TOOL_KINDS)} or an import path", "write one, as file.py:function")
+            continue
+        if kind not in TOOL_KINDS:
+            try:
+                own_function(kind, f"{at}.tool")
+            except ConfigError as error:
+                yield from error.violations
+        read = {"tool", "description", *TOOL_OPTIONS.get(kind, ())}
+        for option in sorted(inner.keys() - read):
+            yield Violation(f"{at}.{option}", inner[option], f"the tool {kind} does not read it, so that it would do nothing", "remove it")
+        for option in ("documents", "url"):
+            if option in TOOL_OPTIONS.get(kind, ()) and not inner.get(option):
+                yield Violation(f"{at}.{option}", inner.get(option), f"the tool {kind} needs it", "write it")
+
+
 def check_reward(name: object, key: str = REWARD, columns: Collection[str] | None = None) -> None:
     """Refuse a name that no reward function has.
 
@@ -274,10 +366,7 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
         raise ConfigError([Violation(key, name, bound, "write one of those names, or path/to/file.py:function")])
     if not is_import_path(name):
         return
-    function = load_object(name, key)
-    if not callable(function):
-        bound = f"it is {type(function).__name__}, which cannot be called"
-        raise ConfigError([Violation(key, name, bound, "name a function")])
+    function = own_function(name, key)
     if columns is None:
         return
     for fault in describe_faults(function, columns):

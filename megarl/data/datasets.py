@@ -213,6 +213,7 @@ class Reading:
         pairs: records are a better and a worse answer to a prompt.
         stop_tokens: ids that end a generated response.
         template_date: what the clock of a chat template shows.
+        tools: by the name of each environment that has some (None where it has no name), what the chat template is told of.
     """
 
     config: DataConfig
@@ -225,10 +226,12 @@ class Reading:
     pairs: bool = False
     stop_tokens: tuple[int, ...] = ()
     template_date: datetime.date | None = None
+    tools: Mapping[str | None, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
-    def encoder(self) -> PromptEncoder:
-        """What makes tokens of records."""
-        return PromptEncoder.from_config(self.tokenizer, self.config, self.template_kwargs, self.stop_tokens, self.template_date)
+    def encoder(self, env_name: str | None = None) -> PromptEncoder:
+        """What makes tokens of records of a source that names an environment."""
+        tools = self.tools.get(env_name, ())
+        return PromptEncoder.from_config(self.tokenizer, self.config, self.template_kwargs, self.stop_tokens, self.template_date, tools)
 
     @property
     def skips_bad_records(self) -> bool:
@@ -295,7 +298,7 @@ def _load_source(source: DataSource, reading: Reading) -> Table:
 
 
 def _read_source(source: DataSource, reading: Reading, shown: Phase) -> Table:
-    encoder = reading.encoder()
+    encoder = reading.encoder(source.get("env_name"))
     digest = content_digest(source)
     directory = cache_directory(reading.config) / _cache_key(source, reading, encoder, digest)
     table = read_table(directory)

@@ -99,6 +99,7 @@ class PromptEncoder:
         template_kwargs: Mapping[str, Any] | None = None,
         stop_tokens: Sequence[int] = (),
         date: datetime.date | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Args:
             tokenizer: from ``get_tokenizer``.
@@ -107,6 +108,7 @@ class PromptEncoder:
             template_kwargs: values that the chat template reads.
             stop_tokens: ids that end a generated response (``stop_tokens_of``); the tokenizer's end of sequence is always one.
             date: what the clock of a chat template shows; None for the time of the call.
+            tools: that the chat template is told of for a record without tools of its own.
 
         Raises:
             DataError: the prompt template has no ``{prompt}``, or the chat template does not read a value.
@@ -119,6 +121,7 @@ class PromptEncoder:
         self._template = prompt_template or "{prompt}"
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self.chat_template = ChatTemplate(tokenizer, template_kwargs, date)
+        self._tools = tuple(tools)
         self._leading_tokens = _begin_token(tokenizer) if self.chat_template.is_passthrough else []
         stops = frozenset({int(tokenizer.eos_token_id), *stop_tokens})
         self._conversations = ConversationEncoder(tokenizer, self.chat_template, stops, self._leading_tokens)
@@ -132,15 +135,17 @@ class PromptEncoder:
         template_kwargs: Mapping[str, Any] | None = None,
         stop_tokens: Sequence[int] = (),
         date: datetime.date | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> PromptEncoder:
         """An encoder by the ``data`` section of a run's config."""
-        return cls(tokenizer, config.get("prompt_template"), config.get("system_prompt"), template_kwargs, stop_tokens, date)
+        return cls(tokenizer, config.get("prompt_template"), config.get("system_prompt"), template_kwargs, stop_tokens, date, tools)
 
     @property
     def identity(self) -> list[Any]:
         """What the tokens depend on besides the records and the tokenizer's vocabulary; of the types of JSON."""
         stops = sorted(self._conversations.stop_tokens)
-        return [self._template, self._system, self._leading_tokens, self.chat_template.identity, stops]
+        tools = [list(self._tools)] if self._tools else []
+        return [self._template, self._system, self._leading_tokens, self.chat_template.identity, stops, *tools]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt up to where the answer starts.
@@ -222,7 +227,8 @@ class PromptEncoder:
         Raises:
             DataError: it cannot be applied; names the record.
         """
-        return self.chat_template.render(self._prompt_messages(record), record.tools, record.origin, for_generation=True)
+        tools = record.tools or self._tools
+        return self.chat_template.render(self._prompt_messages(record), tools, record.origin, for_generation=True)
 
     def _prompt_messages(self, record: Record) -> list[ChatMessage]:
         return self._messages(record, self._asked(record))

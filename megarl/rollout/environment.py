@@ -27,8 +27,12 @@ class StopReason(enum.StrEnum):
     """The tokens of a conversation were used up, observations among them."""
     TURNS = "turns"
     """So many turns are all that a conversation may have."""
+    TOOLS = "tools"
+    """It called more tools than a conversation may."""
     ERROR = "error"
     """A response made the environment fail, and that ends the conversation."""
+    LATE = "late"
+    """The environment did not answer in time: the conversation is masked."""
     LOST = "lost"
     """The environment failed by no fault of the response: the conversation is masked."""
 

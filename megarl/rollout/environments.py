@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megarl.config.environments import ENVIRONMENT, environment_class, named_environments
+from megarl.config.environments import ENVIRONMENT, TOOLS, environment_class, named_environments
 from megarl.errors import BatchError, RewardError
 from megarl.import_path import is_import_path
 from megarl.rollout.environment import Environment, EnvironmentReturn, Turn, environment_name
 from megarl.rollout.message_env import MessageEnv, MessageEnvironment
 from megarl.rollout.single_turn import SingleTurn
+from megarl.rollout.tools.environment import ToolEnvironment
 from megarl.time_limit import OutOfTimeError, time_limit
 
 if TYPE_CHECKING:
@@ -33,10 +34,13 @@ class NamedEnvironments:
 
     Args:
         environments: by name, at least one.
+
+    Attributes:
+        environments: these.
     """
 
     def __init__(self, environments: Mapping[str, Environment]) -> None:
-        self._environments = dict(environments)
+        self.environments = dict(environments)
 
     def step(self, turn: Turn) -> EnvironmentReturn:
         """What each environment says to its own conversations, in the order of all.
@@ -55,7 +59,7 @@ class NamedEnvironments:
             rows_of.setdefault(self._name_of(record), []).append(row)
         merged = _Merged(len(turn.records))
         for name, rows in rows_of.items():
-            merged.take(name, rows, getattr(self._environments[name], method)(_of_rows(turn, rows)))
+            merged.take(name, rows, getattr(self.environments[name], method)(_of_rows(turn, rows)))
         return merged.result()
 
     def judge(self, turn: Turn) -> EnvironmentReturn:
@@ -64,30 +68,30 @@ class NamedEnvironments:
 
     def fault_of_reference(self, answer: str, name: str | None = None) -> str | Doubt | None:
         """Return why a reference answer of a record that names this environment is of no use."""
-        if name is None and len(self._environments) == 1:
-            name = next(iter(self._environments))
-        if name not in self._environments:
-            names = ", ".join(self._environments)
+        if name is None and len(self.environments) == 1:
+            name = next(iter(self.environments))
+        if name not in self.environments:
+            names = ", ".join(self.environments)
             return f"its record names the environment {name!r}, and there are {names}" if name else f"its record names none of {names}"
-        return self._environments[name].fault_of_reference(answer)
+        return self.environments[name].fault_of_reference(answer)
 
     def of(self, record: Example) -> Environment:
         """The environment that a record meets."""
-        return self._environments[self._name_of(record)]
+        return self.environments[self._name_of(record)]
 
     def close(self) -> None:
         """Close all."""
         with contextlib.ExitStack() as stack:
-            for environment in self._environments.values():
+            for environment in self.environments.values():
                 stack.callback(environment.close)
 
     def _name_of(self, record: Example) -> str:
         name = environment_name(record)
-        if name is None and len(self._environments) == 1:
-            return next(iter(self._environments))
-        if name not in self._environments:
+        if name is None and len(self.environments) == 1:
+            return next(iter(self.environments))
+        if name not in self.environments:
             raise RewardError(
-                f"record {record.index} names the environment {name!r}, and there are {', '.join(self._environments)}. Fix: give it an "
+                f"record {record.index} names the environment {name!r}, and there are {', '.join(self.environments)}. Fix: give it an "
                 "env_name among these, or the source of data that it comes from"
             )
         return name
@@ -234,6 +238,13 @@ def _final_answer(find: Callable[[str], str | None], response: str) -> str | Non
     return None if found is None else str(found)
 
 
+def tools_told(environment: Environment | None) -> dict[str | None, Sequence[Mapping[str, Any]]]:
+    """The tools that the chat template is told of, by the name of the environment that a source names; under None those of the only one."""
+    met: dict[Any, Any] = dict(environment.environments) if isinstance(environment, NamedEnvironments) else {}
+    met[None] = next(iter(met.values())) if len(met) == 1 else environment
+    return {name: tools for name, each in met.items() if (tools := getattr(each, "tools", ()))}
+
+
 def make_environment(section: Mapping[str, Any]) -> Environment:
     """The environment that an ``env`` section describes, or those with names in it as one.
 
@@ -255,6 +266,8 @@ def make_environment(section: Mapping[str, Any]) -> Environment:
 
 def _made(section: Mapping[str, Any], key: str) -> Environment:
     name = section["environment"]
+    if name == TOOLS:
+        return ToolEnvironment(section, key.rpartition(".")[0])
     if not is_import_path(name):
         return SingleTurn(section)
     kind: Any = environment_class(name, key)

@@ -44,6 +44,9 @@ _POLL_SECONDS = 0.002
 _CHARACTERS_A_TOKEN, _FREE_CHARACTERS = 32, 4096
 """An observation of more characters for each token that is left is not tokenized: it cannot fit."""
 
+_NOT_JUDGED = frozenset({StopReason.LOST, StopReason.LATE, StopReason.ERROR})
+"""Conversations that nobody can judge, and those that score 0."""
+
 _LARGEST = float(torch.finfo(torch.float32).max)
 
 
@@ -241,7 +244,7 @@ class EpisodeRunner:
     def _judge(self) -> None:
         """Have the environments that judge whole conversations do so, all at once."""
         environment: Any = self._environment
-        known = [(number, episode) for number, episode in enumerate(self._episodes) if episode.reason is not StopReason.LOST]
+        known = [(number, episode) for number, episode in enumerate(self._episodes) if episode.reason not in _NOT_JUDGED]
         numbers = [number for number, episode in known if hasattr(environment_of(environment, episode.record), "judge")]
         if numbers:
             said = self._checked(environment.judge(self._turn(numbers)), len(numbers))
@@ -296,7 +299,7 @@ class EpisodeRunner:
         if ended.error is not None:
             raise ended.error
         if ended.result is None:
-            return EnvironmentReturn([None], [True], [True], reasons=[StopReason.LOST])
+            return EnvironmentReturn([None], [True], [True], reasons=[StopReason.LATE])
         return self._checked(ended.result, 1)
 
     def _step(self, numbers: Sequence[int]) -> EnvironmentReturn:

@@ -54,6 +54,7 @@ class Step:
         done: the conversation ends.
         accuracy: from 0 to 1, how right the conversation is; None where the reward says it.
         metrics: figures that are summed over conversations and turns.
+        reason: why a conversation ends, where it is not simply done.
     """
 
     messages: str | Message | Sequence[Message] = ()
@@ -61,6 +62,7 @@ class Step:
     done: bool = False
     accuracy: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    reason: StopReason | None = None
 
 
 class MessageEnv:
@@ -118,6 +120,7 @@ class MessageEnvironment:
         fault_of_reference: Callable[[str], str | Doubt | None] = MessageEnv.fault_of_reference,
     ) -> None:
         self._make, self._section = make, section
+        self.tools = getattr(make, "tools", ())
         self.threads, self.step_timeout_s = int(section["threads"]), float(section["step_timeout_s"])
         self.fault_of_reference = fault_of_reference
         self._parse = parser_of(section["tool_parser"])
@@ -199,5 +202,5 @@ def _answer(
         [conversation],
         {**step.metrics, **counts},
         [] if step.accuracy is None else [step.accuracy],
-        reasons=[reason],
+        reasons=[reason or step.reason],
     )

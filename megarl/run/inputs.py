@@ -25,7 +25,7 @@ from megarl.import_path import is_import_path
 from megarl.models.generation import configure_generation_config
 from megarl.observe.progress import phase
 from megarl.rollout.environment import Environment
-from megarl.rollout.environments import find_faults, make_environment
+from megarl.rollout.environments import find_faults, make_environment, tools_told
 from megarl.run.model_check import check_model, check_models_beside, check_tokens
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ def _opened(config: Config, stack: ExitStack) -> tuple[PreTrainedTokenizerBase, 
         pairs,
         stops,
         _template_date(policy, tokenizer),
+        tools_told(environment),
     )
 
     def load(sources: DataSource | list[DataSource]) -> Dataset:

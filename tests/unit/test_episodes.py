@@ -122,7 +122,7 @@ def test_one_turn_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversation that may have several turns and ends with the first has the rows of one that may have one."""
     one, *_ = collected([1, 1, 1], MessageEnvironment(Counting, SECTION), turns=1)
     several, *_ = collected([1, 1, 1], MessageEnvironment(Counting, SECTION), turns=4)
-    assert {*several.samples} - {*one.samples} == {"turns"}
+    assert {*several.samples} - {*one.samples} == {"turns", "ended"}
     assert all(_equal(one.samples[name], several.samples[name]) for name in one.samples)
 
 
@@ -235,7 +235,13 @@ def test_failures_are_observed_masked_or_end_a_conversation(caplog: pytest.LogCa
     assert samples["reward"].tolist() == [0.75, *[0.0] * 7]
     text = tokenizer.decode(samples["input_ids"][1].tolist())
     assert text.count("<|im_start|>user\nError: ValueError: odd move<|im_end|>") == 2
-    assert rollouts.metrics["tool_errors"] == 3 and rollouts.metrics["episodes/lost"] == 4 and rollouts.metrics["episodes/tokens"] == 1
+    assert {name: value for name, value in rollouts.metrics.items() if value and name != "observed_tokens"} == {
+        "tool_errors": 3,
+        "episodes/lost": 3,
+        "episodes/late": 1,
+        "episodes/tokens": 1,
+        "episodes/turns": 3,
+    }
     assert samples["sample_mask"].tolist() == [1, 1, 0, 0, 0, 1, 1, 0]
     assert Odd.closed == Counter(dict.fromkeys(hows, 1)) - Counter(["reset"])
     assert "record 1: its environment failed on a response: ValueError: odd move" in caplog.text
@@ -350,4 +356,4 @@ def test_lost_engines_are_asked_again_for_what_is_missing() -> None:
 
 
 def test_reasons_have_one_word_each() -> None:
-    assert len({*StopReason}) == len(StopReason) == 6
+    assert len({*StopReason}) == len(StopReason) == 8

@@ -234,6 +234,7 @@ PLUG_INS = {
         "megarl.algorithms.utils",
     },
     "the kind of an engine, which loads neither torch nor Ray, names what does": {"megarl.models.generation.vllm.generation"},
+    "tools that a policy may call, a file each": {"megarl.rollout.tools."},
     "sub-commands, and what the command line hands to the converters": {"megarl.doctor.command", "megarl.parity.converted"},
 }
 

@@ -353,6 +353,9 @@ def guessing(run_dir: Path, model: str, data: str, steps: int = 4, **more: Any) 
 
 
 def test_conversations_of_several_turns_in_a_whole_run(tmp_path: Path, model: str, data: str) -> None:
+    own = tmp_path / "sums.jsonl"
+    own.write_text("".join(f'{{"prompt": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in range(7)))
+    data = str(own)
     assert run(guessing(tmp_path / "a", model, data), PolicyMaker()) == 0
     logged = [row for row in rows(tmp_path / "a") if row["step"]]
     assert all(1 < row["train/turns"] <= 3 and row["train/observed_tokens"] > 0 for row in logged)

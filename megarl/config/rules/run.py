@@ -17,7 +17,9 @@ from megarl.config.backend import scores
 from megarl.config.data_sources import sources_of
 from megarl.config.environments import (
     ENVIRONMENT,
+    REWARDED,
     SINGLE_TURN,
+    TOOLS,
     EnvConfig,
     RewardOptions,
     environment_class,
@@ -25,6 +27,7 @@ from megarl.config.environments import (
     fault_of_name,
     faults_of_ranges,
     faults_of_rewards,
+    faults_of_tools,
     named_environments,
 )
 from megarl.config.losses import (
@@ -362,7 +365,7 @@ def several_rewards_are_compared(view: View) -> Iterator[Violation]:
     weights: dict[str, float] = {}
     for section_key, section in _environments(view):
         rewards = section.get("rewards") or {}
-        if section.get("environment", SINGLE_TURN) == SINGLE_TURN and len(rewards) < 2:
+        if section.get("environment", SINGLE_TURN) in REWARDED and len(rewards) < 2:
             bound = f"gdpo compares several rewards, and {section_key} has {len(rewards) or 'one'}"
             yield Violation(key, "gdpo", bound, f"name several under {section_key}.rewards, or write grpo")
         for name, reward in rewards.items():
@@ -376,7 +379,7 @@ def reward_is_known(view: View) -> Iterator[Violation]:
     """An environment of one turn has reward functions: built-in ones with the options that they read, or some at import paths."""
     columns = {extra for kind in ("train", "validation") for _, source in sources_of(view["data"], kind) for extra in _extra_keys(source)}
     for key, section in _environments(view):
-        if section.get("environment", SINGLE_TURN) == SINGLE_TURN:
+        if section.get("environment", SINGLE_TURN) in REWARDED:
             yield from faults_of_rewards(section, key, columns)
 
 
@@ -389,10 +392,14 @@ def environment_is_known(view: View) -> Iterator[Violation]:
     """An environment of another kind is one at an import path."""
     for section_key, section in _environments(view):
         key, name = f"{section_key}.environment", section.get("environment", SINGLE_TURN)
-        if name == SINGLE_TURN:
+        if name == TOOLS:
+            yield from faults_of_tools(section, section_key)
+        elif section.get("tools"):
+            yield Violation(f"{section_key}.tools", section["tools"], f"{key} is {name!r}, which calls none", f"write {key}: {TOOLS}")
+        if name in REWARDED:
             continue
         if not is_import_path(name):
-            yield Violation(key, name, "it must be single_turn or an import path", "write one, such as path/to/file.py:Name")
+            yield Violation(key, name, f"it must be {', '.join(REWARDED)} or an import path", "write one, such as path/to/file.py:Name")
             continue
         try:
             environment_class(name, key)

@@ -112,7 +112,11 @@ def parser_of(name: str | None) -> Callable[[str, Sequence[str]], tuple[str, Cal
         text = full[0] if is_special and full else response
         found = list(find(text))
         calls = [_call(number, *each) for number, each in enumerate(found)]
-        return (marks.sub("", response).strip() if calls else response), calls
+        if not calls:
+            return response, calls
+        # without special tokens the calls cannot be told from the text: then what stands before them is the content
+        first = marks.search(text) if is_special else None
+        return (text[: first.start()] if first else marks.sub("", response)).strip(), calls
 
     return parse
 
@@ -164,8 +168,13 @@ def _objects(text: str) -> Iterator[Any]:
         text = text[end:].lstrip(" \n;")
 
 
+_WORDS = {"True": True, "False": False, "None": None}
+
+
 def _plain(text: str) -> Any:
-    """A value that was written without quotes: JSON where it is some, else the text."""
+    """A value that was written without quotes: JSON where it is some, one of Python's words, else the text."""
+    if text in _WORDS:
+        return _WORDS[text]
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

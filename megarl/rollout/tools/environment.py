@@ -1,0 +1,92 @@
+"""The environment ``tools``: the policy calls tools until it gives an answer, which the rewards of the environment judge."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.rollout.environment import EnvironmentReturn, StopReason, Turn
+from megarl.rollout.message_env import LOST, Message, MessageEnv, MessageEnvironment, Step
+from megarl.rollout.single_turn import SingleTurn
+from megarl.rollout.tools.tool import Tool, Toolbox, tools_of
+
+
+class ToolEnv(MessageEnv):
+    """A conversation that goes on as long as the policy calls tools.
+
+    Args:
+        section: of the environment.
+        tools: that may be called.
+    """
+
+    def __init__(self, section: Mapping[str, Any], tools: Sequence[Tool]) -> None:
+        super().__init__(section)
+        self.tools = [tool.schema for tool in tools]
+        self._toolbox, self._calls = Toolbox(tools), 0
+
+    def step(self, message: Message) -> Step:
+        """Make the calls of a response; one without calls is the answer."""
+        calls = [call["function"] | {"id": call["id"]} for call in message.get("tool_calls") or ()]
+        if not calls:
+            return Step(done=True)
+        most = self.section["max_tool_calls"]
+        if most is not None and self._calls + len(calls) > most:
+            return Step(done=True, reason=StopReason.TOOLS)
+        self._calls += len(calls)
+        counts: Counter[str] = Counter({"tool_calls": len(calls)})
+        answers: list[Message] = []
+        for call in calls:
+            text, kind = self._answer(call["name"], call["arguments"])
+            answers.append({"role": "tool", "name": call["name"], "tool_call_id": call["id"], "content": text})
+            if kind is not None:
+                counts[kind] += 1
+                if self.section["on_bad_call" if kind == "bad_tool_calls" else "on_tool_error"] == "end":
+                    return Step(done=True, reason=StopReason.ERROR, metrics=counts)
+        return Step(answers, metrics=counts)
+
+    def _answer(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, str | None]:
+        """What a call brings, and the figure that counts its failure."""
+        fault = self._toolbox.fault_of(name, arguments)
+        if fault is not None:
+            return f"Error: {fault}", "bad_tool_calls"
+        try:
+            return self._toolbox.call(name, arguments), None
+        except LOST:
+            raise
+        except Exception as error:
+            return f"Error: {error}", "tool_errors"
+
+    def close(self) -> None:
+        """End the tools."""
+        self._toolbox.close()
+
+
+class ToolEnvironment(MessageEnvironment):
+    """Conversations with tools, of which the rewards of the section judge the last response.
+
+    Args:
+        section: of the environment.
+        key: its dotted key.
+
+    Raises:
+        ConfigError: a tool or a reward cannot be made.
+    """
+
+    def __init__(self, section: Mapping[str, Any], key: str) -> None:
+        tools = tools_of(section, key)
+        self._single = SingleTurn(section)
+        super().__init__(lambda inner: ToolEnv(inner, tools), section, self._judged, self._single.fault_of_reference)
+        self.tools = [tool.schema for tool in tools]
+
+    @property
+    def final_answer(self) -> Any:
+        """See ``SingleTurn``."""
+        return self._single.final_answer
+
+    def close(self) -> None:
+        """End the rewards' processes."""
+        self._single.close()
+
+    def _judged(self, turn: Turn) -> EnvironmentReturn:
+        return self._single.step(turn)

@@ -1,0 +1,39 @@
+"""A tool elsewhere: a call is a POST of its arguments as JSON."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from megarl.rollout.message_env import EnvironmentLostError
+
+_LARGEST_REPLY = 1 << 22
+_BUSY = frozenset({408, 429})
+
+
+def post(url: str, timeout_s: float, **arguments: Any) -> str:
+    """The text of the reply, or of its key ``output``, ``result`` or ``content`` where it is a JSON object with one.
+
+    Raises:
+        EnvironmentLostError: the service is gone, busy or late, which no call can cause.
+        ValueError: it refuses the call (status 4xx).
+    """
+    request = urllib.request.Request(url, json.dumps(arguments).encode(), {"Content-Type": "application/json"}, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+            said = reply.read(_LARGEST_REPLY).decode("utf-8", "replace")
+    except urllib.error.HTTPError as error:
+        if error.code in _BUSY or error.code >= 500:
+            raise EnvironmentLostError(f"{url} replied with status {error.code}") from error
+        raise ValueError(f"the service refused the call (status {error.code})") from error
+    except OSError as error:
+        raise EnvironmentLostError(f"{url} does not answer: {error}") from error
+    try:
+        found = json.loads(said)
+    except (ValueError, RecursionError):
+        return said
+    keys = [key for key in ("output", "result", "content") if isinstance(found, dict) and key in found]
+    value = found[keys[0]] if keys else found
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,174 @@
+"""Python code in the closed sandbox of ``megarl.rollout.programs``, a process a conversation, whose variables stay between calls.
+
+The sandbox is started by a process without threads of its own, as between fork and exec no other thread may hold a lock; that process is
+this module as a program, and answers requests on its standard input, a line of JSON each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import site
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megarl.errors import ConfigError, RewardError, Violation
+from megarl.rollout.message_env import EnvironmentLostError
+from megarl.rollout.programs import Limits, isolation
+from megarl.rollout.programs.conversation import Conversation, EndedError, RaisedError, conversation
+from megarl.rollout.programs.inside import GIVEN_MODULES
+
+_START_SECONDS = 60.0
+_LONGEST_LIFE = 3600.0
+"""Seconds after which a conversation's interpreter ends, whatever happens to the run."""
+
+_HOST = """
+def megarl_cell(text):
+    import ast, contextlib, io, traceback
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            tree = ast.parse(text, "code.py")
+            last = ast.Expression(tree.body.pop().value) if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            exec(compile(tree, "code.py", "exec"), globals())
+            value = None if last is None else eval(compile(last, "code.py", "eval"), globals())
+            if value is not None:
+                print(repr(value))
+        except BaseException as error:
+            print("".join(traceback.format_exception_only(error)).strip())
+    return out.getvalue()
+"""
+"""The program that runs code, in the sandbox: nothing that it says is believed beyond being text."""
+
+
+@dataclass(slots=True)
+class Python:
+    """An interpreter of one conversation.
+
+    Attributes:
+        limits: of it.
+        timeout_s: of one call, after which it is ended and its variables are gone.
+    """
+
+    limits: Limits
+    timeout_s: float
+    _process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def maker(cls, section: Mapping[str, Any], key: str) -> Callable[[], Python]:
+        """What makes interpreters by a tool's section.
+
+        Raises:
+            ConfigError: programs cannot be shut in here, and the section wants that.
+        """
+        fault, bubblewrap = isolation()
+        if fault is not None and section.get("isolation", "required") == "required":
+            fix = f"grant namespaces or install bubblewrap, or write {key}.isolation: preferred, by which the model's code runs unprotected"
+            raise ConfigError([Violation(f"{key}.isolation", "required", f"code cannot be shut in here: {fault}", fix)])
+        memory = section.get("memory_mb", 512)
+        limits = Limits(_LONGEST_LIFE, memory, isolated=fault is None, bubblewrap=bubblewrap)
+        return lambda: cls(limits, section.get("timeout_s", 10.0))
+
+    def __call__(self, code: str) -> str:
+        """What code prints, and the value of its last expression.
+
+        Raises:
+            ValueError: it takes too long, or ends the interpreter.
+            EnvironmentLostError: no interpreter can be started.
+        """
+        process = self._process = self._process or self._started()
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps({"code": code}).encode() + b"\n")
+            process.stdin.flush()
+        except OSError as error:
+            self.close()
+            raise ValueError("the interpreter had ended, and its variables are gone") from error
+        answer = self._line(process, self.timeout_s)
+        if answer is None:
+            self.close()
+            raise ValueError(f"the code took more than {self.timeout_s:g} s; the interpreter was ended, and its variables are gone")
+        if "lost" in answer:
+            self.close()
+            raise EnvironmentLostError(answer["lost"])
+        if "ended" in answer:
+            self.close()
+            raise ValueError(answer["ended"])
+        return str(answer["output"])
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "megarl.rollout.tools.python", json.dumps(asdict(self.limits))]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        ready = self._line(process, _START_SECONDS)
+        if ready is None or "ready" not in ready:
+            process.kill()
+            process.wait()
+            raise EnvironmentLostError(f"no interpreter can be started: {(ready or {}).get('lost', 'it did not answer')}")
+        return process
+
+    def _line(self, process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any] | None:
+        """The next answer; None where none comes in time."""
+        assert process.stdout is not None
+        until, read = time.monotonic() + timeout_s, b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not read.endswith(b"\n"):
+                if not selector.select(max(until - time.monotonic(), 0.0)):
+                    return None
+                piece = process.stdout.read1(1 << 16)  # type: ignore[attr-defined]
+                if not piece:
+                    return {"ended": "the code ended the interpreter, and its variables are gone"}
+                read += piece
+        found: dict[str, Any] = json.loads(read)
+        return found
+
+    def close(self) -> None:
+        """End the interpreter."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+            self._process = None
+
+
+def _serve(limits: Limits) -> None:
+    """Answer requests until there are no more."""
+    try:
+        with _interpreter(limits) as program:
+            cell = program.name("megarl_cell")
+            _say({"ready": True})
+            for line in sys.stdin:
+                _say(_output(program, cell, json.loads(line)["code"]))
+    except RewardError as error:
+        _say({"lost": str(error)})
+
+
+def _output(program: Conversation, cell: Any, code: str) -> dict[str, Any]:
+    try:
+        return {"output": str(program.call(cell, [code]))}
+    except (EndedError, RaisedError, ValueError, RecursionError):
+        return {"ended": "the code ended the interpreter, took too much memory or printed too much; its variables are gone"}
+
+
+@contextlib.contextmanager
+def _interpreter(limits: Limits) -> Iterator[Conversation]:
+    task = {"code": _HOST, "packages": site.getsitepackages(), "given_names": [], "given_modules": list(GIVEN_MODULES), "function": ""}
+    with conversation(task, limits) as program:
+        yield program
+
+
+def _say(answer: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _serve(Limits(**json.loads(sys.argv[1])))

@@ -1,0 +1,69 @@
+"""Search over documents of one's own, by SQLite's full-text index (FTS5, ranked by BM25)."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import ConfigError, Violation
+
+_WORD = re.compile(r"\w+")
+_TEXT_KEYS = ("text", "content", "contents", "body", "passage")
+_SHOWN = 2000
+"""Characters of a document that are shown."""
+
+
+class DocumentIndex:
+    """An index in memory that threads share.
+
+    Args:
+        path: JSON lines, an object a document: its text under ``text`` (or ``content``, ``contents``, ``body``, ``passage``), and a
+            ``title`` where it has one.
+        key: dotted key that names it, for messages.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is no document.
+    """
+
+    def __init__(self, path: str, key: str) -> None:
+        self._lock = threading.Lock()
+        self._index = sqlite3.connect(":memory:", check_same_thread=False)
+        self._index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize='porter unicode61')")
+        try:
+            rows = list(_documents(Path(path).expanduser()))
+        except (OSError, ValueError) as error:
+            raise ConfigError([Violation(key, path, str(error), "give JSON lines, each an object with a text")]) from error
+        self._index.executemany("INSERT INTO documents VALUES (?, ?)", rows)
+
+    def search(self, query: str, count: int = 3) -> str:
+        """The documents that fit the words of a query best, one below the other."""
+        words = _WORD.findall(query)
+        if not words:
+            raise ValueError("the query has no words")
+        # each word as a text, so that nothing in it is an operator of the query language
+        match = " OR ".join(f'"{word}"' for word in words)
+        with self._lock:
+            found = self._index.execute(
+                "SELECT title, text FROM documents WHERE documents MATCH ? ORDER BY rank, rowid LIMIT ?", (match, count)
+            ).fetchall()
+        shown = [f"{title}\n{text[:_SHOWN]}" if title else text[:_SHOWN] for title, text in found]
+        return "\n\n".join(f"[{place}] {text}" for place, text in enumerate(shown, start=1)) or "nothing was found"
+
+
+def _documents(path: Path) -> Iterator[tuple[str, str]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _document(json.loads(line), number)
+
+
+def _document(row: Any, number: int) -> tuple[str, str]:
+    text = next((row[key] for key in _TEXT_KEYS if isinstance(row.get(key), str)), None) if isinstance(row, dict) else None
+    if text is None:
+        raise ValueError(f"line {number} is no object with a text under {', '.join(_TEXT_KEYS)}")
+    return str(row.get("title") or ""), text

@@ -1,0 +1,146 @@
+"""Tools by name: what the policy is told of each, and what runs when it calls one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from megarl.config.environments import own_function, tool_sections
+from megarl.errors import ConfigError, Violation
+from megarl.rollout.tools.calculator import calculate
+from megarl.rollout.tools.http import post
+from megarl.rollout.tools.search import DocumentIndex
+
+Call: TypeAlias = Callable[..., Any]
+"""Called with the arguments of the policy by name; what it returns becomes text. What it raises is the call's fault."""
+
+_LONGEST = 100_000
+"""Characters of an answer that the policy is given at most; what is longer loses its end, and says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool.
+
+    Attributes:
+        name: by which the policy calls it.
+        schema: what the chat template shows of it, in the form of OpenAI's functions.
+        begin: makes what is called in one conversation. It may have a method ``close``.
+    """
+
+    name: str
+    schema: Mapping[str, Any]
+    begin: Callable[[], Call]
+
+
+def tools_of(section: Mapping[str, Any], key: str = "env") -> list[Tool]:
+    """The tools that an environment's section names.
+
+    Raises:
+        ConfigError: one cannot be made.
+    """
+    return [_tool(name, inner, f"{key}.tools.{name}") for name, inner in tool_sections(section).items()]
+
+
+def _tool(name: str, section: Mapping[str, Any], key: str) -> Tool:
+    kind = section["tool"]
+    if kind not in _BUILT_IN:
+        return _own(name, own_function(kind, f"{key}.tool"), section, f"{key}.tool")
+    description, parameters, make = _BUILT_IN[kind]
+    properties = {parameter: {"type": "string", "description": about} for parameter, about in parameters.items()}
+    return Tool(name, _schema(name, section.get("description") or description, properties, list(properties)), make(section, key))
+
+
+def _schema(name: str, description: str, properties: Mapping[str, Any], required: Sequence[str]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": dict(properties), "required": list(required)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def _own(name: str, function: Callable[..., Any], section: Mapping[str, Any], key: str) -> Tool:
+    """A tool that a function of one's own is; transformers reads what the policy is told of it from its annotations and docstring."""
+    from transformers.utils import get_json_schema
+
+    try:
+        found = get_json_schema(function)
+    except Exception as error:
+        fix = "annotate its parameters, and describe each in the docstring under Args:"
+        raise ConfigError([Violation(key, section["tool"], f"its docstring does not say what the tool takes: {error}", fix)]) from error
+    described = {**found["function"], "name": name}
+    if section.get("description"):
+        described["description"] = section["description"]
+    return Tool(name, {"type": "function", "function": described}, lambda: function)
+
+
+def _python(section: Mapping[str, Any], key: str) -> Callable[[], Call]:
+    from megarl.rollout.tools.python import Python
+
+    return Python.maker(section, key)
+
+
+def _search(section: Mapping[str, Any], key: str) -> Callable[[], Call]:
+    index = DocumentIndex(section["documents"], f"{key}.documents")
+    return lambda: functools.partial(index.search, count=section.get("results", 3))
+
+
+_BUILT_IN: Mapping[str, tuple[str, Mapping[str, str], Callable[[Mapping[str, Any], str], Callable[[], Call]]]] = {
+    "calculator": (
+        "Evaluate an arithmetic expression.",
+        {"expression": "numbers, parentheses and the operators + - * / // % **"},
+        lambda section, key: lambda: calculate,
+    ),
+    "python": (
+        "Run Python code and return what it prints. Variables and functions stay for later calls.",
+        {"code": "the code; the value of a last expression is printed"},
+        _python,
+    ),
+    "search": ("Search a collection of documents.", {"query": "the words to look for"}, _search),
+    "http": (
+        "Ask a service.",
+        {"query": "what is asked"},
+        lambda section, key: lambda: functools.partial(post, section["url"], section.get("timeout_s", 10.0)),
+    ),
+}
+"""Kind of a built-in tool to its description, its parameters (all texts), and what makes it."""
+
+
+class Toolbox:
+    """The tools of one conversation, each begun when it is first called.
+
+    Args:
+        tools: that may be called.
+    """
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+        self._begun: dict[str, Call] = {}
+
+    def fault_of(self, name: str, arguments: Mapping[str, Any]) -> str | None:
+        """Why a call cannot be made, as the policy is told; None where it can."""
+        if name not in self._tools:
+            return f"there is no tool {name!r}; the tools are {', '.join(self._tools)}"
+        parameters = self._tools[name].schema["function"]["parameters"]
+        missing = [each for each in parameters.get("required", ()) if each not in arguments]
+        unknown = [each for each in arguments if each not in parameters.get("properties", {})]
+        if missing or unknown:
+            return f"{name} takes {', '.join(parameters.get('properties', {})) or 'no arguments'}, not {', '.join(arguments) or 'none'}"
+        return None
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call a tool; whatever it raises is passed on."""
+        if name not in self._begun:
+            self._begun[name] = self._tools[name].begin()
+        found = self._begun[name](**arguments)
+        text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}\n[... {len(text) - _LONGEST:,} characters left out]"
+
+    def close(self) -> None:
+        """End what was begun."""
+        with contextlib.ExitStack() as stack:
+            for call in self._begun.values():
+                if inspect.ismethod(getattr(call, "close", None)):
+                    stack.callback(call.close)  # type: ignore[attr-defined]

@@ -1,0 +1,331 @@
+"""Tools: calls in the forms of models, what each tool answers, and conversations with them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.config.environments import TOOL_PARSERS, EnvConfig
+from megarl.data.datasets import Example
+from megarl.errors import ConfigError
+from megarl.key import defaults_of
+from megarl.rollout.environments import make_environment, tools_told
+from megarl.rollout.message_env import EnvironmentLostError
+from megarl.rollout.programs import isolation
+from megarl.rollout.tools.calculator import calculate
+from megarl.rollout.tools.http import post
+from megarl.rollout.tools.parsers import BadCallError, parser_of
+from megarl.rollout.tools.search import DocumentIndex
+from megarl.rollout.tools.tool import Toolbox, tools_of
+from tests.templates import TEMPLATES, tokenizer_of
+from tests.templates.conversations import call
+from tests.unit.scripted import collector_of
+
+ARGUMENTS: list[dict[str, Any]] = [{"city": "Rome"}, {"city": 'a "b" {c}\n<d>', "days": 3, "exact": True, "of": [1, None]}, {}]
+TEMPLATE_OF = {
+    "hermes": ("qwen2.5", "qwen3", "hermes"),
+    "qwen3_coder": ("qwen3.5",),
+    "llama3": ("llama3.1", "llama3.2"),
+    "mistral": ("mistral-v3",),
+    "deepseek": ("deepseek-v3", "deepseek-r1", "deepseek-v3.1"),
+    "gpt-oss": ("gpt-oss",),
+}
+
+
+def written(template: str, name: str, arguments: dict[str, Any]) -> str:
+    """What a published template writes for a call: models are trained on that."""
+    tokenizer = tokenizer_of(template)
+    given = json.dumps(arguments) if template.startswith("deepseek") else arguments
+    turn = {"role": "assistant", "content": "", "tool_calls": [call(name, given)]}
+    asked = [{"role": "user", "content": "Ask."}]
+    before = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    return str(tokenizer.apply_chat_template([*asked, turn], tokenize=False)).removeprefix(before)
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=range(len(ARGUMENTS)))
+@pytest.mark.parametrize(("form", "template"), [(form, template) for form, names in TEMPLATE_OF.items() for template in names])
+def test_calls_are_read_as_templates_write_them(form: str, template: str, arguments: dict[str, Any]) -> None:
+    if form == "qwen3_coder" and arguments.get("of") == [1, None]:
+        arguments = {**arguments, "city": "a line\nand another"}  # values are texts of lines there: white space at their ends is no part
+    full = written(template, "look_up", arguments)
+    tokenizer = tokenizer_of(template)
+    plain = tokenizer.decode(tokenizer(full, add_special_tokens=False)["input_ids"], skip_special_tokens=True)
+    content, calls = parser_of(form)(plain, [full])
+    assert [(each["function"]["name"], each["function"]["arguments"]) for each in calls] == [("look_up", arguments)]
+    assert "look_up" not in content
+
+
+def test_every_form_has_a_template() -> None:
+    assert set(TEMPLATE_OF) == set(TOOL_PARSERS) and all(name in TEMPLATES for names in TEMPLATE_OF.values() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "a", "arguments": {"b": 1'),
+        ("hermes", "<tool_call>\nlook it up\n</tool_call>"),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "a", "arguments": [1]}</tool_call>'),
+        ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>'),
+        ("qwen3_coder", "<tool_call>\n<function=a>\n<parameter=b>\n1\n</tool_call>"),
+        ("llama3", '{"name": "a", "parameters": {"b": '),
+        ("mistral", '[TOOL_CALLS][{"name": "a"'),
+        ("deepseek", "<\uff5ctool\u2581call\u2581begin\uff5c>function<\uff5ctool\u2581sep\uff5c>a"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_told(form: str, text: str) -> None:
+    with pytest.raises(BadCallError):
+        parser_of(form)(text, [text])
+
+
+@pytest.mark.parametrize("form", [*TOOL_PARSERS, None])
+def test_other_texts_are_no_calls(form: str | None) -> None:
+    for text in ("", "The answer is 4.", '{"value": 3}', "<think>call a tool</think>{ok}", "a <b> [c]"):
+        assert parser_of(form)(text, [text]) == (text, [])
+
+
+def test_several_calls_are_read_in_order() -> None:
+    one = '<tool_call>\n{"name": "a", "arguments": {"n": %d}}\n</tool_call>'
+    content, calls = parser_of("hermes")(f"First.\n{one % 1}\n{one % 2}", [])
+    assert content == "First." and [each["function"]["arguments"]["n"] for each in calls] == [1, 2]
+    assert len({each["id"] for each in calls}) == 2
+
+
+@given(
+    st.recursive(
+        st.integers(-50, 50) | st.floats(-9, 9).map(lambda x: round(x, 3)), lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner)
+    )
+)
+def test_the_calculator_agrees_with_python(tree: Any) -> None:
+    def text(node: Any) -> str:
+        return f"({text(node[0])} {node[1]} {text(node[2])})" if isinstance(node, tuple) else str(node)
+
+    try:
+        expected = eval(text(tree))
+    except ArithmeticError:
+        with pytest.raises(ArithmeticError):
+            calculate(text(tree))
+        return
+    if abs(expected) < 1e300:
+        assert float(calculate(text(tree))) == float(expected)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"), [("2+3*4", "14"), ("7/2", "3.5"), ("6/2", "3"), ("2**10", "1024"), ("-(3)", "-3"), (" 10 // 3 % 2 ", "1")]
+)
+def test_the_calculator_writes_numbers_plainly(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "1+",
+        "a",
+        "__import__('os')",
+        "9**9**9",
+        "9**99999",
+        "(1).real",
+        "[1]",
+        "'a'*3",
+        "1 if 1 else 2",
+        "(-1)**0.5",
+        "1" * 2000,
+        "True+1",
+    ],
+)
+def test_the_calculator_refuses_all_else(expression: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        calculate(expression)
+
+
+def test_search_finds_what_fits_best(tmp_path: Path) -> None:
+    path = tmp_path / "documents.jsonl"
+    rows = [
+        {"title": "Rome", "text": "Rome is the capital of Italy."},
+        {"text": "Paris lies on the Seine."},
+        {"contents": "Italy has lakes."},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    index = DocumentIndex(str(path), "env.tools.search.documents")
+    assert index.search("capital of Italy?").startswith("[1] Rome\nRome is the capital of Italy.\n\n[2] Italy has lakes.")
+    assert index.search('SEINE" OR NOT (*', count=1) == "[1] Paris lies on the Seine."
+    assert index.search("Tokyo") == "nothing was found"
+    with pytest.raises(ValueError, match="no words"):
+        index.search("?!")
+    found: list[str] = []
+    threads = [threading.Thread(target=lambda: found.append(index.search("capital", count=1))) for _ in range(8)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]  # type: ignore[func-returns-value]
+    assert found == ["[1] Rome\nRome is the capital of Italy."] * 8
+    path.write_text('{"title": "no text"}\n')
+    with pytest.raises(ConfigError, match=r"env\.tools\.search\.documents.*line 1 is no object with a text"):
+        DocumentIndex(str(path), "env.tools.search.documents")
+    with pytest.raises(ConfigError, match="No such file"):
+        DocumentIndex(str(tmp_path / "none"), "env.tools.search.documents")
+
+
+@pytest.fixture
+def service() -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["query"]
+            status = int(asked) if asked.isdecimal() else 200
+            said = {"plain": b"as it is", "object": b'{"output": "found"}', "other": b'{"n": [1]}'}.get(asked, b"")
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(said)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_service_answers_refuses_or_is_gone(service: str) -> None:
+    assert [post(service, 5.0, query=word) for word in ("plain", "object", "other")] == ["as it is", "found", '{"n": [1]}']
+    with pytest.raises(ValueError, match="status 400"):
+        post(service, 5.0, query="400")
+    for status in ("429", "503"):
+        with pytest.raises(EnvironmentLostError, match=status):
+            post(service, 5.0, query=status)
+    with pytest.raises(EnvironmentLostError, match="does not answer"):
+        post("http://127.0.0.1:9", 1.0, query="plain")
+
+
+needs_sandbox = pytest.mark.skipif(isolation()[0] is not None, reason="no namespaces")
+
+
+def python_tool(**section: Any) -> Any:
+    [tool] = tools_of({"tools": {"python": section}})
+    return tool.begin()
+
+
+@needs_sandbox
+def test_python_keeps_its_variables_and_says_what_went_wrong() -> None:
+    python = python_tool(timeout_s=2.0)
+    try:
+        assert python("x = 3\nprint('hi')\nx * 2") == "hi\n6\n"
+        assert python("def twice(n): return 2 * n\n") == "" and python("twice(x)") == "6\n"
+        assert python("1/0") == "ZeroDivisionError: division by zero\n" and "SyntaxError" in python("if:")
+        assert "FileNotFoundError" in python("open('/etc/passwd')") and "unreachable" in python(
+            "import socket; socket.create_connection(('192.0.2.1', 80), 1)"
+        )
+        with pytest.raises(ValueError, match=r"more than 2 s; the interpreter was ended, and its variables are gone"):
+            python("while True: pass")
+        assert python("x") == "NameError: name 'x' is not defined\n"
+        with pytest.raises(ValueError, match="ended the interpreter"):
+            python("import os; os._exit(0)")
+        assert python("1") == "1\n"
+    finally:
+        python.close()
+
+
+def test_a_function_of_ones_own_says_what_it_takes(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        'def weather(city: str, days: int = 1):\n    """\n    Look a temperature up.\n\n'
+        '    Args:\n        city: where.\n        days: ahead.\n    """\n'
+        "    return {'city': city, 'days': days}\n"
+        "def unsaid(city): return city\n"
+    )
+    [tool] = tools_of({"tools": {"weather": {"tool": f"{path}:weather"}}})
+    described = tool.schema["function"]
+    assert described["description"] == "Look a temperature up." and described["parameters"]["required"] == ["city"]
+    box = Toolbox([tool])
+    assert box.call("weather", {"city": "Rome"}) == '{"city": "Rome", "days": 1}'
+    assert box.fault_of("weather", {"town": "Rome"}) == "weather takes city, days, not town"
+    assert box.fault_of("clock", {}) == "there is no tool 'clock'; the tools are weather"
+    with pytest.raises(ConfigError, match=r"env\.tools\.a\.tool .*its docstring does not say what the tool takes"):
+        tools_of({"tools": {"a": {"tool": f"{path}:unsaid"}}})
+
+
+def section(**changes: Any) -> dict[str, Any]:
+    own = {"environment": "tools", "reward": "exact_match", "tool_parser": "hermes", "tools": {"calculator": {}}, "processes": 1}
+    return {**defaults_of(EnvConfig), **own, **changes}
+
+
+def called(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def conversed(said: list[str], turns: int = 4, **changes: Any) -> tuple[Any, list[str], Any]:
+    """The samples of one conversation in which the policy says this, what it was shown, and the figures."""
+    environment = make_environment(section(**changes))
+    tokenizer = tokenizer_of("qwen2.5")
+
+    def script(prompt: list[int], seed: int) -> list[int]:
+        text = tokenizer.decode(prompt)
+        return [*tokenizer(said[text.count("<|im_start|>assistant") - 1], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+    collector, engine, _ = collector_of(environment, script, turns=turns)
+    ids = tokenizer("<|im_start|>user\n6*7?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    try:
+        rollouts = collector.collect([Example(0, tuple(ids), (), "42")], 1, [5])
+    finally:
+        environment.close()
+    return rollouts.samples, [tokenizer.decode(prompt) for [prompt] in engine.calls], rollouts.metrics
+
+
+def test_the_policy_calls_a_tool_and_is_judged_by_its_answer() -> None:
+    samples, shown, metrics = conversed([called("calculator", expression="6*7"), "42"])
+    answer = "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert shown[1].endswith(f"</tool_call><|im_end|>\n{answer}") and len(shown) == 2
+    assert samples["reward"].tolist() == [1.0] and samples["turns"].tolist() == [2] and samples["ended"] == ["done"]
+    assert metrics["tool_calls"] == 1 and metrics["reward_errors"] == 0
+
+
+def test_what_is_wrong_with_a_call_is_told_or_ends_it() -> None:
+    wrong = [called("calculator", expression="6*"), called("abacus", beads=3), "<tool_call>\n{\n</tool_call>", "42"]
+    samples, shown, metrics = conversed(wrong)
+    assert "Error: '6*' is no arithmetic expression" in shown[1] and "there is no tool 'abacus'" in shown[2]
+    assert "The tool call could not be read: no JSON" in shown[3]
+    assert samples["reward"].tolist() == [1.0] and metrics["tool_errors"] == 1 and metrics["bad_tool_calls"] == 2
+    for said, key in ((wrong[0], "on_tool_error"), (wrong[1], "on_bad_call"), (wrong[2], "on_bad_call")):
+        samples, shown, metrics = conversed([said, "42"], **{key: "end"})
+        assert len(shown) == 1 and samples["ended"] == ["error"] and samples["reward"].tolist() == [0.0] and not samples["masked"].any()
+
+
+def test_calls_are_bounded_and_the_last_turn_is_judged() -> None:
+    both = called("calculator", expression="1") + "\n" + called("calculator", expression="2")
+    samples, shown, _ = conversed([both, both, "42"], max_tool_calls=3)
+    assert samples["ended"] == ["tools"] and samples["turns"].tolist() == [2] and "1\n</tool_response>\n<tool_response>\n2" in shown[1]
+    samples, *_ = conversed([both, both, "42"], turns=2)
+    assert samples["ended"] == ["turns"] and samples["reward"].tolist() == [0.0]
+
+
+def test_a_service_that_is_gone_masks_the_conversation() -> None:
+    gone = {"http": {"url": "http://127.0.0.1:9", "timeout_s": 1.0}}
+    samples, *_ = conversed([called("http", query="x"), "42"], tools=gone)
+    assert samples["ended"] == ["lost"] and samples["masked"].tolist() == [True]
+
+
+@needs_sandbox
+def test_conversations_have_interpreters_of_their_own() -> None:
+    say = [called("python", code="x = 40"), called("python", code="x + 2"), "42"]
+    samples, shown, _ = conversed(say, tools={"python": {}})
+    assert "<tool_response>\n42\n\n</tool_response>" in shown[2] and samples["reward"].tolist() == [1.0]
+
+
+def test_what_the_template_is_told() -> None:
+    environment = make_environment(section())
+    assert [each["function"]["name"] for each in tools_told(environment)[None]] == ["calculator"]
+    environment.close()
+    named = make_environment({**defaults_of(EnvConfig), "a": section(), "b": section(environment="single_turn", tools={})})
+    assert set(tools_told(named)) == {"a"}
+    named.close()
+    only = make_environment({**defaults_of(EnvConfig), "a": section()})
+    assert set(tools_told(only)) == {"a", None}
+    only.close()
+    assert tools_told(None) == {}
