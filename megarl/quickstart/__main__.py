@@ -1,7 +1,7 @@
 """The quickstart: a language model learns by reinforcement on real Megatron-Core, on a machine without a GPU.
 
-``--backend dtensor`` and ``--backend fsdp1`` run the same job on the torch backends; ``--generation vllm`` and ``--generation vllm-apart``
-let vLLM answer, on the policy's places or on one of its own.
+``--task calculator`` teaches a model to call a tool. ``--backend dtensor`` and ``--backend fsdp1`` run the same job on the torch
+backends; ``--generation vllm`` and ``--generation vllm-apart`` let vLLM answer, on the policy's places or on one of its own.
 
 Makes problems and a tiny model, runs the two configurations under ``configs/quickstart`` as ``megarl train`` would, draws the reward
 curve, and lets plain transformers check the exported model.
@@ -36,14 +36,22 @@ GENERATION: dict[str, list[str]] = {
     "vllm": ["vllm.yaml"],
     "vllm-apart": ["vllm-apart.yaml"],
 }
+TASKS = {"arithmetic": "", "calculator": "calculator-"}
+"""What is learned, and what the names of its two recipes begin with."""
 TRAIN_PROBLEMS, VALIDATION_PROBLEMS = 16_000, 256
-CARELESS_SHARE = 0.6
+CARELESS_SHARE, GUESS_SHARE = 0.6, 0.7
 VALIDATION_SEED = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Results of one quickstart run. Accuracies are greedy, over the same 256 validation problems."""
+    """Results of one quickstart run. Accuracies are greedy, over the same 256 validation problems.
+
+    Attributes:
+        accuracy_transformers: of the exported model by plain transformers.
+        tool_calls: a conversation, of the exported model; None of a task without tools.
+        accuracy_without_tool: of the model before GRPO, where no tool is offered; None likewise.
+    """
 
     seed: int
     accuracy_before: float
@@ -52,6 +60,8 @@ class Summary:
     seconds: float
     model: str
     plot: str
+    tool_calls: float | None = None
+    accuracy_without_tool: float | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="quickstart", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="one whole run for each seed (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="directory of the runs (default: runs/quickstart)")
+    parser.add_argument("--task", choices=TASKS, default="arithmetic", help="what is learned; with calculator, to call a tool")
     parser.add_argument("--backend", choices=BACKENDS, default="megatron", help="what the policy runs on (default: megatron)")
     parser.add_argument("--generation", choices=GENERATION, default="policy", help="what answers the problems (default: policy)")
     parser.add_argument("--steps", type=int, nargs=2, metavar=("SFT", "GRPO"), help="steps of the two parts (default: 250 60)")
@@ -92,8 +103,8 @@ def _run_all(chosen: argparse.Namespace, console: Console, stack: ExitStack) -> 
 
 def _directory(chosen: argparse.Namespace, seed: int) -> Path:
     """Return where this run goes: an unfinished one is continued, a finished one is left alone."""
-    parts = [chosen.backend, chosen.generation, f"seed-{seed}"]
-    name, number = "-".join(part for part in parts if part not in {"megatron", "policy"}), 1
+    parts = [chosen.task, chosen.backend, chosen.generation, f"seed-{seed}"]
+    name, number = "-".join(part for part in parts if part not in {"arithmetic", "megatron", "policy"}), 1
     while True:
         directory = chosen.out / (name if number == 1 else f"{name}.{number}")
         if not (directory / SUMMARY).exists():
@@ -103,8 +114,9 @@ def _directory(chosen: argparse.Namespace, seed: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """Differences of a run from the two recipes: names of ``BACKENDS`` and ``GENERATION``, and overrides of each part."""
+    """Differences of a run from the two recipes: names of ``TASKS``, ``BACKENDS`` and ``GENERATION``, and overrides of each part."""
 
+    task: str
     backend: str
     generation: str
     sft: list[str]
@@ -113,7 +125,7 @@ class _Changes:
 
 def _changes(chosen: argparse.Namespace) -> _Changes:
     sft, grpo = ([], []) if chosen.steps is None else ([f"sft.max_num_steps={chosen.steps[0]}"], [f"grpo.max_num_steps={chosen.steps[1]}"])
-    return _Changes(chosen.backend, chosen.generation, sft, [*grpo, *chosen.overrides])
+    return _Changes(chosen.task, chosen.backend, chosen.generation, sft, [*grpo, *chosen.overrides])
 
 
 def run_once(seed: int, directory: Path, changes: _Changes, console: Console) -> Summary:
@@ -121,35 +133,29 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
     from transformers.utils import logging as hugging_face_logging
 
     from megarl.observe.plots import plot_run
-    from megarl.quickstart.material import evaluate_checkpoint, make_model, write_pairs, write_problems
 
     hugging_face_logging.disable_progress_bar()  # bars of a tiny model's files say nothing
     started = time.monotonic()
-    data = directory / "data"
+    data, model = directory / "data", directory / "model"
     demonstrations, train, validation = data / "demonstrations.jsonl", data / "train.jsonl", data / "validation.jsonl"
-    model = directory / "model"
     if not validation.exists():
         console.rule(f"seed {seed}: making problems and a tiny Qwen2 in {directory}")
         data.mkdir(parents=True, exist_ok=True)
-        make_model(model, seed)
-        write_problems(demonstrations, TRAIN_PROBLEMS, seed + 5000, mistake_share=CARELESS_SHARE)
-        write_problems(train, TRAIN_PROBLEMS, seed)
-        write_pairs(data / "pairs.jsonl", TRAIN_PROBLEMS, seed)
-        write_pairs(data / "validation-pairs.jsonl", VALIDATION_PROBLEMS, VALIDATION_SEED, "validation")
-        write_problems(validation, VALIDATION_PROBLEMS, VALIDATION_SEED, "validation")
+        (_make_calculator if changes.task == "calculator" else _make_arithmetic)(data, model, seed)
+    recipes = [CONFIGS / f"{TASKS[changes.task]}{part}.yaml" for part in ("sft", "grpo")]
 
     console.rule(f"seed {seed}: supervised fine-tuning, {BACKENDS[changes.backend]}")
     sft = directory / "sft"
     common, layers = [f"seed={seed}"], [CONFIGS / f"{changes.backend}.yaml"]
     overrides = [*common, f"run_dir={sft}", f"policy.model_name={model}", f"data.train.path={demonstrations}", *changes.sft]
-    _train(load_config(CONFIGS / "sft.yaml", overrides, layers))
+    _train(load_config(recipes[0], overrides, layers))
 
     answering = "" if changes.generation == "policy" else f", {changes.generation} answers"
     console.rule(f"seed {seed}: GRPO, {BACKENDS[changes.backend]}{answering}")
     grpo = directory / "grpo"
     sources = [f"data.train.path={train}", f"data.validation.path={validation}"]
     overrides = [*common, f"run_dir={grpo}", f"policy.model_name={_export(sft)}", *sources, *changes.grpo]
-    _train(load_config(CONFIGS / "grpo.yaml", overrides, [*layers, *(CONFIGS / layer for layer in GENERATION[changes.generation])]))
+    _train(load_config(recipes[1], overrides, [*layers, *(CONFIGS / layer for layer in GENERATION[changes.generation])]))
 
     console.rule(f"seed {seed}: plot, and a check of the export by plain transformers")
     plots = plot_run(grpo)
@@ -159,13 +165,48 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
         seed=seed,
         accuracy_before=accuracies[0],
         accuracy_after=accuracies[-1],
-        accuracy_transformers=evaluate_checkpoint(exported, validation, max_new_tokens=3),
+        **_check(changes.task, exported, _export(sft), validation),
         seconds=time.monotonic() - started,
         model=str(exported),
         plot=str(plots[0]),
     )
     write_json_atomic(directory / SUMMARY, asdict(summary))
     return summary
+
+
+def _make_arithmetic(data: Path, model: Path, seed: int) -> None:
+    """Write the files of single-digit problems, and a model."""
+    from megarl.quickstart.material import make_model, write_pairs, write_problems
+
+    make_model(model, seed)
+    write_problems(data / "demonstrations.jsonl", TRAIN_PROBLEMS, seed + 5000, mistake_share=CARELESS_SHARE)
+    write_problems(data / "train.jsonl", TRAIN_PROBLEMS, seed)
+    write_pairs(data / "pairs.jsonl", TRAIN_PROBLEMS, seed)
+    write_pairs(data / "validation-pairs.jsonl", VALIDATION_PROBLEMS, VALIDATION_SEED, "validation")
+    write_problems(data / "validation.jsonl", VALIDATION_PROBLEMS, VALIDATION_SEED, "validation")
+
+
+def _make_calculator(data: Path, model: Path, seed: int) -> None:
+    """Write the files of products, and a model whose template has calls."""
+    from megarl.quickstart.calculator import make_calculator_model, write_conversations, write_products
+
+    make_calculator_model(model, seed)
+    write_conversations(data / "demonstrations.jsonl", TRAIN_PROBLEMS, seed + 5000, GUESS_SHARE)
+    write_products(data / "train.jsonl", TRAIN_PROBLEMS, seed)
+    write_products(data / "validation.jsonl", VALIDATION_PROBLEMS, VALIDATION_SEED, "validation")
+
+
+def _check(task: str, exported: Path, before: Path, validation: Path) -> dict[str, float]:
+    """What plain transformers say of the exported model, and of the one before GRPO; fields of ``Summary``."""
+    from megarl.quickstart.material import evaluate_checkpoint
+
+    if task == "arithmetic":
+        return {"accuracy_transformers": evaluate_checkpoint(exported, validation, max_new_tokens=3)}
+    from megarl.quickstart.calculator import evaluate_conversations
+
+    accuracy, calls = evaluate_conversations(exported, validation)
+    without, _ = evaluate_conversations(before, validation, with_tool=False)
+    return {"accuracy_transformers": accuracy, "tool_calls": calls, "accuracy_without_tool": without}
 
 
 def _train(config: Config) -> None:

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from tokenizers import pre_tokenizers, trainers
@@ -181,7 +181,7 @@ def write_problems(path: str | Path, count: int, seed: int, split: Split = "trai
     Raises:
         DataError: see ``generate_problems``.
     """
-    return _write_lines(path, map(asdict, generate_problems(count, seed, split, mistake_share)))
+    return write_lines(path, map(asdict, generate_problems(count, seed, split, mistake_share)))
 
 
 def write_pairs(path: str | Path, count: int, seed: int, split: Split = "train") -> Path:
@@ -192,10 +192,11 @@ def write_pairs(path: str | Path, count: int, seed: int, split: Split = "train")
         DataError: see ``generate_problems``.
     """
     exercises = _exercises(count, seed, split, only_with_mistake=True)
-    return _write_lines(path, ({"prompt": each.prompt, "chosen": each.answer, "rejected": each.mistake} for each in exercises))
+    return write_lines(path, ({"prompt": each.prompt, "chosen": each.answer, "rejected": each.mistake} for each in exercises))
 
 
-def _write_lines(path: str | Path, records: Iterable[Mapping[str, str]]) -> Path:
+def write_lines(path: str | Path, records: Iterable[Mapping[str, Any]]) -> Path:
+    """Write one JSON object a line; missing folders are made."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
@@ -328,17 +329,28 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     The words of the problems are single tokens, every decimal digit is a token of its own, and other text falls back to bytes, so that
     decoding an encoded text (in Unicode's NFC form) gives that text back. No token is added to an encoded text; it pads on the right.
     """
+    return new_tokenizer([problem.prompt + problem.answer for problem in generate_problems(_SAMPLE_COUNT, _SAMPLE_SEED)])
+
+
+def new_tokenizer(texts: Sequence[str], marks: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of ``VOCABULARY_SIZE`` tokens, trained on texts.
+
+    Args:
+        texts: whose words become tokens.
+        marks: texts that are a token each, in addition; no special ones, so that decoding shows them.
+    """
     backend = _qwen2().backend_tokenizer
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=VOCABULARY_SIZE - len(marks),
         special_tokens=[PAD_TOKEN, EOS_TOKEN],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = [problem.prompt + problem.answer for problem in generate_problems(_SAMPLE_COUNT, _SAMPLE_SEED)]
     backend.train_from_iterator(texts, trainer)
     model = json.loads(backend.to_str())["model"]
-    return _qwen2(model["vocab"], [tuple(pair) for pair in model["merges"]])
+    tokenizer = _qwen2(model["vocab"], [tuple(pair) for pair in model["merges"]])
+    tokenizer.add_tokens(list(marks))
+    return tokenizer
 
 
 _POSITIONS = 128  # the longest prompt with its answer takes about a quarter of it

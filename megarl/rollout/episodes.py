@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from megarl.distributed.token_batches import TokenRows
-from megarl.errors import BatchError, MegarlError
+from megarl.errors import BatchError, MegarlError, RewardError
 from megarl.models.generation.stream import Completion, Request, RequestStream
 from megarl.observe.timing import GENERATION
 from megarl.rollout.environment import Environment, EnvironmentReturn, StopReason, Turn
@@ -287,9 +287,14 @@ class EpisodeRunner:
             if episode.metadata is not None and hasattr(owner, "end"):
                 call = functools.partial(owner.end, episode.metadata)
                 self._threads.start(Call(number, call, owner, owner.threads, owner.step_timeout_s))
-        for ended in self._threads.take(wait=True, all_of_them=True):
-            if ended.error is not None:
-                logger.warning("the environment of record %s failed at its end: %s", self._episodes[ended.number].record.index, ended.error)
+        try:
+            for ended in self._threads.take(wait=True, all_of_them=True):
+                if ended.error is not None:
+                    index = self._episodes[ended.number].record.index
+                    logger.warning("the environment of record %s failed at its end: %s", index, ended.error)
+        except RewardError as error:
+            logger.warning("%s", error)
+        self._threads.close()
 
     def _start(self, number: int, owner: Any) -> None:
         call = functools.partial(self._environment.step, self._turn([number]))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from megarl.errors import RewardError
+
+_LOOK_SECONDS = 0.05
+"""Between looks at calls that take too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Ended:
     number: int
     result: Any = None
     error: BaseException | None = None
+    call: Call | None = None
 
     @property
     def is_late(self) -> bool:
@@ -46,24 +49,44 @@ class Ended:
         return self.result is None and self.error is None
 
 
+class _Owner:
+    """The threads of an owner, started as they are needed.
+
+    Args:
+        name: of the owner, for messages.
+        most: threads.
+    """
+
+    def __init__(self, name: str, most: int) -> None:
+        self.name, self.most = name, most
+        self.waiting: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self.threads = self.open = self.hanging = 0
+
+
 class TurnThreads:
-    """Runs calls in threads of their own, which end with the process where a call never comes back."""
+    """Runs calls in threads that are kept until ``close``; one whose call never comes back ends with the process."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Call] = deque()
-        self._running: dict[int, tuple[Call, float]] = {}
+        self._owners: dict[int, _Owner] = {}
+        self._calls: dict[int, Call] = {}
+        self._begun: dict[int, float] = {}
+        self._given_up: list[Call] = []
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
-        self._hanging: Counter[int] = Counter()
 
     @property
     def busy(self) -> int:
         """Calls that have not ended."""
-        return len(self._waiting) + len(self._running)
+        return len(self._calls)
 
     def start(self, call: Call) -> None:
         """Run a call as soon as its owner has a thread for it."""
-        self._waiting.append(call)
-        self._fill()
+        owner = self._owners.setdefault(id(call.owner), _Owner(type(call.owner).__name__, call.most))
+        self._calls[call.number] = call
+        owner.open += 1
+        owner.waiting.put(call)
+        if owner.threads < min(owner.most, owner.open):
+            owner.threads += 1
+            threading.Thread(target=self._work, args=(owner,), name="environment", daemon=True).start()
 
     def take(self, *, wait: bool, all_of_them: bool = False) -> list[Ended]:
         """Calls that have ended.
@@ -77,52 +100,66 @@ class TurnThreads:
         """
         found: list[Ended] = []
         while self.busy:
-            ended = self._next(0.0 if not wait or (found and not all_of_them) else None)
+            ended = self._next(block=wait and (all_of_them or not found))
             if ended is None:
                 break
             found.append(ended)
         return found
 
-    def _next(self, timeout_s: float | None) -> Ended | None:
+    def close(self) -> None:
+        """Let the threads end."""
+        for owner in self._owners.values():
+            for _ in range(owner.threads):
+                owner.waiting.put(None)
+
+    def _next(self, *, block: bool) -> Ended | None:
         """The next call that ends; one that takes too long ends here."""
         while True:
-            number, (call, until) = min(self._running.items(), key=lambda item: item[1][1])
-            left = max(until - time.monotonic(), 0.0)
             try:
-                ended = self._ended.get(timeout=left if timeout_s is None else min(left, timeout_s))
+                ended = self._ended.get(timeout=_LOOK_SECONDS) if block else self._ended.get_nowait()
             except queue.Empty:
-                if time.monotonic() < until:
-                    if timeout_s is not None:
-                        return None
-                    continue
-                self._give_up(call)
-                ended = Ended(number)
-            if self._running.pop(ended.number, None) is not None:
-                self._fill()
-                return ended
+                late = next((call for call in self._calls.values() if self._is_late(call)), None)
+                if late is not None:
+                    self._give_up(late)
+                    return self._closed(Ended(late.number))
+                if not block:
+                    return None
+                continue
+            if ended.call is self._calls.get(ended.number):
+                return self._closed(ended)
+
+    def _is_late(self, call: Call) -> bool:
+        begun = self._begun.get(call.number)
+        return begun is not None and time.monotonic() - begun > call.timeout_s
+
+    def _closed(self, ended: Ended) -> Ended:
+        call = self._calls.pop(ended.number)
+        self._begun.pop(ended.number, None)
+        self._owners[id(call.owner)].open -= 1
+        return ended
 
     def _give_up(self, call: Call) -> None:
-        self._hanging[id(call.owner)] += 1
-        if self._hanging[id(call.owner)] > call.most:
+        """Let another thread take the place of the one that hangs."""
+        owner = self._owners[id(call.owner)]
+        self._given_up.append(call)
+        owner.hanging += 1
+        owner.threads -= 1
+        if owner.hanging > owner.most:
             raise RewardError(
-                f"{self._hanging[id(call.owner)]} calls of the environment {type(call.owner).__name__} did not come back within "
-                f"{call.timeout_s:g} s. Nothing was trained on this batch. Fix: mend the environment, or raise env.step_timeout_s"
+                f"{owner.hanging} calls of the environment {owner.name} did not come back within {call.timeout_s:g} s. Nothing was trained "
+                "on this batch. Fix: mend the environment, or raise env.step_timeout_s"
             )
+        if owner.threads < min(owner.most, owner.open - 1):
+            owner.threads += 1
+            threading.Thread(target=self._work, args=(owner,), name="environment", daemon=True).start()
 
-    def _fill(self) -> None:
-        running = Counter(id(call.owner) for call, _ in self._running.values())
-        left: deque[Call] = deque()
-        for call in self._waiting:
-            if running[id(call.owner)] >= call.most:
-                left.append(call)
-                continue
-            running[id(call.owner)] += 1
-            self._running[call.number] = call, time.monotonic() + call.timeout_s
-            threading.Thread(target=self._run, args=(call,), name="environment", daemon=True).start()
-        self._waiting = left
-
-    def _run(self, call: Call) -> None:
-        try:
-            self._ended.put(Ended(call.number, call.call()))
-        except BaseException as error:
-            self._ended.put(Ended(call.number, error=error))
+    def _work(self, owner: _Owner) -> None:
+        while (call := owner.waiting.get()) is not None:
+            self._begun[call.number] = time.monotonic()
+            try:
+                ended = Ended(call.number, call.call(), call=call)
+            except BaseException as error:
+                ended = Ended(call.number, error=error, call=call)
+            if any(call is each for each in self._given_up):
+                return  # another thread has this one's place
+            self._ended.put(ended)

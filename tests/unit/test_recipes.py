@@ -21,7 +21,10 @@ from tests.tiers import sampled
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yaml"))
-QUICKSTART = [CONFIGS / "quickstart" / f"{name}.yaml" for name in ("sft", "grpo", "ppo", "distillation", "dpo", "rm")]
+QUICKSTART = [
+    CONFIGS / "quickstart" / f"{name}.yaml"
+    for name in ("sft", "grpo", "ppo", "distillation", "dpo", "rm", "calculator-sft", "calculator-grpo")
+]
 # laid over a recipe by --with: the files, and what they are laid over
 LAYERS = [
     *[(CONFIGS / "base" / f"{backend}.yaml", CONFIGS / "grpo-qwen2.5-1.5b-megatron.yaml") for backend in ("dtensor", "fsdp1")],

@@ -1,0 +1,127 @@
+"""Material of the quickstart's task with a tool: products that a tiny model cannot work out, and a calculator that can.
+
+The pupil of the demonstrations guesses in most problems, and calls the calculator in the others. Imitation learns how to call it, and a
+verifiable reward that calling pays.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from megarl.quickstart.material import Split, make_config, new_tokenizer, split_of, write_lines
+
+_NAMES = ("Tom", "Sara", "Ben", "Mia", "Leo", "Anna")
+_ITEMS = ("apples", "books", "coins", "pens", "eggs", "cards")
+_CALL = re.compile(r'"expression": "(\d+)\*(\d+)"')
+_LONGEST = 40
+_MARKS = ("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<result>", "</result>")
+
+TEMPLATE = """\
+{%- if tools %}<tools>{% for tool in tools %}{{ tool.function.name }}{% endfor %}</tools>{% endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' %}<result>{{ message.content }}</result>
+{%- elif message.role == 'assistant' %}{{ message.content or '' }}
+{%- for call in message.tool_calls or [] -%}
+{%- set arguments = call.function.arguments | tojson -%}
+<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ arguments }}}</tool_call>
+{%- endfor -%}{{ eos_token }}
+{%- else %}{{ message.content }}{% endif -%}
+{%- endfor -%}"""
+"""The form of conversations: calls are Hermes's."""
+
+TOOLS: Sequence[Mapping[str, Any]] = (
+    {"type": "function", "function": {"name": "calculator", "description": "", "parameters": {"type": "object", "properties": {}}}},
+)
+
+
+def _problems(seed: int, split: Split) -> Iterator[tuple[str, str, str, str]]:
+    """Prompt, expression, answer, and what a pupil without a calculator guesses."""
+    draw = random.Random(f"products {seed}")
+    while True:
+        # products of four digits: a pupil who has copied few shorter ones stumbles over them
+        left, right, name, item = draw.randint(32, 99), draw.randint(32, 99), draw.choice(_NAMES), draw.choice(_ITEMS)
+        prompt = draw.choice([f"{name} writes {left}*{right}=", f"{name} has {left} boxes of {right} {item}. How many {item}? Answer:"])
+        if split_of(prompt) == split:
+            yield prompt, f"{left}*{right}", str(left * right), str(left * right + draw.choice((-1, 1)) * draw.randint(1, 99))
+
+
+def write_products(path: Path, count: int, seed: int, split: Split = "train") -> None:
+    """Write problems and their answers, ``{"prompt", "answer"}`` a line."""
+    problems = _problems(seed, split)
+    write_lines(path, ({"prompt": prompt, "answer": answer} for prompt, _, answer, _ in (next(problems) for _ in range(count))))
+
+
+def write_conversations(path: Path, count: int, seed: int, guess_share: float) -> None:
+    """Write conversations of a pupil who guesses in a share of the problems, ``{"messages", "tools"}`` a line."""
+    problems, guesses = _problems(seed, "train"), random.Random(f"guesses {seed}")
+    write_lines(path, (_conversation(*next(problems), guesses.random() < guess_share) for _ in range(count)))
+
+
+def _conversation(prompt: str, expression: str, answer: str, guess: str, guesses: bool) -> dict[str, Any]:
+    asked = {"role": "user", "content": prompt}
+    call = {"id": "call00000", "type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}
+    worked_out = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "calculator", "tool_call_id": "call00000", "content": answer},
+        {"role": "assistant", "content": answer},
+    ]
+    return {"messages": [asked, *([{"role": "assistant", "content": guess}] if guesses else worked_out)], "tools": list(TOOLS)}
+
+
+def make_calculator_model(out_dir: Path, seed: int) -> None:
+    """Save a model with weights drawn from ``seed``, and its tokenizer, which has ``TEMPLATE``."""
+    tokenizer = _tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(make_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id))
+    model.save_pretrained(out_dir)
+    tokenizer.save_pretrained(out_dir)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    problems = _problems(1, "train")
+    rows = [_conversation(*next(problems), guesses=False) for _ in range(2000)]
+    texts = [text for row in rows for text in (row["messages"][0]["content"], json.dumps(row["messages"][1]["tool_calls"][0]["function"]))]
+    tokenizer = new_tokenizer(texts, _MARKS)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@torch.no_grad()
+def evaluate_conversations(model_dir: Path, problems_path: Path, *, with_tool: bool = True) -> tuple[float, float]:
+    """Accuracy and calls a problem by plain transformers, in greedy conversations of two turns: an independent check.
+
+    Args:
+        model_dir: Hugging Face model.
+        problems_path: as ``write_products`` writes them.
+        with_tool: the calculator is offered and answers; otherwise the first response counts.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left", local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True).eval()
+    rows = [json.loads(line) for line in problems_path.read_text(encoding="utf-8").splitlines()]
+    begin = "<tools>calculator</tools>" if with_tool else ""
+
+    def answers_to(texts: Sequence[str]) -> list[str]:
+        batch = tokenizer(list(texts), return_tensors="pt", padding=True)
+        output = model.generate(**batch, max_new_tokens=_LONGEST, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        found: list[str] = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        return found
+
+    said = answers_to([begin + row["prompt"] for row in rows])
+    calls = {place: found for place, answer in enumerate(said) if with_tool and (found := _CALL.search(answer))}
+    results = {place: int(found[1]) * int(found[2]) for place, found in calls.items()}
+    texts = [
+        f"{begin}{rows[place]['prompt']}{said[place]}{tokenizer.eos_token}<result>{value}</result>" for place, value in results.items()
+    ]
+    for place, answer in zip(calls, answers_to(texts) if texts else (), strict=True):
+        said[place] = answer
+    right = sum(answer.strip() == row["answer"] for answer, row in zip(said, rows, strict=True))
+    return right / len(rows), len(calls) / len(rows)
