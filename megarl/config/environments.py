@@ -226,7 +226,7 @@ class EnvConfig(RewardOptions):
         ]
     ]
     threads: NotRequired[
-        Annotated[int, Key("conversations of a ``MessageEnv`` that are answered at once, each in a thread.", AT_LEAST_1, default=64)]
+        Annotated[int, Key("conversations of a ``MessageEnv`` that are answered at once, each in a thread.", AT_LEAST_1, default=256)]
     ]
     step_timeout_s: NotRequired[
         Annotated[
