@@ -22,6 +22,7 @@ _PHASE_OF: Mapping[str, str] = MappingProxyType(
         "get_topk_logits": LOGPROBS,
         "get_values": LOGPROBS,
         "generate": GENERATE,
+        "exchange": GENERATE,
         "save_checkpoint": SAVE,
         "export_hf": SAVE,
         "load_checkpoint": LOAD,

@@ -16,7 +16,7 @@ from megarl.algorithms.advantages import PART
 from megarl.data.chat_template import ChatTemplate
 from megarl.data.observations import ObservationEncoder
 from megarl.errors import BatchError, MegarlError
-from megarl.models.generation.stream import Waves
+from megarl.models.generation.stream import RequestStream, Waves
 from megarl.observe.timing import GENERATION, Sequences
 from megarl.rollout.environment import CUT, Environment, EnvironmentReturn, StopReason
 from megarl.rollout.episodes import Episode, EpisodeLimits, EpisodeRunner
@@ -185,7 +185,7 @@ class _Engines:
     greedy: bool
     sampling: Sampling | None
 
-    def ready(self) -> Waves:
+    def ready(self) -> RequestStream:
         engine, timer = self.collector.engine, self.collector.timer
         if engine is None:
             with timer.phase(GENERATION):
@@ -195,7 +195,11 @@ class _Engines:
                 engine.bring_up_to_date()
         tokenizer, stops = self.collector.tokenizer, self.collector.stop_token_ids
         stops = [tokenizer.eos_token_id] if stops is None else stops
-        return Waves(self._generation, tokenizer.pad_token_id, stops, greedy=self.greedy, sampling=self.sampling)
+        generation = self._generation
+        # conversations of one turn wait for the environment together: a batch is asked once
+        if self.collector.limits.turns == 1 or not hasattr(generation, "requests"):
+            return Waves(generation, tokenizer.pad_token_id, stops, greedy=self.greedy, sampling=self.sampling)
+        return generation.requests(stops, tokenizer.pad_token_id, greedy=self.greedy, sampling=self.sampling)
 
     @property
     def _generation(self) -> GenerationInterface:

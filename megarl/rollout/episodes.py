@@ -7,6 +7,7 @@ several threads, no episode waits for another one; where a batch is completed, o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -167,7 +168,16 @@ class EpisodeRunner:
         episodes = self._episodes
         self._requests = {number: self._request(episode) for number, episode in enumerate(episodes) if episode.reason is None}
         stream = self._stream(self._requests)
-        finished = False
+        try:
+            return self._lead(stream)
+        except BaseException:
+            # engines that are still at work on them would refuse their next weights
+            with contextlib.suppress(MegarlError):
+                stream.abort(self._requests)
+            raise
+
+    def _lead(self, stream: RequestStream) -> dict[str, float]:
+        episodes, finished = self._episodes, False
         while self._requests or self._unanswered or self._threads.busy:
             if self._requests and not (stream.in_waves and self._threads.busy):
                 try:

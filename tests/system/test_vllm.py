@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -26,6 +28,7 @@ from megarl.config import validate_config
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.errors import BatchError, ConfigError, MegarlError, MismatchError, RefitError, WorkerError
+from megarl.models.generation.stream import Completion, Request, RequestStream
 from megarl.models.generation.vllm.generation import VllmGeneration
 from megarl.models.policy.lm_policy import Policy
 from megarl.patched import patched
@@ -181,6 +184,64 @@ def test_stop_strings_of_single_rows_and_rows_without_room(colocated: VllmGenera
         colocated.update_weights_from_ipc_handles({})
     refit_policy_generation(policy, colocated, colocated_inference=True)
     assert rows_of(colocated.generate(PROMPTS, greedy=True)) == free
+
+
+def requests_of(data: BatchedDataDict[Any], **more: Any) -> dict[int, Request]:
+    rows = zip(data["input_ids"].numpy(), data["input_lengths"].tolist(), data["sampling_seeds"].tolist(), strict=True)
+    return {row: Request(ids[:length], seed, **more) for row, (ids, length, seed) in enumerate(rows)}
+
+
+def completions(stream: RequestStream, count: int) -> dict[int, Completion]:
+    found: dict[int, Completion] = {}
+    while len(found) < count:
+        found |= stream.poll()
+    return found
+
+
+@slow
+def test_requests_that_come_one_by_one_bring_what_a_batch_brings(apart: VllmGeneration, policy: Policy) -> None:
+    apart.prepare_refit_info(policy.prepare_refit_info() or {})
+    connect(policy, apart)
+    refit_policy_generation(policy, apart, colocated_inference=False)
+    data = BatchedDataDict({**PROMPTS, "sampling_seeds": torch.tensor([11, 2**63 - 1, 5])})
+    drawn, lengths = apart.generate(data), PROMPTS["input_lengths"].tolist()
+    asked = requests_of(data)
+    stream = apart.requests([], 0, greedy=False, sampling=None)
+    assert not stream.in_waves and stream.poll(0.01) == {}
+    stream.submit({2: asked[2]})
+    stream.poll(0.001)
+    stream.submit({0: asked[0], 1: asked[1]})
+    found = completions(stream, 3)
+    for row, length in enumerate(lengths):
+        assert found[row].tokens.tolist() == rows_of(drawn)[row][length:] and found[row].truncated
+        expected = drawn["logprobs"][row, length : length + NEW].numpy()
+        np.testing.assert_allclose(found[row].logprobs, expected, rtol=0, atol=1e-5)
+    # behind a bound of its own, and from the tokens so far, a request goes on as it was
+    stream.submit({0: replace(asked[0], max_new_tokens=4)})
+    [begun] = completions(stream, 1).values()
+    assert begun.tokens.tolist() == found[0].tokens[:4].tolist() and begun.truncated
+    greedy = apart.requests([], 0, greedy=True, sampling=None)
+    greedy.submit({0: asked[0]})
+    expected_greedy = rows_of(apart.generate(PROMPTS, greedy=True))[0][lengths[0] :]
+    assert completions(greedy, 1)[0].tokens.tolist() == expected_greedy
+    # what is given up is gone, so that the engine takes new weights
+    stream.submit(requests_of(data))
+    stream.poll(0.0)
+    stream.abort(range(3))
+    assert stream.poll(0.2) == {}
+    refit_policy_generation(policy, apart, colocated_inference=False)
+    with pytest.raises(RefitError, match="where version"):
+        stream.submit({0: asked[0]})
+        apart.loaded([0, None])
+        apart.requests([], 0, greedy=False, sampling=None)
+    refit_policy_generation(policy, apart, colocated_inference=False)
+    full = apart.requests([], 0, greedy=False, sampling=None)
+    full.submit({7: Request(np.full(64, 5), 1), 8: Request(np.full(61, 5), 1)})
+    rows = completions(full, 2)
+    assert len(rows[7].tokens) == 0 and len(rows[8].tokens) == 3 and rows[7].truncated and rows[8].truncated
+    full.submit({0: Request(np.full(65, 5), 1)})
+    with pytest.raises(BatchError, match=r"65 tokens: more than policy\.generation\.vllm_cfg\.max_model_len = 64"):
+        full.poll()
 
 
 @slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,11 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerGroup
 from megarl.errors import BatchError, ConfigError, MegarlError, RefitError, WorkerError
+from megarl.models.generation.engine_stream import EngineStream
 from megarl.models.generation.engines import SharesDevices, started_on_empty_devices
 from megarl.models.generation.interfaces import GENERATION_INPUTS, GenerationDatumSpec, GenerationOutputSpec, RolloutEngine, Sampling
 from megarl.models.generation.stopping import stop_strings_of_rows
+from megarl.models.generation.stream import RequestStream
 from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.slices import WantedSlices, slices_digest
 
@@ -320,9 +322,7 @@ class EngineGroup(RolloutEngine):
         if not isinstance(data, BatchedDataDict):
             raise BatchError(f"data must be a BatchedDataDict, got {type(data).__name__}: wrap the dictionary in BatchedDataDict(...)")
         needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in GENERATION_INPUTS if name in data})
-        # an engine would fail over them, and have to be started anew
-        check_batch(needed, required=(), vocab_size=self._vocab_size, max_length=self._longest, max_length_key=self._longest_key)
-        stop_strings_of_rows(self.cfg.get("stop_strings"), needed.get("stop_strings"), needed.size)
+        self._check(needed)
         self._require_weights()
         if "sampling_seeds" not in needed:
             generator = np.random.Generator(np.random.Philox(key=self._seed, counter=self._calls))
@@ -337,6 +337,33 @@ class EngineGroup(RolloutEngine):
         # a call that is made again, of engines that were started anew, draws what the one that failed would have
         self._calls += 1
         return BatchedDataDict.from_batches(results, pad_value_dict={"output_ids": self.cfg["pad_token_id"]})
+
+    def _check(self, data: BatchedDataDict[Any]) -> None:
+        """Refuse prompts that an engine would fail over, and have to be started anew."""
+        check_batch(data, required=(), vocab_size=self._vocab_size, max_length=self._longest, max_length_key=self._longest_key)
+        stop_strings_of_rows(self.cfg.get("stop_strings"), data.get("stop_strings"), data.size)
+
+    def requests(self, stop_token_ids: Iterable[int], pad_token_id: int, *, greedy: bool, sampling: Sampling | None) -> RequestStream:
+        """A stream of requests; where the engines' workers have ``exchange``, each engine goes on while further ones come."""
+        if not self.takes_requests:
+            return super().requests(stop_token_ids, pad_token_id, greedy=greedy, sampling=sampling)
+        self._require_weights()
+        options = {"greedy": greedy, "version": self.expected_version, "sampling": sampling}
+        return EngineStream(self, self._check, pad_token_id, options)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether workers have ``exchange``: they take requests while they complete others."""
+        return False
+
+    @property
+    def engines(self) -> int:
+        """How many there are."""
+        return self._workers.engines
+
+    def call_engine(self, method: str, engine: int, **options: Any) -> ray.ObjectRef[Any]:
+        """Call one engine, on its first node."""
+        return self.worker_group.run_single_worker_single_data(method, self.worker_group.get_dp_leader_worker_idx(engine), **options)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Take device memory again; ``tags`` says which: ``["weights"]`` before a refit, ``["kv_cache"]`` after it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypeAlias
 
 from typing_extensions import TypedDict
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from megarl.distributed.batched_data_dict import BatchedDataDict
+    from megarl.models.generation.stream import RequestStream
     from megarl.weight_sync.slices import WantedSlices
 
 Sampling: TypeAlias = Mapping[str, Any]
@@ -160,6 +161,18 @@ class GenerationInterface(ABC):
             sampling: ``temperature``, ``top_p`` and ``top_k`` in place of the configured ones; an engine that is never validated by
                 sampling need not take it.
         """
+
+    def requests(self, stop_token_ids: Iterable[int], pad_token_id: int, *, greedy: bool, sampling: Sampling | None) -> RequestStream:
+        """A stream of requests, to be called when the engine is ready. By default each ``poll`` is one call of ``generate``.
+
+        Args:
+            stop_token_ids: tokens that end a completion.
+            pad_token_id: fills prompts up.
+            greedy, sampling: as of ``generate``.
+        """
+        from megarl.models.generation.stream import Waves
+
+        return Waves(self, pad_token_id, stop_token_ids, greedy=greedy, sampling=sampling)
 
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,9 +12,6 @@ import torch
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.token_batches import pad_arrays
 from megarl.errors import BatchError
-
-if TYPE_CHECKING:
-    from megarl.models.generation.interfaces import GenerationInterface, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +71,14 @@ class RequestStream(Protocol):
         ...
 
 
+class Generates(Protocol):
+    """What completes a batch; see ``GenerationInterface.generate``."""
+
+    def generate(self, data: BatchedDataDict[Any], greedy: bool) -> BatchedDataDict[Any]:
+        """Complete every prompt."""
+        ...
+
+
 class Waves:
     """A stream to whatever has ``generate``: each ``poll`` is one call, for all that was handed in since the last one.
 
@@ -91,12 +96,12 @@ class Waves:
 
     def __init__(
         self,
-        engine: GenerationInterface,
+        engine: Generates,
         pad_token_id: int,
         stop_token_ids: Iterable[int],
         *,
         greedy: bool = False,
-        sampling: Sampling | None = None,
+        sampling: Mapping[str, Any] | None = None,
     ) -> None:
         self._engine, self._pad, self._stops = engine, pad_token_id, list(stop_token_ids)
         self._greedy, self._sampling = greedy, sampling
@@ -134,7 +139,7 @@ class Waves:
             most = [np.iinfo(np.int64).max if request.max_new_tokens is None else request.max_new_tokens for request in requests]
             data["max_new_tokens"] = torch.tensor(most, dtype=torch.int64)
         # a generator without that parameter serves where nobody asks for another distribution
-        options = {} if self._sampling is None else {"sampling": self._sampling}
+        options: dict[str, Any] = {} if self._sampling is None else {"sampling": self._sampling}
         output = self._engine.generate(data, greedy=self._greedy, **options)
         _check_continues(output, ids, lengths)
         return self._completions(output, requests)

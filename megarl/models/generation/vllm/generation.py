@@ -93,3 +93,8 @@ class VllmGeneration(EngineGroup):
             longest_key=LONGEST,
             seed=seed,
         )
+
+    @property
+    def takes_requests(self) -> bool:
+        """All engines do, but of ``fast_sampling``: who draws which random numbers depends there on what waits together."""
+        return not self.cfg["vllm_cfg"]["fast_sampling"]

@@ -11,9 +11,11 @@ import importlib
 import multiprocessing
 import tempfile
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from multiprocessing import connection
+from operator import attrgetter
 from typing import Any
 
 import psutil
@@ -32,7 +34,7 @@ from megarl.models.generation.vllm import plugin
 from megarl.models.generation.vllm.configuration import ONLY_ON_GPUS
 from megarl.models.generation.vllm.nodes import Follower, Part
 from megarl.models.generation.vllm.options import engine_options, ranks_of
-from megarl.models.generation.vllm.requests import answer_of, assembled, requests_of, seed_of_call
+from megarl.models.generation.vllm.requests import NO_ROOM, Answer, answer_of, assembled, requests_of, seed_of_call
 from megarl.models.generation.vllm.worker_extension import Failure
 from megarl.weight_sync.slices import Slice, Slices, slices_digest
 
@@ -104,13 +106,13 @@ class Engine:
         return all(process.is_alive() for process in self._processes)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of ``LLM``.
+        """Call a method of ``LLM``, or of what it has: ``llm_engine.step``.
 
         Raises:
             RuntimeError: a process of vLLM died, so that there will be no answer. vLLM itself would wait for it for ever.
         """
         if not self._processes:
-            return getattr(self._llm, method)(*args, **kwargs)
+            return attrgetter(method)(self._llm)(*args, **kwargs)
         answer: Future[Any] = Future()
         threading.Thread(target=self._answer, args=(answer, method, args, kwargs), name=f"vllm-{method}", daemon=True).start()
         while not wait([answer], LOOK_SECONDS).done:
@@ -122,7 +124,7 @@ class Engine:
 
     def _answer(self, answer: Future[Any], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            answer.set_result(getattr(self._llm, method)(*args, **kwargs))
+            answer.set_result(attrgetter(method)(self._llm)(*args, **kwargs))
         except BaseException as error:
             answer.set_exception(error)
 
@@ -350,10 +352,7 @@ class VllmGenerationWorker:
         Raises:
             RefitError: the engine has others, or none that are whole.
         """
-        if self._version is None or self._version != version:
-            raise RefitError(
-                f"the engine has the weights of version {self._version} where version {version} is wanted; refit it before it answers"
-            )
+        self._require(version)
         from vllm import SamplingParams
 
         config = {**self._config, **(sampling or {})}
@@ -364,6 +363,59 @@ class VllmGenerationWorker:
         outputs = self._engine.call("generate", prompts, params, use_tqdm=False) if seed is None else self._drawn(prompts, params, seed)
         answers = {request.row: answer_of(output.outputs[0]) for request, output in zip(requests, outputs, strict=True)}
         return assembled(data, answers, int(self._config["pad_token_id"]))
+
+    def _require(self, version: int | None) -> None:
+        if self._version is None or self._version != version:
+            raise RefitError(
+                f"the engine has the weights of version {self._version} where version {version} is wanted; refit it before it answers"
+            )
+
+    def exchange(
+        self,
+        numbers: list[int],
+        data: BatchedDataDict[Any] | None,
+        given_up: list[int],
+        wait_s: float,
+        *,
+        greedy: bool,
+        version: int | None,
+        sampling: Sampling | None,
+    ) -> list[tuple[int, Sequence[int], Sequence[float], bool]]:
+        """Take further requests, and work until one is completed.
+
+        Args:
+            numbers: of the caller's, one a row of ``data``.
+            data: prompts, as of ``generate``.
+            given_up: numbers of requests that nobody waits for any more.
+            wait_s: work for so long at most.
+            greedy, version, sampling: as of ``generate``.
+
+        Returns:
+            Number, tokens, log-probabilities and whether a limit ended it, of each request that was completed.
+
+        Raises:
+            RefitError: the engine has other weights, or none that are whole.
+        """
+        self._require(version)
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if given_up:
+            self._engine.call("llm_engine.abort_request", list(map(str, given_up)))
+        found: dict[int, Answer] = {}
+        if data is not None:
+            config = {**self._config, **(sampling or {})}
+            requests = requests_of(data, config, self._config["vllm_cfg"]["max_model_len"], greedy=greedy)
+            found = dict.fromkeys(set(numbers) - {numbers[request.row] for request in requests}, NO_ROOM)
+            for request in requests:
+                params = SamplingParams(**request.options, output_kind=RequestOutputKind.FINAL_ONLY)
+                prompt = {"prompt_token_ids": request.prompt}
+                self._engine.call("llm_engine.add_request", str(numbers[request.row]), prompt, params)
+        until = time.monotonic() + wait_s
+        while not found and self._engine.call("llm_engine.has_unfinished_requests") and time.monotonic() < until:
+            outputs = self._engine.call("llm_engine.step")
+            found |= {int(output.request_id): answer_of(output.outputs[0]) for output in outputs if output.finished}
+        return [(number, answer.tokens, answer.logprobs, answer.truncated) for number, answer in found.items()]
 
     def _drawn(self, prompts: list[Any], params: list[Any], seed: int) -> Any:
         """What vLLM draws for prompts by one seed for all of them.

@@ -1,0 +1,140 @@
+"""Requests to engines that are workers of a cluster, one by one: each engine goes on with what it has while further ones come.
+
+An engine's worker is called again and again with the requests that are new, works for a while, and returns what has been completed. So one
+thread drives all engines, and a prompt waits for at most ``TURN_SECONDS`` until its engine hears of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from megarl.distributed import ray_calls
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.distributed.token_batches import pad_arrays
+from megarl.models.generation.stream import Completion, Request
+
+TURN_SECONDS = 0.05
+"""That an engine works before it asks for further requests, where nothing is completed earlier."""
+
+_PATIENCE_SECONDS = 5.0
+"""After which a call that has not come back is waited for alone, by its deadline."""
+
+
+class Group(Protocol):
+    """What a group of engines is asked for; see ``megarl.models.generation.engine_group.EngineGroup``."""
+
+    @property
+    def engines(self) -> int:
+        """How many there are."""
+        ...
+
+    def call_engine(self, method: str, engine: int, **options: Any) -> Any:
+        """The future of a call of one engine."""
+        ...
+
+    def results(self, futures: list[Any]) -> list[Any]:
+        """Wait for futures."""
+        ...
+
+
+class EngineStream:
+    """Requests to a group of engines.
+
+    Args:
+        group: of engines that have the newest weights.
+        check: refuses a batch that an engine would fail over.
+        pad_token_id: fills prompts up.
+        options: of every call.
+    """
+
+    in_waves = False
+
+    def __init__(self, group: Group, check: Callable[[BatchedDataDict[Any]], None], pad_token_id: int, options: Mapping[str, Any]) -> None:
+        self._group, self._check, self._pad, self._options = group, check, pad_token_id, dict(options)
+        self._new: list[dict[int, Request]] = [{} for _ in range(group.engines)]
+        self._open: list[set[int]] = [set() for _ in range(group.engines)]
+        self._calls: dict[Any, tuple[int, float]] = {}
+
+    def submit(self, requests: Mapping[int, Request]) -> None:
+        """Hand requests in. Those of one number go to one engine, which has the beginning of a conversation in its cache."""
+        for number, request in requests.items():
+            self._new[number % len(self._new)][number] = request
+
+    def poll(self, timeout_s: float | None = None) -> dict[int, Completion]:
+        """Completions that have come; see ``RequestStream``.
+
+        Raises:
+            BatchError: a request cannot be used.
+            WorkerError, DeadlineError: an engine died or hangs.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        found: dict[int, Completion] = {}
+        while not found:
+            self._call()
+            if not self._calls:
+                break
+            left = 1.0 if until is None else max(until - time.monotonic(), 0.0)
+            ready, waiting = ray_calls.wait(list(self._calls), 1, left)
+            if ready and waiting:
+                ready += ray_calls.wait(waiting, len(waiting), 0.0)[0]
+            ready = ready or [call for call, (_, begun) in self._calls.items() if time.monotonic() - begun > _PATIENCE_SECONDS]
+            for call in ready:
+                found |= self._completed(call)
+            if until is not None and time.monotonic() >= until:
+                break
+        return found
+
+    def abort(self, numbers: Iterable[int]) -> None:
+        """Give requests up, and wait until their engines have."""
+        given_up = set(numbers)
+        for call in list(self._calls):
+            self._completed(call)
+        for engine, numbers_of in enumerate(self._open):
+            self._new[engine] = {number: request for number, request in self._new[engine].items() if number not in given_up}
+            if numbers_of & given_up:
+                self._completed(self._exchange(engine, {}, sorted(numbers_of & given_up)))
+
+    def _call(self) -> None:
+        """Call each engine that has something to do and is in no call."""
+        busy = {engine for engine, _ in self._calls.values()}
+        for engine, new in enumerate(self._new):
+            if engine not in busy and (new or self._open[engine]):
+                self._exchange(engine, new, [])
+                self._new[engine] = {}
+
+    def _exchange(self, engine: int, new: Mapping[int, Request], given_up: list[int]) -> Any:
+        numbers = sorted(new)
+        data = self._batch([new[number] for number in numbers]) if new else None
+        self._open[engine] = (self._open[engine] | set(numbers)) - set(given_up)
+        call = self._group.call_engine(
+            "exchange", engine, numbers=numbers, data=data, given_up=given_up, wait_s=0.0 if given_up else TURN_SECONDS, **self._options
+        )
+        self._calls[call] = engine, time.monotonic()
+        return call
+
+    def _completed(self, call: Any) -> dict[int, Completion]:
+        """What a call brings, once it has come back."""
+        engine, _ = self._calls.pop(call)
+        [answers] = self._group.results([call])
+        found = {
+            number: Completion(np.asarray(tokens, np.int64), np.asarray(logprobs, np.float32), cut)
+            for number, tokens, logprobs, cut in answers
+        }
+        self._open[engine] -= found.keys()
+        return found
+
+    def _batch(self, requests: list[Request]) -> BatchedDataDict[Any]:
+        ids, lengths = pad_arrays([request.prompt for request in requests], self._pad)
+        most = [np.iinfo(np.int64).max if request.max_new_tokens is None else request.max_new_tokens for request in requests]
+        data: BatchedDataDict[Any] = BatchedDataDict(
+            {"input_ids": ids, "input_lengths": lengths, "max_new_tokens": torch.tensor(most, dtype=torch.int64)}
+        )
+        if all(request.seed is not None for request in requests):
+            data["sampling_seeds"] = torch.tensor([request.seed for request in requests], dtype=torch.int64)
+        self._check(data)
+        return data
