@@ -35,7 +35,7 @@ _FREE_CHARACTERS, _CHARACTERS_A_CHARACTER = 1 << 20, 100
 _CLOCK = re.compile(r"\bstrftime_now\b")
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-PROBE, _FOLLOWING = "probed1value", "following2turn"
+PROBE, FOLLOWING, REASONED = "probed1value", "following2turn", "reasoned3text"
 ASKED = {"role": "user", "content": "asked0first"}
 _NAME, _IDENTIFIER = "look_up", "call00001"
 
@@ -239,9 +239,9 @@ class ChatTemplate:
             return ()
         said = {"role": "assistant", "content": PROBE}
         last = self._specials_after(self._probe(said))
-        followed = self._probe(said, {"role": "user", "content": _FOLLOWING})
+        followed = self._probe(said, {"role": "user", "content": FOLLOWING})
         if followed is not None:
-            between = followed.rpartition(_FOLLOWING)[0]
+            between = followed.rpartition(FOLLOWING)[0]
             if last:
                 # Command A closes a response and then the turn; Phi ends the turn and then, where none follows, the text.
                 shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(last, self._specials_after(between), strict=False))

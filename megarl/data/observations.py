@@ -7,11 +7,12 @@ Sampled tokens mostly end with the token that ends the turn, which the suffix th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.chat_template import ASKED, PROBE, ChatMessage, ChatTemplate, special_ids
+from megarl.data.chat_template import ASKED, FOLLOWING, PROBE, REASONED, ChatMessage, ChatTemplate, special_ids
 from megarl.errors import DataError, RecordError
 
 if TYPE_CHECKING:
@@ -52,6 +53,25 @@ class ObservationEncoder:
     def encode_prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str) -> list[int]:
         """Return the tokens of a conversation up to where the assistant speaks."""
         return self._tokens(self.template.render(messages, tools, origin, for_generation=True))
+
+    def rewritten(self) -> str | None:
+        """Return what the template makes of an earlier response once a user's turn follows, where that is not the response itself: it may
+        leave reasoning out, or end the turn by another token. A conversation keeps what was sampled. None where both are the same."""
+        if self.template.is_passthrough:
+            return None
+        for said in (PROBE, f"<think>\n{REASONED}\n</think>\n\n{PROBE}"):
+            turn, following = {"role": "assistant", "content": said}, {"role": "user", "content": FOLLOWING}
+            try:
+                before = self.template.render([ASKED], origin=_ORIGIN, for_generation=True)
+                last = self.template.render([ASKED, turn], origin=_ORIGIN)
+                later = self.template.render([ASKED, turn, following], origin=_ORIGIN)
+            except DataError:
+                continue
+            end = last.rfind(PROBE) + len(PROBE)
+            if last.startswith(before) and not later.startswith(last[:end]):
+                begin = min(len(before), len(os.path.commonprefix([last, later])))
+                return f"{last[begin:end]!r} becomes {later[begin : later.find(FOLLOWING)]!r}"
+        return None
 
     def _behind_response(self, messages: Sequence[ChatMessage]) -> str:
         """Return the text behind a response that the messages follow.

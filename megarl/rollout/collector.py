@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from megarl.distributed.batched_data_dict import BatchedDataDict
     from megarl.models.generation.interfaces import GenerationInterface, Sampling
     from megarl.observe.timing import PhaseTimer
+
+logger = logging.getLogger(__name__)
 
 
 class RefittedEngine(Protocol):
@@ -173,7 +176,14 @@ def _encoder(policy: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, stop
     section = policy.get("tokenizer") or {}
     day = section.get("template_date")
     date = None if day is None else datetime.date.fromisoformat(day)
-    return ObservationEncoder(tokenizer, ChatTemplate(tokenizer, section.get("chat_template_kwargs"), date), stops)
+    encoder = ObservationEncoder(tokenizer, ChatTemplate(tokenizer, section.get("chat_template_kwargs"), date), stops)
+    if (found := encoder.rewritten()) is not None:
+        logger.warning(
+            "the chat template writes an earlier response otherwise once a user's turn follows: %s. Conversations keep what was sampled, "
+            "token by token, as it is trained on; an engine that is asked with messages would be shown the other text",
+            found,
+        )
+    return encoder
 
 
 @dataclass(slots=True)
