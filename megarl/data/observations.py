@@ -7,7 +7,6 @@ Sampled tokens mostly end with the token that ends the turn, which the suffix th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -69,7 +68,8 @@ class ObservationEncoder:
                 continue
             end = last.rfind(PROBE) + len(PROBE)
             if last.startswith(before) and not later.startswith(last[:end]):
-                begin = min(len(before), len(os.path.commonprefix([last, later])))
+                shared = next(place for place, (one, other) in enumerate(zip(last, later, strict=False)) if one != other)
+                begin = min(len(before), shared)
                 return f"{last[begin:end]!r} becomes {later[begin : later.find(FOLLOWING)]!r}"
         return None
 

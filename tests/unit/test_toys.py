@@ -377,3 +377,20 @@ def test_conversations_of_several_turns_in_a_whole_run(tmp_path: Path, model: st
         [sys.executable, "-m", "megarl", "samples", str(tmp_path / "a"), "--step", "4"], capture_output=True, text=True, check=True
     )
     assert "turns, " in shown.stdout and "prompt" in shown.stdout
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "distillation"])
+def test_algorithms_that_sample_have_conversations(tmp_path: Path, model: str, data: str, algorithm: str) -> None:
+    own = tmp_path / "sums.jsonl"
+    own.write_text("".join(f'{{"prompt": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in range(7)))
+    config = guessing(tmp_path / "run", model, str(own), 2)
+    section = config.pop("grpo")
+    if algorithm == "ppo":
+        config |= {"critic": {"megatron_cfg": {"optimizer": {"lr": 0.01}}}}
+    else:
+        del config["loss_fn"]
+        config |= {"teacher": {"model_name": model}}
+        section["topk_logits_k"] = 8
+    assert run({**config, "algorithm": algorithm, algorithm: section}, PolicyMaker()) == 0
+    logged = [row for row in rows(tmp_path / "run") if row["step"]]
+    assert all(1 < row["train/turns"] <= 3 and row["train/observed_tokens"] > 0 and row["train/grad_norm"] >= 0 for row in logged)
