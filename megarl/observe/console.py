@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.text import Text
 
 from megarl.observe.progress import Phase, phase
-from megarl.observe.step_line import REWARD_FAULTS, format_number, format_seconds, step_fields, throughput_line
+from megarl.observe.step_line import EPISODES, REWARD_FAULTS, format_number, format_seconds, step_fields, throughput_line
 from megarl.observe.timing import STEP_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class TrainingConsole:
         for name, value in metrics.items():
             of_set = next((each for each in sets if name.startswith(f"{each}/")), "")
             bare = name.removeprefix(f"{of_set}/") if of_set else name
-            if value or bare not in REWARD_FAULTS:
+            if value or not (bare in REWARD_FAULTS or bare.startswith(EPISODES)):
                 lines[of_set][bare] = _number(value)
         for of_set, numbers in lines.items():
             shown = "  ".join(f"{name} {number}" for name, number in numbers.items() if number)

@@ -12,6 +12,8 @@ from megarl.observe.timing import STEP_SECONDS
 LOSS_NAMES = ("train/loss", "loss")
 REWARD_NAMES = ("train/reward", "reward", "train/reward_mean", "reward_mean", "train/mean_reward", "mean_reward")
 REWARD_FAULTS = ("reward_errors", "reward_timeouts")
+EPISODES = "episodes/"
+"""What the names of metrics begin with that count conversations by how they ended."""
 """Counts of responses without a reward, shown where there are any."""
 ACCURACY_NAMES = ("validation/accuracy", "validation/reward")
 GRAD_NORM_NAMES = ("train/grad_norm", "grad_norm")

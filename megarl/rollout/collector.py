@@ -18,6 +18,7 @@ from megarl.data.chat_template import ChatTemplate
 from megarl.data.observations import ObservationEncoder
 from megarl.errors import BatchError, MegarlError
 from megarl.models.generation.stream import RequestStream, Waves
+from megarl.observe.step_line import EPISODES
 from megarl.observe.timing import GENERATION, Sequences
 from megarl.rollout.environment import CUT, Environment, EnvironmentReturn, StopReason
 from megarl.rollout.episodes import Episode, EpisodeLimits, EpisodeRunner
@@ -243,7 +244,7 @@ def _ends(episodes: Sequence[Episode]) -> dict[str, float]:
     """How many episodes ended for each reason, and the tokens that they observed."""
     counts = Counter(episode.reason for episode in episodes)
     observed = sum(len(tokens) for episode in episodes for tokens, logprobs in episode.segment.pieces if logprobs is None)
-    return {**{f"episodes/{reason}": float(counts[reason]) for reason in StopReason}, "observed_tokens": float(observed)}
+    return {**{f"{EPISODES}{reason}": float(counts[reason]) for reason in StopReason}, "observed_tokens": float(observed)}
 
 
 def add_metrics(own: Mapping[str, float], of_environment: Iterable[Mapping[str, float]]) -> dict[str, float]:
