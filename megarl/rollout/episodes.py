@@ -39,8 +39,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.002
+_POLL_SECONDS = 0.005
 """Between looks at the engines while the environment is at work."""
+
+_END_SECONDS = 10.0
+"""That a conversation may take to end."""
 
 _CHARACTERS_A_TOKEN, _FREE_CHARACTERS = 32, 4096
 """An observation of more characters for each token that is left is not tokenized: it cannot fit."""
@@ -147,6 +150,7 @@ class EpisodeRunner:
         self._episodes: Sequence[Episode] = ()
         self._requests: dict[int, Request] = {}
         self._unanswered: list[int] = []
+        self._open: RequestStream | None = None
         self._threads = TurnThreads()
         self._metrics: list[Mapping[str, float]] = []
 
@@ -159,25 +163,24 @@ class EpisodeRunner:
         """
         self._episodes = episodes
         try:
-            self._begin()
-            return self._run()
-        finally:
-            self._end()
-
-    def _run(self) -> dict[str, float]:
-        episodes = self._episodes
-        self._requests = {number: self._request(episode) for number, episode in enumerate(episodes) if episode.reason is None}
-        stream = self._stream(self._requests)
-        try:
-            return self._lead(stream)
+            with self._timer.phase("reward"):
+                self._begin()
+            self._requests = {number: self._request(episode) for number, episode in enumerate(episodes) if episode.reason is None}
+            metrics = self._lead()
         except BaseException:
+            self._threads.forget()
             # engines that are still at work on them would refuse their next weights
             with contextlib.suppress(MegarlError):
-                stream.abort(self._requests)
+                if self._open is not None:
+                    self._open.abort(self._requests)
             raise
+        finally:
+            self._end()
+        return metrics
 
-    def _lead(self, stream: RequestStream) -> dict[str, float]:
+    def _lead(self) -> dict[str, float]:
         episodes, finished = self._episodes, False
+        stream = self._stream(self._requests)
         while self._requests or self._unanswered or self._threads.busy:
             if self._requests and not (stream.in_waves and self._threads.busy):
                 try:
@@ -206,7 +209,7 @@ class EpisodeRunner:
         """A stream to engines that are ready, with these requests; engines that are lost at once are replaced."""
         while True:
             try:
-                stream = self._engines.ready()
+                self._open = stream = self._engines.ready()
                 stream.submit(requests)
                 return stream
             except MegarlError as error:
@@ -296,7 +299,7 @@ class EpisodeRunner:
             owner: Any = environment_of(self._environment, episode.record)
             if episode.metadata is not None and hasattr(owner, "end"):
                 call = functools.partial(owner.end, episode.metadata)
-                self._threads.start(Call(number, call, owner, owner.threads, owner.step_timeout_s))
+                self._threads.start(Call(number, call, owner, owner.threads, min(owner.step_timeout_s, _END_SECONDS)))
         try:
             for ended in self._threads.take(wait=True, all_of_them=True):
                 if ended.error is not None:

@@ -106,6 +106,14 @@ class TurnThreads:
             found.append(ended)
         return found
 
+    def forget(self) -> None:
+        """Wait no longer for any call."""
+        self._given_up += self._calls.values()
+        self._calls.clear()
+        self._begun.clear()
+        # threads that are still in one end behind it
+        self._owners.clear()
+
     def close(self) -> None:
         """Let the threads end."""
         for owner in self._owners.values():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -329,3 +332,29 @@ def test_what_the_template_is_told() -> None:
     assert set(tools_told(only)) == {"a", None}
     only.close()
     assert tools_told(None) == {}
+
+
+@needs_sandbox
+def test_an_interpreter_ends_with_a_driver_that_was_killed(tmp_path: Path) -> None:
+    """Also in the middle of code that never ends."""
+    program = (
+        "import sys, threading, time\n"
+        "from megarl.rollout.tools.tool import tools_of\n"
+        "[tool] = tools_of({'tools': {'python': {'timeout_s': 600.0}}})\n"
+        "python = tool.begin()\n"
+        "python('1')\n"
+        "threading.Thread(target=lambda: python('while True: pass'), daemon=True).start()\n"
+        "time.sleep(1)\n"
+        "print(python._process.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    session = psutil.Process(int(driver.stdout.readline()))
+    below = [session, *session.children(recursive=True)]
+    assert len(below) > 1
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    _, alive = psutil.wait_procs(below, timeout=20)
+    assert not alive

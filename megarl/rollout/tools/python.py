@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import selectors
+import signal
 import site
 import subprocess
 import sys
@@ -144,11 +146,25 @@ def _serve(limits: Limits) -> None:
     try:
         with _interpreter(limits) as program:
             cell = program.name("megarl_cell")
+            _end_with_the_driver()
             _say({"ready": True})
             for line in sys.stdin:
                 _say(_output(program, cell, json.loads(line)["code"]))
     except RewardError as error:
         _say({"lost": str(error)})
+
+
+def _end_with_the_driver() -> None:
+    """Look each second whether the driver lives, also while code runs: one that was killed has told nobody. Linux would say so itself, but
+    of the thread that started this process, which may end earlier."""
+    parent = os.getppid()
+
+    def look(*_: object) -> None:
+        if os.getppid() != parent:
+            os._exit(1)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
 
 
 def _output(program: Conversation, cell: Any, code: str) -> dict[str, Any]:
