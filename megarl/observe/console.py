@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import statistics
 import time
@@ -13,10 +12,9 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from megarl.observe.progress import Phase, phase
+from megarl.observe.progress import Phase, ProgressConsole, phase
 from megarl.observe.step_line import EPISODES, REWARD_FAULTS, format_number, format_seconds, step_fields, throughput_line
 from megarl.observe.timing import STEP_SECONDS
 
@@ -70,13 +68,11 @@ class TrainingConsole:
         self._clock = clock
         self._recent_seconds: deque[float] = deque(maxlen=_ETA_WINDOW)
         self._started_at = self._last_step_at = clock()
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
         self._last_step: int | None = None
         self._steps = 0
         self._performance: dict[str, float] = {}
         self._finished = False
-        self._first_step = ExitStack()
+        self._under_way = ExitStack()
         self._phase: Phase | None = None
 
     def start(self, first_step: int = 0) -> None:
@@ -92,19 +88,18 @@ class TrainingConsole:
         resumed = f", resumed after step {first_step}" if first_step else ""
         self._print(text.append(f"  {self._total_steps} steps{resumed}", style="dim"))
         if self._console.is_terminal:
-            self._progress = _progress_bar(self._console)
-            self._task = self._progress.add_task("training", total=self._total_steps, completed=first_step, eta="")
-            self._progress.start()
+            live = ProgressConsole(self._console).phase(Phase("training", "steps", self._total_steps), is_told=False)
+            self._phase = self._under_way.enter_context(live)
+            # until a step is done, nobody knows how long one takes
+            self._phase.done, self._phase.rest_s = first_step, 0.0
         else:
             # in a pipe too, something is to be seen before the first step is done
-            self._phase = self._first_step.enter_context(phase(f"step {first_step + 1}", is_told=False))
+            self._phase = self._under_way.enter_context(phase(f"step {first_step + 1}", is_told=False))
 
     def working_on(self, name: str) -> None:
         """Show which phase of a step is under way; empty for none."""
         if self._phase is not None:
             self._phase.detail = name
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, description=f"training: {name}" if name else "training")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show one finished step.
@@ -119,19 +114,20 @@ class TrainingConsole:
         self._last_step_at, self._last_step = now, step
         self._steps += 1
         self._add_performance(metrics)
-        self._first_step.close()
+        if not self._console.is_terminal:
+            self._under_way.close()
         if self._quiet:
             return
         remaining_s = max(self._total_steps - step, 0) * statistics.median(self._recent_seconds)
         if STEP_SECONDS not in metrics and f"timing/{STEP_SECONDS}" not in metrics:
             metrics = {**metrics, STEP_SECONDS: self._recent_seconds[-1]}
-        eta_in_line = remaining_s if self._progress is None and step < self._total_steps else None
+        eta_in_line = remaining_s if not self._console.is_terminal and step < self._total_steps else None
         fields = step_fields(step, self._total_steps, metrics, eta_in_line, self._width())
         self._print(Text("  ").join(Text(text, style=_STYLES[kind]) for kind, text in fields))
         if self._steps == _STEADY_STEP:
             self._throughput("throughput", metrics)
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=step, eta=f"ETA {format_seconds(remaining_s)}")
+        if self._phase is not None:
+            self._phase.done, self._phase.rest_s = step, remaining_s
 
     def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show the numbers of a validation, in the order they come; those of a set among several (``NAME/...``) on a line of their own."""
@@ -210,12 +206,7 @@ class TrainingConsole:
 
     def stop_bar(self) -> None:
         """Take the bar away, after the last step."""
-        self._first_step.close()
-        if self._progress is not None:
-            # the terminal may be gone
-            with contextlib.suppress(OSError):
-                self._progress.stop()
-            self._progress = None
+        self._under_way.close()
 
 
 def _number(value: Any) -> str:
@@ -226,18 +217,3 @@ def _number(value: Any) -> str:
         return "" if isinstance(value, str) else format_number(float(value))
     except (TypeError, ValueError, RuntimeError):
         return ""
-
-
-def _progress_bar(console: Console) -> Progress:
-    """A bar that stands below the lines and leaves nothing behind."""
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("[bold]{task.description}"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[eta]}"),
-        console=console,
-        transient=True,
-        expand=True,
-    )

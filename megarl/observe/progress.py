@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 
 from rich.console import Console, RenderableType
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
@@ -32,6 +32,9 @@ class Phase:
         title: in a word or two.
         unit: what is counted, in the plural; empty where nothing is.
         total: how many there will be; None where nobody knows.
+
+    Attributes:
+        rest_s: seconds that are left, where whoever counts knows better than by the mean pace.
     """
 
     def __init__(self, title: str, unit: str = "", total: int | None = None) -> None:
@@ -39,6 +42,7 @@ class Phase:
         self.done = 0
         self.detail = ""
         self.begun = time.monotonic()
+        self.rest_s: float | None = None
 
     def advance(self, number: int = 1) -> None:
         """Count what has been done."""
@@ -50,6 +54,14 @@ class Phase:
         parts = [f"{counted} {self.unit}" if self.unit else "", self.detail]
         said = ", ".join(part for part in parts if part)
         return f"{self.title}: {said}" if said else self.title
+
+    def time(self) -> str:
+        """Return the time so far and, once a part of all is done, what the rest takes at that pace."""
+        elapsed = time.monotonic() - self.begun
+        rest_s = self.rest_s
+        if rest_s is None and self.done:
+            rest_s = elapsed / self.done * max((self.total or 0) - self.done, 0)
+        return format_seconds(elapsed) + (f", ETA {format_seconds(rest_s)}" if rest_s else "")
 
 
 class ProgressConsole:
@@ -67,12 +79,12 @@ class ProgressConsole:
         self._live: Progress | None = None
         self._is_closed = False
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, style: str = "dim") -> None:
         """Write one line."""
         if self._is_closed:
             return
         try:
-            self._console.print(Text(text, style="dim"), soft_wrap=True)
+            self._console.print(Text(text, style=style), soft_wrap=True)
         # rich answers a closed pipe with SystemExit; nobody watching is no reason to stop
         except (OSError, SystemExit) as error:
             self._is_closed = True
@@ -93,12 +105,12 @@ class ProgressConsole:
         finally:
             self._open.pop()
         if is_told:
-            self.say(f"{phase.text()}  {format_seconds(time.monotonic() - phase.begun)}")
+            self.say(f"{phase.text()}  {phase.time()}")
 
     @contextlib.contextmanager
     def _live_line(self, phase: Phase) -> Iterator[None]:
         if self._live is None:
-            columns = SpinnerColumn(), _PhaseText(), _PhaseBar(), TimeElapsedColumn()
+            columns = SpinnerColumn(), _PhaseText(), _PhaseBar(), _PhaseTime()
             self._live = Progress(*columns, console=self._console, transient=True)
             self._live.start()
         live = self._live
@@ -128,7 +140,7 @@ class ProgressConsole:
         while not ended.wait(self._every_s):
             # the inner one of two speaks
             if self._open[-1:] == [phase]:
-                self.say(f"{phase.text()} ... {format_seconds(time.monotonic() - phase.begun)}")
+                self.say(f"{phase.text()} ... {phase.time()}")
 
 
 class _PhaseText(ProgressColumn):
@@ -144,6 +156,13 @@ class _PhaseBar(ProgressColumn):
     def render(self, task: Task) -> RenderableType:
         phase: Phase = task.fields["phase"]
         return ProgressBar(phase.total, phase.done, width=24) if phase.total else ""
+
+
+class _PhaseTime(ProgressColumn):
+    """Time of a phase, and what is left of it where that is known."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["phase"].time())
 
 
 _shown: list[ProgressConsole] = []

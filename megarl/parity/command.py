@@ -14,6 +14,7 @@ from rich.console import Console
 
 from megarl.distributed.leftovers import claim
 from megarl.errors import ConfigError
+from megarl.observe.progress import Phase, ProgressConsole
 from megarl.parity.case import BACKENDS, Case
 from megarl.parity.coverage import Coverage
 from megarl.parity.draw import Drawer
@@ -21,8 +22,7 @@ from megarl.parity.faults import Fault, faults_named, known_faults
 from megarl.parity.lines import parse, words_of
 from megarl.parity.models import ModelShelf
 from megarl.parity.pool import WorkerPool
-from megarl.parity.progress import CaseProgress
-from megarl.parity.prove import cases_of, prove
+from megarl.parity.prove import LINE_SECONDS, cases_of, prove
 from megarl.parity.runner import CaseOutcome, CaseRunner
 from megarl.parity.shrink import shrink
 
@@ -146,8 +146,8 @@ def _one(runner: CaseRunner, case: Case, fault: Fault | None, options: Options, 
 
 
 def _many(runner: CaseRunner, drawer: Drawer, fault: Fault | None, options: Options, console: Console) -> int:
-    results = Results()
-    with CaseProgress(options.cases, console) as progress:
+    results, progress = Results(), ProgressConsole(console, LINE_SECONDS)
+    with progress.phase(Phase("parity", "cases", options.cases), is_told=False) as shown:
         for number in range(options.cases):
             case = drawer.draw(options.seed, number)
             outcome = runner.run(case, fault)
@@ -158,21 +158,22 @@ def _many(runner: CaseRunner, drawer: Drawer, fault: Fault | None, options: Opti
                 progress.say(f"NO ANSWER in {options.job_seconds:g} s: {case}", "bold yellow")
             else:
                 results.failures.append(_failure(runner, outcome, fault, options, progress))
-            progress.advance(not outcome.passes)
+            shown.advance()
+            shown.detail = f"{shown.done - results.passed} failed" if results.passed < shown.done else ""
     _report(results, drawer, options, console)
     return 1 if results.failures or results.late else 0
 
 
-def _failure(runner: CaseRunner, outcome: CaseOutcome, fault: Fault | None, options: Options, progress: CaseProgress) -> dict[str, Any]:
+def _failure(runner: CaseRunner, outcome: CaseOutcome, fault: Fault | None, options: Options, progress: ProgressConsole) -> dict[str, Any]:
     """Say what failed, find the smallest case that fails as well, and say how to see it."""
     progress.say(f"FAILED {outcome.case}", "bold red")
     for line in outcome.summary():
-        progress.say(f"  {line}")
+        progress.say(f"  {line}", "")
     smallest = shrink(outcome.case, lambda case: not runner.run(case, fault).passes, runner.possible)
     again = runner.run(smallest, fault)
     progress.say(f'  smallest: megarl parity --case "{smallest}"' + (f" --mutate {options.mutate}" if options.mutate else ""), "bold")
     for line in again.summary():
-        progress.say(f"  {line}")
+        progress.say(f"  {line}", "")
     return {
         "case": str(outcome.case),
         "smallest": str(smallest),

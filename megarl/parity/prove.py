@@ -13,12 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.models.engine.precision import dtype_of
+from megarl.observe.progress import Phase, ProgressConsole
 from megarl.parity.case import Case, idle_fields
 from megarl.parity.faults import Fault
 from megarl.parity.lines import words_of
-from megarl.parity.progress import CaseProgress
 from megarl.parity.runner import CaseOutcome, CaseRunner
 
+LINE_SECONDS = 20.0
+"""Seconds between two lines of progress where no terminal shows it live."""
 CAUGHT, SURVIVED, BELOW_NOISE, NO_ANSWER, BROKEN = "caught", "survived", "below noise", "no answer", "fails without the fault"
 
 
@@ -83,7 +85,8 @@ def prove(
             plan.setdefault(case, []).append(name)
     verdicts: list[Verdict] = []
     seen: set[str] = set()
-    with CaseProgress(len(plan), console) as progress:
+    progress = ProgressConsole(console, LINE_SECONDS)
+    with progress.phase(Phase("planted faults", "cases", len(plan)), is_told=False) as shown:
         for case, names in plan.items():
             wanted = [name for name in names if faults[name].kind or name not in seen]
             given = _verdicts(runner, case, {name: faults[name] for name in wanted})
@@ -92,7 +95,7 @@ def prove(
             missed = [verdict for verdict in given if faults[verdict.name].kind and verdict.state not in (CAUGHT, BELOW_NOISE)]
             for verdict in missed:
                 progress.say(f'{verdict.state.upper()}: megarl parity --mutate {verdict.name} --case "{case}"', "bold red")
-            progress.advance(bool(missed))
+            shown.advance()
             if file is not None:
                 file.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=1) + "\n", encoding="utf-8")
     return _report(verdicts, faults, console)

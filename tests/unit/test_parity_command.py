@@ -15,7 +15,6 @@ from megarl.parity import command, faults
 from megarl.parity.case import Case
 from megarl.parity.compare import Difference
 from megarl.parity.faults import Fault
-from megarl.parity.progress import CaseProgress
 from megarl.parity.runner import CaseOutcome
 
 
@@ -129,15 +128,6 @@ def test_agreement_ends_with_0_and_a_table(monkeypatch: pytest.MonkeyPatch, cons
     assert command.run(command.Options(cases=5, only="tp=1"), console) == 0
     assert "5 of 5 cases agree with plain transformers (seed 0)" in said(console)
     assert "batching: fixed" in said(console)
-
-
-def test_progress_says_how_long_it_will_take(console: Console) -> None:
-    now = [0.0]
-    with CaseProgress(10, console, clock=lambda: now[0]) as progress:
-        for second in range(4):
-            now[0] += 11.0
-            progress.advance(failed=second == 1)
-    assert said(console).splitlines() == ["2/10 cases  1 failed  22s  ETA 1m28s", "4/10 cases  1 failed  44s  ETA 1m06s"]
 
 
 def test_an_outcome_tells_the_worst_first() -> None:

@@ -51,6 +51,17 @@ def test_phases_in_a_pipe_are_lines() -> None:
     assert not any(line.startswith("inner: two of them  #s") for line in lines)
 
 
+def test_a_phase_with_a_known_end_says_what_is_left() -> None:
+    shown = Phase("parity", "cases", 10)
+    shown.begun -= 22
+    assert shown.time() == "22s"
+    shown.advance(2)
+    shown.detail = "1 failed"
+    assert f"{shown.text()} ... {shown.time()}" == "parity: 2 of 10 cases, 1 failed ... 22s, ETA 1m28s"
+    shown.advance(8)
+    assert shown.time() == "22s"
+
+
 def test_nothing_is_shown_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
     with phase("data", "records") as shown:
         shown.advance()
