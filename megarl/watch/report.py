@@ -18,12 +18,12 @@ from megarl.observe.launches import Launch
 from megarl.observe.metrics_file import FILE_NAME
 from megarl.observe.panels import draw_all, run_colours
 from megarl.observe.plots import plot_run
-from megarl.observe.step_line import ACCURACY_NAMES, REWARD_NAMES, format_number, format_seconds
+from megarl.observe.step_line import format_number
 from megarl.watch.configured import CONFIG_FILE
 from megarl.watch.run_state import RunState, read_run_state, require_run
 from megarl.watch.sample_page import STYLE as SAMPLES_STYLE
 from megarl.watch.sample_page import content_policy, samples_panel
-from megarl.watch.status import not_finite_text, restarts_text
+from megarl.watch.status import BAD, best_of, facts, shown_metrics
 
 REPORT, COMPARISON = "report.html", "comparison.html"
 _STYLE = """
@@ -41,7 +41,7 @@ h1 { font-size: 24px; margin: 0 0 2px; overflow-wrap: anywhere; } h2 { font-size
 .runs { position: sticky; top: 0; margin-top: 16px; max-height: 20vh; overflow-y: auto; font-size: 13px; }
 .runs span { display: inline-block; margin-right: 18px; } .runs i { display: inline-block; width: 18px; height: 4px; margin: 0 6px 3px 0; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; } th, td { text-align: left; padding: 5px 14px 5px 0; }
-td { overflow-wrap: anywhere; min-width: 9em; }
+td { overflow-wrap: anywhere; min-width: 9em; white-space: pre-line; }
 th { color: var(--muted); font-weight: 500; white-space: nowrap; } tr + tr td, tr + tr th { border-top: 1px solid var(--line); }
 .running, .finished { color: var(--good); font-weight: 600; } .killed, .ended, .not-finite { color: var(--bad); font-weight: 600; }
 details { margin-top: 16px; } summary { cursor: pointer; } pre { overflow-x: auto; font-size: 12.5px; }
@@ -164,25 +164,15 @@ def _summary(states: Sequence[RunState], labels: Sequence[str]) -> str:
 
 
 def _facts(state: RunState) -> Iterator[tuple[str, str]]:
-    yield "directory", html.escape(state.directory)
-    if state.algorithm:
-        yield "trains", html.escape(f"{state.algorithm.upper()} of {state.model} on {state.backend}")
-    yield "state", f'<span class="{state.state.replace(" ", "-")}">{state.state}</span>: {html.escape(state.reason)}'
-    yield "step", f"{state.step}" + (f" of {state.total_steps}" if state.total_steps else "")
-    if state.launches:
-        yield "restarts", html.escape(f"{len(state.launches) - 1}{restarts_text(state.launches)}")
-    for name, metrics in (("reward", REWARD_NAMES), ("validation accuracy", ACCURACY_NAMES)):
-        curve = next((state.series[metric] for metric in metrics if metric in state.series), None)
-        if curve is not None:
-            best = max(curve.values)
-            at = curve.steps[curve.values.index(best)]
-            yield (
-                name,
-                f"{format_number(curve.values[-1])} (from {format_number(curve.values[0])}; best {format_number(best)} at step {at})",
-            )
-    if state.tokens_per_s is not None and state.step_s is not None:
-        yield "pace", f"{state.tokens_per_s:,.0f} tokens/s, {format_seconds(state.step_s)} a step (last steps)"
-    if state.checkpoint is not None:
-        yield "checkpoint", f"step {state.checkpoint.step}, {'damaged' if state.checkpoint.problems else 'whole'}"
-    if state.not_finite:
-        yield "not finite", f'<span class="not-finite">{html.escape(not_finite_text(state))}</span>'
+    """The facts and the best of a run as markup."""
+    for name, text in facts(state):
+        said = html.escape(text.plain)
+        if name == "state":
+            said = f'<span class="{state.state.replace(" ", "-")}">{state.state}</span>{said.removeprefix(state.state)}'
+        elif text.style == BAD:
+            said = f'<span class="not-finite">{said}</span>'
+        yield name, said
+    for name, curve, better in shown_metrics(state.series):
+        if better is not None:
+            best = best_of(curve, better).replace(" at ", " at step ")
+            yield name, f"{format_number(curve.values[-1])} (from {format_number(curve.values[0])}; best {best})"

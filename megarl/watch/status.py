@@ -45,6 +45,7 @@ SHOWN: tuple[tuple[str, tuple[str, ...], bool | None], ...] = (
     ("answer length", ("train/generation_length",), None),
 )
 _STYLES = {"running": "bold green", "finished": "bold green", "elsewhere": "bold yellow", "not started": "bold yellow"}
+BAD = "bold red"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _TREND, _BAR = 24, 24
 _NAMED = 6
@@ -71,7 +72,7 @@ def as_plain(state: RunState) -> dict[str, Any]:
     ``reward_errors`` and ``reward_timeouts`` the sum over all steps, where there are any."""
     fields = asdict(replace(state, series={}))  # which would be copied number by number
     del fields["series"]
-    wanted = {name: curve for name, curve, _ in _shown_metrics(state.series)}
+    wanted = {name: curve for name, curve, _ in shown_metrics(state.series)}
     wanted |= {name: state.series[key] for name, key in (("mismatch", MISMATCH), ("memory_gib", MEMORY)) if key in state.series}
     if PEAK_MEMORY in state.series:
         wanted["peak_memory_gib"] = state.series[PEAK_MEMORY]
@@ -93,13 +94,13 @@ def as_plain(state: RunState) -> dict[str, Any]:
 
 def render(state: RunState) -> RenderableType:
     """Return the status as text that fits 80 columns unless names are longer."""
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column(overflow="fold")
-    for name, value in _facts(state):
-        facts.add_row(name, value)
-    parts: list[RenderableType] = [facts]
-    metrics = _shown_metrics(state.series)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in facts(state):
+        grid.add_row(name, value)
+    parts: list[RenderableType] = [grid]
+    metrics = shown_metrics(state.series)
     if metrics:
         parts += [Text(), _metrics_table(metrics)]
     if state.phases:
@@ -109,17 +110,18 @@ def render(state: RunState) -> RenderableType:
     return Group(*parts)
 
 
-def _facts(state: RunState) -> Iterator[tuple[str, RenderableType]]:
+def facts(state: RunState) -> Iterator[tuple[str, Text]]:
+    """Yield the facts of a run by their names, for the terminal and the report."""
     what = " ".join(part for part in (state.algorithm and state.algorithm.upper(), state.model and f"of {state.model}") if part)
     yield "run", Text(f"{state.directory}\n{what}{f' on {state.backend}' if state.backend else ''}".rstrip())
     age = f"; last step {format_seconds(state.last_row_age_s)} ago" if state.last_row_age_s is not None else ""
-    yield "state", Text(state.state, style=_STYLES.get(state.state, "bold red")).append(f": {state.reason}{age}", style="not bold default")
+    yield "state", Text(state.state, style=_STYLES.get(state.state, BAD)).append(f": {state.reason}{age}", style="not bold default")
     yield "progress", _progress(state)
     if state.launches:
         restarts, last = len(state.launches) - 1, state.launches[-1]
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.start))
         start = "started" if not restarts else "the last" if last.first_step is None else f"the last from step {last.first_step}"
-        yield "restarts", Text(f"{restarts}; {start} at {since}{restarts_text(state.launches)}")
+        yield "restarts", Text(f"{restarts}; {start} at {since}{_restarts_text(state.launches)}")
     yield "checkpoint", _checkpoint(state)
     if state.tokens_per_s is not None and state.step_s is not None:
         padding, idle = state.rates.get("padding_efficiency"), state.rates.get("idle_s")
@@ -134,13 +136,13 @@ def _facts(state: RunState) -> Iterator[tuple[str, RenderableType]]:
         yield "mismatch", _mismatch(state.series[MISMATCH])
     faults = _reward_faults(state.series)
     if faults:
-        yield "rewards", Text(faults, style="bold red")
+        yield "rewards", Text(faults, style=BAD)
     if state.not_finite:
-        yield "not finite", Text(not_finite_text(state), style="bold red")
+        yield "not finite", Text(_not_finite_text(state), style=BAD)
     yield "disk", Text(f"{size_text(state.free_bytes)} free")
 
 
-def restarts_text(launches: Sequence[Launch]) -> str:
+def _restarts_text(launches: Sequence[Launch]) -> str:
     """What launches started anew within themselves, and why at last; empty where they did not."""
     counts = {what: restarts_within(launches, what) for what in (WORKERS, ENGINES)}
     if not any(counts.values()):
@@ -162,7 +164,7 @@ def _progress(state: RunState) -> Text:
     return text
 
 
-def not_finite_text(state: RunState) -> str:
+def _not_finite_text(state: RunState) -> str:
     """Metrics that are NaN or infinite at present, those first that have been so the longest."""
     names = sorted(state.not_finite, key=lambda name: (state.not_finite[name], name))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
@@ -185,7 +187,7 @@ def _checkpoint(state: RunState) -> Text:
 def _wholeness(checkpoint: CheckpointState) -> Text:
     if checkpoint.problems:
         more = f" and {len(checkpoint.problems) - 1} more" if len(checkpoint.problems) > 1 else ""
-        return Text(f"damaged ({checkpoint.problems[0]}{more})", style="bold red")
+        return Text(f"damaged ({checkpoint.problems[0]}{more})", style=BAD)
     return Text("whole " + ("(every byte)" if checkpoint.hashed else "(names and sizes)"), style="green")
 
 
@@ -195,7 +197,7 @@ def _mismatch(curve: Series) -> Text:
     text = (
         f"{curve.values[-1]:.6f} between generation and training (1 is none), {curve.values[worst]:.6f} at worst, step {curve.steps[worst]}"
     )
-    return Text(text, style="" if abs(curve.values[-1] - 1) < 0.05 else "bold red")
+    return Text(text, style="" if abs(curve.values[-1] - 1) < 0.05 else BAD)
 
 
 def _fault_curves(series: Mapping[str, Series]) -> dict[str, Series]:
@@ -212,36 +214,43 @@ def _reward_faults(series: Mapping[str, Series]) -> str:
     return "; ".join(said)
 
 
-def _shown_metrics(series: Mapping[str, Series]) -> list[tuple[str, Series, bool | None]]:
+def shown_metrics(series: Mapping[str, Series]) -> list[tuple[str, Series, bool | None]]:
+    """Return what a run has of ``SHOWN``."""
     found = ((title, next((series[name] for name in names if name in series), None), better) for title, names, better in SHOWN)
     # A reward of 0 throughout is news, a KL penalty of 0 is one that is switched off.
     return [(title, curve, better) for title, curve, better in found if curve is not None and (better is not None or any(curve.values))]
 
 
 def _metrics_table(metrics: Sequence[tuple[str, Series, bool | None]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("metric", style="bold", no_wrap=True)
-    for heading in ("last", "first", "best"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("trend", no_wrap=True)
+    table = _table("metric", ("last", "first", "best"), "trend")
     for title, curve, better in metrics:
-        best = ""
-        if better is not None:
-            value = (max if better else min)(curve.values)
-            best = f"{format_number(value)} at {curve.steps[curve.values.index(value)]}"
-        table.add_row(
-            title, format_number(curve.values[-1]), format_number(curve.values[0]), best, Text(sparkline(curve.values), style="cyan")
-        )
+        last, first = format_number(curve.values[-1]), format_number(curve.values[0])
+        table.add_row(title, last, first, best_of(curve, better), Text(sparkline(curve.values), style="cyan"))
+    return table
+
+
+def best_of(curve: Series, better: bool | None) -> str:
+    """Return the best value and its step; empty where neither more nor less is better."""
+    if better is None:
+        return ""
+    value = (max if better else min)(curve.values)
+    return f"{format_number(value)} at {curve.steps[curve.values.index(value)]}"
+
+
+def _table(first: str, numbers: Sequence[str], *last: str) -> Table:
+    """A table without lines: names, columns of numbers, and what is drawn."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(first, style="bold", no_wrap=True)
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in last:
+        table.add_column(heading, no_wrap=True)
     return table
 
 
 def _phase_table(state: RunState) -> Table:
     total = sum(state.phases.values())
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("phase", style="bold", no_wrap=True)
-    for heading in ("seconds", "share"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column(f"mean of the last {min(RECENT_STEPS, state.step)} steps", no_wrap=True)
+    table = _table("phase", ("seconds", "share"), f"mean of the last {min(RECENT_STEPS, state.step)} steps")
     for name, seconds in state.phases.items():
         share = seconds / total if total else 0.0
         table.add_row(Text(name.replace("_", " ")), f"{seconds:.3f}", f"{share:.0%}", _bar(share))
@@ -250,10 +259,7 @@ def _phase_table(state: RunState) -> Table:
 
 def _rate_table(rates: Mapping[str, float]) -> Table:
     """Tokens a second, TFLOP/s and utilisation of each phase and of the whole step."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("throughput", style="bold", no_wrap=True)
-    for heading in ("tokens/s", "a device", "TFLOP/s a device", "MFU"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = _table("throughput", ("tokens/s", "a device", "TFLOP/s a device", "MFU"))
     for prefix, title in (*((f"{phase}_", title) for phase, title in RATED_PHASES.items()), ("", "whole step")):
         if f"{prefix}tokens_per_s" not in rates:
             continue

@@ -68,7 +68,7 @@ def test_a_page_needs_no_network_and_closes_what_it_opens(tmp_path: Path, capsys
     titles = set(re.findall(r"<h2>(.*?)</h2>", text))
     assert {"Reward", "Loss", "KL from the reference policy", "Length of answers", "Throughput", "Time by phase"} <= titles
     assert {"Generation against training", "Memory of the fullest rank", "Gradient norm"} <= titles and "Entropy" not in titles
-    assert "<td>30 of 40</td>" in text and "0.300 (from 0.0100; best 0.300 at step 30)" in text
+    assert "<td>step 30 of 40 ━" in text and "0.300 (from 0.0100; best 0.300 at step 30)" in text
     assert [path.name for path in run_dir.iterdir() if path.name.endswith(".tmp")] == []
     check_references(pictures(text))
 
