@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from converters.files.atomic import whole_file
+
 
 class ResultsError(ValueError):
     """There are no results where a person said there were; the message says what to do."""
@@ -30,9 +32,8 @@ def write(results: Sequence[dict[str, Any]], out: Path, earlier: Sequence[dict[s
 
 def _write_file(results: list[dict[str, Any]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_name(f".{path.name}.partial")
-    staging.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    staging.replace(path)
+    with whole_file(path) as file:
+        file.write(f"{json.dumps(results, indent=1)}\n".encode())
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ backends would take as long again.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.options import Options
 from benchmarks.point import Metric, Point, sides
 from benchmarks.timing import Spent, collector_off, spent_in_turn
+from converters.files.atomic import write_bytes_durably
 
 if TYPE_CHECKING:
     from megarl.checkpoint.manager import CheckpointManager
@@ -36,7 +36,7 @@ def measure_save(quick: bool, options: Options) -> Iterator[Point]:
                 with saves.repeat():
                     saved = _save(worker, manager, 2 + turn)
                 with writes.repeat():
-                    _write_raw(directory / "raw", content)
+                    write_bytes_durably(directory / "raw", content)
                 manager.verify_checkpoint(saved)
                 shutil.rmtree(saved)
                 (directory / "raw").unlink()
@@ -149,15 +149,3 @@ def _parts_of(checkpoint: Path) -> tuple[str, str]:
 def _content_of(checkpoint: Path) -> bytes:
     """All of its bytes, one file after the other."""
     return b"".join(path.read_bytes() for path in sorted(checkpoint.rglob("*")) if path.is_file())
-
-
-def _write_raw(path: Path, content: bytes) -> None:
-    """One file, that is on the disk afterwards."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    try:
-        remaining = memoryview(content)
-        while remaining:
-            remaining = remaining[os.write(descriptor, remaining) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -35,16 +35,25 @@ def rename_surely(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for writing; it gets its name at the end of the ``with`` block, and nothing is left of it if the block fails."""
-    partial = path.with_name(f".{path.name}.partial")
+def whole_file(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
+    """Open a file for writing; it gets its name at the end of the ``with`` block, and nothing is left of it if the block fails.
+
+    Args:
+        path: of the file, which may exist.
+        durable: its content and its name are on the disk afterwards.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with partial.open("wb") as file:
+        with temporary.open("wb") as file:
             yield file
-        rename_surely(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        rename_surely(temporary, path)
+        if durable:
+            fsync_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def commit_directory(temporary: Path, final: Path) -> None:
@@ -71,12 +80,17 @@ def write_bytes_durably(path: Path, content: bytes, *, private: bool = False) ->
         if private:
             # one that was there keeps its mode
             os.fchmod(descriptor, mode)
-        remaining = memoryview(content)
-        while remaining:
-            remaining = remaining[os.write(descriptor, remaining) :]
+        write_all(descriptor, content)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_all(descriptor: int, content: bytes) -> None:
+    """Write bytes where the system may take a part of them at a time."""
+    remaining = memoryview(content)
+    while remaining:
+        remaining = remaining[os.write(descriptor, remaining) :]
 
 
 def write_json_atomic(path: str | Path, content: Any) -> None:
@@ -86,15 +100,9 @@ def write_json_atomic(path: str | Path, content: Any) -> None:
         TypeError, ValueError: ``content`` has no JSON form (NaN and infinities have none). The old file stays.
         OSError: it could not be written. The old file stays.
     """
-    target = Path(path)
     encoded = json_bytes(content)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        write_bytes_durably(temporary, encoded)
-        rename_surely(temporary, target)
-        fsync_directory(target.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(Path(path), durable=True) as file:
+        file.write(encoded)
 
 
 def json_bytes(content: Any) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from converters.files.atomic import rename_surely
+from converters.files.atomic import whole_file, write_all
 from megarl.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class MetricsFile:
         self._find_again()
         size_before = os.fstat(self._descriptor).st_size
         try:
-            _write_all(self._descriptor, line)
+            write_all(self._descriptor, line)
         except OSError:
             os.ftruncate(self._descriptor, size_before)
             raise
@@ -117,16 +117,8 @@ class MetricsFile:
 
     def _replace(self, lines: Iterable[bytes]) -> None:
         """Give the file other content, in one rename."""
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as stream:
-                stream.writelines(lines)
-                stream.flush()
-                os.fsync(stream.fileno())
-            rename_surely(temporary, self.path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        with whole_file(self.path, durable=True) as stream:
+            stream.writelines(lines)
         self._open_again()
 
     def _drop_partial_line(self) -> None:
@@ -200,9 +192,3 @@ def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
         values = ", ".join(f"{name} = {row[name]}" for name in broken)
         logger.warning("step %s: %s is not finite; metrics.jsonl holds null instead", row.get("step"), values)
     return {name: None if name in broken else value for name, value in row.items()}
-
-
-def _write_all(descriptor: int, content: bytes) -> None:
-    remaining = memoryview(content)
-    while remaining:
-        remaining = remaining[os.write(descriptor, remaining) :]

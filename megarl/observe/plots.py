@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from converters.files.atomic import whole_file
 from megarl.errors import DataError
 from megarl.observe.drawing import (
     cycled_colours,
@@ -106,10 +106,6 @@ def compare_runs(run_dirs: Sequence[str | Path], out_png: str | Path) -> Path:
 def _save(figure: Figure, path: Path) -> Path:
     """Write a PNG whole or not at all, so that a viewer never opens half a picture."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        figure.savefig(temporary, format="png")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        figure.savefig(file, format="png")
     return path

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from converters.files.atomic import rename_surely
+from converters.files.atomic import whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,9 @@ class SampleFiles:
                     return
                 kind, step, rows, then = self._waiting[0]
             try:
-                _replace(self._directory / f"{kind}_step_{step}.jsonl", b"".join(map(_line, rows)))
+                self._directory.mkdir(exist_ok=True)
+                with whole_file(self._directory / f"{kind}_step_{step}.jsonl", durable=True) as stream:
+                    stream.writelines(map(_line, rows))
                 self._prune(kind)
             except Exception as error:
                 self._lose(f"{kind}_step_{step}.jsonl cannot be written ({type(error).__name__}: {error})")
@@ -204,17 +206,3 @@ def _line(row: Mapping[str, Any]) -> bytes:
     """A row as JSON in which letters of any language stay, and what ``UNSAFE`` has is escaped, so that ``cat`` shows it too."""
     text = json.dumps(row, ensure_ascii=False, allow_nan=False)
     return UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode() + b"\n"
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        rename_surely(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

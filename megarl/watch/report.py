@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from converters.files.atomic import write_bytes_durably
+from converters.files.atomic import whole_file
 from megarl import __version__
 from megarl.config.places import read_in_time
 from megarl.errors import DataError
@@ -107,13 +107,10 @@ def write_report(run_dirs: Sequence[Path], page: Path) -> Path:
         raise DataError(f"{', '.join(state.directory for state in states)}: nothing to draw yet. Fix: let the run finish its first step")
     title = labels[states[0].directory] if len(states) == 1 else f"{len(states)} runs compared"
     page.parent.mkdir(parents=True, exist_ok=True)
-    temporary = page.with_name(f".{page.name}.{os.getpid()}.tmp")
-    try:
-        text = "".join(_page(str(title), states, [str(labels[s.directory]) for s in states], pictures))
-        write_bytes_durably(temporary, text.encode(errors="replace"))
-        os.replace(temporary, page)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(page, durable=True) as file:
+        file.writelines(
+            part.encode(errors="replace") for part in _page(str(title), states, [str(labels[s.directory]) for s in states], pictures)
+        )
     return page
 
 

@@ -163,19 +163,19 @@ def test_a_run_that_starts_over_keeps_the_old_samples_beside(tmp_path: Path, mod
 
 def test_samples_are_on_disk_before_a_checkpoint_is(tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that takes nothing until somebody waits for it: only a flush brings files there."""
-    flushing, replace, flush = threading.Event(), sample_files._replace, SampleFiles.flush
+    flushing, whole_file, flush = threading.Event(), sample_files.whole_file, SampleFiles.flush
     seen: dict[int, set[str]] = {}
 
-    def late(path: Path, text: bytes) -> None:
+    def late(path: Path, **options: bool) -> Any:
         flushing.wait()
-        replace(path, text)
+        return whole_file(path, **options)
 
     def flush_and_close_again(files: SampleFiles) -> None:
         flushing.set()
         flush(files)
         flushing.clear()
 
-    monkeypatch.setattr(sample_files, "_replace", late)
+    monkeypatch.setattr(sample_files, "whole_file", late)
     monkeypatch.setattr(SampleFiles, "flush", flush_and_close_again)
     config = make_config("grpo", tmp_path, model, data, val_at_start=False)
     run(config, PolicyMaker(at_call=lambda call: seen.setdefault(call, {path.name for path in tmp_path.glob("samples/*.jsonl")})))
@@ -224,13 +224,13 @@ def test_a_run_goes_on_without_a_disk_and_says_so_once(
 
 
 def test_a_disk_that_hangs_stalls_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    answers, replace = threading.Event(), sample_files._replace
+    answers, whole_file = threading.Event(), sample_files.whole_file
 
-    def hang(path: Path, text: bytes) -> None:
+    def hang(path: Path, **options: bool) -> Any:
         answers.wait()
-        replace(path, text)
+        return whole_file(path, **options)
 
-    monkeypatch.setattr(sample_files, "_replace", hang)
+    monkeypatch.setattr(sample_files, "whole_file", hang)
     files = SampleFiles(tmp_path / "samples", patience_s=0.01)
     for step in range(1, 10):
         files.write("train", step, [{"prompt": "", "answer": ""}])
