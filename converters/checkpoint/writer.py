@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,8 +40,6 @@ def write_hf(
     generation_config: Any = None,
     *,
     max_shard_bytes: float = _DEFAULT_SHARD_BYTES,
-    expected_names: Collection[str] | None = None,
-    overwrite: bool = False,
 ) -> Path:
     """Write ``out_dir`` so that ``AutoModelForCausalLM.from_pretrained`` loads it.
 
@@ -55,17 +53,15 @@ def write_hf(
         tokenizer: its files are written too.
         generation_config: transformers generation config; written as it is, without judging its values.
         max_shard_bytes: largest safetensors file, in bytes of tensor data. A single larger tensor gets a file of its own.
-        expected_names: the names that have to come, each once; None leaves completeness unchecked.
-        overwrite: replace an existing checkpoint directory.
 
     Returns:
         ``out_dir`` as a path.
 
     Raises:
-        ConversionError: the target exists, a name comes twice, or the names are not the expected ones.
+        ConversionError: the target exists, or a name comes twice.
     """
     target = Path(out_dir).expanduser().absolute()
-    check_target(target, overwrite, lambda directory: (directory / "config.json").is_file())
+    check_target(target, overwrite=False, is_ours=lambda _: False)
     if max_shard_bytes <= 0:
         raise ConversionError(f"max_shard_bytes = {max_shard_bytes}: must be above 0", "leave it out, or give a number of bytes")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +71,6 @@ def write_hf(
         shards = _ShardWriter(partial, max_shard_bytes)
         for name, tensor in stream:
             shards.add(name, tensor)
-        _check_names(shards.names, expected_names)
         shards.finish()
         _write_config(partial, hf_config, main_dtype(shards.sizes))
         if generation_config is not None:
@@ -102,11 +97,6 @@ class _ShardWriter:
         self._shard_of: dict[str, int] = {}
         self._shard_count = 0
         self.sizes: list[tuple[torch.dtype, int]] = []
-
-    @property
-    def names(self) -> Collection[str]:
-        """Names seen so far."""
-        return self._shard_of.keys()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take a copy of a tensor; write the shard before it if that is full."""
@@ -146,17 +136,6 @@ class _ShardWriter:
 
     def _part_path(self, number: int) -> Path:
         return self._directory / f"part-{number}.safetensors"
-
-
-def _check_names(names: Collection[str], expected: Collection[str] | None) -> None:
-    if expected is None:
-        return
-    seen, wanted = set(names), set(expected)
-    problems = [f"missing: {name}" for name in sorted(wanted - seen)] + [f"unknown: {name}" for name in sorted(seen - wanted)]
-    if problems:
-        raise ConversionError(
-            "the stream of tensors is not the whole model", "emit every parameter of every pipeline stage exactly once", problems
-        )
 
 
 def _write_config(directory: Path, hf_config: Any, dtype: torch.dtype) -> None:

@@ -57,9 +57,7 @@ def load_shard(
     return shard
 
 
-def to_hf(
-    rule: Rule, shards: Sequence[Tensor], architecture: Architecture, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def to_hf(rule: Rule, shards: Sequence[Tensor], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
     """The Hugging Face tensors of a parameter, from the shards of all ranks; the exact inverse of ``load_shard``.
 
     Args:
@@ -67,7 +65,6 @@ def to_hf(
         shards: one tensor a tensor-parallel rank (an expert-tensor-parallel one, of a parameter of an expert), in rank order, all on one
             device. Of a replicated parameter only the first is read.
         architecture: the model.
-        dtype: of the results; by default that of the shards.
 
     Yields:
         Name and full tensor, fresh and contiguous, without padding rows. Nothing for a parameter that another rule writes.
@@ -90,7 +87,7 @@ def to_hf(
             )
     if rule.kind is Kind.REPLICATED:
         shards, layouts = shards[:1], layouts[:1]
-    tensors = [torch.empty(part.shape, dtype=dtype or shards[0].dtype, device=shards[0].device) for part in rule.parts]
+    tensors = [torch.empty(part.shape, dtype=shards[0].dtype, device=shards[0].device) for part in rule.parts]
     for shard, layout in zip(shards, layouts, strict=True):
         _copy_out(shard.detach(), layout, tensors)
     for part, tensor in zip(rule.parts, tensors, strict=True):

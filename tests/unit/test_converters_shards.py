@@ -173,7 +173,6 @@ def test_dtype_is_changed_only_on_request() -> None:
     shard = load_shard(rule, source, architecture, 0, 1, dtype=torch.bfloat16)
     assert shard.dtype == torch.bfloat16
     assert torch.equal(shard, load_shard(rule, source, architecture, 0, 1).bfloat16())
-    assert all(tensor.dtype == torch.float64 for _, tensor in to_hf(rule, [shard], architecture, dtype=torch.float64))
     source.tensors["model.layers.1.self_attn.k_proj.weight"] = source.tensors["model.layers.1.self_attn.k_proj.weight"].half()
     with pytest.raises(ConversionError, match=r"different dtypes[\s\S]*k_proj.weight: torch.float16"):
         load_shard(rule, source, architecture)
