@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
 
 from converters.adapters.lora import LoraAdapter
 from converters.checkpoint.exact import cast
-from converters.checkpoint.manifest import ConversionManifest, HeldAgainst, TensorHashes, excused_notes, not_finite_note
+from converters.checkpoint.manifest import (
+    RULES,
+    THE_REST,
+    WEIGHTS,
+    ConversionManifest,
+    HeldAgainst,
+    TensorHashes,
+    excused_notes,
+    fingerprint_of_rules,
+    fingerprints,
+    not_finite_note,
+)
 from converters.checkpoint.narrowing import Narrowing
 from converters.checkpoint.staging import Staging
 from converters.checkpoint.work import (
@@ -32,35 +43,53 @@ from converters.errors import ConversionError
 from converters.files.reading import require_space
 from converters.mapping.logical import LogicalModel
 from converters.mapping.places import rows_in
-from converters.mapping.rule import HuggingFaceTensor, TensorLocation
+from converters.mapping.rule import HuggingFaceTensor, Rule, TensorLocation
+from converters.model_config.architecture import Architecture
 
 
-class Plan(Protocol):
-    """What a conversion reads of its plan."""
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What either conversion will do.
+
+    Attributes:
+        model: the source.
+        dtypes: of each Hugging Face tensor, as it will be kept.
+        left_out: names of the source without a counterpart that were excused.
+        missing: Hugging Face tensors that the source does not have, and is excused for.
+        adapter: that is merged into the tensors of ``model``.
+        dtype_asked: of all tensors; None keeps every tensor's own.
+    """
+
+    model: LogicalModel
+    dtypes: Mapping[str, torch.dtype]
+    left_out: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    adapter: LoraAdapter | None = None
+    dtype_asked: torch.dtype | None = None
 
     @property
-    def missing(self) -> tuple[str, ...]:
-        """Tensors that the source does not have, and is excused for."""
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """Names of the source without a counterpart that were excused."""
-
-    @property
-    def adapter(self) -> LoraAdapter | None:
-        """An adapter that is merged."""
-
-    @property
-    def model(self) -> LogicalModel:
-        """The source."""
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Of each Hugging Face tensor, as it will be kept."""
+    def architecture(self) -> Architecture:
+        """Architecture of the model."""
+        return self.model.architecture
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What the conversion will say of itself that follows from the plan."""
+        """Return what the conversion will say of itself that follows from the plan."""
+        return {} if self.adapter is None else self.adapter.notes()
+
+    def fingerprint_with(self, weights: Any, config: Any, rules: Iterable[Rule], rest: Any, **options: Any) -> dict[str, str]:
+        """Return what changes with the bytes that will be written, by the name of what decides about them; options by their flags."""
+        facts = {
+            WEIGHTS: weights,
+            "config.json": config,
+            RULES: fingerprint_of_rules(rules),
+            "--dtype": str(self.dtype_asked),
+            **options,
+            "--allow-missing": [self.missing, self.left_out],
+            "--lora": [] if self.adapter is None else self.adapter.identity(),
+            THE_REST: rest,
+        }
+        return fingerprints(facts)
 
 
 @dataclass(frozen=True, slots=True)

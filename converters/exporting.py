@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.adapters.lora import LoraAdapter
 from converters.adapters.lora_model import merge_export
 from converters.check import account, is_excused, repeated_tensors
 from converters.checkpoint.artifacts import (
@@ -30,17 +29,7 @@ from converters.checkpoint.artifacts import (
     write_config,
 )
 from converters.checkpoint.boxes import read_box, whole, write_bytes
-from converters.checkpoint.manifest import (
-    MANIFEST_FILE,
-    RULES,
-    THE_REST,
-    WEIGHTS,
-    ConversionManifest,
-    TensorRecord,
-    dtype_name,
-    fingerprint_of_rules,
-    fingerprints,
-)
+from converters.checkpoint.manifest import MANIFEST_FILE, ConversionManifest, TensorRecord, dtype_name, fingerprints
 from converters.checkpoint.narrowing import Narrowing, kept_dtype, main_dtype
 from converters.checkpoint.safetensors_file import DTYPE_NAMES, OpenFiles
 from converters.checkpoint.staging import Staging, check_apart
@@ -49,12 +38,10 @@ from converters.checkpoint.work import (
     RunOptions,
     row_ranges,
 )
-from converters.conversion import Chunk, Conversion, Rows, convert
+from converters.conversion import Chunk, Conversion, Plan, Rows, convert
 from converters.errors import ConversionError
-from converters.mapping.logical import MegatronModel
 from converters.mapping.rule import HuggingFaceTensor, Rule, TensorLocation
 from converters.mapping.rules import all_rules, hf_tensors
-from converters.model_config.architecture import Architecture
 from converters.opening import MegatronCheckpoint
 
 _STORED_NAMES = {getattr(torch, name): stored for stored, name in DTYPE_NAMES.items()}
@@ -157,42 +144,19 @@ def is_hf_directory(directory: Path) -> bool:
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
-@dataclass(frozen=True)
-class ExportPlan:
-    """Export plan: what an export will do.
+@dataclass(frozen=True, kw_only=True)
+class ExportPlan(Plan):
+    """What an export will do.
 
     Attributes:
         checkpoint: the source.
         written: every stored tensor, in the order of the files.
-        left_out: keys of the checkpoint without a counterpart that were excused.
-        dtype: that was asked for.
-        missing: Hugging Face tensors that the checkpoint does not have, and is excused for.
-        adapter: that is merged into the tensors of the checkpoint.
         max_shard_bytes: largest file, bytes of tensors.
     """
 
     checkpoint: MegatronCheckpoint
     written: tuple[WrittenTensor, ...]
-    left_out: tuple[str, ...]
-    dtype: torch.dtype | None = None
-    missing: tuple[str, ...] = ()
-    adapter: LoraAdapter | None = None
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES
-
-    @property
-    def notes(self) -> dict[str, Any]:
-        """Return what the conversion will say of itself that follows from the plan."""
-        return {} if self.adapter is None else self.adapter.notes()
-
-    @property
-    def model(self) -> MegatronModel:
-        """The source's tensors."""
-        return self.checkpoint.model
-
-    @property
-    def architecture(self) -> Architecture:
-        """Architecture of the model."""
-        return self.model.architecture
+    max_shard_bytes: int
 
     @functools.cached_property
     def files(self) -> dict[str, list[WrittenTensor]]:
@@ -203,26 +167,12 @@ class ExportPlan:
         return files
 
     @functools.cached_property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """Dtype of each Hugging Face tensor as it will be written."""
-        return {part.name: tensor.dtype for tensor in self.written for part, _ in tensor.parts}
-
-    @functools.cached_property
     def fingerprint(self) -> dict[str, str]:
         """Changes with whatever changes the bytes that will be written; by the name of what decides about them."""
-        return fingerprints(
-            {
-                WEIGHTS: self.checkpoint.identity(),
-                "config.json": self.checkpoint.config,
-                RULES: fingerprint_of_rules(all_rules(self.architecture)),
-                "--source-weights": self.checkpoint.weights,
-                "--dtype": str(self.dtype),
-                "--max-shard-size": self.max_shard_bytes if len(self.files) > 1 else None,
-                "--allow-missing": [self.missing, self.left_out],
-                "--lora": [] if self.adapter is None else self.adapter.identity(),
-                THE_REST: [[tensor.name, tensor.shape, dtype_name(tensor.dtype), tensor.file, tensor.offset] for tensor in self.written],
-            }
-        )
+        rest = [[tensor.name, tensor.shape, dtype_name(tensor.dtype), tensor.file, tensor.offset] for tensor in self.written]
+        shard_size = self.max_shard_bytes if len(self.files) > 1 else None
+        options = {"--source-weights": self.checkpoint.weights, "--max-shard-size": shard_size}
+        return self.fingerprint_with(self.checkpoint.identity(), self.checkpoint.config, all_rules(self.architecture), rest, **options)
 
     @property
     def fingerprint_of_files(self) -> dict[str, str]:
@@ -273,13 +223,22 @@ def plan_export(
     stored = _stored(rules, checkpoint.manifest)
     written: list[tuple[str, tuple[int, ...], torch.dtype, Parts]] = []
     for place, parts in stored:
-        dtypes = {kept_dtype(part, checkpoint.dtype_before(part.name, model.dtype(part)), dtype) for part, _ in parts}
-        if len(dtypes) > 1:
+        kept = {kept_dtype(part, checkpoint.dtype_before(part.name, model.dtype(part)), dtype) for part, _ in parts}
+        if len(kept) > 1:
             raise ConversionError(f"{place.name} is made of tensors of different dtypes", "pass --dtype to choose one")
-        written.append((place.name, place.shape, dtypes.pop(), parts))
-    there = {part.name for rule in rules for part in rule.parts}
-    missing = tuple(part.name for part in hf_tensors(model.architecture) if part.name not in there)
-    return ExportPlan(checkpoint, tuple(in_files(written, max_shard_bytes)), left_out, dtype, missing, adapter, max_shard_bytes)
+        written.append((place.name, place.shape, kept.pop(), parts))
+    dtypes = {part.name: chosen for _, _, chosen, parts in written for part, _ in parts}
+    return ExportPlan(
+        checkpoint=checkpoint,
+        model=model,
+        written=tuple(in_files(written, max_shard_bytes)),
+        dtypes=dtypes,
+        left_out=left_out,
+        missing=tuple(part.name for part in hf_tensors(model.architecture) if part.name not in dtypes),
+        adapter=adapter,
+        dtype_asked=dtype,
+        max_shard_bytes=max_shard_bytes,
+    )
 
 
 def _check_manifest(checkpoint: MegatronCheckpoint, rules: list[Rule], excused: tuple[str, ...]) -> None:
@@ -364,7 +323,7 @@ class _Export(Conversion):
 
     def __init__(self, plan: ExportPlan, staging: Staging, options: RunOptions) -> None:
         checkpoint = plan.checkpoint
-        super().__init__(plan, staging, Narrowing(asked=plan.dtype is not None), checkpoint.manifest, checkpoint.directory)
+        super().__init__(plan, staging, Narrowing(asked=plan.dtype_asked is not None), checkpoint.manifest, checkpoint.directory)
         self._export, self._opened = plan, OpenFiles(os.O_RDWR)
         self._headers = {file: header_of(tensors) for file, tensors in plan.files.items()}
         self._tensors = {tensor.name: tensor for tensor in plan.written}

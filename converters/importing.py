@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.adapters.lora import LoraAdapter
 from converters.adapters.lora_model import merge_import
 from converters.check import check_plausible, check_source, is_excused, stored_twice
 from converters.checkpoint.artifacts import (
@@ -27,17 +26,7 @@ from converters.checkpoint.artifacts import (
     refuse_changed_config,
     refuse_changed_files,
 )
-from converters.checkpoint.manifest import (
-    RULES,
-    THE_REST,
-    WEIGHTS,
-    ConversionManifest,
-    TensorRecord,
-    dtype_name,
-    fingerprint_of_rules,
-    fingerprints,
-    read_manifest,
-)
+from converters.checkpoint.manifest import ConversionManifest, TensorRecord, dtype_name, read_manifest
 from converters.checkpoint.narrowing import Narrowing, kept_dtype
 from converters.checkpoint.quantized import DequantizedSource, drop_quantization
 from converters.checkpoint.source import HuggingFaceSource
@@ -47,7 +36,7 @@ from converters.checkpoint.work import (
     RunOptions,
     row_ranges,
 )
-from converters.conversion import Chunk, Conversion, Rows, convert
+from converters.conversion import Chunk, Conversion, Plan, Rows, convert
 from converters.errors import ConversionError
 from converters.families.read import config_notes, read_architecture
 from converters.mapping.layouts import padded_vocab_size, runs_of
@@ -67,21 +56,15 @@ from converters.torch_dist.writer import ItemFile, StoredItem, StoredTensor, fin
 _FILES, _SMALLEST_FILE, _LARGEST_FILE = 32, 16 * 2**20, 512 * 2**20
 
 
-@dataclass(frozen=True)
-class ImportPlan:
-    """Import plan: what an import will do.
+@dataclass(frozen=True, kw_only=True)
+class ImportPlan(Plan):
+    """What an import will do.
 
     Attributes:
-        model: the source.
         rules: parameters to write, in order.
         stacked: whether layers are stacked.
         padded_vocab: rows of the embedding.
-        dtypes: of each Hugging Face tensor, as it will be kept.
         also_stored: names of the source that say what another tensor says, with that tensor.
-        left_out: names without a counterpart that were excused.
-        missing: tensors that the source does not have, and is excused for.
-        adapter: that is merged into the tensors of ``model``.
-        dtype_asked: of all tensors; None keeps every tensor's own.
         config_notes: what a user should know of the config.
         config: the parsed ``config.json`` of the source.
         config_hash: SHA-256 of its bytes.
@@ -93,12 +76,7 @@ class ImportPlan:
     rules: tuple[Rule, ...]
     stacked: bool
     padded_vocab: int
-    dtypes: Mapping[str, torch.dtype]
     also_stored: Mapping[str, str]
-    left_out: tuple[str, ...]
-    missing: tuple[str, ...] = ()
-    adapter: LoraAdapter | None = None
-    dtype_asked: torch.dtype | None = None
     config_notes: tuple[str, ...] = ()
 
     @property
@@ -111,12 +89,7 @@ class ImportPlan:
             notes["config.json"] = "; ".join(self.config_notes)
         if unread := source.unread_files():
             notes["not_read"] = f"{', '.join(unread)}: not part of the checkpoint (left by an earlier save?)"
-        return notes if self.adapter is None else notes | self.adapter.notes()
-
-    @property
-    def architecture(self) -> Architecture:
-        """Architecture of the model."""
-        return self.model.architecture
+        return notes | super().notes
 
     def place(self, rule: Rule) -> StoredPlace:
         """Place of a parameter in the checkpoint."""
@@ -166,18 +139,8 @@ class ImportPlan:
             [[name, [rule.megatron_name for rule in rules]] for name, rules in self.files],
             {name: dtype_name(dtype) for name, dtype in self.dtypes.items()},
         ]
-        return fingerprints(
-            {
-                WEIGHTS: self.model.source.identity(),
-                "config.json": self.config,
-                RULES: fingerprint_of_rules(self.rules),
-                "--dtype": str(self.dtype_asked),
-                "--vocab-multiple": self.padded_vocab,
-                "--allow-missing": [self.missing, self.left_out],
-                "--lora": [] if self.adapter is None else self.adapter.identity(),
-                THE_REST: rest,
-            }
-        )
+        options = {"--vocab-multiple": self.padded_vocab}
+        return self.fingerprint_with(self.model.source.identity(), self.config, self.rules, rest, **options)
 
     @functools.cached_property
     def _stored(self) -> dict[str, StoredTensor]:

@@ -20,7 +20,7 @@ from converters.files.reading import identity_of
 from converters.foreign.agreement import check_agreement
 from converters.foreign.hf_config import derived_config
 from converters.foreign.master_weights import optimizer_beside
-from converters.foreign.opening import are_stacked, canonical, read_settings, tensors_of, token_entries, vocab_size_of
+from converters.foreign.opening import canonical, read_settings, tensors_of, token_entries, vocab_size_of
 from converters.foreign.options import MODEL_WEIGHTS, OpeningOptions
 from converters.foreign.settings import ForeignSettings
 from converters.foreign.view import EMBEDDING
@@ -106,7 +106,7 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
     manifest = read_manifest(directory) if options.weights == MODEL_WEIGHTS else None
     return MegatronCheckpoint(
         directory,
-        MegatronModel(canonical(tensors, architecture), architecture, are_stacked(tensors)),
+        MegatronModel(canonical(tensors, architecture), architecture),
         options.tokenizer if made else hf_directory,
         config,
         manifest,

@@ -6,13 +6,13 @@ import os
 import re
 import threading
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint.safetensors_file import OpenFiles, SafetensorsFile
 from converters.errors import ConversionError
 from converters.files.kinds import misplaced_kind, unfinished_download
-from converters.files.reading import identity_of, read_json_object
+from converters.files.reading import identity_of, read_json_object, unusable_names
 from converters.torch_dist.location import holds_checkpoint
 
 if TYPE_CHECKING:
@@ -261,16 +261,11 @@ class HuggingFaceSource:
         path = self.directory / _INDEX
         if not isinstance(weight_map, Mapping) or not weight_map:
             raise ConversionError(f"{path} has no weight_map", "fetch or write the index again")
-        problems = []
-        for file_name in sorted({str(value) for value in weight_map.values()}):
-            plain = PurePosixPath(file_name).name == file_name and "\\" not in file_name and file_name.endswith(".safetensors")
-            if not plain:
-                problems.append(f"{file_name!r} is not the plain name of a safetensors file in the directory")
-            elif not (self.directory / file_name).is_file():
-                problems.append(f"{file_name} does not exist")
+        files = {str(name): str(file_name) for name, file_name in weight_map.items()}
+        problems = unusable_names(self.directory, {*files.values()}, "safetensors file", ".safetensors")
         if problems:
             raise ConversionError(f"{path} names files that cannot be used", "fetch the checkpoint again", problems)
-        return {str(name): str(file_name) for name, file_name in weight_map.items()}
+        return files
 
     def _file(self, name: str) -> SafetensorsFile:
         if name not in self._file_of:

@@ -10,7 +10,7 @@ import json
 import shutil
 import stat
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from converters.errors import ConversionError
@@ -105,6 +105,17 @@ def check_depth(content: Any, what: str) -> None:
             raise ConversionError(f"{what} nests deeper than {DEEPEST} levels", "fetch or write the file again")
         children = [value.values() if isinstance(value, Mapping) else value for value in level if isinstance(value, (Mapping, list, tuple))]
         level, depth = [child for several in children for child in several], depth + 1
+
+
+def unusable_names(directory: Path, names: Iterable[str], kind: str = "file", suffix: str = "") -> list[str]:
+    """Return what is wrong with names of files that an index gives: each has to be plain, with the suffix, and in the directory."""
+    problems = []
+    for name in sorted(names):
+        if PurePosixPath(name).name != name or "\\" in name or not name.endswith(suffix):
+            problems.append(f"{name!r} is not the plain name of a {kind} in the directory")
+        elif not (directory / name).is_file():
+            problems.append(f"{name} does not exist")
+    return problems
 
 
 def identity_of(paths: Iterable[Path]) -> list[list[str | int]]:

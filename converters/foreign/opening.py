@@ -30,7 +30,7 @@ from converters.foreign.view import CanonicalTensors, refuse_adapters, without_p
 from converters.mapping.layouts import padded_vocab_size
 from converters.mapping.rules import all_rules
 from converters.model_config.architecture import Architecture
-from converters.torch_dist.keys import stored_place
+from converters.torch_dist.keys import are_stacked, stored_place
 from converters.torch_dist.reader import StoredTensors, TorchDistCheckpoint
 from converters.torch_dist.writer import COMMON_FILE
 
@@ -120,11 +120,6 @@ def tensors_of(checkpoint: TorchDistCheckpoint, weights: str) -> StoredTensors:
     """
     refuse_adapters(checkpoint)
     return without_prefix(with_master_weights(checkpoint) if weights == MASTER_WEIGHTS else checkpoint)
-
-
-def are_stacked(tensors: StoredTensors) -> bool:
-    """Whether the layers of a decoder are stacked."""
-    return any(key.startswith("decoder.layers.self_attention.") for key in tensors)
 
 
 def canonical(tensors: StoredTensors, architecture: Architecture) -> CanonicalTensors:

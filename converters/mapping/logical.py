@@ -21,7 +21,7 @@ from converters.mapping.places import locate, read_part
 from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, TensorLocation
 from converters.mapping.rules import all_rules
 from converters.model_config.architecture import Architecture
-from converters.torch_dist.keys import StoredPlace, stored_place
+from converters.torch_dist.keys import StoredPlace, are_stacked, stored_place
 from converters.torch_dist.reader import StoredTensors
 
 
@@ -109,13 +109,12 @@ class MegatronModel(LogicalModel):
     Args:
         checkpoint: its tensors.
         architecture: the model.
-        stacked: whether its layers are stacked; by default what its keys say.
     """
 
-    def __init__(self, checkpoint: StoredTensors, architecture: Architecture, stacked: bool | None = None) -> None:
+    def __init__(self, checkpoint: StoredTensors, architecture: Architecture) -> None:
         self.checkpoint = checkpoint
         self.architecture = architecture
-        self.stacked = any(key.startswith("decoder.layers.self_attention.") for key in checkpoint) if stacked is None else stacked
+        self.stacked = are_stacked(checkpoint)
         self._rules = {part.name: (rule, index) for rule in all_rules(architecture) for index, part in enumerate(rule.parts)}
 
     def holds(self, tensor: HuggingFaceTensor) -> bool:

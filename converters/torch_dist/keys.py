@@ -8,7 +8,7 @@ always stacked. The portable and the Transformer Engine layer spec share the key
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from converters.mapping.rule import Rule, fused_norms
@@ -38,6 +38,11 @@ class StoredPlace:
 def is_stacked(architecture: Architecture) -> bool:
     """Whether Megatron-Core stacks the layers of such a model: all of one kind, with experts or without."""
     return architecture.mixture is None or all(architecture.mixture.sparse_layers)
+
+
+def are_stacked(keys: Iterable[str]) -> bool:
+    """Whether the layers of a checkpoint with these keys are stacked."""
+    return any(key.startswith("decoder.layers.self_attention.") for key in keys)
 
 
 def stored_place(rule: Rule, architecture: Architecture, *, stacked: bool) -> StoredPlace:

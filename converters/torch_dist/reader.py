@@ -8,17 +8,17 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from converters.checkpoint.boxes import Box, intersection, part, relative, shape_of, whole
+from converters.checkpoint.boxes import Box, intersection, part, read_bytes, relative, shape_of, whole
 from converters.checkpoint.safetensors_file import OpenFiles
 from converters.errors import ConversionError
-from converters.files.reading import require_regular
+from converters.files.reading import unusable_names
 from converters.files.restricted import DAMAGED
 from converters.torch_dist.index import read_index
 from converters.torch_dist.items import RawTensor, find_tensor, read_raw
@@ -90,7 +90,10 @@ class TorchDistCheckpoint:
             raise ConversionError(
                 f"{directory / INDEX_FILE} is damaged ({type(error).__name__}: {error})", "fetch or write the checkpoint again"
             ) from error
-        self._check_files({chunk.file for stored in self._tensors.values() for chunks in stored.chunks.values() for chunk in chunks})
+        names = {chunk.file for stored in self._tensors.values() for chunks in stored.chunks.values() for chunk in chunks}
+        problems = unusable_names(directory, names)
+        if problems:
+            raise ConversionError(f"the index of {directory} names files that cannot be used", "fetch the checkpoint again", problems)
         self._files = OpenFiles()
         self._found: dict[tuple[str, int], RawTensor] = {}
         self._lock = threading.Lock()
@@ -147,18 +150,12 @@ class TorchDistCheckpoint:
             ConversionError: there is none of that name, or its file is missing or too short.
         """
         place = self._object_places.get(key)
-        name = "" if place is None else str(place.relative_path)
-        if place is None or PurePosixPath(name).name != name or "\\" in name:
+        if place is None or unusable_names(self.directory, [str(place.relative_path)]):
             raise ConversionError(f"{self.directory} has no object {key!r}", "check that the checkpoint is complete")
-        try:
-            with require_regular(self.directory / name).open("rb") as file:
-                file.seek(place.offset)
-                content = file.read(place.length)
-        except OSError as error:
-            raise ConversionError(f"{key} in {self.directory / name} cannot be read ({error})", "fetch the checkpoint again") from error
-        if len(content) != place.length:
-            raise ConversionError(f"{self.directory / name} ends inside {key}", "fetch the checkpoint again")
-        return content
+        path, content = self.directory / str(place.relative_path), bytearray(place.length)
+        with self._files.use(path) as descriptor:
+            read_bytes(descriptor, place.offset, memoryview(content), f"{key} in {path}")
+        return bytes(content)
 
     def is_saved(self, key: str, box: Box) -> bool:
         """Whether all of a box of a stored tensor was saved, exactly once; from the index alone."""
@@ -197,17 +194,6 @@ class TorchDistCheckpoint:
         if key not in self._tensors:
             raise ConversionError(f"{self.directory} has no tensor {key!r}", "check that the checkpoint is complete and of this family")
         return self._tensors[key]
-
-    def _check_files(self, names: set[str]) -> None:
-        problems = []
-        for name in sorted(names):
-            plain = PurePosixPath(name).name == name and "\\" not in name
-            if not plain:
-                problems.append(f"{name!r} is not the plain name of a file in the directory")
-            elif not (self.directory / name).is_file():
-                problems.append(f"{name} does not exist")
-        if problems:
-            raise ConversionError(f"the index of {self.directory} names files that cannot be used", "fetch the checkpoint again", problems)
 
 
 def _missing(box: Box, pieces: list[tuple[Box, _Chunk]]) -> int:

@@ -9,7 +9,7 @@ from itertools import combinations
 from rich.console import Console
 from rich.table import Table
 
-from megarl.parity.case import BACKENDS, DENSE, OF_MEGATRON, PATHS, RECIPE_EPSILON, SPARSE, Case
+from megarl.parity.case import BACKENDS, BATCHINGS, DENSE, OF_MEGATRON, PATHS, PRECISIONS, RECIPE_EPSILON, SPARSE, Case
 
 _LOSS_NAMES = {
     "nll": "loss: NLL",
@@ -80,80 +80,19 @@ _ADVANTAGE_OPTION_NAMES = {
     "bootstrap": "generalized advantages: value behind what was cut off",
     "white": "generalized advantages whitened",
 }
-_PARALLEL = ("tensor parallel", "sequence parallel", "pipeline parallel", "context parallel", "expert parallel", "data parallel")
-FEATURES = (
-    *(f"family: {family}" for family in (*DENSE, *OF_MEGATRON, *SPARSE)),
-    "tied embeddings",
-    "rope scaling",
-    "sliding window",
-    *_PARALLEL,
-    "ring attention",
-    "written tensor-parallel plan",
-    "uneven stages",
-    "written pipeline layout",
-    "virtual pipeline",
-    "expert tensor parallel",
-    "expert dispatch: alltoall",
-    "expert dispatch: allgather",
-    "load balancing: global batch",
-    "load balancing: sequence",
-    "router z-loss",
-    "frozen routers",
-    "routers in float32 or float64",
-    *(f"batching: {name}" for name in ("fixed", "dynamic", "packed")),
-    *_LOSS_NAMES.values(),
-    *(name for of_loss in _OPTION_NAMES.values() for name in of_loss.values()),
-    *_ADVANTAGE_NAMES.values(),
-    *_ADVANTAGE_OPTION_NAMES.values(),
-    *(f"precision: {name}" for name in ("float32", "bfloat16", "float16")),
-    "temperature",
-    "top-k",
-    "top-p",
-    "masked samples",
-    "samples in groups, not trained on",
-    "zero valid tokens on a rank",
-    "zero valid tokens",
-    "optimizer: Adam",
-    "Adam with epsilon 1e-8",
-    "optimizer: SGD",
-    "gradient clipping",
-    "learning-rate warm-up",
-    "learning-rate decay",
-    "warm-up, then decay",
-    "weight-decay growth",
-    "gradients summed in float32",
-    "distributed optimizer",
-    "overlapped reductions",
-    "activation recompute",
-    *(f"paths: {name}" for name in PATHS),
-    "output layer in chunks",
-    "reference policy",
-    "evaluation",
-    "two global batches a call",
-    "offload",
-)
-"""Every feature, in the order of the table."""
 
 
-def features(case: Case) -> list[str]:
-    """The features that a case has, in the order of ``FEATURES``."""
-    has = {
-        f"family: {case.family}",
-        f"batching: {case.batching}",
-        f"precision: {case.precision}",
-        f"paths: {case.paths}",
-        _LOSS_NAMES[case.loss_kind],
-        *(_OPTION_NAMES[case.loss_kind][option] for option in case.loss_options),
-        _ADVANTAGE_NAMES.get(case.advantages_kind, ""),
-        *(_ADVANTAGE_OPTION_NAMES[option] for option in case.advantages_options),
-        f"optimizer: {'Adam' if case.optimizer == 'adam' else 'SGD'}",
-    }
-    switches = {
+def _table(case: Case) -> dict[str, bool]:
+    """Every feature in the order of the table, and whether a case has it."""
+    loss, options, made = case.loss_kind, case.loss_options, case.advantages_options
+    # where a token goes to all experts, all are in balance whatever the routers do
+    balanced = case.balance if case.topk < case.experts else "none"
+    return {
+        **{f"family: {family}": case.family == family for family in (*DENSE, *OF_MEGATRON, *SPARSE)},
         "tied embeddings": case.tied,
         "rope scaling": case.rope != "default",
         "sliding window": case.window > 0,
         "tensor parallel": case.tp > 1,
-        "Adam with epsilon 1e-8": case.optimizer == "adam" and case.eps == RECIPE_EPSILON,
         "sequence parallel": case.sp,
         "pipeline parallel": case.pp > 1,
         "context parallel": case.cp > 1,
@@ -167,12 +106,17 @@ def features(case: Case) -> list[str]:
         "expert tensor parallel": case.etp > 1,
         "expert dispatch: alltoall": case.experts > 0 and case.dispatcher == "alltoall",
         "expert dispatch: allgather": case.dispatcher == "allgather",
-        # where a token goes to all experts, all are in balance whatever the routers do
-        "load balancing: global batch": case.balance == "aux" and case.topk < case.experts,
-        "load balancing: sequence": case.balance == "seq" and case.topk < case.experts,
+        "load balancing: global batch": balanced == "aux",
+        "load balancing: sequence": balanced == "seq",
         "router z-loss": case.zloss,
         "frozen routers": case.freeze,
         "routers in float32 or float64": case.router != "model",
+        **{f"batching: {name}": case.batching == name for name in BATCHINGS},
+        **{name: kind == loss for kind, name in _LOSS_NAMES.items()},
+        **{name: kind == loss and option in options for kind, names in _OPTION_NAMES.items() for option, name in names.items()},
+        **{name: kind == case.advantages_kind for kind, name in _ADVANTAGE_NAMES.items()},
+        **{name: option in made for option, name in _ADVANTAGE_OPTION_NAMES.items()},
+        **{f"precision: {name}": case.precision == name for name in PRECISIONS},
         "temperature": case.temperature != 1.0,
         "top-k": case.keep > 0,
         "top-p": case.nucleus < 1,
@@ -180,6 +124,9 @@ def features(case: Case) -> list[str]:
         "samples in groups, not trained on": case.masked == "some" and case.compares_answers,
         "zero valid tokens on a rank": case.masked == "rank" and case.dp > 1,
         "zero valid tokens": case.masked == "all",
+        "optimizer: Adam": case.optimizer == "adam",
+        "Adam with epsilon 1e-8": case.optimizer == "adam" and case.eps == RECIPE_EPSILON,
+        "optimizer: SGD": case.optimizer == "sgd",
         "gradient clipping": case.clip > 0,
         "learning-rate warm-up": case.warmup,
         "learning-rate decay": case.schedule != "constant",
@@ -189,13 +136,22 @@ def features(case: Case) -> list[str]:
         "distributed optimizer": case.distopt,
         "overlapped reductions": case.overlap,
         "activation recompute": case.recompute,
+        **{f"paths: {name}": case.paths == name for name in PATHS},
         "output layer in chunks": case.chunk > 0,
         "reference policy": case.reference,
         "evaluation": case.evaluate,
         "two global batches a call": case.together,
         "offload": case.offload,
     }
-    return [name for name in FEATURES if name in has or switches.get(name)]
+
+
+FEATURES = tuple(_table(Case()))
+"""Every feature, in the order of the table."""
+
+
+def features(case: Case) -> list[str]:
+    """The features that a case has, in the order of ``FEATURES``."""
+    return [name for name, has in _table(case).items() if has]
 
 
 def _column(backend: str, half: bool) -> str:
