@@ -348,19 +348,20 @@ def _inspect(arguments: argparse.Namespace) -> Answer:
 
 def _plan(arguments: argparse.Namespace) -> Answer:
     from converters.checkpoint.quantized import open_dequantized
-    from converters.describe import describe_export, describe_import
-    from converters.exporting import plan_export
-    from converters.importing import plan_import
+    from converters.describe import describe_plan
+    from converters.exporting import ExportPlan, plan_export
+    from converters.importing import ImportPlan, plan_import
     from converters.opening import MEGATRON, kind_of, open_megatron
 
     path = arguments.paths[0]
     options: dict[str, Any] = {"dtype": _dtype(arguments.dtype), "allow_missing": tuple(arguments.allow_missing), "lora": arguments.lora}
+    plan: ImportPlan | ExportPlan
     if kind_of(path) == MEGATRON:
-        facts = describe_export(plan_export(open_megatron(path, opening_options(arguments)), **options), arguments.workers)
+        plan = plan_export(open_megatron(path, opening_options(arguments)), **options)
     else:
         ignored = tuple(arguments.ignore_config_key)
         plan = plan_import(open_dequantized(path), **options, allow_unsupported=arguments.allow_unsupported, ignore_config_keys=ignored)
-        facts = describe_import(plan, arguments.workers)
+    facts = describe_plan(plan, arguments.workers)
     width = max(len(tensor["key"]) for tensor in facts["tensors"])
     lines = [f"{one['key']:<{width}}  {one['dtype']:>8}  {one['bytes']:>14,}  {one['shape']}" for one in facts["tensors"]]
     lines.append(

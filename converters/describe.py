@@ -64,30 +64,16 @@ def describe(opened: Opened) -> dict[str, Any]:
     return facts | {"architecture": asdict(architecture)}
 
 
-def describe_import(plan: ImportPlan, workers: int) -> dict[str, Any]:
-    """Return what an import would write."""
-    tensors = [
-        {"key": tensor.key, "shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "bytes": tensor.size} for tensor in plan.tensors
-    ]
-    return _described("import", plan.architecture.family, tensors, [name for name, _ in plan.files], workers)
-
-
-def describe_export(plan: ExportPlan, workers: int) -> dict[str, Any]:
-    """Return what an export would write."""
-    tensors = [
-        {"key": tensor.name, "shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "bytes": tensor.size}
-        for tensor in plan.written
-    ]
-    return _described("export", plan.architecture.family, tensors, list(plan.files), workers)
-
-
-def _described(direction: str, family: str, tensors: list[dict[str, Any]], files: list[str], workers: int) -> dict[str, Any]:
+def describe_plan(plan: ImportPlan | ExportPlan, workers: int) -> dict[str, Any]:
+    """Return what a conversion would write."""
+    stored = plan.tensors if isinstance(plan, ImportPlan) else plan.written
+    tensors = [{"key": one.key, "shape": list(one.shape), "dtype": dtype_name(one.dtype), "bytes": one.size} for one in stored]
     return {
-        "direction": direction,
-        "family": family,
+        "direction": "import" if isinstance(plan, ImportPlan) else "export",
+        "family": plan.architecture.family,
         "tensors": tensors,
         "bytes": sum(tensor["bytes"] for tensor in tensors),
-        "files": files,
+        "files": [name for name, _ in plan.files] if isinstance(plan, ImportPlan) else list(plan.files),
         "peak_memory": resident_memory() + workers * BYTES_A_WORKER,
     }
 

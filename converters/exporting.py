@@ -54,13 +54,13 @@ class WrittenTensor:
     """A tensor as it will stand in a safetensors file.
 
     Attributes:
-        name, shape, dtype: of the stored tensor.
+        key, shape, dtype: of the stored tensor.
         parts: the Hugging Face tensors in it, each with its place; a tensor stored under its own name is one part.
         file: name of the file.
         offset: of its first byte, from the end of the header.
     """
 
-    name: str
+    key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: Parts
@@ -112,7 +112,7 @@ def in_files(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype, Parts]],
 def header_of(tensors: Sequence[WrittenTensor]) -> bytes:
     """The header of the file that holds these tensors, its length in front."""
     entries = {
-        tensor.name: {
+        tensor.key: {
             "dtype": _STORED_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [tensor.offset, tensor.offset + tensor.size],
@@ -128,7 +128,7 @@ def index_of(tensors: Sequence[WrittenTensor]) -> str | None:
     """The text of ``model.safetensors.index.json``; None for a single file."""
     if len({tensor.file for tensor in tensors}) == 1:
         return None
-    weight_map = {tensor.name: tensor.file for tensor in sorted(tensors, key=lambda tensor: tensor.name)}
+    weight_map = {tensor.key: tensor.file for tensor in sorted(tensors, key=lambda tensor: tensor.key)}
     size = sum(tensor.size for tensor in tensors)
     return json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2) + "\n"
 
@@ -169,7 +169,7 @@ class ExportPlan(Plan):
     @functools.cached_property
     def fingerprint(self) -> dict[str, str]:
         """Changes with whatever changes the bytes that will be written; by the name of what decides about them."""
-        rest = [[tensor.name, tensor.shape, dtype_name(tensor.dtype), tensor.file, tensor.offset] for tensor in self.written]
+        rest = [[tensor.key, tensor.shape, dtype_name(tensor.dtype), tensor.file, tensor.offset] for tensor in self.written]
         shard_size = self.max_shard_bytes if len(self.files) > 1 else None
         options = {"--source-weights": self.checkpoint.weights, "--max-shard-size": shard_size}
         return self.fingerprint_with(self.checkpoint.identity(), self.checkpoint.config, all_rules(self.architecture), rest, **options)
@@ -326,9 +326,9 @@ class _Export(Conversion):
         super().__init__(plan, staging, Narrowing(asked=plan.dtype_asked is not None), checkpoint.manifest, checkpoint.directory)
         self._export, self._opened = plan, OpenFiles(os.O_RDWR)
         self._headers = {file: header_of(tensors) for file, tensors in plan.files.items()}
-        self._tensors = {tensor.name: tensor for tensor in plan.written}
-        self.pieces = {tensor.name: [part for part, _ in tensor.parts] for tensor in plan.written}
-        self.files = [[tensor.name for tensor in tensors] for tensors in plan.files.values()]
+        self._tensors = {tensor.key: tensor for tensor in plan.written}
+        self.pieces = {tensor.key: [part for part, _ in tensor.parts] for tensor in plan.written}
+        self.files = [[tensor.key for tensor in tensors] for tensors in plan.files.values()]
         for number in filter(options.has, range(len(self.files))):
             path, header, length = self._file(number)
             path.touch(0o644)
@@ -340,7 +340,7 @@ class _Export(Conversion):
         """Path, header and bytes of a file."""
         tensors = [self._tensors[name] for name in self.files[number]]
         header = self._headers[tensors[0].file]
-        return self.file_of(tensors[0].name), header, len(header) + sum(tensor.size for tensor in tensors)
+        return self.file_of(tensors[0].key), header, len(header) + sum(tensor.size for tensor in tensors)
 
     def size(self, name: str) -> int:
         return self._tensors[name].size

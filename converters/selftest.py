@@ -37,7 +37,6 @@ from converters.exporting import export_model, plan_export
 from converters.families import family_of, is_built_in
 from converters.families.base import Family
 from converters.families.head import head_rules
-from converters.families.hf_config import read_hf_config
 from converters.families.read import read_architecture, unread_keys, with_defaults
 from converters.family_file import load_family_file
 from converters.files.reading import read_json_object
@@ -59,7 +58,7 @@ from converters.selftest_models import (
     variants,
 )
 from converters.torch_dist.keys import is_stacked, stored_place
-from converters.verify import verify
+from converters.verify import logits_of, verify
 
 _TENSOR_PARALLEL_SIZES = (1, 2)
 _ONE_PART, _GATE_AND_UP, _HEADS = 1, 2, 3
@@ -260,7 +259,8 @@ class _Variant:
             return Finding(self.name, check, "left out", f"Megatron-Core has no such model: {error.what}")
         tokens = torch.randint(0, self.architecture.vocab_size, _TOKENS, generator=torch.Generator().manual_seed(1))
         try:
-            difference = float((compute(self.model, tokens) - _transformers_logprobs(self.model, tokens)).abs().max())
+            chosen = logits_of(self.model, tokens).log_softmax(-1)[:, :-1].gather(2, tokens[:, 1:, None]).squeeze(2)
+            difference = float((compute(self.model, tokens) - torch.nn.functional.pad(chosen, (1, 0))).abs().max())
         except ConversionError as error:
             return Finding(self.name, check, "failed", str(error))
         result: Literal["passed", "failed"] = "passed" if difference <= LOGPROB_BOUND else "failed"
@@ -270,16 +270,6 @@ class _Variant:
 def _refuse(problems: list[str]) -> None:
     if problems:
         raise ConversionError("these rules do not hold together", "correct the rules of the family", problems)
-
-
-def _transformers_logprobs(model: Path, tokens: Tensor) -> Tensor:
-    from transformers import AutoModelForCausalLM
-
-    with torch.no_grad():
-        options = {"config": read_hf_config(model), "dtype": torch.float32, "experts_implementation": "eager"}
-        computed = AutoModelForCausalLM.from_pretrained(model, **options).eval()
-        chosen = computed(input_ids=tokens).logits.log_softmax(-1)[:, :-1].gather(2, tokens[:, 1:, None]).squeeze(2)
-    return torch.nn.functional.pad(chosen, (1, 0))
 
 
 FAILED = 1

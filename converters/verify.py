@@ -8,6 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from converters.adapters.lora_model import merge_opened
 from converters.check import account, check_source
 from converters.checkpoint.artifacts import changed_files, file_hashes, speaks
@@ -33,6 +36,7 @@ from converters.foreign.options import OpeningOptions
 from converters.importing import import_model, plan_import
 from converters.mapping.logical import HuggingFaceModel, MegatronModel
 from converters.mapping.rules import hf_tensors
+from converters.model_config.heads import ScoreHead
 from converters.opening import Opened, open_any, open_megatron
 
 
@@ -167,12 +171,12 @@ def _unchecked_files(opened: Sequence[Opened]) -> Iterator[str]:
         yield f"files that differ and say nothing of the model: {', '.join(silent)}"
 
 
-def logits_difference(one: Opened, other: Opened, tokens: int = 16) -> float:
+def logits_difference(one: Opened, other: Opened) -> float:
     """Largest absolute difference of the logits that plain transformers computes from both, in float32 on a CPU, of random tokens.
 
     A Megatron checkpoint is exported to a temporary directory first. Both models are in memory, one after the other.
     """
-    results = [_logits(opened, tokens) for opened in (one, other)]
+    results = [_logits(opened) for opened in (one, other)]
     return float((results[0] - results[1]).abs().max())
 
 
@@ -189,13 +193,21 @@ def known_config(directory: Path) -> Any:
         raise ConversionError(what, "leave --logits out") from error
 
 
-def _logits(opened: Opened, tokens: int) -> Any:
-    import torch
+def logits_of(directory: Path, ids: Tensor, head: ScoreHead | None = None) -> Tensor:
+    """Return the logits that plain transformers computes of token ids, in float32 on a CPU; of a model that scores its scores."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-    head: Any = opened.model.architecture.head
     scoring = AutoModelForTokenClassification if head is not None and head.bias else AutoModelForSequenceClassification
-    model_class = AutoModelForCausalLM if head is None else scoring
+    # the grouped product of experts that transformers prefers does not take every width
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
+    model_class: Any = AutoModelForCausalLM if head is None else scoring
+    model = model_class.from_pretrained(directory, config=known_config(directory), **options).eval()
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+def _logits(opened: Opened) -> Tensor:
     with tempfile.TemporaryDirectory() as temporary:
         directory = opened.path
         if opened.megatron is not None:
@@ -206,13 +218,9 @@ def _logits(opened: Opened, tokens: int) -> Any:
             directory, imported = Path(temporary) / "model", Path(temporary) / "imported"
             import_model(plan_import(opened.model.source, allow_unsupported=True), imported)
             export_model(plan_export(open_megatron(imported)), directory)
-        # the grouped product of experts that transformers prefers does not take every width
-        options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
-        model = model_class.from_pretrained(directory, config=known_config(directory), **options).eval()
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, opened.model.architecture.vocab_size, (2, tokens), generator=generator)
-        with torch.no_grad():
-            return model(input_ids=ids, use_cache=False).logits
+        architecture = opened.model.architecture
+        ids = torch.randint(0, architecture.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+        return logits_of(directory, ids, architecture.head)
 
 
 DIFFERENT = 1

@@ -18,7 +18,7 @@ from torch import Tensor
 from converters.adapters.lora_config import LoraConfig, is_among
 from converters.adapters.megatron_adapter import PEFT_PREFIX, MegatronAdapter
 from converters.adapters.peft_directory import PeftDirectory, is_peft_directory
-from converters.adapters.replaced_rows import AdapterSource, Replacements
+from converters.adapters.replaced_rows import FLOATS, AdapterSource, Replacements
 from converters.check import wrapped_names
 from converters.errors import ConversionError
 from converters.files.reading import identity_of
@@ -32,7 +32,6 @@ _FACTOR = re.compile(r"(?P<module>.+)\.(?P<factor>lora_(?:embedding_)?[AB])(?:\.
 # of float32 temporaries; small enough for a processor's cache
 _BLOCK_ELEMENTS = 2**17
 _FIX = "use the base model that the adapter was trained on, and an adapter of plain LoRA"
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 Member = tuple[HuggingFaceTensor, TensorLocation]
@@ -68,6 +67,7 @@ class LoraAdapter:
         base: names of the tensors of the base model that are stored with the adapter, by the name of the Hugging Face tensor.
         factors: by the name of the Hugging Face tensor that they change.
         replaced: rows that it has in place of the base model's, by the name of the Hugging Face tensor.
+        changed: names of the Hugging Face tensors that it changes.
     """
 
     def __init__(self, directory: Path, architecture: Architecture) -> None:
@@ -80,23 +80,15 @@ class LoraAdapter:
         replacements = Replacements(self.source, tensors, architecture.tied_embeddings)
         self.replaced = replacements.found
         self.factors = self._fit(tensors, architecture, replacements)
+        self.changed = frozenset((*self.factors, *self.replaced))
 
     def __contains__(self, name: str) -> bool:
         """Whether it changes the Hugging Face tensor of that name."""
-        return name in self.factors or name in self.replaced
-
-    @property
-    def changed(self) -> frozenset[str]:
-        """Names of the Hugging Face tensors that it changes."""
-        return frozenset((*self.factors, *self.replaced))
-
-    def __len__(self) -> int:
-        """Hugging Face tensors that it changes."""
-        return len(self.changed)
+        return name in self.changed
 
     def notes(self) -> dict[str, str | int]:
         """Return what a conversion says of it."""
-        return {"lora": self.directory.resolve().name, "lora_tensors": len(self)}
+        return {"lora": self.directory.resolve().name, "lora_tensors": len(self.changed)}
 
     def identity(self) -> list[list[str | int]]:
         """Changes when its files do."""
@@ -161,8 +153,7 @@ class LoraAdapter:
             block = module.removesuffix(".base_layer").removesuffix(".base_layer")
             candidates = [stack for stack in stacks if stack.rpartition(".")[0] == block]
             if candidates:
-                faults = self._fit_stack(module, names, {stack: stacks[stack] for stack in candidates}, fitted)
-                problems += faults
+                problems += self._fit_stack(module, names, {stack: stacks[stack] for stack in candidates}, fitted)
                 continue
             faults = list(self._faults(module, names, tensors, tied))
             problems += faults
@@ -215,7 +206,7 @@ class LoraAdapter:
             listing = ", ".join(f"{stack} for {[list(shape) for shape in expected]}" for stack, expected in wanted.items())
             return [f"shape: {down} and {up} are {[list(shape) for shape in shapes]}; {listing} would be asked"]
         dtypes = [self.source.dtype(name) for name in (down, up)]
-        if not set(dtypes) <= set(_FLOATS):
+        if not set(dtypes) <= set(FLOATS):
             return [f"dtype: {down} and {up} are {dtypes}; float32, bfloat16 or float16 is needed"]
         again = [tensor.name for tensor, _ in stacks[fitting[0]] if tensor.name in fitted]
         for tensor, place in stacks[fitting[0]]:
@@ -239,7 +230,7 @@ class LoraAdapter:
             expected = shapes[factor[-1]]
             if self.source.shape(name) != expected:
                 faults.append(f"shape: {name} is {list(self.source.shape(name))}, rank {rank} and {module}.weight ask for {list(expected)}")
-            elif self.source.dtype(name) not in _FLOATS:
+            elif self.source.dtype(name) not in FLOATS:
                 faults.append(f"dtype: {name} is {self.source.dtype(name)}; float32, bfloat16 or float16 is needed")
         return faults
 

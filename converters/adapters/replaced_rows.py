@@ -18,7 +18,7 @@ AdapterSource = PeftDirectory | MegatronAdapter
 
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Replacements:
         expected = base.shape if tokens is None else (len(tokens), *base.shape[1:])
         if shape != expected:
             yield f"shape: {stored} is {list(shape)}, {name} asks for {list(expected)}"
-        if dtype not in _FLOATS:
+        if dtype not in FLOATS:
             yield f"dtype: {stored} is {dtype}; float32, bfloat16 or float16 is needed"
         if tokens is not None and not all(0 <= token < base.shape[0] for token in tokens):
             yield f"trainable_token_indices of {name}: {max(tokens)} is the largest, rows 0 to {base.shape[0] - 1} are there"

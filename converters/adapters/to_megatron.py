@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 from collections import Counter
@@ -182,7 +181,12 @@ def _stored(plan: AdapterPlan, rule: Rule, hashes: TensorHashes) -> Iterator[tup
     dtype = source.dtype(next(one.down for one in found if one is not None))
     down = torch.zeros(plan.stored_rank, rule.parts[0].shape[1], dtype=dtype)
     up = torch.zeros(rows_of(rule), plan.stored_rank, dtype=dtype)
-    read = functools.partial(_read, source, hashes)
+
+    def read(name: str) -> Tensor:
+        tensor = source.read(name)
+        hashes.update(name, tensor)
+        return tensor
+
     ups: dict[int, Tensor] = {}
     for number, factors in enumerate(found):
         if factors is not None:
@@ -194,12 +198,6 @@ def _stored(plan: AdapterPlan, rule: Rule, hashes: TensorHashes) -> Iterator[tup
             up[run.position : run.position + run.length, start:stop] = ups[run.part][run.start : run.stop]
     for side, factor in (("linear_in", down), ("linear_out", up)):
         yield stored_factor(rule, plan.architecture, side, stacked=plan.stacked), factor
-
-
-def _read(source: Any, hashes: TensorHashes, name: str) -> Tensor:
-    tensor: Tensor = source.read(name)
-    hashes.update(name, tensor)
-    return tensor
 
 
 def _manifest(plan: AdapterPlan, digests: dict[str, str]) -> ConversionManifest:

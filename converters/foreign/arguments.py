@@ -12,22 +12,14 @@ import torch
 from converters.checkpoint.narrowing import main_dtype
 from converters.checkpoint.work import ConversionResult, RunOptions
 from converters.errors import ConversionError
-from converters.foreign.settings import ROPE_FACTOR
+from converters.foreign.settings import RENAMED_ARGUMENTS, ROPE_FACTOR, YARN_ARGUMENTS
 from converters.importing import ImportPlan, import_model
 from converters.model_config.architecture import Architecture
 from converters.model_config.megatron_settings import MegatronSettings, megatron_settings
 from converters.torch_dist.location import TRACKER_FILE
 
 RELEASE = "release"
-_RENAMED = {
-    "num_moe_experts": "num_experts",
-    "rope_scaling": "use_rope_scaling",
-    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
-    "max_sequence_length": "max_position_embeddings",
-    "yarn_rotary_scaling_factor": "rotary_scaling_factor",
-    "yarn_mscale": "mscale",
-    "yarn_mscale_all_dim": "mscale_all_dim",
-}
+_RENAMED = {name: others[0] for name, others in RENAMED_ARGUMENTS.items()} | YARN_ARGUMENTS
 # of YaRN in latent attention: what Megatron-LM has no flags for, and so leaves at the values of Megatron-Core
 _WITHOUT_FLAGS: dict[str, Any] = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 # nothing of a model, all of a run that saved weights alone
@@ -111,7 +103,7 @@ def megatron_lm_state(architecture: Architecture, padded_vocab: int, dtype: torc
     _require_arguments(settings)
     found = {**settings.transformer, **settings.model, **settings.attributes}
     arguments = _OF_A_RUN | _OF_OTHER_MODELS | {_RENAMED.get(name, name): value for name, value in found.items()}
-    for name in ("gated_linear_unit", "share_embeddings_and_output_weights", "layernorm_epsilon"):
+    for name in ("gated_linear_unit", "share_embeddings_and_output_weights"):
         arguments.pop(name)
     # where a config gives YaRN no scales, what Megatron-LM has without the flags means the same
     arguments |= {name: _FLAGS[name] for name in ("mscale", "mscale_all_dim") if name in arguments and arguments[name] is None}
@@ -124,7 +116,6 @@ def megatron_lm_state(architecture: Architecture, padded_vocab: int, dtype: torc
         "make_vocab_size_divisible_by": _multiple(architecture.vocab_size, padded_vocab),
         "moe_router_dtype": "fp32" if architecture.mixture is not None and architecture.mixture.routing.in_float32 else None,
         "mtp_num_layers": architecture.prediction_layers or None,
-        "norm_epsilon": architecture.norm_epsilon,
         "padded_vocab_size": padded_vocab,
         "params_dtype": dtype,
         "seq_length": architecture.max_position,

@@ -43,7 +43,7 @@ def settings_from_arguments(arguments: Mapping[str, Any], origin: str) -> Foreig
         ConversionError: they do not say even the size of the model.
     """
     values = {name: value for name, value in arguments.items() if name not in _ARGUMENTS_OF_THEIR_OWN}
-    for name, others in _RENAMED_ARGUMENTS.items():
+    for name, others in RENAMED_ARGUMENTS.items():
         for other in others:
             if values.get(name) is None and arguments.get(other) is not None:
                 values[name] = arguments[other]
@@ -57,7 +57,7 @@ def settings_from_arguments(arguments: Mapping[str, Any], origin: str) -> Foreig
     chosen = [name for name in ("swiglu", "squared_relu", "quick_geglu") if arguments.get(name)]
     values["activation"] = _ACTIVATIONS.get(" and ".join(chosen), " and ".join(chosen) or "gelu")
     if values.get("position_embedding_type") == "yarn" and not values.get("multi_latent_attention"):
-        for name, other in _YARN_ARGUMENTS.items():
+        for name, other in YARN_ARGUMENTS.items():
             if values.get(name) is None:
                 values[name] = arguments.get(other)
     return _filled(values, origin)
@@ -115,7 +115,7 @@ def settings_from_provider(model: Mapping[str, Any], origin: str) -> ForeignSett
 
 # larger numbers are damage, and would be counted through
 _SIZES = {"num_layers": 10_000, "hidden_size": 10**7, "num_attention_heads": 10**5}
-_RENAMED_ARGUMENTS = {
+RENAMED_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "num_moe_experts": ("num_experts",),
     "layernorm_epsilon": ("norm_epsilon",),
     "layernorm_zero_centered_gamma": ("apply_layernorm_1p",),
@@ -125,7 +125,7 @@ _RENAMED_ARGUMENTS = {
 }
 _ACTIVATIONS = {"swiglu": "silu", "quick_geglu": "quick_gelu"}
 # what Megatron-LM calls settings of YaRN that Megatron-Core has under the names of the other arguments
-_YARN_ARGUMENTS = {
+YARN_ARGUMENTS = {
     "yarn_rotary_scaling_factor": "rotary_scaling_factor",
     "yarn_mscale": "mscale",
     "yarn_mscale_all_dim": "mscale_all_dim",
@@ -143,7 +143,7 @@ _ARGUMENTS_OF_THEIR_OWN = frozenset(
         "swiglu",
         "untie_embeddings_and_output_weights",
         "use_rotary_position_embeddings",
-        *(other for others in _RENAMED_ARGUMENTS.values() for other in others),
+        *(other for others in RENAMED_ARGUMENTS.values() for other in others),
     }
 )
 
