@@ -15,37 +15,77 @@ import torch
 from torch import Tensor
 
 from megarl.observe.metrics import FAR, MISMATCH_MAX, MISMATCH_MEAN, MISMATCH_SHARE, Reduction
-from megarl.parity.case import Case
+from megarl.parity.case import PAIRED, Case
 from megarl.parity.errors import BOUND, ROUNDING
 from megarl.parity.losses import loss_weight
 
-Rows = Iterator[tuple[int, Tensor]]
 _BOUNDED = frozenset({"tis", "icepop", "seq-mask"})
 LEAST_REST = 16 * 2.0**-23
 """Probability of all other tokens that float32 tells from 0."""
 
 
 @dataclass(frozen=True)
-class ReferenceLoss:
-    """A loss as the NeMo-RL policy API calls it, with what the trainer asks of one.
+class _Call:
+    """A call of a loss: its batch, and the numbers that it divides by, each above 0."""
 
-    Attributes:
-        compute: (data, valid sequences, valid tokens, log-probabilities [B, S-1] or values [B, S] float64) -> (loss, metrics), in float64;
-            entropies [B, S-1] float64 come last, where it needs them, or log-probabilities [B, S-1, K] of further tokens.
-        weight: factor of the loss.
-        needs_entropies: of the distributions that tokens are drawn from.
-        scored_tokens: key of those further tokens; None for none.
-        rows_together: consecutive rows that it reads together.
-        rounded: what ``compute`` is given -> by metric, the sum of the sizes of the numbers that cancel in
-            it, where they do within one token: rounding errors are relative to these and not to what is left.
+    case: Case
+    data: Mapping[str, Any]
+    sequences: float
+    tokens: float
+    pairs: float
+
+    def rows(self) -> Iterator[tuple[int, Tensor]]:
+        """Number and target positions (in log-probabilities, which begin with the second token) of the rows that count."""
+        for row in range(self.data["input_ids"].shape[0]):
+            if float(self.data["sample_mask"][row]) != 0.0:
+                yield row, self.data["token_mask"][row, 1:].nonzero().squeeze(1)
+
+    def pairs_of_rows(self) -> Iterator[tuple[tuple[int, Tensor], tuple[int, Tensor]]]:
+        """Pairs of consecutive rows that both count."""
+        counted = dict(self.rows())
+        for first in range(0, self.data["input_ids"].shape[0], 2):
+            if first in counted and first + 1 in counted:
+                yield (first, counted[first]), (first + 1, counted[first + 1])
+
+    def at(self, key: str, row: int, places: Tensor) -> Tensor:
+        """Numbers of the batch at target positions, float64."""
+        numbers: Tensor = self.data[key][row, 1:][places].double()
+        return numbers
+
+    @property
+    def samples(self) -> float:
+        """Rows that count."""
+        return float(self.data["sample_mask"].sum())
+
+
+Loss = tuple[Tensor, dict[str, Any]]
+"""A loss and its metrics, in float64."""
+
+
+@dataclass(frozen=True)
+class ReferenceLoss:
+    """A loss as the NeMo-RL policy API calls it, with what the trainer asks of one; it computes in float64.
+
+    Its scores are log-probabilities [B, S-1] or values [B, S]; behind them come, where it needs them, entropies [B, S-1], or
+    log-probabilities [B, S-1, K] of further tokens.
     """
 
-    compute: Callable[..., tuple[Tensor, dict[str, Any]]]
-    weight: float = 1.0
-    needs_entropies: bool = False
-    scored_tokens: str | None = None
-    rows_together: int = 1
-    rounded: Callable[..., dict[str, float]] = lambda *given: {}
+    case: Case
+
+    @property
+    def needs_entropies(self) -> bool:
+        """Whether it needs those of the distributions that tokens are drawn from."""
+        return "entropy" in self.case.loss_options
+
+    @property
+    def scored_tokens(self) -> str | None:
+        """Key of the further tokens whose log-probabilities it needs; None for none."""
+        return "teacher_topk_indices" if self.case.loss_kind == "distill" else None
+
+    @property
+    def rows_together(self) -> int:
+        """Consecutive rows that it reads together."""
+        return 2 if self.case.loss_kind in PAIRED else 1
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
@@ -56,53 +96,27 @@ class ReferenceLoss:
         return {**extremes, MISMATCH_MAX: Reduction.MAX}
 
     def __call__(
-        self,
-        data: Mapping[str, Any],
-        global_valid_seqs: Tensor,
-        global_valid_toks: Tensor,
-        next_token_logprobs: Tensor,
-        *others: Tensor,
-        **named: Tensor,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """See the class; a loss of values gets these in the place of log-probabilities. The loss is float32 again."""
-        scores = [values.double() for values in (next_token_logprobs, *others, *named.values())]
-        loss, metrics = self.compute(data, float(global_valid_seqs), float(global_valid_toks), *scores)
-        return loss.float() * self.weight, {**metrics, "loss": float(loss.detach()) * self.weight}
+        self, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor, *scores: Tensor, **named: Tensor
+    ) -> Loss:
+        """See the class. The loss is float32 again."""
+        compute, _ = _LOSSES[self.case.loss_kind]
+        call, weight = self._call(data, float(global_valid_seqs), float(global_valid_toks)), loss_weight(self.case)
+        loss, metrics = compute(call, *(values.double() for values in (*scores, *named.values())))
+        return loss.float() * weight, {**metrics, "loss": float(loss.detach()) * weight}
+
+    def rounded(self, data: Mapping[str, Any], sequences: float, tokens: float, *scores: Tensor) -> dict[str, float]:
+        """Return by metric the sum of the sizes of the numbers that cancel in it, where they do within one token: rounding errors are
+        relative to these and not to what is left. Of the loss too, which is made of the metrics."""
+        _, rounded = _LOSSES[self.case.loss_kind]
+        return {} if rounded is None else rounded(self._call(data, sequences, tokens), *scores)
+
+    def _call(self, data: Mapping[str, Any], sequences: float, tokens: float) -> _Call:
+        return _Call(self.case, data, *(max(count, 1e-8) for count in (sequences, tokens, sequences / 2)))
 
 
 def reference_loss(case: Case) -> ReferenceLoss:
     """The loss that a case names, after its paper."""
-    options, weight = case.loss_options, loss_weight(case)
-    if case.loss_kind == "nll":
-        return ReferenceLoss(_negative_log_likelihood, weight)
-    if case.loss_kind == "rm":
-        return ReferenceLoss(_bradley_terry, weight, rows_together=2, rounded=_rounded_in_margins)
-    if case.loss_kind == "value":
-        clip = case.loss_number("clip") if "clip" in options else None
-        return ReferenceLoss(lambda *given: _value_error(*given, clip=clip), weight, rounded=_rounded_in_returns)
-    if case.loss_kind == "distill":
-        share = 1.0 if "forward" in options else _number(case, "mixed") if "mixed" in options else 0.0
-        # of all tokens of a vocabulary there is no rest, but for rounding
-        has_rest = "renorm" not in options and case.likeliest < case.vocab
-        return ReferenceLoss(
-            lambda *given: _from_teacher(*given, share=share, has_rest=has_rest),
-            weight,
-            scored_tokens="teacher_topk_indices",
-            rounded=lambda *given: _rounded_in_rest(*given, share=share, has_rest=has_rest, weight_of_loss=weight),
-        )
-    if case.loss_kind == "dpo":
-        return ReferenceLoss(
-            lambda *given: _preference(*given, case=case),
-            weight,
-            rows_together=2,
-            rounded=lambda *given: _rounded_in_accuracy(*given, case=case),
-        )
-    return ReferenceLoss(
-        lambda *given: _policy_gradient(*given, case=case),
-        weight,
-        needs_entropies="entropy" in options,
-        rounded=lambda *given: _rounded_in_divergence(*given, case=case, weight_of_loss=weight),
-    )
+    return ReferenceLoss(case)
 
 
 def _number(case: Case, option: str) -> float:
@@ -117,215 +131,188 @@ def _bounds(case: Case, option: str) -> tuple[float, float]:
     return 0.0 if low is None else low, float("inf") if high is None else high
 
 
-def _counted(data: Mapping[str, Any]) -> Rows:
-    """Number and target positions (in log-probabilities, which begin with the second token) of the rows that count."""
-    for row in range(data["input_ids"].shape[0]):
-        if float(data["sample_mask"][row]) != 0.0:
-            yield row, data["token_mask"][row, 1:].nonzero().squeeze(1)
-
-
-def _negative_log_likelihood(data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    total = logprobs.new_zeros(()) + 0.0 * logprobs.sum()
-    count = 0
-    for row, places in _counted(data):
+def _negative_log_likelihood(call: _Call, logprobs: Tensor) -> Loss:
+    total, count = 0.0 * logprobs.sum(), 0
+    for row, places in call.rows():
         total = total - logprobs[row, places].sum()
         count += len(places)
-    return total / max(tokens, 1e-8), {"num_unmasked_tokens": float(count), "num_valid_samples": float(data["sample_mask"].sum())}
+    return total / call.tokens, {"num_unmasked_tokens": float(count), "num_valid_samples": call.samples}
 
 
-def _rewards_of_pairs(
-    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, *, case: Case
-) -> Iterator[tuple[int, tuple[Tensor, Tensor], float]]:
-    """Of the pairs that count: first row, rewards of the chosen and the rejected answer, and the size of the numbers that cancel in their
-    difference."""
-    counted = dict(_counted(data))
+def _rewards_of_pairs(call: _Call, logprobs: Tensor) -> Iterator[tuple[Tensor, Tensor, float, Tensor]]:
+    """Of the pairs that count: rewards of the chosen and the rejected answer, the size of the numbers that cancel in their difference, and
+    the log-probabilities of the chosen one."""
     # column i of the reference is of the token that column i of the log-probabilities is of: it comes rolled by one
-    reference = data["reference_policy_logprobs"].double()
-    for first in range(0, logprobs.shape[0], 2):
-        if first not in counted or first + 1 not in counted:
-            continue
+    reference = call.data["reference_policy_logprobs"].double()
+    for pair in call.pairs_of_rows():
         rewards, size = [], 0.0
-        for row in (first, first + 1):
-            places = counted[row]
-            length = max(len(places), 1) if "mean" in case.loss_options else 1
+        for row, places in pair:
+            length = max(len(places), 1) if "mean" in call.case.loss_options else 1
             rewards.append((logprobs[row, places] - reference[row, places]).sum() / length)
             size += float(logprobs[row, places].detach().abs().sum()) / length
-        yield first, (rewards[0], rewards[1]), size
+        yield rewards[0], rewards[1], size, logprobs[pair[0]]
 
 
-def _undecided(margins: Sequence[tuple[float, float]], sequences: float) -> float:
+def _undecided(margins: Sequence[tuple[float, float]], pairs: float) -> float:
     """The size of an accuracy that rounding may change, given for each pair its margin and the size of the numbers that cancel in it. An
     error of these numbers that makes the least decided pair change sides then comes back in the accuracy as large as it is."""
     least = min((abs(margin) / size for margin, size in margins if size), default=math.inf)
-    return 1 / max(sequences / 2, 1e-8) / max(least, 1e-12) * BOUND / ROUNDING
+    return 1 / pairs / max(least, 1e-12) * BOUND / ROUNDING
 
 
-def _rounded_in_accuracy(data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, *, case: Case) -> dict[str, float]:
-    pairs = _rewards_of_pairs(data, sequences, tokens, logprobs, case=case)
-    return {"accuracy": _undecided([(float(chosen - rejected), size) for _, (chosen, rejected), size in pairs], sequences)}
+def _rounded_in_accuracy(call: _Call, logprobs: Tensor) -> dict[str, float]:
+    pairs = _rewards_of_pairs(call, logprobs)
+    return {"accuracy": _undecided([(float(chosen - rejected), size) for chosen, rejected, size, _ in pairs], call.pairs)}
 
 
-def _preference(data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, *, case: Case) -> tuple[Tensor, dict[str, Any]]:
+def _preference(call: _Call, logprobs: Tensor) -> Loss:
     """Rafailov et al., arXiv 2305.18290, equation 7, or Azar et al., arXiv 2310.12036, equation 17; and the chosen answer's likelihood."""
-    counted, options, beta = dict(_counted(data)), case.loss_options, _number(case, "beta")
-    preference = likelihood = logprobs.new_zeros(()) + 0.0 * logprobs.sum()
-    better = chosen_sum = rejected_sum = 0.0
-    pairs = max(sequences / 2, 1e-8)
-    for first, (chosen, rejected), _ in _rewards_of_pairs(data, sequences, tokens, logprobs, case=case):
+    case, options, beta = call.case, call.case.loss_options, _number(call.case, "beta")
+    preference = likelihood = 0.0 * logprobs.sum()
+    sums = dict.fromkeys(("accuracy", "rewards_chosen_mean", "rewards_rejected_mean"), 0.0)
+    for chosen, rejected, _, spoken in _rewards_of_pairs(call, logprobs):
         if "ipo" in options:
             preference = preference + (chosen - rejected - 0.5 / beta) ** 2
         else:
             preference = preference + torch.log1p(torch.exp(-beta * (chosen - rejected)))
-        spoken = logprobs[first, counted[first]].sum()
-        likelihood = likelihood - (spoken / max(len(counted[first]), 1) if "sft-mean" in options else spoken)
-        better += float(chosen.detach() > rejected.detach())
-        chosen_sum, rejected_sum = chosen_sum + float(chosen.detach()), rejected_sum + float(rejected.detach())
+        likelihood = likelihood - spoken.sum() / (max(len(spoken), 1) if "sft-mean" in options else 1)
+        better, worse = float(chosen.detach()), float(rejected.detach())
+        for name, value in zip(sums, (float(better > worse), better, worse), strict=True):
+            sums[name] += value / call.pairs
     metrics = {
-        "sft_loss": float(likelihood.detach()) / pairs if "sft" in options else 0.0,
-        "preference_loss": float(preference.detach()) / pairs,
-        "accuracy": better / pairs,
-        "rewards_chosen_mean": chosen_sum / pairs,
-        "rewards_rejected_mean": rejected_sum / pairs,
-        "num_valid_samples": float(data["sample_mask"].sum()) / 2,
+        "sft_loss": float(likelihood.detach()) / call.pairs if "sft" in options else 0.0,
+        "preference_loss": float(preference.detach()) / call.pairs,
+        **sums,
+        "num_valid_samples": call.samples / 2,
     }
-    return (_number(case, "weight") * preference + (_number(case, "sft") if "sft" in options else 0.0) * likelihood) / pairs, metrics
+    return (_number(case, "weight") * preference + (_number(case, "sft") if "sft" in options else 0.0) * likelihood) / call.pairs, metrics
 
 
-def _scores_of_pairs(data: Mapping[str, Any], values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _scores_of_pairs(call: _Call, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Scores of chosen and rejected, each the value of the last token, of the pairs that count."""
-    counted = dict(_counted(data))
-    for first in range(0, values.shape[0], 2):
-        if first in counted and first + 1 in counted:
-            chosen, rejected = (values[row, int(data["input_lengths"][row]) - 1] for row in (first, first + 1))
-            yield chosen, rejected
+    for pair in call.pairs_of_rows():
+        chosen, rejected = (values[row, int(call.data["input_lengths"][row]) - 1] for row, _ in pair)
+        yield chosen, rejected
 
 
-def _bradley_terry(data: Mapping[str, Any], sequences: float, tokens: float, values: Tensor) -> tuple[Tensor, dict[str, Any]]:
+def _bradley_terry(call: _Call, values: Tensor) -> Loss:
     """Ouyang et al., arXiv 2203.02155, equation 1, for two answers a prompt."""
-    total = values.new_zeros(()) + 0.0 * values.sum()
+    total = 0.0 * values.sum()
     sums = dict.fromkeys(("accuracy", "margin", "rewards_chosen_mean", "rewards_rejected_mean"), 0.0)
-    count, pairs = 0, max(sequences / 2, 1e-8)
-    for chosen, rejected in _scores_of_pairs(data, values):
+    count = 0
+    for chosen, rejected in _scores_of_pairs(call, values):
         total = total + torch.log1p(torch.exp(rejected - chosen))
         better, worse = float(chosen.detach()), float(rejected.detach())
         for name, value in zip(sums, (float(better > worse), better - worse, better, worse), strict=True):
-            sums[name] += value / pairs
+            sums[name] += value / call.pairs
         count += 1
-    return total / pairs, {**sums, "num_valid_samples": float(count)}
+    return total / call.pairs, {**sums, "num_valid_samples": float(count)}
 
 
-def _rounded_in_margins(data: Mapping[str, Any], sequences: float, tokens: float, values: Tensor) -> dict[str, float]:
+def _rounded_in_margins(call: _Call, values: Tensor) -> dict[str, float]:
     """Sizes of the scores that cancel in a margin, and in the loss that is made of it. An error of a score is relative to the score, which
     is more than the error of a difference of given numbers."""
-    sizes = [float(chosen.abs() + rejected.abs()) for chosen, rejected in _scores_of_pairs(data, values)]
-    size = sum(sizes) / max(sequences / 2, 1e-8) * BOUND / ROUNDING
-    margins = [(float(chosen - rejected), float(chosen.abs() + rejected.abs())) for chosen, rejected in _scores_of_pairs(data, values)]
-    return {"margin": size, "accuracy": _undecided(margins, sequences)}
+    margins = [(float(chosen - rejected), float(chosen.abs() + rejected.abs())) for chosen, rejected in _scores_of_pairs(call, values)]
+    size = sum(size for _, size in margins) / call.pairs * BOUND / ROUNDING
+    return {"margin": size, "accuracy": _undecided(margins, call.pairs)}
 
 
-def _rounded_in_returns(data: Mapping[str, Any], sequences: float, tokens: float, values: Tensor) -> dict[str, float]:
+def _rounded_in_returns(call: _Call, values: Tensor) -> dict[str, float]:
     """Sizes of the returns, which are of both signs."""
-    sizes = (float(data["returns"][row, 1:][places].abs().sum()) for row, places in _counted(data))
-    return {"returns_mean": sum(sizes) / max(tokens, 1e-8) * BOUND / ROUNDING}
+    sizes = (float(call.at("returns", row, places).abs().sum()) for row, places in call.rows())
+    return {"returns_mean": sum(sizes) / call.tokens * BOUND / ROUNDING}
 
 
-def _value_error(
-    data: Mapping[str, Any], sequences: float, tokens: float, values: Tensor, *, clip: float | None
-) -> tuple[Tensor, dict[str, Any]]:
+def _value_error(call: _Call, values: Tensor) -> Loss:
     """Half the squared error of a value, or, if more, of the nearest value to the old one that the clip allows."""
-    total = values.new_zeros(()) + 0.0 * values.sum()
+    clip = _number(call.case, "clip") if "clip" in call.case.loss_options else math.inf
+    total = 0.0 * values.sum()
     sums = dict.fromkeys(("clipped_share", "values_mean", "returns_mean"), 0.0)
-    count = max(tokens, 1e-8)
-    for row, places in _counted(data):
+    for row, places in call.rows():
         # the place of a target among log-probabilities is that of the token before it among tokens
-        for place in places.tolist():
-            value, old, target = values[row, place], float(data["prev_values"][row, place + 1]), float(data["returns"][row, place + 1])
+        numbers = (values[row, places], *(call.at(key, row, places).tolist() for key in ("prev_values", "returns")))
+        for value, old, target in zip(*numbers, strict=True):
             error = (value - target) ** 2
-            if clip is not None and abs(float(value.detach()) - old) > clip:
+            if abs(float(value.detach()) - old) > clip:
                 bound = old + clip if float(value.detach()) > old else old - clip
                 if (bound - target) ** 2 > float(error.detach()):
                     error = 0.0 * error + (bound - target) ** 2
-                    sums["clipped_share"] += 1 / count
+                    sums["clipped_share"] += 1 / call.tokens
             total = total + error / 2
-            sums["values_mean"] += float(value.detach()) / count
-            sums["returns_mean"] += target / count
-    return total / count, {**sums, "num_valid_samples": float(data["sample_mask"].sum())}
+            sums["values_mean"] += float(value.detach()) / call.tokens
+            sums["returns_mean"] += target / call.tokens
+    return total / call.tokens, {**sums, "num_valid_samples": call.samples}
 
 
-def _from_teacher(
-    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, scored: Tensor, *, share: float, has_rest: bool
-) -> tuple[Tensor, dict[str, Any]]:
+def _from_teacher(call: _Call, logprobs: Tensor, scored: Tensor) -> Loss:
     """KL(teacher || policy), KL(policy || teacher), or a sum of both, over the teacher's tokens and, as one outcome,
     all others, or over the teacher's tokens alone: token by token, by the definition of the divergence."""
-    total = scored.new_zeros(()) + 0.0 * scored.sum()
+    share, total = _forward_share(call.case), 0.0 * scored.sum()
     sums = dict.fromkeys(("forward_kl", "reverse_kl", "teacher_mass", "policy_mass"), 0.0)
-    for teacher, policy in _of_teacher_and_policy(data, scored):
-        one, other = (_outcomes(each, has_rest) for each in (teacher, policy))
+    for teacher, policy in _of_teacher_and_policy(call, scored):
+        one, other = (_outcomes(each, call.case) for each in (teacher, policy))
         forward, reverse = (one * torch.log(one / other)).sum(), (other * torch.log(other / one)).sum()
         total = total + share * forward + (1 - share) * reverse
         for name, value in zip(sums, (forward, reverse, teacher.sum(), policy.sum()), strict=True):
-            sums[name] += float(value.detach()) / max(tokens, 1e-8)
-    return total / max(tokens, 1e-8), {**sums, "num_valid_samples": float(data["sample_mask"].sum())}
+            sums[name] += float(value.detach()) / call.tokens
+    return total / call.tokens, {**sums, "num_valid_samples": call.samples}
 
 
-def _of_teacher_and_policy(data: Mapping[str, Any], scored: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _forward_share(case: Case) -> float:
+    """Weight of the forward divergence."""
+    return 1.0 if "forward" in case.loss_options else _number(case, "mixed") if "mixed" in case.loss_options else 0.0
+
+
+def _has_rest(case: Case) -> bool:
+    """Whether all tokens but the teacher's are an outcome. Of all tokens of a vocabulary there is no rest, but for rounding."""
+    return "renorm" not in case.loss_options and case.likeliest < case.vocab
+
+
+def _of_teacher_and_policy(call: _Call, scored: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """[K] the probabilities that both give to the teacher's tokens, in front of each token that counts."""
-    for row, places in _counted(data):
-        for place in places.tolist():
-            # the teacher's column of a token stands at the token before it
-            yield data["teacher_topk_logits"][row, place].double().exp(), scored[row, place].double().exp()
+    for row, places in call.rows():
+        # the teacher's column of a token stands at the token before it
+        yield from zip(call.data["teacher_topk_logits"][row, places].double().exp(), scored[row, places].double().exp(), strict=True)
 
 
-def _outcomes(probabilities: Tensor, has_rest: bool) -> Tensor:
+def _outcomes(probabilities: Tensor, case: Case) -> Tensor:
     """With the rest as one outcome, which is at least what float32 tells from 0 (16 units in the last place of 1);
     else given these alone."""
-    if not has_rest:
+    if not _has_rest(case):
         return probabilities / probabilities.sum()
     return torch.cat([probabilities, (1 - probabilities.sum())[None].clamp(min=LEAST_REST)])
 
 
-def _rounded_in_rest(
-    data: Mapping[str, Any],
-    sequences: float,
-    tokens: float,
-    logprobs: Tensor,
-    scored: Tensor,
-    *,
-    share: float,
-    has_rest: bool,
-    weight_of_loss: float,
-) -> dict[str, float]:
+def _rounded_in_rest(call: _Call, logprobs: Tensor, scored: Tensor) -> dict[str, float]:
     """How far an error of 1 in the probability of both rests, each a difference of 1 and a sum, comes back in a divergence."""
-    sizes = {"forward_kl": 0.0, "reverse_kl": 0.0}
-    if has_rest:
-        for both in _of_teacher_and_policy(data, scored):
-            one, other = (float(_outcomes(each, has_rest)[-1]) for each in both)
-            apart = abs(math.log(one / other))
-            sizes["forward_kl"] += (apart + 1 + one / other) / max(tokens, 1e-8)
-            sizes["reverse_kl"] += (apart + 1 + other / one) / max(tokens, 1e-8)
-    return {**sizes, "loss": weight_of_loss * (share * sizes["forward_kl"] + (1 - share) * sizes["reverse_kl"])}
+    sizes, share = {"forward_kl": 0.0, "reverse_kl": 0.0}, _forward_share(call.case)
+    for both in _of_teacher_and_policy(call, scored) if _has_rest(call.case) else ():
+        one, other = (float(_outcomes(each, call.case)[-1]) for each in both)
+        apart = abs(math.log(one / other))
+        sizes["forward_kl"] += (apart + 1 + one / other) / call.tokens
+        sizes["reverse_kl"] += (apart + 1 + other / one) / call.tokens
+    return {**sizes, "loss": loss_weight(call.case) * (share * sizes["forward_kl"] + (1 - share) * sizes["reverse_kl"])}
 
 
-def _policy_gradient(
-    data: Mapping[str, Any], sequences: float, tokens: float, logprobs: Tensor, entropies: Tensor | None = None, *, case: Case
-) -> tuple[Tensor, dict[str, Any]]:
+def _policy_gradient(call: _Call, logprobs: Tensor, entropies: Tensor | None = None) -> Loss:
     """PPO (arXiv 1707.06347, equation 7) with its two bounds apart (2503.14476, equation 8) and a bound for negative advantages
     (1912.09729, equation 4); ratios of sequences (2507.18071, equations 7 and 14); CISPO (2506.13585, equation 4); Dr.GRPO's constant
     (2503.20783); a divergence with the score function's part of its gradient (2506.09477)."""
-    options, in_loss = case.loss_options, "kl" in case.loss_options and "in-reward" not in case.loss_options
+    case, options, tokens = call.case, call.case.loss_options, call.tokens
+    in_loss = "kl" in options and "in-reward" not in options
     low, high = _bounds(case, "cliprange")
-    total = penalty = bonus = logprobs.new_zeros(()) + 0.0 * logprobs.sum()
+    total = penalty = bonus = 0.0 * logprobs.sum()
     sums = dict.fromkeys(
         ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "sampling_importance_ratio", "approx_entropy"), 0.0
     )
     sums |= dict.fromkeys(["entropy"] * (entropies is not None) + ["kl_clamped_share"] * in_loss, 0.0)
     ratios, bounded, apart, out_of_bounds = [], [], [], 0.0
-    for row, places in _counted(data):
+    for row, places in call.rows():
         if not len(places):
             continue
         current = logprobs[row, places]
-        advantage, generation = (data[key][row, 1:][places].double() for key in ("advantages", "generation_logprobs"))
-        previous = current.detach() if "forced" in options else data["prev_logprobs"][row, 1:][places].double()
+        advantage, generation = (call.at(key, row, places) for key in ("advantages", "generation_logprobs"))
+        previous = current.detach() if "forced" in options else call.at("prev_logprobs", row, places)
         ratio = _ratio(current, previous, case)
         clipped = ratio if "noratio" in options else torch.clip(ratio, 1 - low, 1 + high)
         objective = _objective(advantage, ratio, clipped, current, case)
@@ -333,10 +320,10 @@ def _policy_gradient(
         within = _within_bounds(correction, previous - generation, case)
         if "is" in options:
             objective = objective * within
-        share = _share(len(places), sequences, tokens, case)
+        share = _share(len(places), call)
         total = total - share * objective.sum()
         if in_loss:
-            reference = data["reference_policy_logprobs"][row, 1:][places].double()
+            reference = call.at("reference_policy_logprobs", row, places)
             penalty = penalty + share * _divergence(current, reference, generation, case)
             sums["kl_clamped_share"] += _clamped_share(current, reference, case) / tokens
         if entropies is not None:
@@ -346,9 +333,9 @@ def _policy_gradient(
         ratios.append(ratio.detach())
         bounded.append(clipped.detach())
         apart.append((generation - previous).abs())
-        sums["probs_ratio"] += float(ratio.detach().sum()) / tokens
-        sums["probs_ratio_clamped"] += float(clipped.detach().sum()) / tokens
-        sums["token_mult_prob_error"] += float(torch.exp((generation - previous).abs()).sum()) / tokens
+        sums["probs_ratio"] += float(ratios[-1].sum()) / tokens
+        sums["probs_ratio_clamped"] += float(bounded[-1].sum()) / tokens
+        sums["token_mult_prob_error"] += float(torch.exp(apart[-1]).sum()) / tokens
         sums["sampling_importance_ratio"] += float(correction.sum()) / tokens
         out_of_bounds += float((within != correction).sum()) / tokens
         sums["approx_entropy"] -= float((torch.exp(told - generation) * told).sum()) / tokens
@@ -358,7 +345,7 @@ def _policy_gradient(
         **_extremes("probs_ratio_clamped", bounded),
         "kl_penalty": float(penalty.detach()),
         "nonfinite_importance_weights": 0.0,
-        "num_valid_samples": float(data["sample_mask"].sum()),
+        "num_valid_samples": call.samples,
         **({"is_oob_ratio": out_of_bounds} if _BOUNDED & options else {}),
         **(_mismatch(apart, tokens) if "forced" in options else {}),
     }
@@ -412,11 +399,11 @@ def _objective(advantage: Tensor, ratio: Tensor, clipped: Tensor, current: Tenso
     return torch.where(advantage < 0, torch.maximum(objective, _number(case, "dual") * advantage), objective)
 
 
-def _share(length: int, sequences: float, tokens: float, case: Case) -> float:
+def _share(length: int, call: _Call) -> float:
     """How much a token of a sequence of that length counts."""
-    if "seq" not in case.loss_options:
-        return 1 / max(tokens, 1e-8)
-    return 1 / ((_number(case, "constant") if "constant" in case.loss_options else length) * max(sequences, 1e-8))
+    if "seq" not in call.case.loss_options:
+        return 1 / call.tokens
+    return 1 / ((_number(call.case, "constant") if "constant" in call.case.loss_options else length) * call.sequences)
 
 
 def _divergence(current: Tensor, reference: Tensor, generation: Tensor, case: Case) -> Tensor:
@@ -451,41 +438,33 @@ def _clamped_share(current: Tensor, reference: Tensor, case: Case) -> float:
     return float(past.sum())
 
 
-def _rounded_in_divergence(
-    data: Mapping[str, Any],
-    sequences: float,
-    tokens: float,
-    logprobs: Tensor,
-    entropies: Tensor | None = None,
-    *,
-    case: Case,
-    weight_of_loss: float,
-) -> dict[str, float]:
+def _rounded_in_divergence(call: _Call, logprobs: Tensor, entropies: Tensor | None = None) -> dict[str, float]:
     """Sizes of the terms of exp(d) - d - 1, each as it is weighed in the loss. Near d = 0 they cancel to d^2 / 2; k1 and k2 have nothing
     that cancels but d itself, and an error of that is one of the log-probabilities."""
-    options, most, bound = case.loss_options, _number(case, "kl-input-clamp"), _number(case, "kl-output-clamp")
+    case, options = call.case, call.case.loss_options
+    most, bound = _number(case, "kl-input-clamp"), _number(case, "kl-output-clamp")
     if "kl" not in options or {"k1", "k2"} & options:
         return {}
     size = 0.0
-    for row, places in _counted(data):
+    for row, places in call.rows():
         if not len(places):
             continue
         current = logprobs[row, places].double()
-        reference, generation = (data[key][row, 1:][places].double() for key in ("reference_policy_logprobs", "generation_logprobs"))
+        reference, generation = (call.at(key, row, places) for key in ("reference_policy_logprobs", "generation_logprobs"))
         difference = torch.clip(reference - current, -most, most)
         weight = torch.exp(current - generation) if "approx" in options else torch.ones_like(current)
         terms = weight * (torch.exp(difference) + difference.abs() + 1)
-        size += _share(len(places), sequences, tokens, case) * float(terms[difference.exp() - difference - 1 <= bound].sum())
-    return {"kl_penalty": size, "loss": weight_of_loss * _number(case, "kl") * size}
+        size += _share(len(places), call) * float(terms[difference.exp() - difference - 1 <= bound].sum())
+    return {"kl_penalty": size, "loss": loss_weight(case) * _number(case, "kl") * size}
 
 
 def _mismatch(apart: list[Tensor], tokens: float) -> dict[str, float]:
     """How far the log-probabilities of generation are from the current ones."""
     joined = torch.cat(apart) if apart else torch.zeros(0)
     return {
-        MISMATCH_MEAN: float(joined.sum()) / max(tokens, 1e-8),
+        MISMATCH_MEAN: float(joined.sum()) / tokens,
         MISMATCH_MAX: float(joined.max()) if len(joined) else 0.0,
-        MISMATCH_SHARE: float((joined > FAR).sum()) / max(tokens, 1e-8),
+        MISMATCH_SHARE: float((joined > FAR).sum()) / tokens,
     }
 
 
@@ -494,3 +473,14 @@ def _extremes(name: str, values: list[Tensor]) -> dict[str, float]:
     if not joined.numel():
         return {f"{name}_min": float("inf"), f"{name}_max": float("-inf")}
     return {f"{name}_min": float(joined.min()), f"{name}_max": float(joined.max())}
+
+
+_LOSSES: Mapping[str, tuple[Callable[..., Loss], Callable[..., dict[str, float]] | None]] = {
+    "nll": (_negative_log_likelihood, None),
+    "rm": (_bradley_terry, _rounded_in_margins),
+    "value": (_value_error, _rounded_in_returns),
+    "distill": (_from_teacher, _rounded_in_rest),
+    "dpo": (_preference, _rounded_in_accuracy),
+    "pg": (_policy_gradient, _rounded_in_divergence),
+}
+"""By kind: the loss, and the sizes of the numbers that cancel in its metrics."""
