@@ -56,21 +56,18 @@ _MEANING = {
     "tools_key": "tools",
     "extra_keys": "further fields",
 }
-_EXAMPLE = {
-    Kind.ANSWERS: "{'prompt': ..., 'answer': ...}",
-    Kind.REFERENCES: "{'prompt': ..., 'answer': ...}",
-    Kind.PAIRS: "{'prompt': ..., 'chosen': ..., 'rejected': ...}",
-}
+_ADVICE = "prompt_key and answer_key with the names of the fields, or messages_key for whole conversations"
+_ANSWERED = "{'prompt': ..., 'answer': ...}"
 _WANTED = {
-    Kind.ANSWERS: "prompts with answers nor conversations",
-    Kind.REFERENCES: "prompts with reference answers nor conversations",
-    Kind.PAIRS: "a prompt with two answers nor two conversations",
+    Kind.ANSWERS: ("prompts with answers nor conversations", _ADVICE, _ANSWERED),
+    Kind.REFERENCES: ("prompts with reference answers nor conversations", _ADVICE, _ANSWERED),
+    Kind.PAIRS: (
+        "a prompt with two answers nor two conversations",
+        "chosen_key and rejected_key with the names of the fields, and prompt_key unless both hold whole conversations",
+        "{'prompt': ..., 'chosen': ..., 'rejected': ...}",
+    ),
 }
-_ADVICE = {
-    Kind.ANSWERS: "prompt_key and answer_key with the names of the fields, or messages_key for whole conversations",
-    Kind.REFERENCES: "prompt_key and answer_key with the names of the fields, or messages_key for whole conversations",
-    Kind.PAIRS: "chosen_key and rejected_key with the names of the fields, and prompt_key unless both hold whole conversations",
-}
+"""What is missing where no columns have the usual names, what to write, and an example of a record."""
 
 
 def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = False) -> None:
@@ -89,9 +86,9 @@ def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = Fa
         raise DataError(f"{source_name(source)}: its columns, {columns}, can be read in several ways. Fix: write {ways}")
     if not readings:
         header = ", as the first line says" if Path(source.get("path") or "").suffix.lower() in (".csv", ".tsv") else ""
+        wanted, advice, _ = _WANTED[kind]
         raise DataError(
-            f"{source_name(source)}: by their usual names, its columns ({columns}{header}) hold neither {_WANTED[kind]}. Fix: write "
-            f"{_ADVICE[kind]}"
+            f"{source_name(source)}: by their usual names, its columns ({columns}{header}) hold neither {wanted}. Fix: write {advice}"
         )
     [found] = readings
     found |= dict(_beside(row, source, found, origin))
@@ -113,7 +110,7 @@ def _is_complete(source: DataSource, kind: Kind) -> bool:
 def _first_record(source: DataSource, kind: Kind, skips_bad_records: bool) -> tuple[str, Mapping[str, Any]]:
     for origin, row in rows_of(source):
         if not skips_bad_records:
-            require_object(row, _EXAMPLE[kind], origin)
+            require_object(row, _WANTED[kind][-1], origin)
         if isinstance(row, Mapping):
             return origin, row
     raise DataError(f"{source_name(source)} holds 0 records, at least 1 is needed. Fix: point the data source at records")

@@ -230,8 +230,9 @@ class Reading:
 
     def encoder(self, env_name: str | None = None) -> PromptEncoder:
         """What makes tokens of records of a source that names an environment."""
+        templates = self.config.get("prompt_template"), self.config.get("system_prompt")
         tools = self.tools.get(env_name, ())
-        return PromptEncoder.from_config(self.tokenizer, self.config, self.template_kwargs, self.stop_tokens, self.template_date, tools)
+        return PromptEncoder(self.tokenizer, *templates, self.template_kwargs, self.stop_tokens, self.template_date, tools)
 
     @property
     def skips_bad_records(self) -> bool:
@@ -691,43 +692,43 @@ class _Tokenization:
         return f"{'more than ' if self._cut else ''}{self._longest}"
 
     def _notes(self) -> list[str]:
-        notes = []
-        if self._bad.count:
-            notes.append(f"data.on_bad_record = 'skip': {self._bad.count} records are left out, {self._kept} are used: {self._bad}")
-        if self._unreasoned.count:
-            notes.append(
+        share = 100 * self._long.count / max(self._seen, 1)
+        notes = (
+            (self._bad, f"data.on_bad_record = 'skip': {self._bad.count} records are left out, {self._kept} are used: {self._bad}"),
+            (
+                self._unreasoned,
                 f"the chat template leaves earlier reasoning out of {self._unreasoned.count} of {self._seen} records, as it does when the "
                 f"model generates, so that this reasoning is not learned: {self._unreasoned}. Split such records at the user's turns to "
-                "learn it"
-            )
-        if self._long.count:
-            share = 100 * self._long.count / self._seen
-            notes.append(
+                "learn it",
+            ),
+            (
+                self._long,
                 f"{self._long.count} of {self._seen} records ({share:.2f} %) are left out: they exceed data.max_input_seq_length = "
-                f"{self._limit}; the longest has {self._longest_in_words()} tokens"
-            )
-        if self._unwritten.count:
-            notes.append(
+                f"{self._limit}; the longest has {self._longest_in_words()} tokens",
+            ),
+            (
+                self._unwritten,
                 f"policy.tokenizer.chat_template leaves turns out of {self._unwritten.count} of {self._seen} records, so that the model "
-                f"never sees them: {self._unwritten}. Give it a template that writes them, or take them out of the records"
-            )
-        if self._unlearned.count:
-            notes.append(
+                f"never sees them: {self._unwritten}. Give it a template that writes them, or take them out of the records",
+            ),
+            (
+                self._unlearned,
                 f"the marks {{% generation %}} of policy.tokenizer.chat_template leave turns of the assistant out of "
                 f"{self._unlearned.count} of {self._seen} records, so that these turns are not learned: {self._unlearned}. Mark all "
-                "of them, where that is not meant"
-            )
-        if self._silent.count:
-            notes.append(
+                "of them, where that is not meant",
+            ),
+            (
+                self._silent,
                 f"{self._silent.count} empty answers in {self._seen} pairs, of which only the end is learned: "
-                f"{self._silent}. Take these pairs out where that is not meant"
-            )
-        if self._controlled.count:
-            notes.append(
+                f"{self._silent}. Take these pairs out where that is not meant",
+            ),
+            (
+                self._controlled,
                 f"{self._controlled.count} of {self._seen} prompts have a control token of the tokenizer in their text, which it reads as "
-                f"such; the first: {self._controlled.shown[0]}. Take it out where it is meant as text"
-            )
-        return notes
+                f"such; the first: {''.join(self._controlled.shown[:1])}. Take it out where it is meant as text",
+            ),
+        )
+        return [text for found, text in notes if found.count]
 
 
 def _weights(record: Record) -> list[bool]:

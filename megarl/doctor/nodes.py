@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from megarl import __version__, env
-from megarl.doctor.check import Check, Verdict
+from megarl.doctor.check import Check, Room, Verdict
 from megarl.errors import MegarlError
 
 if TYPE_CHECKING:
     from megarl.distributed.node_choice import RayNode
 
-ROOM = "cluster"
+ROOM = Room("cluster")
 START_S = 300.0
 """Until all processes have imported torch, over a shared file system."""
 ADDING_S = 120.0
@@ -61,7 +61,7 @@ def check_nodes(config: Mapping[str, Any] | None = None) -> Iterator[Check]:
         init_ray(log_to_driver=False)
         nodes = alive_nodes()
     except MegarlError as error:
-        yield Check(ROOM, "nodes", Verdict.FAILED, str(error), "see the message")
+        yield ROOM.failed("nodes", str(error), "see the message")
         return
     checks = [judge_nodes(nodes, config), judge_gpus(nodes, config)]
     yield from checks
@@ -74,9 +74,9 @@ def judge_nodes(nodes: Sequence[RayNode], config: Mapping[str, Any] | None) -> C
     found = f"{len(nodes)} in Ray: {', '.join(node.name for node in nodes)}"
     wanted = int(config["cluster"]["num_nodes"]) if config is not None else 1
     if len(nodes) >= wanted:
-        return Check(ROOM, "nodes", Verdict.OK, found)
+        return ROOM.ok("nodes", found)
     fix = f"sbatch --nodes={wanted}, or cluster.num_nodes={len(nodes)}"
-    return Check(ROOM, "nodes", Verdict.FAILED, f"{found}; cluster.num_nodes = {wanted}", fix)
+    return ROOM.failed("nodes", f"{found}; cluster.num_nodes = {wanted}", fix)
 
 
 def judge_gpus(nodes: Sequence[RayNode], config: Mapping[str, Any] | None) -> Check:
@@ -84,18 +84,18 @@ def judge_gpus(nodes: Sequence[RayNode], config: Mapping[str, Any] | None) -> Ch
     have = {node.name: int(node.total.get("GPU", 0)) for node in nodes}
     said = ", ".join(f"{name}: {count}" for name, count in have.items())
     if config is None:
-        return Check(ROOM, "GPUs", Verdict.OK, said if any(have.values()) else "none; ranks use CPUs over gloo")
+        return ROOM.ok("GPUs", said if any(have.values()) else "none; ranks use CPUs over gloo")
     section = config["cluster"]
     wanted, device = int(section["gpus_per_node"]), section["device"]
     if device == "cpu":
-        return Check(ROOM, "GPUs", Verdict.OK, "cluster.device = cpu: the run asks for none")
+        return ROOM.ok("GPUs", "cluster.device = cpu: the run asks for none")
     if device == "auto" and not any(have.values()):
         fix = f"sbatch --gpus-per-node={wanted}; or write cluster.device=cpu, if that is meant"
-        return Check(ROOM, "GPUs", Verdict.WARNING, "Ray has none on any node, and cluster.device = auto", fix)
+        return ROOM.warning("GPUs", "Ray has none on any node, and cluster.device = auto", fix)
     if sum(count >= wanted for count in have.values()) >= int(section["num_nodes"]):
-        return Check(ROOM, "GPUs", Verdict.OK, f"{said}; the run asks for {wanted} a node")
+        return ROOM.ok("GPUs", f"{said}; the run asks for {wanted} a node")
     fix = f"sbatch --gpus-per-node={wanted} (some sites: --gres=gpu:{wanted}); srun nvidia-smi -L shows what a job gets"
-    return Check(ROOM, "GPUs", Verdict.FAILED, f"Ray has {said}; cluster.gpus_per_node = {wanted}", fix)
+    return ROOM.failed("GPUs", f"Ray has {said}; cluster.gpus_per_node = {wanted}", fix)
 
 
 def shape_of(nodes: Sequence[RayNode], config: Mapping[str, Any] | None) -> Shape:
@@ -124,7 +124,7 @@ def check_ranks(shape: Shape) -> Iterator[Check]:
         yield judge_sums(group, shape, facts)
     except MegarlError as error:
         found = f"{shape}: {_first_line(error)}"
-        yield Check(ROOM, "ranks", Verdict.FAILED, found, "ray status; see what the message names, and node-N.log of a job")
+        yield ROOM.failed("ranks", found, "ray status; see what the message names, and node-N.log of a job")
     finally:
         if group is not None:
             group.shutdown()
@@ -139,15 +139,15 @@ def judge_sums(group: Any, shape: Shape, facts: Sequence[Mapping[str, Any]]) -> 
     try:
         answers = group.get_all_worker_results(group.run_all_workers_single_data("add", numbers=numbers))
     except MegarlError as error:
-        return Check(ROOM, name, Verdict.FAILED, f"{shape}: {_first_line(error)}", interface_hint(backend, facts))
+        return ROOM.failed(name, f"{shape}: {_first_line(error)}", interface_hint(backend, facts))
     wrong = [str(rank) for rank, (_, right) in enumerate(answers) if not right]
     if wrong:
-        return Check(ROOM, name, Verdict.FAILED, f"wrong sums on ranks {', '.join(wrong)} of {world}", interface_hint(backend, facts))
+        return ROOM.failed(name, f"wrong sums on ranks {', '.join(wrong)} of {world}", interface_hint(backend, facts))
     seconds = max(seconds for seconds, _ in answers)
     # each byte crosses a link 2 (n - 1) / n times in a ring
     rate = 4 * numbers * 2 * (world - 1) / world / seconds / 1e9
     found = f"{shape} added {4 * numbers / MIB:.0f} MiB in {seconds * 1e3:.1f} ms, {rate:.2f} GB/s a rank"
-    return Check(ROOM, name, Verdict.OK, f"{found}; addresses on {', '.join(interfaces)}")
+    return ROOM.ok(name, f"{found}; addresses on {', '.join(interfaces)}")
 
 
 def interface_hint(backend: str, facts: Sequence[Mapping[str, Any]]) -> str:
@@ -173,10 +173,10 @@ def compare(facts: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
             alike = False
             found = "; ".join(f"{version} on {', '.join(sorted(set(where)))}" for version, where in sorted(hosts.items()))
             fix = "use one environment on all nodes: MEGARL_VENV on a shared disk, or one image"
-            yield Check(ROOM, name, Verdict.FAILED, f"nodes differ: {found}", fix)
+            yield ROOM.failed(name, f"nodes differ: {found}", fix)
     first = facts[0]["versions"]
     if alike:
-        yield Check(ROOM, "versions", Verdict.OK, f"python {first['python']}, torch {first['torch']} on all {len(facts)} ranks")
+        yield ROOM.ok("versions", f"python {first['python']}, torch {first['torch']} on all {len(facts)} ranks")
 
 
 def interface_towards(address: str) -> str:

@@ -17,9 +17,9 @@ import psutil
 
 from converters.files.atomic import fsync_directory, write_bytes_durably
 from megarl.config.places import nearest_directory
-from megarl.doctor.check import Check, Verdict
+from megarl.doctor.check import Check, Room
 
-ROOM = "storage"
+ROOM = Room("storage")
 GIB = 2**30
 LEAST_FREE = 5 * GIB
 CHECKPOINT_BYTES = 14
@@ -45,7 +45,7 @@ def check_storage(run_dir: Path) -> Iterator[Check]:
             shutil.rmtree(trial, ignore_errors=True)
     except (OSError, subprocess.TimeoutExpired) as error:
         fix = f"ls -ld {place}; id   (who may write there), or give another --run-dir"
-        yield Check(ROOM, "writing", Verdict.FAILED, f"{place}: {getattr(error, 'strerror', None) or error}", fix)
+        yield ROOM.failed("writing", f"{place}: {getattr(error, 'strerror', None) or error}", fix)
 
 
 def _without_links(path: Path) -> Path:
@@ -68,8 +68,8 @@ def check_durable_write(directory: Path) -> Check:
     answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     if answer.stdout != hashlib.sha256(content).hexdigest():
         fix = "mount the file system without client-side caching, or give another --run-dir"
-        return Check(ROOM, "writing", Verdict.FAILED, f"another process read other bytes than were written to {directory.parent}", fix)
-    return Check(ROOM, "writing", Verdict.OK, f"1 MiB written, synced, renamed in {seconds * 1e3:.0f} ms; another process read the same")
+        return ROOM.failed("writing", f"another process read other bytes than were written to {directory.parent}", fix)
+    return ROOM.ok("writing", f"1 MiB written, synced, renamed in {seconds * 1e3:.0f} ms; another process read the same")
 
 
 def check_lock(directory: Path) -> Check:
@@ -79,23 +79,21 @@ def check_lock(directory: Path) -> Check:
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             found = f"no locks here ({error.strerror}); two runs on different hosts could take one directory"
-            return Check(ROOM, "locks", Verdict.WARNING, found, "mount with locks (NFS: without nolock; Lustre: -o flock)")
+            return ROOM.warning("locks", found, "mount with locks (NFS: without nolock; Lustre: -o flock)")
         try:
             fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return Check(ROOM, "locks", Verdict.OK, "a second owner is kept out")
-    return Check(ROOM, "locks", Verdict.WARNING, "a second owner was let in", "mount with locks (NFS: without nolock; Lustre: -o flock)")
+            return ROOM.ok("locks", "a second owner is kept out")
+    return ROOM.warning("locks", "a second owner was let in", "mount with locks (NFS: without nolock; Lustre: -o flock)")
 
 
 def judge_space(free: int) -> Check:
     """Whether checkpoints find room; bytes."""
     found = f"{free / GIB:.1f} GiB free: one checkpoint of {free / CHECKPOINT_BYTES / 1e9:.1f} billion parameters"
     if free >= LEAST_FREE:
-        return Check(ROOM, "space", Verdict.OK, found)
-    return Check(
-        ROOM,
+        return ROOM.ok("space", found)
+    return ROOM.warning(
         "space",
-        Verdict.WARNING,
         f"{found}; {LEAST_FREE // GIB} GiB are little",
         "df -h; give another --run-dir or a smaller keep_top_k",
     )
@@ -109,5 +107,5 @@ def check_file_system(place: Path) -> Check:
     kind = mount.fstype if mount is not None else "unknown"
     where = f"{place} on {kind}"
     if any(kind.removeprefix("fuse.").startswith(name) for name in NETWORKED):
-        return Check(ROOM, "file system", Verdict.OK, f"{where}, shared between hosts; on all nodes: srun megarl doctor --run-dir {place}")
-    return Check(ROOM, "file system", Verdict.OK, f"{where}, of this host alone: right for one node; several need a shared one")
+        return ROOM.ok("file system", f"{where}, shared between hosts; on all nodes: srun megarl doctor --run-dir {place}")
+    return ROOM.ok("file system", f"{where}, of this host alone: right for one node; several need a shared one")

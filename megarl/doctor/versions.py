@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -12,16 +13,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
-from packaging.requirements import Requirement
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
 from megarl import __version__
 from megarl.config.engines import ENGINES, engine_kind
 from megarl.distributed import nvml
-from megarl.doctor.check import Check, Verdict
+from megarl.doctor.check import Check, Room, Verdict
 from megarl.env import DISTRIBUTION, installed_version
 
-ROOM = "versions"
+ROOM = Room("versions")
 SHOWN = ("torch", "megatron-core", "transformers", "ray")
 """Packages that are always shown; the others only where they fall short."""
 DEPRECATES_GPT_MODEL = Version("0.19")
@@ -31,9 +32,9 @@ _SLURM_S = 20.0
 
 def check_versions() -> Iterator[Check]:
     """Python, megarl, the packages it needs, and those that it can use."""
-    yield Check(ROOM, "python", Verdict.OK, platform.python_version())
-    yield Check(ROOM, "megarl", Verdict.OK, __version__)
-    required = [requirement for requirement in _requirements() if _applies(requirement)]
+    yield ROOM.ok("python", platform.python_version())
+    yield ROOM.ok("megarl", __version__)
+    required = [requirement for requirement in requirements_of(DISTRIBUTION) if applies(requirement)]
     for name in SHOWN:
         if name not in {requirement.name for requirement in required}:
             required.append(Requirement(name))
@@ -60,11 +61,11 @@ def check_package(requirement: Requirement) -> Check:
     version = installed_version(requirement.name)
     fix = f"pip install -c {constraints_file()} '{requirement.name}{requirement.specifier}'"
     if version is None:
-        return Check(ROOM, requirement.name, Verdict.FAILED, "not installed", fix)
+        return ROOM.failed(requirement.name, "not installed", fix)
     if not requirement.specifier.contains(version, prereleases=True):
-        return Check(ROOM, requirement.name, Verdict.FAILED, f"{version}, {requirement.specifier} is wanted", fix)
+        return ROOM.failed(requirement.name, f"{version}, {requirement.specifier} is wanted", fix)
     note = GPT_MODEL if requirement.name == "megatron-core" and Version(version) >= DEPRECATES_GPT_MODEL else ""
-    return Check(ROOM, requirement.name, Verdict.OK, f"{version}{note}")
+    return ROOM.ok(requirement.name, f"{version}{note}")
 
 
 def check_slurm(timeout_s: float = _SLURM_S) -> Check:
@@ -72,26 +73,28 @@ def check_slurm(timeout_s: float = _SLURM_S) -> Check:
     program = shutil.which("sbatch")
     if program is None:
         fix = "run this on a login node of the cluster; to try it on one machine: apt-get install slurm-wlm"
-        return Check(ROOM, "Slurm", Verdict.ABSENT, "no sbatch on PATH (only needed to submit jobs)", fix)
+        return ROOM.absent("Slurm", "no sbatch on PATH (only needed to submit jobs)", fix)
     try:
         answer = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Check(ROOM, "Slurm", Verdict.WARNING, f"{program} --version: {error}", "scontrol ping")
+        return ROOM.warning("Slurm", f"{program} --version: {error}", "scontrol ping")
     if answer.returncode:
-        return Check(
-            ROOM, "Slurm", Verdict.WARNING, f"{program} --version failed: {' '.join(answer.stderr.split())[:120]}", "scontrol ping"
-        )
-    return Check(ROOM, "Slurm", Verdict.OK, answer.stdout.strip())
+        return ROOM.warning("Slurm", f"{program} --version failed: {' '.join(answer.stderr.split())[:120]}", "scontrol ping")
+    return ROOM.ok("Slurm", answer.stdout.strip())
 
 
-def _requirements() -> list[Requirement]:
-    try:
-        return [Requirement(text) for text in importlib.metadata.requires(DISTRIBUTION) or ()]
-    except importlib.metadata.PackageNotFoundError:
-        return []
+def requirements_of(name: str) -> list[Requirement]:
+    """Return what an installed package asks for, with its extras; nothing of one that is absent or cannot be read."""
+    found = []
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for text in importlib.metadata.requires(name) or ():
+            with contextlib.suppress(InvalidRequirement):
+                found.append(Requirement(text))
+    return found
 
 
-def _applies(requirement: Requirement, extra: str = "") -> bool:
+def applies(requirement: Requirement, extra: str = "") -> bool:
+    """Whether a requirement holds on this machine, for an extra or without any."""
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
@@ -99,19 +102,19 @@ def _optional(title: str, packages: Sequence[str], extra: str, what_for: str, op
     for name in packages:
         version = installed_version(name)
         if version is not None:
-            return Check(ROOM, title, Verdict.OK, f"{version} ({name})")
+            return ROOM.ok(title, f"{version} ({name})")
     wanted = " ".join(
-        f"'{one.name}{_extras_of(one)}{one.specifier}'" for one in _requirements() if _applies(one, extra) and not _applies(one)
+        f"'{one.name}{_extras_of(one)}{one.specifier}'" for one in requirements_of(DISTRIBUTION) if applies(one, extra) and not applies(one)
     )
     fix = f"pip install -c constraints-gpu.txt {options}{wanted or packages[0]}   (on a machine with an NVIDIA GPU)"
-    return Check(ROOM, title, Verdict.ABSENT, f"not installed ({what_for})", fix)
+    return ROOM.absent(title, f"not installed ({what_for})", fix)
 
 
 def _extras_of(requirement: Requirement) -> str:
     return f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
 
 
-SYSTEM = "system"
+SYSTEM = Room("system")
 GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_MEMORY = 2 * GIB
@@ -126,8 +129,8 @@ INFINIBAND = Path("/sys/class/infiniband")
 def check_system() -> Iterator[Check]:
     """All of them."""
     memory = psutil.virtual_memory()
-    yield Check(SYSTEM, "processors", Verdict.OK, f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} usable")
-    yield Check(SYSTEM, "memory", Verdict.OK, f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB")
+    yield SYSTEM.ok("processors", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} usable")
+    yield SYSTEM.ok("memory", f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB")
     usage = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
     yield judge_shared_memory(usage.total if usage else 0, usage.free if usage else 0)
     yield judge_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -138,17 +141,13 @@ def judge_shared_memory(size: int, free: int) -> Check:
     """Whether ``/dev/shm`` holds what workers on one host share; bytes."""
     found = f"{size / GIB:.2f} GiB"
     if free >= LEAST_SHARED_MEMORY:
-        return Check(SYSTEM, str(SHARED_MEMORY), Verdict.OK, found)
+        return SYSTEM.ok(str(SHARED_MEMORY), found)
     if size >= LEAST_SHARED_MEMORY:
         found = f"{free / GIB:.2f} of {found} free, at least {LEAST_SHARED_MEMORY // GIB} GiB are wanted for refits and Ray"
-        return Check(
-            SYSTEM, str(SHARED_MEMORY), Verdict.WARNING, found, f"ls -lt {SHARED_MEMORY}   (what killed programs have left may go)"
-        )
+        return SYSTEM.warning(str(SHARED_MEMORY), found, f"ls -lt {SHARED_MEMORY}   (what killed programs have left may go)")
     fix = f"mount -o remount,size=8G {SHARED_MEMORY}   (Docker: --shm-size=8g)"
-    return Check(
-        SYSTEM,
+    return SYSTEM.warning(
         str(SHARED_MEMORY),
-        Verdict.WARNING,
         f"{found}, at least {LEAST_SHARED_MEMORY // GIB} GiB are wanted for refits and Ray",
         fix,
     )
@@ -158,10 +157,10 @@ def judge_open_files(soft: int, hard: int) -> Check:
     """Whether a driver of many workers may open enough files."""
     infinite = resource.RLIM_INFINITY
     if soft == infinite or soft >= LEAST_OPEN_FILES:
-        return Check(SYSTEM, "open files", Verdict.OK, "no limit" if soft == infinite else f"{soft:,}")
+        return SYSTEM.ok("open files", "no limit" if soft == infinite else f"{soft:,}")
     reachable = 65536 if hard == infinite else min(hard, 65536)
     fix = f"ulimit -n {reachable}" if reachable >= LEAST_OPEN_FILES else "raise nofile in /etc/security/limits.conf, then log in again"
-    return Check(SYSTEM, "open files", Verdict.WARNING, f"{soft:,}, at least {LEAST_OPEN_FILES:,} are wanted", fix)
+    return SYSTEM.warning("open files", f"{soft:,}, at least {LEAST_OPEN_FILES:,} are wanted", fix)
 
 
 def infiniband_devices() -> list[str]:
@@ -174,11 +173,11 @@ def judge_locked_memory(soft: int, infiniband: Sequence[str]) -> Check:
     name, infinite = "locked memory", resource.RLIM_INFINITY
     found = "no limit" if soft == infinite else f"{soft / 2**20:,.0f} MiB"
     if not infiniband:
-        return Check(SYSTEM, name, Verdict.OK, f"{found}; no InfiniBand here")
+        return SYSTEM.ok(name, f"{found}; no InfiniBand here")
     if soft == infinite or soft >= LEAST_LOCKED_MEMORY:
-        return Check(SYSTEM, name, Verdict.OK, f"{found}, for {', '.join(infiniband)}")
+        return SYSTEM.ok(name, f"{found}, for {', '.join(infiniband)}")
     fix = (
         "ulimit -l unlimited   (Slurm: PropagateResourceLimitsExcept=MEMLOCK, and LimitMEMLOCK=infinity for slurmd; "
         "Docker: --ulimit memlock=-1; else memlock in /etc/security/limits.conf)"
     )
-    return Check(SYSTEM, name, Verdict.WARNING, f"{found}, NCCL over {', '.join(infiniband)} wants no limit", fix)
+    return SYSTEM.warning(name, f"{found}, NCCL over {', '.join(infiniband)} wants no limit", fix)
