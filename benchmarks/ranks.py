@@ -7,7 +7,6 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from megarl.parity.pool import WorkerPool
@@ -47,7 +46,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.close()
 

@@ -15,7 +15,6 @@ import os
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 
 from megarl import env
 from megarl.errors import StateError
@@ -148,7 +147,7 @@ class RunLock:
     def __enter__(self) -> RunLock:
         return self.acquire()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _refusal(self, owner: Owner | None) -> str:

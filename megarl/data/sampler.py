@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.errors import DataError, UnusableCheckpointError
 
@@ -32,37 +33,61 @@ def _order(size: int, seed: int, epoch: int, shuffle: bool) -> array[int]:
     return order
 
 
-class Sampler(Protocol):
-    """Hands out record indices, and can be saved and resumed at any of them."""
+class Sampler(ABC):
+    """Hands out record indices, and can be saved and resumed at any of them.
+
+    Attributes:
+        identity: what the order is made from, of the types of JSON.
+    """
+
+    identity: Mapping[str, Any]
 
     @property
+    @abstractmethod
     def epoch(self) -> int:
         """As many records as there are have been handed out so many times."""
-        ...
 
     @property
+    @abstractmethod
     def taken(self) -> int:
         """Indices that have been handed out: the ordinal, from 0, of the next one."""
-        ...
 
+    @abstractmethod
     def take(self, count: int) -> list[int]:
         """The next ``count`` indices."""
-        ...
+
+    @abstractmethod
+    def _place(self) -> dict[str, Any]:
+        """Where the next index stands."""
+
+    @abstractmethod
+    def _go_to_place(self, state: Mapping[str, Any]) -> None:
+        """Go to the place in a state; refuse a broken one."""
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready state."""
-        ...
+        """JSON-ready state: where the next index stands, and what the order was made from."""
+        return {**self.identity, **self._place()}
 
     def differs_in(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return what differs in a state of other data or another order: name to (value here, value there)."""
-        ...
+        """Return what differs in a state of other data or another order: name to (value here, value there); empty where it is of these."""
+        return {key: (value, state.get(key)) for key, value in self.identity.items() if state.get(key) != value}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go to the place that ``state()`` described."""
-        ...
+        """Go to the place that ``state()`` described.
+
+        Raises:
+            UnusableCheckpointError: the state is of other data, weights, another seed or another shuffling, or is broken.
+        """
+        for key, (here, there) in self.differs_in(state).items():
+            raise UnusableCheckpointError(
+                f"the checkpoint's sampler has {key} = {there!r}, this run has {here!r}; the data order would differ. "
+                "Fix: resume with the same data, seed and shuffle, start in a new run_dir, or begin other data with "
+                "checkpointing.accept_changes=true"
+            )
+        self._go_to_place(state)
 
 
-class ResumableSampler:
+class ResumableSampler(Sampler):
     """Hands out record indices epoch after epoch; every record once an epoch.
 
     A batch may run over the end of an epoch. The state is small JSON; after ``load_state`` the next index is exactly the one that would
@@ -82,7 +107,7 @@ class ResumableSampler:
         if size < 1:
             raise DataError(f"a sampler over {size} records has nothing to hand out, at least 1 is needed. Fix: give data with records")
         self.size = size
-        self._identity = {"size": size, "seed": seed, "shuffle": shuffle, "data_fingerprint": data_fingerprint}
+        self.identity = {"size": size, "seed": seed, "shuffle": shuffle, "data_fingerprint": data_fingerprint}
         self._seed = seed
         self._shuffle = shuffle
         self._epoch = 0
@@ -114,21 +139,10 @@ class ResumableSampler:
                 self._go_to(self._epoch + 1, 0)
         return taken
 
-    def state(self) -> dict[str, Any]:
-        """JSON-ready state: where the next index stands, and what the order was made from."""
-        return {**self._identity, "epoch": self._epoch, "position": self._position}
+    def _place(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "position": self._position}
 
-    def differs_in(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return what differs in a state of other data or another order: name to (value here, value there); empty where it is of these."""
-        return _differences(self._identity, state)
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go to the place that ``state()`` described.
-
-        Raises:
-            UnusableCheckpointError: the state is of other data, another seed or another shuffling, or is broken.
-        """
-        _refuse_differences(self.differs_in(state))
+    def _go_to_place(self, state: Mapping[str, Any]) -> None:
         epoch, position = state.get("epoch"), state.get("position")
         if not isinstance(epoch, int) or not isinstance(position, int) or epoch < 0 or not 0 <= position < self.size:
             raise UnusableCheckpointError(
@@ -143,7 +157,7 @@ class ResumableSampler:
         self._epoch, self._position = epoch, position
 
 
-class MixtureSampler:
+class MixtureSampler(Sampler):
     """Hands out indices of several sources by weight; within each source every record once an epoch of the source.
 
     After n indices a source with the share w of the weights has given more than w n - 1 and less than w n + 1 of them, for every n: of the
@@ -175,7 +189,7 @@ class MixtureSampler:
         self._offsets = [0, *accumulate(sizes)]
         # sources are shuffled apart: two of one size would have the same order by one seed
         self._samplers = [ResumableSampler(size, seed + _APART * place, shuffle, data_fingerprint) for place, size in enumerate(sizes)]
-        self._identity = {
+        self.identity = {
             "sizes": list(sizes),
             "weights": [str(weight / total) for weight in exact],
             "seed": seed,
@@ -222,21 +236,10 @@ class MixtureSampler:
         eligible = [source for source, lag in enumerate(behind) if lag >= self._total]
         return min(eligible, key=lambda source: (Fraction((spread - 1) * self._total - behind[source], self._whole[source]), source))
 
-    def state(self) -> dict[str, Any]:
-        """JSON-ready state of all sources."""
-        return {**self._identity, "taken": self._taken()}
+    def _place(self) -> dict[str, Any]:
+        return {"taken": self._taken()}
 
-    def differs_in(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return what differs in a state of other data, weights or another order: name to (value here, value there)."""
-        return _differences(self._identity, state)
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go to the place that ``state()`` described.
-
-        Raises:
-            UnusableCheckpointError: the state is of other data, weights, another seed or another shuffling, or is broken.
-        """
-        _refuse_differences(self.differs_in(state))
+    def _go_to_place(self, state: Mapping[str, Any]) -> None:
         taken = state.get("taken")
         if not isinstance(taken, list) or len(taken) != len(self._samplers) or not all(type(each) is int and each >= 0 for each in taken):
             raise UnusableCheckpointError(
@@ -249,16 +252,3 @@ class MixtureSampler:
 
 _APART = 2**64
 """Added to the seed of each further source: no seed of a run."""
-
-
-def _differences(identity: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {key: (value, state.get(key)) for key, value in identity.items() if state.get(key) != value}
-
-
-def _refuse_differences(differences: Mapping[str, tuple[Any, Any]]) -> None:
-    for key, (here, there) in differences.items():
-        raise UnusableCheckpointError(
-            f"the checkpoint's sampler has {key} = {there!r}, this run has {here!r}; the data order would differ. "
-            "Fix: resume with the same data, seed and shuffle, start in a new run_dir, or begin other data with "
-            "checkpointing.accept_changes=true"
-        )

@@ -63,7 +63,24 @@ class TensorBoardSink:
             self._writer.close()
 
 
-class WandbSink:
+class _RunSink:
+    """Gives rows to the run of a service, which ignores or keeps what it already has of a step."""
+
+    _run: Any
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Give one row."""
+        self._run.log({name: value for name, value in row.items() if name not in _OWN_NAMES}, step=row["step"])
+
+    def truncate_after(self, step: int) -> None:
+        """Nothing to do: W&B itself ignores a step that it already has, and Trackio removes no row."""
+
+    def close(self) -> None:
+        """Finish the upload."""
+        self._run.finish()
+
+
+class WandbSink(_RunSink):
     """Sends rows to Weights & Biases; a resumed run goes on in the same W&B run."""
 
     name = "Weights & Biases"
@@ -83,10 +100,6 @@ class WandbSink:
         self._module = module
         self._run = module.init(**{"dir": str(log_dir), **identity, **_without_nulls(settings)}, config=redacted(run_config))
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Send one row."""
-        self._run.log({name: value for name, value in row.items() if name not in _OWN_NAMES}, step=row["step"])
-
     def write_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Send the samples of a step as a table, ``samples/KIND``, whose column ``step`` says which.
 
@@ -99,13 +112,6 @@ class WandbSink:
         # a number that is infinite is a text
         table = self._module.Table(columns=columns, data=data, allow_mixed_types=True)
         self._run.log({f"samples/{kind}": table}, commit=False)
-
-    def truncate_after(self, step: int) -> None:
-        """Nothing to do: W&B itself ignores a step that it already has."""
-
-    def close(self) -> None:
-        """Finish the upload."""
-        self._run.finish()
 
 
 class MlflowSink:
@@ -180,7 +186,7 @@ class MlflowSink:
         return run_id
 
 
-class TrackioSink:
+class TrackioSink(_RunSink):
     """Gives rows to Trackio, which sends them by a thread of its own; a resumed run goes on in the same Trackio run."""
 
     name = "Trackio"
@@ -199,17 +205,6 @@ class TrackioSink:
         # Trackio resumes by name, and another run of the same name is not to be gone on with
         name = "-".join([*filter(None, [settings.get("name")]), _remembered_id(log_dir / _TRACKIO_ID_FILE)])
         self._run = module.init(**_without_nulls(settings) | {"name": name, "resume": "allow", "config": redacted(run_config)})
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Give one row."""
-        self._run.log({name: value for name, value in row.items() if name not in _OWN_NAMES}, step=row["step"])
-
-    def truncate_after(self, step: int) -> None:
-        """Nothing to do: Trackio removes no row."""
-
-    def close(self) -> None:
-        """Finish the upload."""
-        self._run.finish()
 
 
 class _InOrder:

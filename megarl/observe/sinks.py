@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, cast
 
 from megarl.errors import ConfigError
@@ -180,7 +179,7 @@ class MetricSinks:
     def __enter__(self) -> MetricSinks:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _guard(self, sink: Sink, method: str, *arguments: Any) -> None:

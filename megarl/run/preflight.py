@@ -6,7 +6,6 @@ check yields what it finds, so that one list names everything at once.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import itertools
 import math
@@ -25,6 +24,7 @@ from rich.console import Console
 
 from megarl import env
 from megarl.checkpoint.manifest import read_signing_key
+from megarl.checkpoint.storage import tree_bytes
 from megarl.config.data_sources import sources_of
 from megarl.config.engines import KEY as GENERATION_BACKEND
 from megarl.config.environments import environment_class, environments_of, rewards_of
@@ -229,20 +229,11 @@ def _too_full(config: Config, together: Sequence[tuple[str, Path, int]]) -> Iter
     usage = shutil.disk_usage(nearest_directory(place))
     # a run that is resumed has written part of it
     roots = [path for _, path, _ in together if not any(path.is_relative_to(other) for _, other, _ in together if other != path)]
-    needed = max(sum(size for _, _, size in together) - sum(map(_size_below, roots)), _LEAST_FREE)
+    needed = max(sum(size for _, _, size in together) - sum(map(tree_bytes, roots)), _LEAST_FREE)
     # some file systems of objects say that they have no bytes at all
     if usage.total and usage.free < needed:
         bound = f"{size_text(usage.free)} are free there, and the run writes {size_text(needed)} of checkpoints and exports"
         yield Violation(key, at(config, key), bound, f"give {key} another place, or keep fewer checkpoints (checkpointing.keep_top_k)")
-
-
-def _size_below(directory: Path) -> int:
-    total = 0
-    for place, _, files in os.walk(directory):
-        for name in files:
-            with contextlib.suppress(OSError):
-                total += os.stat(os.path.join(place, name)).st_size
-    return total
 
 
 def unreadable_key(config: Config) -> Iterator[Violation]:
