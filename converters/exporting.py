@@ -33,11 +33,7 @@ from converters.checkpoint.manifest import MANIFEST_FILE, ConversionManifest, Te
 from converters.checkpoint.narrowing import Narrowing, kept_dtype, main_dtype
 from converters.checkpoint.safetensors_file import DTYPE_NAMES, OpenFiles
 from converters.checkpoint.staging import Staging, check_apart
-from converters.checkpoint.work import (
-    ConversionResult,
-    RunOptions,
-    row_ranges,
-)
+from converters.checkpoint.work import ConversionResult, RunOptions, row_ranges
 from converters.conversion import Chunk, Conversion, Plan, Rows, convert
 from converters.errors import ConversionError
 from converters.mapping.rule import HuggingFaceTensor, Rule, TensorLocation

@@ -31,11 +31,7 @@ from converters.checkpoint.narrowing import Narrowing, kept_dtype
 from converters.checkpoint.quantized import DequantizedSource, drop_quantization
 from converters.checkpoint.source import HuggingFaceSource
 from converters.checkpoint.staging import Staging, check_apart
-from converters.checkpoint.work import (
-    ConversionResult,
-    RunOptions,
-    row_ranges,
-)
+from converters.checkpoint.work import ConversionResult, RunOptions, row_ranges
 from converters.conversion import Chunk, Conversion, Plan, Rows, convert
 from converters.errors import ConversionError
 from converters.families.read import config_notes, read_architecture
