@@ -10,13 +10,13 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from converters.checkpoint.boxes import bytes_of
@@ -29,6 +29,8 @@ from converters.mapping.rule import Rule
 MANIFEST_FILE = "conversion.json"
 TOOL = "megarl convert"
 FORMAT = 1
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+"""A digest, hexadecimal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class TensorRecord:
 
     dtype: str
     shape: tuple[int, ...]
-    sha256: str
+    sha256: Sha256
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class ConversionManifest:
     notes: dict[str, Any] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
-    files: dict[str, str] = field(default_factory=dict)
+    files: dict[str, Sha256] = field(default_factory=dict)
 
     @property
     def excused(self) -> tuple[str, ...]:
@@ -134,30 +136,21 @@ def read_manifest(directory: Path) -> ConversionManifest | None:
         content = json.loads(require_regular(path).read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise ConversionError(f"{path} has format {content['format']!r}, known is {FORMAT}", "use a newer megarl, or convert again")
-        tensors = {
-            str(name): TensorRecord(str(record["dtype"]), tuple(int(size) for size in record["shape"]), _hash(record["sha256"]))
-            for name, record in content["tensors"].items()
-        }
-        places = {str(name): dict(place) for name, place in content["places"].items()}
-        # manifests of the first releases have neither these nor files
-        missing, left_out = (tuple(map(str, content.get("excused", {}).get(key, ()))) for key in ("missing", "left_out"))
-        files = {str(name): _hash(digest) for name, digest in content.get("files", {}).items()}
-        also_stored = {str(name): str(original) for name, original in content["also_stored"].items()}
-        return ConversionManifest(
-            str(content["source"]), str(content["family"]), tensors, also_stored, places, dict(content["notes"]), missing, left_out, files
-        )
+        # manifests of the first releases have neither "excused" nor files
+        return _MANIFEST.validate_python({**content, **content.get("excused", {})})
     except FileNotFoundError:
         return None
     except ConversionError:
         raise
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConversionError(f"{path} is damaged ({'.'.join(map(str, first['loc']))}: {first['msg']})", _AGAIN) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConversionError(f"{path} is damaged ({type(error).__name__}: {error})", "remove it, or convert again") from error
+        raise ConversionError(f"{path} is damaged ({type(error).__name__}: {error})", _AGAIN) from error
 
 
-def _hash(value: Any) -> str:
-    if not isinstance(value, str) or re.fullmatch(r"[0-9a-f]{64}", value) is None:
-        raise ValueError(f"{value!r} is no SHA-256")
-    return value
+_AGAIN = "remove it, or convert again"
+_MANIFEST = TypeAdapter(ConversionManifest)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
