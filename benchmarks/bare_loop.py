@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks import tiny
@@ -43,11 +44,11 @@ class BareLoop:
         """The model as this loop holds it."""
         return model
 
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+    def own(self, tensor: Tensor) -> Tensor:
         """The rows of a batch that this process has, on its device."""
         return tensor.to(self.device)
 
-    def step(self, batch: Mapping[str, torch.Tensor]) -> float:
+    def step(self, batch: Mapping[str, Tensor]) -> float:
         """One optimizer step; the loss before it, of this process's rows over the tokens of all."""
         # rows are padded on the right, so the causal mask alone hides the padding
         targets = batch["input_ids"].masked_fill(batch["token_mask"] == 0, -100)[:, 1:]
@@ -85,7 +86,7 @@ class FSDP2Loop(BareLoop):
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
 
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+    def own(self, tensor: Tensor) -> Tensor:
         """An equal share of the rows."""
         return tensor.chunk(self.ranks)[dist.get_rank()].to(self.device)
 

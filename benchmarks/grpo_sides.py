@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.phases import REST, STEP, Phases
 from benchmarks.timing import Spent
@@ -191,15 +192,15 @@ class ByHand:
             self.optimizer.zero_grad()
 
 
-def answer_logprobs(model: Any, ids: torch.Tensor, mask: torch.Tensor, new: int) -> torch.Tensor:
+def answer_logprobs(model: Any, ids: Tensor, mask: Tensor, new: int) -> Tensor:
     """[rows, new] of the last tokens of rows that are padded on the left."""
     places = (mask.cumsum(1) - 1).clamp(min=0)
     logits = model(input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False, logits_to_keep=new + 1).logits[:, :-1]
-    found: torch.Tensor = logits.float().log_softmax(-1).gather(-1, ids[:, -new:, None]).squeeze(-1)
+    found: Tensor = logits.float().log_softmax(-1).gather(-1, ids[:, -new:, None]).squeeze(-1)
     return found
 
 
-def policy_loss(now: torch.Tensor, before: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+def policy_loss(now: Tensor, before: Tensor, advantages: Tensor) -> Tensor:
     """The clipped policy gradient of answers that all have as many tokens."""
     ratio = (now - before).exp()
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)).mean()
@@ -335,5 +336,5 @@ def assert_same(ours: Ours, model: Any) -> dict[str, float]:
     return off
 
 
-def _answers_of(columns: torch.Tensor, lengths: torch.Tensor, new: int) -> torch.Tensor:
+def _answers_of(columns: Tensor, lengths: Tensor, new: int) -> Tensor:
     return torch.stack([row[length - new : length] for row, length in zip(columns, lengths.tolist(), strict=True)])

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -122,14 +123,14 @@ class _Syncs(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         options = kwargs or {}
         from_list = func in (torch.tensor, torch.as_tensor) and "device" in options and isinstance(args[0], list | tuple)
-        if from_list or _moves(func, args, options) or func in (torch.Tensor.tolist, torch.Tensor.cpu):
+        if from_list or _moves(func, args, options) or func in (Tensor.tolist, Tensor.cpu):
             self._count.syncs[_place()] += 1
         return func(*args, **options)
 
 
 def _moves(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
     """Whether a call moves a tensor to a device and waits until it is there."""
-    return func is torch.Tensor.to and not options.get("non_blocking") and any(map(_is_device, (*args[1:], *options.values())))
+    return func is Tensor.to and not options.get("non_blocking") and any(map(_is_device, (*args[1:], *options.values())))
 
 
 def _is_device(value: Any) -> bool:
@@ -320,17 +321,17 @@ def _one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stand_in(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
     max_q: int,
     max_k: int,
     *,
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, 0),
-) -> torch.Tensor:
+) -> Tensor:
     """Called like ``varlen_attn``, for runs that see all of their own keys and no others."""
     assert window_size == (-1, 0) and max_q == max_k, "a stand-in for whole sequences without a window"
     output, _ = _forward(query, key, value, cu_seq_q, query.shape[-1] ** -0.5 if scale is None else scale)
@@ -338,9 +339,7 @@ def _stand_in(
 
 
 @torch.library.custom_op("megarl_benchmarks::varlen", mutates_args=())
-def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """[T, H, D], [T, G, D], [T, G, D] -> [T, H, D], and the log-sum-exp [T, H]."""
     parts = [partial_attention(*_whole(run), scale, causal=True) for run in _runs(offsets, query, key, value)]
     return tuple(torch.cat([part[which][0].transpose(0, 1) for part in parts]) for which in (0, 1))
@@ -348,38 +347,38 @@ def _forward(
 
 @torch.library.custom_op("megarl_benchmarks::varlen_backward", mutates_args=())
 def _backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    logsumexp: torch.Tensor,
-    offsets: torch.Tensor,
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    offsets: Tensor,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     runs = _runs(offsets, gradient, query, key, value, output, logsumexp)
     parts = [partial_gradients(*_whole(run), scale, causal=True) for run in runs]
     return tuple(torch.cat([part[which][0].transpose(0, 1) for part in parts]) for which in (0, 1, 2))
 
 
-def _runs(offsets: torch.Tensor, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def _runs(offsets: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     with torch._C.DisableTorchFunction():  # what happens inside a kernel is not counted
         limits = offsets.tolist()
     for first, last in itertools.pairwise(limits):
         yield tuple(tensor[first:last] for tensor in tensors)
 
 
-def _whole(run: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _whole(run: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.transpose(0, 1)[None].contiguous() for tensor in run]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, offsets, scale = inputs
     ctx.save_for_backward(query, key, value, *output, offsets)
     ctx.scale = scale
 
 
-def _pull_back(ctx: Any, gradient: torch.Tensor, unused: torch.Tensor) -> tuple[Any, ...]:
+def _pull_back(ctx: Any, gradient: Tensor, unused: Tensor) -> tuple[Any, ...]:
     query, key, value, output, logsumexp, offsets = ctx.saved_tensors
     return (*_backward(gradient, query, key, value, output, logsumexp, offsets, ctx.scale), None, None)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.memory import peak_of
 from benchmarks.point import Metric, Point
@@ -90,7 +91,7 @@ class _RandomWeights:
         be put together from shards first; ``refit.export`` measures that."""
         return GatherStream(InFlightBucket(assembly, shards, None) for assembly, shards in self._buckets)
 
-    def singly(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def singly(self) -> Iterator[tuple[str, Tensor]]:
         """All weights as FSDP1 gives them."""
         return iter(self.named.items())
 
@@ -163,7 +164,7 @@ def _refit(way: str, senders: dict[str, WeightSender], connection: Connection) -
     _expect(connection, "read")
 
 
-def _one_handle_each(weights: dict[str, torch.Tensor], connection: Connection) -> None:
+def _one_handle_each(weights: dict[str, Tensor], connection: Connection) -> None:
     copies = {name: tensor.clone().share_memory_() for name, tensor in weights.items()}
     connection.send(("handles", bytes(ForkingPickler.dumps(copies))))
     _expect(connection, "read")
@@ -235,7 +236,7 @@ def _ordered(orders: Connection, what: str, action: Any) -> None:
         raise RuntimeError(f"the engine says {found!r} where {what!r} was expected")
 
 
-def _one_broadcast_each(group: TransferGroup, weights: dict[str, torch.Tensor], orders: Connection) -> None:
+def _one_broadcast_each(group: TransferGroup, weights: dict[str, Tensor], orders: Connection) -> None:
     for name, tensor in weights.items():
         orders.send(pickle.dumps((name, tuple(tensor.shape), tensor.dtype)))
         group.broadcast(tensor).wait()

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.policy.batch_plan import ShardedBatch, shard_batch
 from megarl.parity.case import Case
 from megarl.parity.reference_advantages import PART_WEIGHTS, reference_signals
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 
 def token_batch(case: Case) -> Batch:
@@ -29,7 +30,7 @@ def token_batch(case: Case) -> Batch:
     }
 
 
-def _sample_mask(case: Case, generator: torch.Generator) -> torch.Tensor:
+def _sample_mask(case: Case, generator: torch.Generator) -> Tensor:
     mask = torch.ones(case.steps, case.global_batch)
     if case.masked == "some":
         mask = (torch.rand(mask.shape, generator=generator) < 0.6).float()
@@ -42,7 +43,7 @@ def _sample_mask(case: Case, generator: torch.Generator) -> torch.Tensor:
     return mask.flatten()
 
 
-def with_signals(case: Case, batch: Batch, logprobs: torch.Tensor) -> Batch:
+def with_signals(case: Case, batch: Batch, logprobs: Tensor) -> Batch:
     """The batch with what the case's loss reads.
 
     Args:
@@ -56,7 +57,7 @@ def with_signals(case: Case, batch: Batch, logprobs: torch.Tensor) -> Batch:
     generator = torch.Generator().manual_seed(case.seed + 2)
     inside = torch.arange(case.length)[None] < batch["input_lengths"][:, None]
 
-    def near(values: torch.Tensor, spread: float) -> torch.Tensor:
+    def near(values: Tensor, spread: float) -> Tensor:
         return (values + spread * torch.randn(values.shape, generator=generator)) * inside
 
     if case.loss_kind == "value":
@@ -90,7 +91,7 @@ def with_signals(case: Case, batch: Batch, logprobs: torch.Tensor) -> Batch:
     return signals
 
 
-def _teacher(case: Case, generator: torch.Generator) -> torch.Tensor:
+def _teacher(case: Case, generator: torch.Generator) -> Tensor:
     """[B, S, V] the log-probabilities of a teacher: at half of the positions flat, at the others 0.99 to 0.9999 of one token, as those of
     large models mostly are."""
     flat = torch.randn(case.total_rows, case.length, case.vocab, generator=generator)
@@ -131,14 +132,14 @@ def _with_rewards(case: Case, signals: Batch) -> Batch:
     return {**rewarded, **{name: torch.cat([of_call[name] for of_call in made]) for name in made[0]}}
 
 
-def logprob_shards(case: Case, config: Mapping[str, Any], batch: Mapping[str, torch.Tensor]) -> ShardedBatch:
+def logprob_shards(case: Case, config: Mapping[str, Any], batch: Mapping[str, Tensor]) -> ShardedBatch:
     """The rows whose log-probabilities are asked for, dealt to the data-parallel ranks."""
     keys = ("input_ids", "input_lengths", "token_mask", "sample_mask")
     asked: BatchedDataDict[Any] = BatchedDataDict({key: batch[key][: case.logprob_rows] for key in keys})
     return shard_batch(asked, config, case.dp, phase="logprob")
 
 
-def calls_of(case: Case, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+def calls_of(case: Case, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """The batch of each ``train()`` call."""
     rows = _rows_of_a_call(case)
     return [{key: value[first : first + rows] for key, value in batch.items()} for first in range(0, case.total_rows, rows)]
@@ -148,6 +149,6 @@ def _rows_of_a_call(case: Case) -> int:
     return case.total_rows if case.together else case.global_batch
 
 
-def first_step(case: Case, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def first_step(case: Case, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The first global batch."""
     return {key: value[: case.global_batch] for key, value in batch.items()}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
+from torch import Tensor
 
 from megarl.algorithms.train_results import step_metrics
 from megarl.models.policy.batch_plan import ShardedBatch
@@ -58,9 +59,9 @@ class Difference:
 def compare(
     case: Case,
     config: Mapping[str, object],
-    batch: Mapping[str, torch.Tensor],
+    batch: Mapping[str, Tensor],
     shares: Sequence[Share],
-    logprobs: torch.Tensor,
+    logprobs: Tensor,
     expected: Expected,
     bounds: Bounds,
 ) -> list[Difference]:
@@ -118,9 +119,9 @@ def _likeliest(
     case: Case,
     what: str,
     dealt: ShardedBatch,
-    parts: Sequence[Mapping[str, torch.Tensor]],
-    batch: Mapping[str, torch.Tensor],
-    distributions: torch.Tensor,
+    parts: Sequence[Mapping[str, Tensor]],
+    batch: Mapping[str, Tensor],
+    distributions: Tensor,
     bounds: Bounds,
 ) -> Iterator[Difference]:
     """The most likely tokens: their log-probabilities are the largest there are, and those of the tokens that are said to have them. Of two
@@ -142,7 +143,7 @@ def _likeliest(
 
 
 def _restored(
-    what: str, dealt: ShardedBatch, parts: Sequence[torch.Tensor], expected: torch.Tensor, bounds: Bounds, note: str = ""
+    what: str, dealt: ShardedBatch, parts: Sequence[Tensor], expected: Tensor, bounds: Bounds, note: str = ""
 ) -> list[Difference]:
     """Return what the data-parallel ranks gave for their rows, in the order of the batch: the worst token, and all of them."""
     given, asked = [len(part) for part in parts], [shard.size for shard in dealt.shards]
@@ -159,7 +160,7 @@ def _restored(
     return [worst, Difference(f"{what}, root mean square", "logprobs", error, bound, *means)]
 
 
-def _logprobs(what: str, found: torch.Tensor, expected: torch.Tensor, bound: float) -> Difference:
+def _logprobs(what: str, found: Tensor, expected: Tensor, bound: float) -> Difference:
     """The worst of all tokens."""
     if found.shape != expected.shape:
         return Difference(what, "logprobs", math.inf, bound, f"shape {list(found.shape)}", f"shape {list(expected.shape)}")
@@ -181,7 +182,7 @@ def _evaluation(answers: Sequence[Mapping[str, object] | None], expected: Expect
 
 def _losses(answer: Mapping[str, object]) -> list[float]:
     losses = answer["global_loss"]
-    assert isinstance(losses, torch.Tensor)
+    assert isinstance(losses, Tensor)
     return [float(loss) for loss in losses]
 
 
@@ -210,7 +211,7 @@ def _call(case: Case, call: int, answers: Sequence[Mapping[str, object]], expect
     ]
     mean_norm, mean_scale = sum(norms) / len(norms), sum(norm_scales) / len(norms)
     last = first["grad_norm"]
-    assert isinstance(last, torch.Tensor)
+    assert isinstance(last, Tensor)
     found += [
         one("grad_norm", "grad_norm", float(last), norms[-1], norm_scales[-1]),
         one("mean grad_norm", "grad_norm", reduced.pop("grad_norm"), mean_norm, mean_scale, like="grad_norm"),
@@ -250,7 +251,7 @@ def _replicas(shares: Sequence[Share]) -> list[Difference]:
     return found
 
 
-def _weights(rank: int, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], bounds: Bounds) -> list[Difference]:
+def _weights(rank: int, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], bounds: Bounds) -> list[Difference]:
     differences = []
     for name in sorted({*found, *expected}):
         what, bound = f"rank {rank} weight {name}", bounds.of(WEIGHT + name)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.algorithms.distillation import Distillation
 from megarl.algorithms.grpo import GRPO
@@ -51,18 +52,18 @@ class Share:
     """
 
     data_rank: int
-    logprobs: torch.Tensor
-    logprobs_after: torch.Tensor
-    under_mask: Sequence[torch.Tensor]
+    logprobs: Tensor
+    logprobs_after: Tensor
+    under_mask: Sequence[Tensor]
     repeated: bool
-    reference_logprobs: Sequence[torch.Tensor]
-    likeliest: Sequence[Mapping[str, torch.Tensor]]
+    reference_logprobs: Sequence[Tensor]
+    likeliest: Sequence[Mapping[str, Tensor]]
     evaluation: Mapping[str, Any] | None
     calls: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def measure(case: Case, config: Mapping[str, Any], batch: Mapping[str, torch.Tensor], fault: Fault | None = None) -> Share:
+def measure(case: Case, config: Mapping[str, Any], batch: Mapping[str, Tensor], fault: Fault | None = None) -> Share:
     """Build the case's worker on this rank and make it do everything that is compared.
 
     Args:
@@ -87,7 +88,7 @@ def _worker(case: Case, config: Mapping[str, Any]) -> Iterator[Any]:
             close()
 
 
-def with_signals_made(case: Case, batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def with_signals_made(case: Case, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The batch of a case with what a driver makes of its rewards, call by call, in the place of what the reference has made."""
     if case.advantages_kind == "given":
         return batch
@@ -96,7 +97,7 @@ def with_signals_made(case: Case, batch: Mapping[str, torch.Tensor]) -> Mapping[
     return {**{name: values for name, values in batch.items() if name not in REWARDS}, **columns}
 
 
-def _made(case: Case, data: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _made(case: Case, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
     batch, algorithm = dict(data), _algorithm(case)
     if case.advantages_kind == "teacher":
         return {"advantages": algorithm.advantages(batch, data["teacher_logprobs"])[0]}
@@ -137,13 +138,13 @@ def _algorithm(case: Case) -> Any:
     return algorithm
 
 
-def _measure(worker: Any, case: Case, config: Mapping[str, Any], batch: Mapping[str, torch.Tensor]) -> Share:
+def _measure(worker: Any, case: Case, config: Mapping[str, Any], batch: Mapping[str, Tensor]) -> Share:
     data_rank, stage = worker.backend.groups.data_rank, worker.backend.groups.pipeline_rank
     batch = with_signals_made(case, batch)
     asked = logprob_shards(case, config, batch).shards[data_rank]
     loss_fn = make_loss(case)
 
-    def train(data: Mapping[str, torch.Tensor], evaluate: bool = False) -> dict[str, Any]:
+    def train(data: Mapping[str, Tensor], evaluate: bool = False) -> dict[str, Any]:
         dealt = shard_batch(
             BatchedDataDict(data), config, case.dp, phase="train", global_batch=case.global_batch, rows_together=rows_together(loss_fn)
         )
@@ -151,16 +152,16 @@ def _measure(worker: Any, case: Case, config: Mapping[str, Any], batch: Mapping[
         answer: dict[str, Any] = worker.train(data=mine, loss_fn=loss_fn, eval_mode=evaluate)
         return answer
 
-    references: list[torch.Tensor] = []
-    under_mask: list[torch.Tensor] = []
-    likeliest: list[Mapping[str, torch.Tensor]] = []
+    references: list[Tensor] = []
+    under_mask: list[Tensor] = []
+    likeliest: list[Mapping[str, Tensor]] = []
 
-    def score() -> tuple[torch.Tensor, bool]:
+    def score() -> tuple[Tensor, bool]:
         """Log-probabilities, and whether they are the same again after the reference policy's; of a model that scores its values."""
         worker.prepare_for_lp_inference()
         if case.scores:
             return worker.get_values(data=asked)["values"], True
-        first: torch.Tensor = worker.get_logprobs(data=asked)["logprobs"]
+        first: Tensor = worker.get_logprobs(data=asked)["logprobs"]
         if case.is_fast:
             under_mask.append(worker.get_logprobs(data=asked, skip_masked=True)["logprobs"])
         if case.likeliest:

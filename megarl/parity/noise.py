@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.models.engine.precision import dtype_of
 from megarl.parity.batches import Batch
@@ -59,7 +60,7 @@ class Bounds:
         return max(BOUND, FACTOR * self.noise.get(quantity, 0.0))
 
 
-def bounds_of(case: Case, model: Path, batch: Batch, logprobs: torch.Tensor, expected: Expected, *, members: int = MEMBERS) -> Bounds:
+def bounds_of(case: Case, model: Path, batch: Batch, logprobs: Tensor, expected: Expected, *, members: int = MEMBERS) -> Bounds:
     """The bounds of a case.
 
     Args:
@@ -87,19 +88,19 @@ def _may_be_missed(quantity: str, error: float) -> bool:
     return (error > BOUND and not quantity.startswith(WEIGHT)) or quantity.endswith(" accuracy")
 
 
-def _of_one_token(found: Sequence[torch.Tensor], logprobs: torch.Tensor) -> float:
+def _of_one_token(found: Sequence[Tensor], logprobs: Tensor) -> float:
     """The root mean square error of a log-probability, which eight draws of a single number may miss by chance. Metrics are measured by
     what such an error makes of them, so that it is a floor for theirs too."""
     return root_mean_square(torch.stack([token_errors(values, logprobs)[logprobs != 0] for values in found]))
 
 
-def _member(case: Case, model: torch.nn.Module, batch: Batch, number: int) -> tuple[torch.Tensor, Expected]:
+def _member(case: Case, model: torch.nn.Module, batch: Batch, number: int) -> tuple[Tensor, Expected]:
     """Log-probabilities and training of the model, in the precision of the case, with random errors. Trains it in place."""
     generator = torch.Generator().manual_seed(case.seed + 100 + number)
     _make_noisy(model, SPREAD * torch.finfo(dtype_of(case.precision, "case.precision")).eps, generator)
     logprobs = token_logprobs(model, batch, case.sampling)
 
-    def read(scores: torch.Tensor) -> torch.Tensor:
+    def read(scores: Tensor) -> Tensor:
         """What a loss reads is float32 in every precision. Gradients of a distribution's tokens that should cancel, do so up to these;
         where probabilities of the likeliest come from logarithms, their sum misses 1 by a rounding error of the logarithms."""
         size = float(scores.detach().abs().mean().clamp(min=1.0)) if case.likeliest else 1.0
@@ -117,24 +118,24 @@ class _Noisy(torch.autograd.Function):
     """A value, and the gradient that comes back to it, times 1 plus a normal error of size ``spread``."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, spread: float, generator: torch.Generator) -> torch.Tensor:
+    def forward(ctx: Any, value: Tensor, spread: float, generator: torch.Generator) -> Tensor:
         ctx.spread, ctx.generator = spread, generator
         return _disturbed(value, spread, generator)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _disturbed(gradient, ctx.spread, ctx.generator), None, None
 
 
-def _disturbed(value: torch.Tensor, spread: float, generator: torch.Generator) -> torch.Tensor:
+def _disturbed(value: Tensor, spread: float, generator: torch.Generator) -> Tensor:
     return (value.float() * (1 + spread * torch.randn(value.shape, generator=generator))).to(value.dtype)
 
 
-def _noisy(value: torch.Tensor, spread: float, generator: torch.Generator) -> torch.Tensor:
+def _noisy(value: Tensor, spread: float, generator: torch.Generator) -> Tensor:
     """The value disturbed, forward and backward; what is no floating-point number as it is."""
     if not value.is_floating_point():
         return value
-    disturbed: torch.Tensor = _Noisy.apply(value, spread, generator)  # type: ignore[no-untyped-call]
+    disturbed: Tensor = _Noisy.apply(value, spread, generator)  # type: ignore[no-untyped-call]
     return disturbed
 
 
@@ -147,11 +148,11 @@ def _make_noisy(model: torch.nn.Module, spread: float, generator: torch.Generato
     for module in model.modules():
         if module not in gates and not any(True for _ in module.children()):
             module.register_forward_hook(
-                lambda _, given, answer: _noisy(answer, spread, generator) if isinstance(answer, torch.Tensor) else answer
+                lambda _, given, answer: _noisy(answer, spread, generator) if isinstance(answer, Tensor) else answer
             )
 
 
-def _errors(case: Case, found: torch.Tensor, member: Expected, logprobs: torch.Tensor, expected: Expected) -> dict[str, float]:
+def _errors(case: Case, found: Tensor, member: Expected, logprobs: Tensor, expected: Expected) -> dict[str, float]:
     """Relative errors of a member, by the names that the comparison gives to quantities."""
     rows = slice(case.logprob_rows)
     by_token = token_errors(found[rows], logprobs[rows])

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarl import env
@@ -62,17 +63,17 @@ def _compiled(stack: contextlib.ExitStack, case: Case) -> None:
 
 
 def attention_of_runs(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_starts: torch.Tensor,
-    key_starts: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
     longest_query: int,
     longest_key: int,
     *,
     scale: float | None,
     window_size: tuple[int, int],
-) -> torch.Tensor:
+) -> Tensor:
     """[T, H, D]: what ``varlen_attn`` of torch gives, one run after another; masks are aligned with a run's last query and last key."""
     mixed = []
     for begin, end, first, last in zip(*(starts[cut].tolist() for starts in (query_starts, key_starts) for cut in _CUTS), strict=True):
@@ -86,7 +87,7 @@ def attention_of_runs(
 _CUTS = (slice(None, -1), slice(1, None))
 
 
-def rotated(tensor: torch.Tensor, by: Any) -> torch.Tensor:
+def rotated(tensor: Tensor, by: Any) -> Tensor:
     """What ``megarl.models.megatron.rotary.rotate`` gives, with the backward pass of autograd."""
     width = by.cosines.shape[-1]
     turned, others = tensor.split([width, tensor.shape[-1] - width], dim=-1)

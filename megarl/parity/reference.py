@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.models.generation.sampling import MODEL_ITSELF, SamplingSettings
 from megarl.observe.metrics import Reduction, default_reduction
@@ -42,7 +43,7 @@ def load_model(directory: Path | str, dtype: torch.dtype = torch.float32) -> tor
     return model
 
 
-def saved_weights(model: Any) -> dict[str, torch.Tensor]:
+def saved_weights(model: Any) -> dict[str, Tensor]:
     """The weights as transformers stores them: their names on disk are not always those in memory, and a tied weight is there once."""
     from safetensors.torch import load_file
 
@@ -51,30 +52,30 @@ def saved_weights(model: Any) -> dict[str, torch.Tensor]:
         return {name: tensor for file in Path(directory).glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def distributions(model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> torch.Tensor:
+def distributions(model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> Tensor:
     """[B, S-1, V] float32, logarithms of what the next tokens are drawn from, differentiable; padding is masked out of the attention."""
     mask = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
     logits = model(input_ids=data["input_ids"], attention_mask=mask.long()).logits[:, :-1].float() / sampling.temperature
     return _kept(logits, data["input_ids"][:, 1:, None], sampling).log_softmax(-1)
 
 
-def next_token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> torch.Tensor:
+def next_token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> Tensor:
     """[B, S-1] float32, differentiable."""
     return _of_next_tokens(distributions(model, data, sampling), data)
 
 
-def _of_next_tokens(logarithms: torch.Tensor, data: Mapping[str, Any]) -> torch.Tensor:
+def _of_next_tokens(logarithms: Tensor, data: Mapping[str, Any]) -> Tensor:
     return logarithms.gather(2, data["input_ids"][:, 1:, None]).squeeze(2)
 
 
-def entropies_of(logarithms: torch.Tensor) -> torch.Tensor:
+def entropies_of(logarithms: Tensor) -> Tensor:
     """[...] the entropies, in nats, of distributions whose logarithms are [..., V]; differentiable."""
     # a token that cannot be drawn has no part, and no gradient
     can_be = logarithms.isfinite()
     return -torch.where(can_be, logarithms.exp() * logarithms.where(can_be, torch.zeros_like(logarithms)), 0.0).sum(-1)
 
 
-def _kept(logits: torch.Tensor, targets: torch.Tensor, sampling: SamplingSettings) -> torch.Tensor:
+def _kept(logits: Tensor, targets: Tensor, sampling: SamplingSettings) -> Tensor:
     """Minus infinity where transformers' own top-k and top-p leave a token out that is not the target."""
     from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
@@ -82,23 +83,23 @@ def _kept(logits: torch.Tensor, targets: torch.Tensor, sampling: SamplingSetting
     if sampling.top_p < 1:
         warpers.append(TopPLogitsWarper(sampling.top_p))
     flat = logits.flatten(0, 1)
-    left: torch.Tensor = LogitsProcessorList(warpers)(targets.flatten(0, 1), flat)
+    left: Tensor = LogitsProcessorList(warpers)(targets.flatten(0, 1), flat)
     targeted = torch.zeros_like(flat, dtype=torch.bool).scatter(1, targets.flatten(0, 1), True)
     return flat.where(targeted | left.isfinite(), left).view_as(logits) if warpers else logits
 
 
-def read_by_loss(model: Any, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> torch.Tensor:
+def read_by_loss(model: Any, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> Tensor:
     """What losses of the model read, differentiable, float32: ``next_token_logprobs``; of a model that scores the values of tokens [B, S],
     padding 0."""
     if not hasattr(model, "score"):
         return next_token_logprobs(model, data, sampling)
     inside = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
     hidden = model.model(input_ids=data["input_ids"], attention_mask=inside.long()).last_hidden_state
-    values: torch.Tensor = model.score(hidden).squeeze(-1).float() * inside
+    values: Tensor = model.score(hidden).squeeze(-1).float() * inside
     return values
 
 
-def token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> torch.Tensor:
+def token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> Tensor:
     """[B, S] float32 with column 0 and padding 0; of a model that scores, its values."""
     with torch.no_grad():
         values = read_by_loss(model, data, sampling)
@@ -130,9 +131,9 @@ class Expected:
     norm_scales: list[list[float]] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     scales: list[dict[str, float]] = field(default_factory=list)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    logprobs: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0))
-    distributions: list[torch.Tensor] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    logprobs: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    distributions: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class _Step:
     scales: dict[str, float]
 
 
-def _as_it_is(scores: torch.Tensor) -> torch.Tensor:
+def _as_it_is(scores: Tensor) -> Tensor:
     return scores
 
 
@@ -171,7 +172,7 @@ class ReferenceTrainer:
         loss_fn: Any,
         sampling: SamplingSettings,
         loss_scale: float = 1.0,
-        read: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
+        read: Callable[[Tensor], Tensor] = _as_it_is,
     ) -> None:
         self.model = model.train()
         self._read = read
@@ -223,7 +224,7 @@ class ReferenceTrainer:
         loads = {name: max(1.0, value) for name, value in routing.metrics.items() if name.startswith("moe_expert_load_")}
         return _Step(float(loss.detach()), norm, max(norm, balancing), {**values, **known}, {**scales, **known, **loads})
 
-    def _scores(self, data: Mapping[str, Any]) -> list[torch.Tensor]:
+    def _scores(self, data: Mapping[str, Any]) -> list[Tensor]:
         """What the loss reads of the model, differentiable: log-probabilities, perhaps with entropies or those of further tokens, or
         values."""
         if self._loss_fn.scored_tokens is not None:
@@ -234,7 +235,7 @@ class ReferenceTrainer:
         logarithms = distributions(self.model, data, self._sampling)
         return [_of_next_tokens(logarithms, data), entropies_of(logarithms)]
 
-    def _size_of_gradients(self, terms: torch.Tensor | None) -> float:
+    def _size_of_gradients(self, terms: Tensor | None) -> float:
         """The sum of the norms of the gradients of ``terms``; the gradient of their sum is smaller, as far as they cancel."""
         if terms is None:
             return 0.0
@@ -258,9 +259,7 @@ class ReferenceTrainer:
                 parameter.copy_(master)
         return float(norm)
 
-    def _scales(
-        self, data: Mapping[str, Any], sequences: torch.Tensor, tokens: torch.Tensor, scores: Sequence[torch.Tensor]
-    ) -> dict[str, float]:
+    def _scales(self, data: Mapping[str, Any], sequences: Tensor, tokens: Tensor, scores: Sequence[Tensor]) -> dict[str, float]:
         """Return for each metric, how large it is row by row, or, if more, how fast it changes with what the loss reads of the model:
         the factor by which an error of these, relative to the larger of themselves and 1, comes back in the metric. Where terms cancel
         within a token, as much as makes their rounding errors relative ones of ``BOUND``."""
@@ -297,7 +296,7 @@ class ReferenceTrainer:
         return combined
 
 
-def _optimizer(parameters: Sequence[torch.Tensor], decays: Sequence[bool], hyper: Hyperparameters) -> torch.optim.Optimizer:
+def _optimizer(parameters: Sequence[Tensor], decays: Sequence[bool], hyper: Hyperparameters) -> torch.optim.Optimizer:
     """AdamW or SGD, with weight decay on some parameters: not on vectors (norms and biases)."""
     groups = [
         {"params": [parameter for parameter, decayed in zip(parameters, decays, strict=True) if decayed is kind], "decays": kind}
@@ -313,7 +312,7 @@ def trained(
     model: torch.nn.Module,
     batch: Batch,
     loss_scale: float = 1.0,
-    read: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
+    read: Callable[[Tensor], Tensor] = _as_it_is,
 ) -> Expected:
     """Return what training ``model`` on the whole batch of a case, call by call, has to report. Trains it in place; the loss reads ``read``
     of its scores."""

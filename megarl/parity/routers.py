@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _GATES = (".mlp.gate", ".block_sparse_moe.gate", ".mlp.router")
 COEFFICIENT = 0.3
@@ -48,8 +49,8 @@ class Judged:
         metrics: by name.
     """
 
-    loss: torch.Tensor | None = None
-    by_expert: torch.Tensor | None = None
+    loss: Tensor | None = None
+    by_expert: Tensor | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -68,13 +69,13 @@ class Routers:
 
     def __init__(self, model: torch.nn.Module, balancing: Balancing) -> None:
         self._balancing = balancing
-        self._heard: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
+        self._heard: list[tuple[Tensor, Tensor, bool]] = []
         for gate in gates_of(model):
             gate.register_forward_hook(self._listen)
             if balancing.frozen:
                 gate.requires_grad_(False)
 
-    def _listen(self, gate: torch.nn.Module, given: Any, answer: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    def _listen(self, gate: torch.nn.Module, given: Any, answer: tuple[Tensor, Tensor, Tensor]) -> None:
         # transformers' routers that take sigmoids are those with a correction bias
         self._heard.append((answer[0], answer[2], hasattr(gate, "e_score_correction_bias")))
 
@@ -114,16 +115,16 @@ class Routers:
         return Judged(loss, by_expert, metrics)
 
 
-def _balance(probabilities: torch.Tensor, went_to: torch.Tensor) -> torch.Tensor:
+def _balance(probabilities: Tensor, went_to: Tensor) -> Tensor:
     """The load-balancing loss of some tokens by expert, [E], from [t, E] and [t, E], zero where a token does not count."""
     assignments = went_to.sum().clamp(min=1)
     tokens = (went_to.sum(1) > 0).sum().clamp(min=1)
     share = went_to.sum(0) / assignments
-    balance: torch.Tensor = went_to.shape[1] * share * probabilities.sum(0) / tokens
+    balance: Tensor = went_to.shape[1] * share * probabilities.sum(0) / tokens
     return balance
 
 
-def _relative_load(went_to: torch.Tensor) -> torch.Tensor:
+def _relative_load(went_to: Tensor) -> Tensor:
     """[E], 1 for the mean load; 0 everywhere when no token counts."""
     load = went_to.flatten(0, -2).sum(0).double()
     return load / load.mean().clamp(min=1e-9)
