@@ -196,8 +196,7 @@ def answer_logprobs(model: Any, ids: Tensor, mask: Tensor, new: int) -> Tensor:
     """[rows, new] of the last tokens of rows that are padded on the left."""
     places = (mask.cumsum(1) - 1).clamp(min=0)
     logits = model(input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False, logits_to_keep=new + 1).logits[:, :-1]
-    found: Tensor = logits.float().log_softmax(-1).gather(-1, ids[:, -new:, None]).squeeze(-1)
-    return found
+    return logits.float().log_softmax(-1).gather(-1, ids[:, -new:, None]).squeeze(-1)
 
 
 def policy_loss(now: Tensor, before: Tensor, advantages: Tensor) -> Tensor:

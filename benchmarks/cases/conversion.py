@@ -173,8 +173,7 @@ def _json_of(argv: list[str]) -> dict[str, Any]:
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(argv[:4])} failed with {done.returncode}: {done.stderr[-2000:]}")
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    return json.loads(done.stdout)
 
 
 def _metrics(measured: dict[str, list[dict[str, Any]]], size: int, bound: int) -> dict[str, Metric]:

@@ -98,8 +98,7 @@ def _write(path: Path, rows: int) -> Path:
 
 def _apart(action: Any, *arguments: Any) -> Start:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        found: Start = pool.apply(action, arguments)
-        return found
+        return pool.apply(action, arguments)
 
 
 def _source(file: Path) -> dict[str, Any]:

@@ -78,8 +78,7 @@ def _peak(device: str) -> float:
 
     from benchmarks.device import gemm_rate
 
-    found: float = ray.get(ray.remote(num_cpus=1, num_gpus=int(device == "cuda"))(gemm_rate).remote(device))
-    return found
+    return ray.get(ray.remote(num_cpus=1, num_gpus=int(device == "cuda"))(gemm_rate).remote(device))
 
 
 def _phases(policy: Any, batch: Any, repeats: int) -> dict[str, list[float]]:

@@ -73,8 +73,7 @@ def _config(model: Path, ranks: int) -> PolicyConfig:
     from benchmarks import tiny
 
     cut = {"expert_tensor_parallel_size": ranks, "sequence_parallel": ranks > 1}
-    config: Any = tiny.policy_config(model, micro_batch=1, tensor_parallel=ranks, megatron_cfg=cut)
-    return config
+    return tiny.policy_config(model, micro_batch=1, tensor_parallel=ranks, megatron_cfg=cut)
 
 
 def _metrics(seconds: Mapping[str, Sequence[float]], ranks: int, tensors: int, nbytes: int, memory: float) -> dict[str, Metric]:

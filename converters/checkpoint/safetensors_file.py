@@ -134,8 +134,7 @@ class SafetensorsFile:
         """Dtype of a tensor. Errors as of ``dtype_name``."""
         import torch
 
-        found: torch.dtype = getattr(torch, self.dtype_name(name))
-        return found
+        return getattr(torch, self.dtype_name(name))
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A tensor, or a box of it, as a fresh contiguous CPU tensor.

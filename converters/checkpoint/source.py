@@ -162,8 +162,7 @@ class HuggingFaceSource:
         """Stored dtype of a tensor. Errors as of ``dtype_name``."""
         import torch
 
-        found: torch.dtype = getattr(torch, self.dtype_name(name).removeprefix("torch."))
-        return found
+        return getattr(torch, self.dtype_name(name).removeprefix("torch."))
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         """A tensor or a slice of it, touching only the bytes of that slice.

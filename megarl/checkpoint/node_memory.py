@@ -232,8 +232,7 @@ class Writer:
         """
         if not self._has_ended.wait(longest_s):
             raise TimeoutError
-        files: dict[str, Entry] = self._said_of("files")
-        return files
+        return self._said_of("files")
 
     def _tell(self, order: str | None) -> None:
         assert self._first.stdin is not None
@@ -300,8 +299,7 @@ def _order(source: Path) -> str | None:
     line = sys.stdin.buffer.readline()
     if not line:
         _leave(source, 2)
-    order: str | None = json.loads(line)
-    return order
+    return json.loads(line)
 
 
 def written(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> dict[str, Entry]:

@@ -60,8 +60,7 @@ def named_set(source: DataSource) -> NamedSet | None:
     module = set_module(source)
     if module is None:
         return None
-    found: NamedSet = importlib.import_module(module).SET
-    return found
+    return importlib.import_module(module).SET
 
 
 def source_name(source: DataSource) -> str:

@@ -43,7 +43,7 @@ def logprobs_by(pool: WorkerPool, family_files: Sequence[Path], **megatron: Any)
 
 def _policy(directory: Path, tokens: Tensor, family_files: Sequence[Path], megatron: Mapping[str, Any]) -> Mapping[str, Any]:
     rows, length = tokens.shape
-    policy = {
+    return {
         "model_name": str(directory),
         "tokenizer": {"name": str(directory)},
         "train_global_batch_size": rows,
@@ -53,7 +53,6 @@ def _policy(directory: Path, tokens: Tensor, family_files: Sequence[Path], megat
         "max_total_sequence_length": length,
         "megatron_cfg": {"enabled": True, "family_file": str(family_files[-1]) if family_files else None, **megatron},
     }
-    return policy
 
 
 def _compute(policy: Mapping[str, Any], tokens: Tensor) -> Tensor | ConversionError:

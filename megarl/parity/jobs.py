@@ -149,8 +149,7 @@ def _measure(worker: Any, case: Case, config: Mapping[str, Any], batch: Mapping[
             BatchedDataDict(data), config, case.dp, phase="train", global_batch=case.global_batch, rows_together=rows_together(loss_fn)
         )
         mine = dealt.by_stage(case.pp)[stage][data_rank].shard()
-        answer: dict[str, Any] = worker.train(data=mine, loss_fn=loss_fn, eval_mode=evaluate)
-        return answer
+        return worker.train(data=mine, loss_fn=loss_fn, eval_mode=evaluate)
 
     references: list[Tensor] = []
     under_mask: list[Tensor] = []

@@ -68,7 +68,7 @@ def _loss(case: Case) -> Any:
 def preference_settings(case: Case) -> DPOLossConfig:
     """The settings of a loss of preferences that a case names."""
     options = case.loss_options
-    config: DPOLossConfig = {
+    return {
         "reference_policy_kl_penalty": _number(case, "beta"),
         "preference_loss_type": "ipo" if "ipo" in options else "sigmoid",
         "preference_loss_weight": _number(case, "weight"),
@@ -76,18 +76,16 @@ def preference_settings(case: Case) -> DPOLossConfig:
         "preference_average_log_probs": "mean" in options,
         "sft_average_log_probs": "sft-mean" in options,
     }
-    return config
 
 
 def distillation_settings(case: Case) -> DistillationLossConfig:
     """The settings of a divergence from a teacher that a case names."""
     options = case.loss_options
-    config: DistillationLossConfig = {
+    return {
         "kl_type": "forward" if "forward" in options else "mixed" if "mixed" in options else "reverse",
         "mixed_kl_weight": _number(case, "mixed"),
         "outside_topk": "renormalize" if "renorm" in options else "rest",
     }
-    return config
 
 
 TRUNCATIONS = {"tis": "tis", "icepop": "icepop", "seq-mask": "seq-mask-tis"}
@@ -109,7 +107,7 @@ def policy_gradient_settings(case: Case) -> ClippedPGLossConfig:
     low, high = _bounds_of_weights(case)
     below, above = case.loss_numbers("cliprange")
     assert below is not None and above is not None
-    config: ClippedPGLossConfig = {
+    return {
         "reference_policy_kl_penalty": _number(case, "kl") if "kl" in options else 0.0,
         "ratio_clip_min": below,
         "ratio_clip_max": above,
@@ -134,7 +132,6 @@ def policy_gradient_settings(case: Case) -> ClippedPGLossConfig:
         "kl_output_clamp_value": case.loss_number("kl-output-clamp"),
         "entropy_coef": _number(case, "entropy") if "entropy" in options else 0.0,
     }
-    return config
 
 
 def _number(case: Case, option: str) -> float:

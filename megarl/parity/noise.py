@@ -135,8 +135,7 @@ def _noisy(value: Tensor, spread: float, generator: torch.Generator) -> Tensor:
     """The value disturbed, forward and backward; what is no floating-point number as it is."""
     if not value.is_floating_point():
         return value
-    disturbed: Tensor = _Noisy.apply(value, spread, generator)  # type: ignore[no-untyped-call]
-    return disturbed
+    return _Noisy.apply(value, spread, generator)  # type: ignore[no-untyped-call]
 
 
 def _make_noisy(model: torch.nn.Module, spread: float, generator: torch.Generator) -> None:

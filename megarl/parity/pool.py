@@ -112,8 +112,7 @@ class WorkerPool:
     def _receive(self, rank: int, connection: Any) -> tuple[str, Any, bool]:
         """Status, result or traceback, and whether the process has had its day."""
         try:
-            answer: tuple[str, Any, bool] = connection.recv()
-            return answer
+            return connection.recv()
         except (EOFError, ConnectionResetError):
             process = self._workers[rank][0]
             process.join(timeout=10)

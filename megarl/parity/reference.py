@@ -39,8 +39,7 @@ def load_model(directory: Path | str, dtype: torch.dtype = torch.float32) -> tor
     [name] = config.architectures
     auto = AutoModelForSequenceClassification if name.endswith("ForSequenceClassification") else AutoModelForCausalLM
     # the grouped matrix product that transformers prefers for experts wants rows of a multiple of 16 bytes
-    model: torch.nn.Module = auto.from_pretrained(directory, config=config, dtype=dtype, experts_implementation="eager").eval()
-    return model
+    return auto.from_pretrained(directory, config=config, dtype=dtype, experts_implementation="eager").eval()
 
 
 def saved_weights(model: Any) -> dict[str, Tensor]:
@@ -95,8 +94,7 @@ def read_by_loss(model: Any, data: Mapping[str, Any], sampling: SamplingSettings
         return next_token_logprobs(model, data, sampling)
     inside = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
     hidden = model.model(input_ids=data["input_ids"], attention_mask=inside.long()).last_hidden_state
-    values: Tensor = model.score(hidden).squeeze(-1).float() * inside
-    return values
+    return model.score(hidden).squeeze(-1).float() * inside
 
 
 def token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> Tensor:

@@ -49,8 +49,7 @@ class _Call:
 
     def at(self, key: str, row: int, places: Tensor) -> Tensor:
         """Numbers of the batch at target positions, float64."""
-        numbers: Tensor = self.data[key][row, 1:][places].double()
-        return numbers
+        return self.data[key][row, 1:][places].double()
 
     @property
     def samples(self) -> float:

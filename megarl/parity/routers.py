@@ -120,8 +120,7 @@ def _balance(probabilities: Tensor, went_to: Tensor) -> Tensor:
     assignments = went_to.sum().clamp(min=1)
     tokens = (went_to.sum(1) > 0).sum().clamp(min=1)
     share = went_to.sum(0) / assignments
-    balance: Tensor = went_to.shape[1] * share * probabilities.sum(0) / tokens
-    return balance
+    return went_to.shape[1] * share * probabilities.sum(0) / tokens
 
 
 def _relative_load(went_to: Tensor) -> Tensor:
