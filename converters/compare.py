@@ -14,7 +14,7 @@ from torch import Tensor
 from converters.check import is_excused
 from converters.checkpoint.artifacts import file_hashes, speaks
 from converters.checkpoint.exact import cast, unequal
-from converters.checkpoint.manifest import ConversionManifest, TensorHashes, dtype_called, dtype_name
+from converters.checkpoint.manifest import TensorHashes, dtype_called, dtype_name
 from converters.checkpoint.work import row_ranges
 from converters.errors import ConversionError
 from converters.families.read import with_defaults
@@ -168,16 +168,6 @@ def object_differences(stored: TorchDistCheckpoint) -> Iterator[Difference]:
             yield Difference("object", key, "it holds a state, and a conversion leaves none")
 
 
-def value_problems(opened: Opened) -> Iterator[Difference]:
-    """Tensors with values that are not finite. Reads every tensor, and so finds what cannot be read."""
-    for name, tensor in opened.tensors.items():
-        found = _Elements(tensor)
-        for start, stop in row_ranges(tensor.shape, opened.model.dtype(tensor).itemsize):
-            found.add(start, opened.model.read(tensor, start, stop).isfinite().logical_not())
-        if found.count:
-            yield Difference("values", name, found.said(" are not finite"))
-
-
 def padding_differences(model: MegatronModel) -> Iterator[Difference]:
     """Rows behind the vocabulary that are not zero."""
     for rule in all_rules(model.architecture):
@@ -190,25 +180,30 @@ def padding_differences(model: MegatronModel) -> Iterator[Difference]:
             yield Difference("padding", rule.megatron_name, f"row {row} behind the vocabulary of {vocabulary} is not zero")
 
 
-def hash_differences(opened: Opened, manifest: ConversionManifest, excused: Sequence[str] = ()) -> Iterator[Difference]:
-    """Tensors that are not what the manifest says; one that is excused may be missing."""
-    model = opened.model
-    for name in dict.fromkeys((*opened.tensors, *manifest.tensors)):
-        tensor, record = opened.tensors.get(name), manifest.tensors.get(name)
-        if tensor is None or record is None:
+def content_problems(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Difference]:
+    """Tensors that are not what the manifest says, where there is one, or not finite; one that is excused may be missing. Reads every
+    tensor, and so finds what cannot be read."""
+    model, known = opened.model, None if opened.manifest is None else opened.manifest.tensors
+    for name in dict.fromkeys((*opened.tensors, *(known or ()))):
+        tensor, record = opened.tensors.get(name), None if known is None else known.get(name)
+        if tensor is None or (record is None and known is not None):
             if tensor is not None or not is_excused([name], excused):
                 yield Difference("hash", name, "the manifest does not know it" if record is None else "only the manifest knows it")
             continue
-        hashes, dtype, stored, exact = TensorHashes([name]), dtype_called(record.dtype), model.dtype(tensor), True
+        stored = model.dtype(tensor)
+        dtype = stored if record is None else dtype_called(record.dtype)
+        hashes, not_finite, exact = TensorHashes([] if record is None else [name]), _Elements(tensor), True
         for start, stop in row_ranges(tensor.shape, dtype.itemsize):
             rows = model.read(tensor, start, stop)
-            before = cast(rows, dtype)
-            exact = exact and not bool(unequal(cast(before, stored), rows).any())
-            hashes.update(name, before)
+            not_finite.add(start, rows.isfinite().logical_not())
+            if record is not None:
+                before = cast(rows, dtype)
+                exact = exact and not bool(unequal(cast(before, stored), rows).any())
+                hashes.update(name, before)
         # an import widens a tensor where others of its stack need it
-        if not exact or (stored != dtype and not isinstance(model, MegatronModel)):
+        if record is not None and (not exact or (stored != dtype and not isinstance(model, MegatronModel))):
             yield Difference("dtype", name, f"the manifest says {record.dtype}, it holds {dtype_name(stored)}")
-        elif hashes.digests()[name] != record.sha256:
+        elif record is not None and hashes.digests()[name] != record.sha256:
             yield Difference("hash", name, f"the manifest says {record.sha256[:12]}…, it is {hashes.digests()[name][:12]}…")
-        if hashes.not_finite:
-            yield Difference("values", name, "it has values that are not finite")
+        if not_finite.count:
+            yield Difference("values", name, not_finite.said(" are not finite"))

@@ -21,13 +21,12 @@ from converters.compare import (
     NOT_FINITE,
     Difference,
     config_differences,
+    content_problems,
     file_differences,
-    hash_differences,
     object_differences,
     padding_differences,
     setting_differences,
     tensor_differences,
-    value_problems,
 )
 from converters.errors import ConversionError
 from converters.exporting import export_model, plan_export
@@ -40,8 +39,9 @@ from converters.model_config.heads import ScoreHead
 from converters.opening import Opened, open_any, open_megatron
 
 
-def problems_of(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Difference]:
-    """Return what is wrong with one checkpoint by itself: its keys and shapes against its config, ties, padding, its manifest."""
+def problems_of(opened: Opened, excused: Sequence[str], *, is_alone: bool) -> Iterator[Difference]:
+    """Return what is wrong with one checkpoint by itself: its keys and shapes against its config, ties, padding, its manifest; of one that
+    is compared with no other, also its values where it has no manifest."""
     try:
         if isinstance(opened.model, MegatronModel):
             account(opened.model, tuple(excused))
@@ -53,10 +53,10 @@ def problems_of(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Differe
         return
     if isinstance(opened.model, MegatronModel) and not (opened.megatron is not None and opened.megatron.padding_is_free):
         yield from padding_differences(opened.model)
-    if opened.manifest is not None:
-        yield from hash_differences(opened, opened.manifest, excused)
-        if opened.megatron is not None:
-            yield from object_differences(opened.megatron.stored)
+    if opened.manifest is not None or is_alone:
+        yield from content_problems(opened, excused)
+    if opened.manifest is not None and opened.megatron is not None:
+        yield from object_differences(opened.megatron.stored)
     if opened.files is not None and opened.recorded_files:
         for name, change in changed_files(opened.files, opened.recorded_files).items():
             yield Difference("file", name, f"it {change} since the conversion")
@@ -88,15 +88,14 @@ def verify(one: Opened, other: Opened | None = None, excused: Sequence[str] = ()
     """
     opened = [one] if other is None else [one, other]
     alone = (*excused, *recorded_excuses(opened))
-    found = [difference for each in opened for difference in problems_of(each, alone)]
-    if other is not None:
-        # the comparison says which values are not finite
-        found = [difference for difference in found if difference.kind != "values"]
+    found = [difference for each in opened for difference in problems_of(each, alone, is_alone=other is None)]
+    if other is None:
+        return found
+    # the comparison says which values are not finite
+    found = [difference for difference in found if difference.kind != "values"]
     # what is missing cannot be compared
     if _has_kind(found, "keys"):
         return found
-    if other is None:
-        return found + (list(value_problems(one)) if one.manifest is None else [])
     agree_on_dtypes(one, other)
     # what a conversion was excused from may be missing on both sides, but not on one
     return found + list(differences(one, other, excused))
@@ -261,10 +260,12 @@ def verify_paths(
         "not_checked": unchecked,
         "differences": [asdict(each) for each in found],
     }
+    alone = "as its config says; it has no manifest to compare its values with"
+    right = alone if one.manifest is None else "as its manifest and its config say"
     lines = (
         [f"{len(found)} difference{'' if len(found) == 1 else 's'}", *(f"  {each}" for each in found)]
         if found
-        else [f"{facts['tensors']} tensors: {_said(opened)}"]
+        else [f"{facts['tensors']} tensors: {right if other is None else 'equal bit for bit'}"]
     )
     if logits and _has_kind(found, "keys", "missing", "shape"):
         unchecked.append("logits: the models are too different")
@@ -283,11 +284,3 @@ def diff_paths(first: Path, second: Path, options: OpeningOptions, excused: Sequ
     found = [each for each in differences(one, other, excused) if each.kind != NOT_FINITE]
     facts = {"equal": not found, "differences": [asdict(each) for each in found]}
     return (DIFFERENT if found else 0), facts, "\n".join(map(str, found)) if found else "no difference"
-
-
-def _said(opened: Sequence[Any]) -> str:
-    if len(opened) == 2:
-        return "equal bit for bit"
-    if opened[0].manifest is not None:
-        return "as its manifest and its config say"
-    return "as its config says; it has no manifest to compare its values with"
