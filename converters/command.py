@@ -341,14 +341,15 @@ def _diff(arguments: argparse.Namespace) -> Answer:
 
 
 def _inspect(arguments: argparse.Namespace) -> Answer:
-    from converters.describe import inspect_path
+    from converters.opening import inspect_path
 
     return inspect_path(arguments.paths[0], opening_options(arguments))
 
 
 def _plan(arguments: argparse.Namespace) -> Answer:
+    from converters.checkpoint.manifest import dtype_name
     from converters.checkpoint.quantized import open_dequantized
-    from converters.describe import describe_plan
+    from converters.checkpoint.work import BYTES_A_WORKER, resident_memory
     from converters.exporting import ExportPlan, plan_export
     from converters.importing import ImportPlan, plan_import
     from converters.opening import MEGATRON, kind_of, open_megatron
@@ -361,11 +362,20 @@ def _plan(arguments: argparse.Namespace) -> Answer:
     else:
         ignored = tuple(arguments.ignore_config_key)
         plan = plan_import(open_dequantized(path), **options, allow_unsupported=arguments.allow_unsupported, ignore_config_keys=ignored)
-    facts = describe_plan(plan, arguments.workers)
-    width = max(len(tensor["key"]) for tensor in facts["tensors"])
-    lines = [f"{one['key']:<{width}}  {one['dtype']:>8}  {one['bytes']:>14,}  {one['shape']}" for one in facts["tensors"]]
+    stored = plan.tensors if isinstance(plan, ImportPlan) else plan.written
+    tensors = [{"key": one.key, "shape": list(one.shape), "dtype": dtype_name(one.dtype), "bytes": one.size} for one in stored]
+    facts: dict[str, Any] = {
+        "direction": "import" if isinstance(plan, ImportPlan) else "export",
+        "family": plan.architecture.family,
+        "tensors": tensors,
+        "bytes": sum(one.size for one in stored),
+        "files": list(dict(plan.files)),
+        "peak_memory": resident_memory() + arguments.workers * BYTES_A_WORKER,
+    }
+    width = max(len(one.key) for one in stored)
+    lines = [f"{one['key']:<{width}}  {one['dtype']:>8}  {one['bytes']:>14,}  {one['shape']}" for one in tensors]
     lines.append(
-        f"{facts['direction']} of {facts['family']}: {len(facts['tensors'])} tensors, {_gigabytes(facts['bytes'])} in "
+        f"{facts['direction']} of {facts['family']}: {len(tensors)} tensors, {_gigabytes(facts['bytes'])} in "
         f"{len(facts['files'])} files; peak memory at most {facts['peak_memory'] / 2**20:.0f} MiB with {arguments.workers} workers"
     )
     return 0, facts, "\n".join(lines)
@@ -379,9 +389,13 @@ def _adapter(arguments: argparse.Namespace) -> Answer:
 
 
 def _families(_: argparse.Namespace) -> Answer:
-    from converters.describe import list_families
+    from converters.families import FAMILIES
 
-    return list_families()
+    families = [
+        {"model_type": family.model_type, "class": family.architecture_class, "config_keys": sorted(family.config_keys)}
+        for family in FAMILIES.values()
+    ]
+    return 0, {"families": families}, "\n".join(f"{family['model_type']:<16} {family['class']}" for family in families)
 
 
 def _require_signed(arguments: argparse.Namespace) -> None:

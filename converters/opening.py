@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 
 from converters.check import check_plausible
 from converters.checkpoint.artifacts import HF_DIRECTORY, config_hash, read_config
-from converters.checkpoint.manifest import ConversionManifest, read_manifest
-from converters.checkpoint.quantized import open_dequantized
+from converters.checkpoint.manifest import ConversionManifest, dtype_name, read_manifest
+from converters.checkpoint.quantized import DequantizedSource, open_dequantized
 from converters.checkpoint.source import HuggingFaceSource
+from converters.checkpoint.work import Answer
 from converters.errors import ConversionError
 from converters.families.read import read_architecture
 from converters.files.reading import identity_of
@@ -231,3 +233,51 @@ def kind_of(path: Path) -> str:
         raise ConversionError(f"{path} is no directory", "give the directory of a Hugging Face model or of a Megatron checkpoint")
     find_checkpoint(path)
     return MEGATRON
+
+
+def describe(opened: Opened) -> dict[str, Any]:
+    """Format, family, sizes, dtypes and layout of a checkpoint.
+
+    Returns:
+        ``path``, ``format``, ``family``, ``parameters`` and ``bytes`` of the tensors that are there, ``dtypes`` (tensors by dtype),
+        ``tied_embeddings``, ``architecture`` (as ``Architecture``); where it applies ``missing`` (names), what quantised weights were, of
+        Megatron's ``layers`` (stacked or indexed), ``padded_vocabulary`` and ``optimizer_state``, of conversions ``converted_from`` and
+        ``manifest_tensors``.
+    """
+    architecture = opened.model.architecture
+    dtypes: Counter[str] = Counter()
+    elements = size = 0
+    for tensor in opened.tensors.values():
+        dtype, count = opened.model.dtype(tensor), torch.Size(tensor.shape).numel()
+        dtypes[dtype_name(dtype)] += 1
+        elements += count
+        size += count * dtype.itemsize
+    missing = [tensor.name for tensor in hf_tensors(architecture) if tensor.name not in opened.tensors]
+    facts: dict[str, Any] = {
+        "path": str(opened.path),
+        "format": MEGATRON if opened.megatron is not None else HUGGING_FACE,
+        "family": architecture.family,
+        "parameters": elements,
+        "bytes": size,
+        "dtypes": dict(dtypes),
+        "tied_embeddings": architecture.tied_embeddings,
+    }
+    if missing:
+        facts["missing"] = missing
+    if isinstance(opened.model, HuggingFaceModel) and isinstance(opened.model.source, DequantizedSource):
+        facts |= opened.model.source.notes()
+    if isinstance(opened.model, MegatronModel):
+        facts["layers"] = "stacked" if opened.model.stacked else "indexed"
+        if EMBEDDING in opened.model.checkpoint:
+            facts["padded_vocabulary"] = opened.model.checkpoint.shape(EMBEDDING)[0]
+        facts |= {"optimizer_state": any(key.startswith("optimizer.") for key in opened.model.checkpoint)}
+    if opened.manifest is not None:
+        facts |= {"converted_from": opened.manifest.source, "manifest_tensors": len(opened.manifest.tensors)}
+    return facts | {"architecture": asdict(architecture)}
+
+
+def inspect_path(path: Path, options: OpeningOptions) -> Answer:
+    """Say what a checkpoint is. Arguments and errors as of ``open_any``."""
+    facts = describe(open_any(path, options))
+    lines = [f"{key.replace('_', ' ')}: {value}" for key, value in facts.items() if key != "architecture"]
+    return 0, facts, "\n".join([*lines, "architecture:", *(f"  {key}: {value}" for key, value in facts["architecture"].items())])
