@@ -182,7 +182,7 @@ _DEEPSEEK: Mapping[str, Any] = {
 }
 _DEEPSEEK_FREE = frozenset({"aux_loss_alpha", "ep_size", "moe_layer_freq", "scoring_func", "seq_aux"})
 
-_CLASSES: Mapping[str, _ConfigClass] = {
+PLAIN_FAMILIES: Mapping[str, _ConfigClass] = {
     "llama": _ConfigClass(
         {
             "num_key_value_heads": _OPTIONAL_INT,
@@ -304,17 +304,12 @@ _CLASSES: Mapping[str, _ConfigClass] = {
 }
 
 
-def plain_families() -> frozenset[str]:
-    """The families of which a config may be plain, by ``model_type``."""
-    return frozenset(_CLASSES)
-
-
 def filled_config(content: Mapping[str, Any]) -> Config | None:
     """The content of a ``config.json`` with what transformers' config class fills in and derives; None where it is not plain.
 
     Only a config is plain that transformers takes without a word, and of which every value is of the usual kind.
     """
-    kind = _CLASSES.get(content["model_type"]) if isinstance(content.get("model_type"), str) else None
+    kind = PLAIN_FAMILIES.get(content["model_type"]) if isinstance(content.get("model_type"), str) else None
     if kind is None:
         return None
     table = {**_COMMON, **kind.keys}

@@ -69,11 +69,6 @@ def all_rules(architecture: Architecture) -> list[Rule]:
     return [*model[:1], *layers, *model[1:]]
 
 
-def all_megatron_names(architecture: Architecture) -> list[str]:
-    """Every parameter of the whole model, named as in the portable layer spec, without the output layer of a tied model."""
-    return [rule.megatron_name for rule in all_rules(architecture)]
-
-
 def hf_tensors(architecture: Architecture) -> list[HuggingFaceTensor]:
     """Every tensor of the Hugging Face checkpoint with its shape, each exactly once."""
     return [part for rule in all_rules(architecture) for part in rule.parts]

@@ -14,16 +14,12 @@ from typing import Any
 from megarl.errors import DataError, UnusableCheckpointError
 
 
-def epoch_order(size: int, seed: int, epoch: int, shuffle: bool = True) -> list[int]:
+def epoch_order(size: int, seed: int, epoch: int, shuffle: bool = True) -> array[int]:
     """A permutation of ``range(size)`` that depends on the arguments alone, not on the Python or library version.
 
-    Fisher-Yates over ``random.Random.random``, whose sequence for a seed Python promises to keep.
+    Fisher-Yates over ``random.Random.random``, whose sequence for a seed Python promises to keep. In eight bytes a record: a list
+    of as many numbers takes five times that.
     """
-    return list(_order(size, seed, epoch, shuffle))
-
-
-def _order(size: int, seed: int, epoch: int, shuffle: bool) -> array[int]:
-    """In eight bytes a record: a list of as many numbers takes five times that."""
     order = array("q", range(size))
     if shuffle:
         draw = random.Random(f"{seed}:{epoch}").random
@@ -112,7 +108,7 @@ class ResumableSampler(Sampler):
         self._shuffle = shuffle
         self._epoch = 0
         self._position = 0
-        self._order = _order(size, seed, 0, shuffle)
+        self._order = epoch_order(size, seed, 0, shuffle)
 
     @property
     def epoch(self) -> int:
@@ -153,7 +149,7 @@ class ResumableSampler(Sampler):
 
     def _go_to(self, epoch: int, position: int) -> None:
         if epoch != self._epoch:
-            self._order = _order(self.size, self._seed, epoch, self._shuffle)
+            self._order = epoch_order(self.size, self._seed, epoch, self._shuffle)
         self._epoch, self._position = epoch, position
 
 

@@ -21,7 +21,7 @@ from converters.checkpoint.source import HuggingFaceSource, open_source
 from converters.errors import ConversionError
 from converters.families.read import read_architecture
 from converters.mapping.rule import expert_index, is_expert, sequential_name, shift_expert
-from converters.mapping.rules import all_megatron_names, hf_names, rule_for
+from converters.mapping.rules import all_rules, hf_names, rule_for
 from converters.mapping.shards import load_shard, to_hf
 from converters.model_config.megatron_settings import megatron_settings
 from converters.model_config.mixture import MixtureOfExperts
@@ -64,11 +64,11 @@ def test_both_stored_forms_come_back_bit_for_bit_from_any_division(name: str, st
         share = architecture.mixture.num_experts // expert_parallel
         for expert_tensor in (1, 2):
             seen = {}
-            for megatron_name in all_megatron_names(architecture):
-                global_name, size = megatron_name, 2
-                if is_expert(megatron_name):
-                    offset, size = expert_index(megatron_name) // share * share, expert_tensor
-                    local_name = shift_expert(megatron_name, -offset)
+            for named in all_rules(architecture):
+                global_name, size = named.megatron_name, 2
+                if is_expert(global_name):
+                    offset, size = expert_index(global_name) // share * share, expert_tensor
+                    local_name = shift_expert(global_name, -offset)
                     assert expert_index(local_name) < share
                     global_name = shift_expert(local_name, offset)
                 rule = rule_for(global_name, architecture)
@@ -116,9 +116,9 @@ def test_a_rank_reads_no_byte_of_other_ranks(stacked: bool, tmp_path: Path, monk
         return tensor
 
     monkeypatch.setattr(HuggingFaceSource, "read", counting)
-    for name in filter(is_expert, all_megatron_names(architecture)):
+    for rule in [rule for rule in all_rules(architecture) if is_expert(rule.megatron_name)]:
         for rank in range(2):
-            shard = load_shard(rule_for(name, architecture), source, architecture, rank, 2)
+            shard = load_shard(rule, source, architecture, rank, 2)
             assert sum(elements) == shard.numel()
             elements.clear()
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from converters.checkpoint.source import open_source
 from converters.families.read import read_architecture
-from converters.mapping.rules import all_megatron_names, rule_for
+from converters.mapping.rules import all_rules, rule_for
 from converters.mapping.shards import load_shard, to_hf
 from converters.model_config.megatron_settings import megatron_settings
 from megarl.models.megatron.build import scale_rotary_like_llama3
@@ -168,7 +168,7 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
     teach_routing([megatron], architecture)
     parameters = dict(megatron.named_parameters())
     parameters |= {name: buffer for name, buffer in megatron.named_buffers() if name.endswith("router.expert_bias")}
-    assert sorted(parameters) == sorted(all_megatron_names(architecture))
+    assert sorted(parameters) == sorted(rule.megatron_name for rule in all_rules(architecture))
     with torch.no_grad():
         for parameter_name, parameter in parameters.items():
             parameter.copy_(load_shard(rule_for(parameter_name, architecture), source, architecture, padded_vocab=104))

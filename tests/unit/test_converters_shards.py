@@ -16,7 +16,7 @@ from converters.errors import ConversionError
 from converters.families.read import read_architecture
 from converters.mapping.layouts import padded_vocab_size, runs_of
 from converters.mapping.rule import Kind, Rule, is_expert
-from converters.mapping.rules import all_megatron_names, all_rules, hf_names, hf_tensors, rule_for
+from converters.mapping.rules import all_rules, hf_names, hf_tensors, rule_for
 from converters.mapping.shards import load_shard, to_hf
 from converters.model_config.architecture import Architecture
 from tests.tiers import newest_megatron, sampled
@@ -106,8 +106,7 @@ def test_saved_models_come_back_bit_for_bit(name: str, dtype: torch.dtype, tmp_p
     assert sorted(hf_names(architecture)) == source.names()
     state = stored_tensors(tmp_path)
     for tp_size, padded in ((1, None), (2, 128)):
-        for megatron_name in all_megatron_names(architecture):
-            rule = rule_for(megatron_name, architecture)
+        for rule in all_rules(architecture):
             shards = [load_shard(rule, source, architecture, rank, tp_size, padded) for rank in range(tp_size)]
             for hf_name, tensor in to_hf(rule, shards, architecture):
                 # GLM keeps the bias that corrects the choice of experts in float32
@@ -134,12 +133,13 @@ def test_every_tensor_of_the_model_is_named_exactly_once(name: str, tmp_path: Pa
     assert {tensor.name: tensor.shape for tensor in hf_tensors(architecture)} == {
         key: tuple(value.shape) for key, value in stored_tensors(tmp_path).items()
     }
-    assert len(all_megatron_names(architecture)) == len(set(all_megatron_names(architecture)))
+    parameters = [rule.megatron_name for rule in all_rules(architecture)]
+    assert len(parameters) == len(set(parameters))
 
 
 def test_output_layer_of_a_tied_model_is_a_copy_that_emits_nothing() -> None:
     architecture = read_architecture(tiny_config("qwen2_tied"))
-    assert "output_layer.weight" not in all_megatron_names(architecture)
+    assert "output_layer.weight" not in {rule.megatron_name for rule in all_rules(architecture)}
     rule = rule_for("output_layer.weight", architecture)
     source = MemorySource(architecture)
     shards = [load_shard(rule, source, architecture, rank, 2, 104) for rank in range(2)]

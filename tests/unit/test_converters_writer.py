@@ -19,7 +19,7 @@ from converters.checkpoint.source import HuggingFaceSource, open_source
 from converters.checkpoint.writer import write_hf
 from converters.errors import ConversionError
 from converters.families.read import read_architecture
-from converters.mapping.rules import all_megatron_names, rule_for
+from converters.mapping.rules import all_rules
 from converters.mapping.shards import load_shard, to_hf
 from tests.tiers import newest_megatron, sampled
 from tests.unit.converters_tiny import ALONE, save_tiny, tiny_config
@@ -30,8 +30,7 @@ pytestmark = newest_megatron
 def converted(source: HuggingFaceSource, tp_size: int) -> Iterator[tuple[str, Tensor]]:
     """To Megatron shards and back."""
     architecture = read_architecture(source.read_json("config.json"))
-    for name in all_megatron_names(architecture):
-        rule = rule_for(name, architecture)
+    for rule in all_rules(architecture):
         yield from to_hf(rule, [load_shard(rule, source, architecture, rank, tp_size) for rank in range(tp_size)], architecture)
 
 

@@ -22,7 +22,7 @@ from converters.exporting import export_model, plan_export
 from converters.families.read import read_architecture
 from converters.importing import import_model, plan_import
 from converters.mapping.logical import shape_of_parameter
-from converters.mapping.rules import all_megatron_names, all_rules, rule_for
+from converters.mapping.rules import all_rules, rule_for
 from converters.model_config.megatron_settings import megatron_settings
 from converters.opening import open_any, open_megatron
 from converters.torch_dist.keys import stored_place
@@ -183,7 +183,7 @@ def test_megatron_has_the_same_parameters_under_the_same_keys() -> None:
             rule = rule_for(name, architecture)
             assert shape_of_parameter(rule, 104) == tuple(tensor.shape), name
             names.append(rule.megatron_name)
-    assert sorted(names) == sorted(all_megatron_names(architecture))
+    assert sorted(names) == sorted(rule.megatron_name for rule in all_rules(architecture))
     keys = {
         value.key for value in model.mtp.sharded_state_dict("mtp.").values() if isinstance(value, (ShardedTensor, ShardedTensorFactory))
     }
