@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from converters.files.process import status_bytes
+
 MEBIBYTE = 1024 * 1024
-_STATUS = Path("/proc/self/status")
 # writing 5 there starts the kernel's high-water mark anew (Linux, Documentation/filesystems/proc.rst)
 _RESET = Path("/proc/self/clear_refs")
 
@@ -22,9 +23,9 @@ def peak_of(action: Callable[[], Any]) -> float:
     # memory that was freed but stayed in the allocator's lists would be used again without the kernel seeing it
     ctypes.CDLL(None).malloc_trim(0)
     _RESET.write_text("5", encoding="ascii")
-    before = _kibibytes("VmHWM")
+    before = status_bytes("VmHWM")
     action()
-    return (_kibibytes("VmHWM") - before) / 1024
+    return (status_bytes("VmHWM") - before) / MEBIBYTE
 
 
 def use_pages(mebibytes: int = 1024) -> None:
@@ -34,10 +35,3 @@ def use_pages(mebibytes: int = 1024) -> None:
     this it takes none, as in a process that has worked for a while. The runner's cases keep what they free.
     """
     torch.empty(mebibytes * MEBIBYTE, dtype=torch.uint8).fill_(1)
-
-
-def _kibibytes(key: str) -> int:
-    for line in _STATUS.read_text(encoding="ascii").splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1])
-    raise KeyError(f"{_STATUS} has no {key}; this needs Linux")

@@ -349,8 +349,9 @@ def _inspect(arguments: argparse.Namespace) -> Answer:
 def _plan(arguments: argparse.Namespace) -> Answer:
     from converters.checkpoint.manifest import dtype_name
     from converters.checkpoint.quantized import open_dequantized
-    from converters.checkpoint.work import BYTES_A_WORKER, resident_memory
+    from converters.checkpoint.work import BYTES_A_WORKER
     from converters.exporting import ExportPlan, plan_export
+    from converters.files.process import status_bytes
     from converters.importing import ImportPlan, plan_import
     from converters.opening import MEGATRON, kind_of, open_megatron
 
@@ -370,7 +371,7 @@ def _plan(arguments: argparse.Namespace) -> Answer:
         "tensors": tensors,
         "bytes": sum(one.size for one in stored),
         "files": list(dict(plan.files)),
-        "peak_memory": resident_memory() + arguments.workers * BYTES_A_WORKER,
+        "peak_memory": status_bytes("VmRSS") + arguments.workers * BYTES_A_WORKER,
     }
     width = max(len(one.key) for one in stored)
     lines = [f"{one['key']:<{width}}  {one['dtype']:>8}  {one['bytes']:>14,}  {one['shape']}" for one in tensors]

@@ -34,12 +34,12 @@ from converters.checkpoint.work import (
     Piece,
     Progress,
     RunOptions,
-    peak_memory,
     row_ranges,
     run_pieces,
     workers_within,
 )
 from converters.errors import ConversionError
+from converters.files.process import status_bytes
 from converters.files.reading import require_space
 from converters.mapping.logical import LogicalModel
 from converters.mapping.places import rows_in
@@ -301,4 +301,4 @@ def convert(
                 staging.leave()
             else:
                 notes = {**conversion.finish(), **notes}
-    return ConversionResult(target, tensors, total, resumed, workers, peak_memory(), notes, waits_for)
+    return ConversionResult(target, tensors, total, resumed, workers, status_bytes("VmHWM"), notes, waits_for)

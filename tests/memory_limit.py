@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import resource
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+
+from converters.files.process import status_bytes
 
 # what a limit bounds, as the kernel names it in a process's status
 _USED = {resource.RLIMIT_DATA: "VmData", resource.RLIMIT_AS: "VmSize"}
@@ -23,16 +24,10 @@ def no_more_memory_than(room: int, processes: Sequence[int], limit: int = resour
     before = {process: resource.prlimit(process, limit) for process in processes}
     try:
         for process, (_, hard) in before.items():
-            resource.prlimit(process, limit, (status_bytes(process, _USED[limit]) + room, hard))
+            resource.prlimit(process, limit, (status_bytes(_USED[limit], process) + room, hard))
         yield
     finally:
         for process, both in before.items():
             # one that has died is what the caller finds out
             with contextlib.suppress(ProcessLookupError):
                 resource.prlimit(process, limit, both)
-
-
-def status_bytes(process: int, key: str) -> int:
-    """What the kernel says of a process (proc_pid_status(5))."""
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
-    return int(fields[key].split()[0]) * 1024

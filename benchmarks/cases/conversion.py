@@ -43,9 +43,9 @@ from pathlib import Path
 import converters.command, converters.exporting, converters.importing, converters.checkpoint.quantized
 from converters.families.read import read_architecture
 from converters.checkpoint.artifacts import read_config
+from converters.files.process import status_bytes
 read_architecture(read_config(Path(sys.argv[1])))
-peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM:"))
-print(json.dumps({"peak_memory": peak}))
+print(json.dumps({"peak_memory": status_bytes("VmHWM")}))
 """
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-import os
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from converters.errors import ConversionError
+from converters.files.process import status_bytes
 
 CHUNK_BYTES = 32 * 2**20
 """Bytes of a tensor that are handled at a time. Fixed: files must not depend on the memory or the workers that were there."""
@@ -111,19 +111,6 @@ class ConversionResult:
     waits_for: tuple[int, ...] = ()
 
 
-def peak_memory() -> int:
-    """Largest resident memory of this process so far, bytes."""
-    # getrusage would also count what the process was before it became this program
-    with open("/proc/self/status", encoding="ascii") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
-
-
-def resident_memory() -> int:
-    """Resident memory of this process, bytes."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def give_memory_back() -> None:
     """Let the C library give every larger block of memory back to the system as soon as it is free, for the rest of the process.
 
@@ -144,9 +131,10 @@ def workers_within(wanted: int, max_memory: int | None) -> int:
         raise ConversionError(f"workers = {wanted}: at least one is needed", "pass --workers 1 or more")
     if max_memory is None:
         return wanted
-    fit = (max_memory - resident_memory()) // BYTES_A_WORKER
+    resident = status_bytes("VmRSS")
+    fit = (max_memory - resident) // BYTES_A_WORKER
     if fit < 1:
-        least = resident_memory() + BYTES_A_WORKER
+        least = resident + BYTES_A_WORKER
         raise ConversionError(f"max-memory = {max_memory / 2**20:.0f} MiB: {least / 2**20:.0f} MiB are needed", "raise --max-memory")
     return min(wanted, int(fit))
 

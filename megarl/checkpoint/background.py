@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from converters.files.atomic import fsync_directory, fsync_tree, in_parallel
+from converters.files.atomic import fsync_directory, fsync_file, fsync_tree, in_parallel
 from megarl.checkpoint.atomic import remove_tree
 from megarl.checkpoint.host_memory import available_bytes
 from megarl.checkpoint.manifest import Entry, entry_of, write_manifest
@@ -168,7 +168,8 @@ def move_files(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> 
     def moved(name: str) -> tuple[str, Entry]:
         if not name.endswith(SUFFIX):
             entry = entry_of(source / name)
-            _copy(source / name, target / name)
+            shutil.copyfile(source / name, target / name)
+            fsync_file(target / name)
         elif name in staged:
             entry = staged[name].write((target / name).parent)
         else:
@@ -198,13 +199,3 @@ def files_to_move(source: Path, target: Path) -> list[str]:
             "checkpointing.async_save=false"
         )
     return found
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Copy a file, and wait until the copy is on the disk."""
-    shutil.copyfile(source, target)
-    descriptor = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from converters.files.process import status_bytes
 from megarl.errors import DataError, RecordError
 from megarl.time_limit import OutOfTimeError, is_limited, time_limit
 
@@ -319,8 +320,7 @@ def _bounded() -> Iterator[None]:
     other threads do not meet it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    with open("/proc/self/statm", "rb") as file:
-        wanted = int(file.read().split()[0]) * resource.getpagesize() + _RENDER_BYTES
+    wanted = status_bytes("VmSize") + _RENDER_BYTES
     lowers = soft == resource.RLIM_INFINITY or wanted < soft
     if lowers:
         resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from converters.files.process import status_bytes
 from megarl import env
 from megarl.distributed import nvml
 from megarl.errors import ConfigError, Violation
@@ -124,7 +125,7 @@ class DeviceRuntime:
                 torch.cuda.max_memory_reserved(self.device),
             )
             return MemoryFigures(*(figure / MEBIBYTE for figure in figures))
-        resident, peak = _resident_mebibytes()
+        resident, peak = (status_bytes(key) / MEBIBYTE for key in ("VmRSS", "VmHWM"))
         return MemoryFigures(resident, resident, peak, peak)
 
     def free_memory(self) -> int:
@@ -240,13 +241,6 @@ class Stopwatch:
     """Seconds that a ``DeviceRuntime.timed`` block took."""
 
     seconds: float = 0.0
-
-
-def _resident_mebibytes() -> tuple[float, float]:
-    """Resident set of this process, now and at its peak (not ``ru_maxrss``, which a child inherits from a large parent)."""
-    with open("/proc/self/status", encoding="ascii") as status:
-        fields = dict(line.split(":", 1) for line in status)
-    return int(fields["VmRSS"].split()[0]) / 1024, int(fields["VmHWM"].split()[0]) / 1024
 
 
 def sent_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from converters.files.process import status_bytes
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.distributed.worker_groups import RayWorkerGroup
@@ -17,7 +18,6 @@ from megarl.models.policy.lm_policy import Policy
 from tests.dist.dtensor_jobs import dtensor_config
 from tests.dist.fsdp1_jobs import fsdp1_config
 from tests.dist.key_models import SPECIAL, tokenizer_of_words
-from tests.memory_limit import status_bytes
 from tests.models import VOCABULARY, policy_config
 
 NEW = 10
@@ -121,4 +121,4 @@ def processes_of(group: RayWorkerGroup) -> list[int]:
 
 def resident_bytes(process: int) -> int:
     """Of a process's own memory, without what it shares with others."""
-    return status_bytes(process, "RssAnon")
+    return status_bytes("RssAnon", process)

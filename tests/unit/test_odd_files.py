@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from converters.files.process import status_bytes
 from megarl.config.load import load_config
 from megarl.data import datasets as data_sets
 from megarl.data import rows as data_rows
@@ -22,7 +23,6 @@ from megarl.data.tokenization import PromptEncoder, get_tokenizer
 from megarl.errors import ConfigError, DataError, ModelError
 from megarl.run.run import run
 from megarl.watch.run_state import read_run_state
-from tests.memory_limit import status_bytes
 from tests.unit.driver_runs import PolicyMaker, make_config
 
 LIMIT = 24
@@ -101,8 +101,8 @@ def test_a_pipe_in_the_directory_of_a_run(name: str, tmp_path: Path, model: str,
 def peak() -> Iterator[Callable[[], float]]:
     """How many bytes this process has had more at once than at the beginning of the test."""
     Path("/proc/self/clear_refs").write_text("5")
-    before = status_bytes(os.getpid(), "VmHWM")
-    yield lambda: status_bytes(os.getpid(), "VmHWM") - before
+    before = status_bytes("VmHWM")
+    yield lambda: status_bytes("VmHWM") - before
 
 
 @pytest.mark.parametrize(("field", "with_answers"), [("prompt", False), ("answer", True), ("answer", False)])
