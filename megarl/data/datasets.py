@@ -273,7 +273,10 @@ def load_dataset(sources: DataSource | Sequence[DataSource], reading: Reading) -
     given: Sequence[DataSource] = [sources] if isinstance(sources, Mapping) else sources
     for source in given:
         complete_source(source, reading.kind, reading.skips_bad_records)
-    tables = [_load_source(source, reading) for source in given]
+    tables = []
+    for source in given:
+        with phase(source_name(source), "records") as shown:
+            tables.append(_read_source(source, reading, shown))
     if any(table.directory is not None for table in tables):
         bound_cache(reading.config)
     parts = [(table, source.get("repeat") or 1, source.get("env_name")) for table, source in zip(tables, given, strict=True)]
@@ -290,12 +293,7 @@ def _fingerprint(parts: Sequence[tuple[str, int]]) -> str:
     """Of one source that is not repeated its own, so that runs of it go on whatever version they began with."""
     if len(parts) == 1 and parts[0][1] == 1:
         return parts[0][0]
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-
-
-def _load_source(source: DataSource, reading: Reading) -> Table:
-    with phase(source_name(source), "records") as shown:
-        return _read_source(source, reading, shown)
+    return _digest(parts)
 
 
 def _read_source(source: DataSource, reading: Reading, shown: Phase) -> Table:
@@ -310,9 +308,8 @@ def _read_source(source: DataSource, reading: Reading, shown: Phase) -> Table:
         shown.total = number_of_rows(source)
         tokenization = _Tokenization(source, reading, encoder, directory, digest, shown)
         table, doubts = tokenization.run(), tokenization.doubts()
-    if reading.fault_of_answer is not None:
-        _warn_of_doubts(source, _doubts_about(table, source, reading, doubts))
-    for note in table.meta["notes"]:
+    doubts = "" if reading.fault_of_answer is None else _doubts_about(table, source, reading, doubts)
+    for note in filter(None, [doubts, *table.meta["notes"]]):
         logger.warning("%s: %s", source_name(source), note)
     return table
 
@@ -340,11 +337,6 @@ def _doubts_about(table: Table, source: DataSource, reading: Reading, doubts: st
             unfinished.write_text(doubts, encoding="utf-8")
             unfinished.replace(mark)
     return doubts
-
-
-def _warn_of_doubts(source: DataSource, doubts: str) -> None:
-    if doubts:
-        logger.warning("%s: %s", source_name(source), doubts)
 
 
 def cache_directory(config: DataConfig) -> Path:
