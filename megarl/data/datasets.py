@@ -546,43 +546,24 @@ class _Tokenization:
 
     def _encoded(self, records: Sequence[Record]) -> tuple[Iterable[str | None], Iterable[_Tokens]]:
         """Text of the prompt of each record, and its tokens."""
-        # Of a prompt with an answer the answer alone is learned, whatever turns the prompt has.
-        learned = [1 if record.last is None else None for record in records]
-        if self._reading.with_answers:
+        of_record, with_answers = self._reading.of_record, self._reading.with_answers
+        # Of a prompt with an answer, and of answers to be compared, the last turn alone is learned, whatever turns the prompt has.
+        learned = [1 if self._reading.pairs or record.last is None else None for record in records]
+        if with_answers:
             records = list(map(self._encoder.as_conversation, records))
-        if self._reading.pairs:
-            return self._encoded_last_turns(records)
-        if self._reading.with_answers and records[0].last is not None:
-            places = range(self._seen, self._seen + len(records))
-            return map(self._text_of_turns, records), map(self._conversation, records, places, learned)
-        texts = [self._beginning(self._encoder.text(record), place) for place, record in enumerate(records, self._seen)]
-        answered = [self._answer(record.answer, place) for place, record in enumerate(records, self._seen)]
-        answers = encode_answers(self._tokenizer, answered)
-        return texts, ((prompt, answer, []) for prompt, answer in zip(self._encoder.encode_texts(texts), answers, strict=True))
-
-    def _encoded_last_turns(self, records: Sequence[Record]) -> tuple[Iterable[str | None], Iterable[_Tokens]]:
-        """As ``_encoded``, of answers to be compared: of a conversation the last turn alone is learned."""
-        of_record = self._reading.of_record
-        places = [self._seen + row // of_record for row in range(len(records))]
-        plain = [row for row, record in enumerate(records) if record.last is None]
+        placed = [(record, self._seen + row // of_record) for row, record in enumerate(records)]
+        plain = [not with_answers or record.last is None for record in records]
         texts = [
-            self._beginning(self._encoder.text(record), place) if record.last is None else self._text_of_turns(record)
-            for record, place in zip(records, places, strict=True)
+            self._beginning(self._encoder.text(record), place) if is_plain else self._text_of_turns(record)
+            for (record, place), is_plain in zip(placed, plain, strict=True)
         ]
-        prompts = self._encoder.encode_texts([texts[row] or "" for row in plain])
-        answers = encode_answers(self._tokenizer, [self._beginning(records[row].answer, places[row]) for row in plain])
-        made: dict[int, _Tokens] = {row: (prompt, answer, []) for row, prompt, answer in zip(plain, prompts, answers, strict=True)}
-        for row, record in enumerate(records):
-            if record.last is None:
-                continue
-            beginning = self._beginning_of_turns(record, places[row])
-            if beginning is not None:
-                made[row] = beginning, [], []
-                continue
-            whole = self._encoder.encode_conversation(record)
-            start, end = whole.targets[-1]
-            made[row] = whole.ids[:start], whole.ids[start:], [start, end]
-        return texts, (made[row] for row in range(len(records)))
+        answered = [self._answer(record.answer, place) for record, place in itertools.compress(placed, plain)]
+        prompts = iter(self._encoder.encode_texts([text or "" for text in itertools.compress(texts, plain)]))
+        answers = iter(encode_answers(self._tokenizer, answered))
+        return texts, (
+            (next(prompts), next(answers), []) if is_plain else self._conversation(record, place, turns)
+            for (record, place), is_plain, turns in zip(placed, plain, learned, strict=True)
+        )
 
     def _beginning(self, text: str, place: int) -> str:
         """The text of a record, or a beginning that is too long already."""
@@ -618,7 +599,7 @@ class _Tokenization:
         if beginning is not None:
             return beginning, [], []
         whole = self._encoder.encode_conversation(record)
-        if whole.dropped_reasoning:
+        if whole.dropped_reasoning and not self._reading.pairs:
             self._unreasoned.add(f"index {place} ({record.origin})")
         targets = whole.targets[-learned:] if learned is not None else _weighed(whole.targets, record)
         first = targets[0][0]
