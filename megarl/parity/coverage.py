@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from itertools import combinations
 
 from rich.console import Console
@@ -190,7 +189,7 @@ class Coverage:
     def _used(self) -> list[str]:
         return [column for column in COLUMNS if self._cases[column]]
 
-    def show(self, console: Console, refused: Iterable[str] = ()) -> None:
+    def show(self, console: Console) -> None:
         """A table of features by backend and precision; a dash where no case had one."""
         used = self._used()
         table = Table(title="passed cases that had a feature")
@@ -202,5 +201,3 @@ class Coverage:
             counts = [self._single[column][name] for column in used]
             table.add_row(name, *(str(count) if count else "-" for count in counts))
         console.print(table)
-        for line in refused:
-            console.print(line, soft_wrap=True)

@@ -1,13 +1,15 @@
 """The policy configuration of a case, as a user would write it, and its optimizer in the terms of torch.
 
-Tensor-parallel plans that a user might write for ``dtensor_cfg.custom_parallel_plan`` are functions without arguments: ``written`` is the
-built-in plan, as a user's; ``names`` has torch's plain column and row styles by name, without sequence parallelism; ``mlp`` divides the
-MLPs alone and leaves every rank whole attentions.
+Tensor-parallel plans that a user might write for ``dtensor_cfg.custom_parallel_plan``: ``written`` is the built-in plan, as a user's, by a
+function without arguments; ``names`` a dictionary with torch's plain column and row styles by name, without sequence parallelism; ``mlp``
+one that divides the MLPs alone and leaves every rank whole attentions.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,16 @@ from megarl.parity.losses import loss_weight
 from megarl.parity.routers import COEFFICIENT, Z_COEFFICIENT, Balancing
 
 _LAYER = "model.layers.*"
-_MLP = {f"{_LAYER}.mlp.gate_proj": "colwise", f"{_LAYER}.mlp.up_proj": "colwise", f"{_LAYER}.mlp.down_proj": "rowwise"}
-_ATTENTION = {
+_HEAD_NORMS = {f"{_LAYER}.self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in ("q", "k")}
+mlp = {f"{_LAYER}.mlp.gate_proj": "colwise", f"{_LAYER}.mlp.up_proj": "colwise", f"{_LAYER}.mlp.down_proj": "rowwise"}
+names = {
+    **mlp,
     **{f"{_LAYER}.self_attn.{name}_proj": "colwise" for name in ("q", "k", "v")},
     f"{_LAYER}.self_attn.o_proj": "rowwise",
 }
-_HEAD_NORMS = {f"{_LAYER}.self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in ("q", "k")}
+names_head_norms = {**names, **_HEAD_NORMS}
+whole_head_norms = functools.partial(decoder_plan, sequence_parallel=False)
+sequence_head_norms = functools.partial(decoder_plan, sequence_parallel=True)
 
 
 def plan_path(case: Case) -> str | None:
@@ -40,42 +46,17 @@ def plan_path(case: Case) -> str | None:
     return f"{__name__}.{name}"
 
 
-def names() -> dict[str, Any]:
-    """Columns and rows by name."""
-    return {**_MLP, **_ATTENTION}
-
-
-def names_head_norms() -> dict[str, Any]:
-    """Plan of plain styles for a family that normalises heads."""
-    return {**names(), **_HEAD_NORMS}
-
-
-def mlp() -> dict[str, Any]:
-    """The MLPs alone."""
-    return dict(_MLP)
-
-
 def whole() -> dict[str, Any]:
-    """The built-in plan."""
+    """The built-in plan, for a family that does not normalise heads."""
     return _without_head_norms(whole_head_norms())
 
 
-def whole_head_norms() -> dict[str, Any]:
-    """The built-in plan for a family that normalises heads."""
-    return dict(decoder_plan(sequence_parallel=False))
-
-
 def sequence() -> dict[str, Any]:
-    """The built-in plan with sequence parallelism."""
+    """The same with sequence parallelism."""
     return _without_head_norms(sequence_head_norms())
 
 
-def sequence_head_norms() -> dict[str, Any]:
-    """The built-in plan with sequence parallelism for a family that normalises heads."""
-    return dict(decoder_plan(sequence_parallel=True))
-
-
-def _without_head_norms(plan: dict[str, Any]) -> dict[str, Any]:
+def _without_head_norms(plan: Mapping[str, Any]) -> dict[str, Any]:
     return {name: style for name, style in plan.items() if name not in _HEAD_NORMS}
 
 
