@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from megarl.models.generation.sampling import SamplingSettings
 
 
-def expected_logprobs(logits: torch.Tensor, targets: torch.Tensor, sampling: SamplingSettings) -> torch.Tensor:
+def expected_logprobs(logits: Tensor, targets: Tensor, sampling: SamplingSettings) -> Tensor:
     """[T] float64 from float64 logits [T, V], differentiable; a target counts as kept."""
     rows = zip(logits / sampling.temperature, targets.tolist(), strict=True)
     return torch.stack([row[target] - row[sorted(_kept(row.tolist(), sampling) | {target})].logsumexp(0) for row, target in rows])
 
 
-def expected_entropies(logits: torch.Tensor, targets: torch.Tensor, sampling: SamplingSettings) -> torch.Tensor:
+def expected_entropies(logits: Tensor, targets: Tensor, sampling: SamplingSettings) -> Tensor:
     """[T] float64, differentiable, of the same distributions; a token of minus infinity has no part."""
     found = []
     for row, target in zip(logits / sampling.temperature, targets.tolist(), strict=True):

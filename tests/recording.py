@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -35,7 +36,7 @@ class Tape(TorchDispatchMode):
         with _disable_current_modes(), torch.no_grad():
             for function, arguments, options, results in self.operations:
                 for old, new in zip(results, tree_leaves(function(*arguments, **options)), strict=True):
-                    if not isinstance(old, torch.Tensor):
+                    if not isinstance(old, Tensor):
                         wait_for(new)
                     elif old.data_ptr() != new.data_ptr() and name_of(function) not in NOT_COPIED:
                         old.copy_(new)
@@ -44,7 +45,7 @@ class Tape(TorchDispatchMode):
         """Let nothing be right that is not computed again."""
         for function, _, _, results in self.operations:
             for result in results:
-                if isinstance(result, torch.Tensor) and not function._schema.is_mutable:
+                if isinstance(result, Tensor) and not function._schema.is_mutable:
                     result.fill_(-1)
 
 
@@ -63,14 +64,14 @@ def wait_for(work: Any) -> None:
 def values_unknown() -> Iterator[None]:
     """Inside, tensors have no values: what reads one, or makes a shape of one, raises RuntimeError. There are no collectives."""
 
-    def refuse(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+    def refuse(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
         raise RuntimeError("a value is read")
 
     # these read memory by no operation that a mode sees
     reading = ("tolist", "numpy", "cpu", "__array__")
     with contextlib.ExitStack() as stack:
         for name in reading:
-            stack.enter_context(mock.patch.object(torch.Tensor, name, refuse))
+            stack.enter_context(mock.patch.object(Tensor, name, refuse))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
 
@@ -87,11 +88,11 @@ class TapeCapture:
         self.recorded = 0
         self.replayed = 0
 
-    def warm_up(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def warm_up(self, function: Callable[[], Tensor]) -> Tensor:
         """See ``Capture``."""
         return function()
 
-    def record(self, function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    def record(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """See ``Capture``."""
         tape = Tape()
         with _disable_current_modes():

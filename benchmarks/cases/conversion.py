@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from benchmarks.point import Metric, Point
 from benchmarks.timing import seconds_of
@@ -125,7 +126,7 @@ def save_llama(directory: Path, size: int) -> int:
     )
     config.save_pretrained(directory)
     generator = torch.Generator().manual_seed(0)
-    shards: list[dict[str, torch.Tensor]] = [{}]
+    shards: list[dict[str, Tensor]] = [{}]
     total = 0
     weight_map = {}
     for name, shape in shapes.items():
@@ -146,7 +147,7 @@ def _shard_name(number: int) -> str:
     return f"model-part-{number}.safetensors"
 
 
-def _save_shard(directory: Path, number: int, tensors: dict[str, torch.Tensor]) -> None:
+def _save_shard(directory: Path, number: int, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, directory / _shard_name(number), metadata={"format": "pt"})
 
 

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _item_size, _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -50,7 +51,7 @@ class StagedTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    fill: Callable[[torch.Tensor], Any]
+    fill: Callable[[Tensor], Any]
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +59,7 @@ class StagedTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def staged(tensor: torch.Tensor) -> StagedTensor:
+def staged(tensor: Tensor) -> StagedTensor:
     """A tensor of any device, with the strides that a copy of it in memory of its own has."""
     values = tensor.detach()
     is_alone = values.is_cpu and values.untyped_storage().nbytes() == values.nbytes
@@ -240,7 +241,7 @@ class _Counted:
         """Nothing."""
 
 
-def _archive_length(tensor: torch.Tensor) -> int:
+def _archive_length(tensor: Tensor) -> int:
     """Bytes of the archive that ``torch.save`` makes, which do not depend on the values."""
     counted = _Counted()
     torch.save(tensor, cast("BinaryIO", counted))

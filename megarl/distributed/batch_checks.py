@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.errors import BatchError
 
@@ -38,7 +39,7 @@ def check_batch(
     if missing:
         raise BatchError(f"{', '.join(missing)} must be present in the data; it has {', '.join(sorted(map(str, data)))}")
     ids, lengths = data["input_ids"], data["input_lengths"]
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
         raise BatchError(f"input_ids: expected an int64 tensor [B, S], got {_describe(ids)}")
     rows, width = ids.shape
     if rows == 0 and not may_be_empty:
@@ -54,11 +55,11 @@ def check_batch(
 
 
 def _describe(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _length_problems(lengths: Any, rows: int, width: int, max_length: int, max_length_key: str) -> list[str]:
-    if not isinstance(lengths, torch.Tensor) or lengths.shape != (rows,) or lengths.dtype not in (torch.int64, torch.int32):
+    if not isinstance(lengths, Tensor) or lengths.shape != (rows,) or lengths.dtype not in (torch.int64, torch.int32):
         return [f"input_lengths: expected an integer tensor [{rows}], got {_describe(lengths)}"]
     if rows == 0:
         return []
@@ -89,7 +90,7 @@ def check_scored_tokens(data: Mapping[str, Any], key: str, vocab_size: int) -> N
         BatchError: its type, its dimensions or a token.
     """
     tokens = data[key]
-    if not isinstance(tokens, torch.Tensor) or tokens.ndim != 3 or tokens.dtype not in (torch.int64, torch.int32) or not tokens.shape[2]:
+    if not isinstance(tokens, Tensor) or tokens.ndim != 3 or tokens.dtype not in (torch.int64, torch.int32) or not tokens.shape[2]:
         raise BatchError(f"{key}: expected an integer tensor [B, S, K] of K tokens a position, got {_describe(tokens)}")
     if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
         wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()[0].tolist()
@@ -109,7 +110,7 @@ def check_sequence_dimension(data: Mapping[str, Any]) -> None:
         BatchError: (also an AssertionError) with every such tensor.
     """
     ids = data.get("input_ids")
-    problems = _shape_problems(data, *ids.shape) if isinstance(ids, torch.Tensor) and ids.ndim == 2 else []
+    problems = _shape_problems(data, *ids.shape) if isinstance(ids, Tensor) and ids.ndim == 2 else []
     if problems:
         raise BatchError("; ".join(problems))
 
@@ -117,7 +118,7 @@ def check_sequence_dimension(data: Mapping[str, Any]) -> None:
 def _shape_problems(data: Mapping[str, Any], rows: int, width: int) -> list[str]:
     problems = []
     for key, value in data.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             if value.ndim == 0 or value.shape[0] != rows:
                 problems.append(f"{key}: expected {rows} rows as in input_ids, got {_describe(value)}")
             elif value.ndim > 1 and value.shape[1] != width:
@@ -125,12 +126,12 @@ def _shape_problems(data: Mapping[str, Any], rows: int, width: int) -> list[str]
         elif len(value) != rows:
             problems.append(f"{key}: expected a list of {rows} entries, got {len(value)}")
     for key, dimensions in (("sample_mask", 1), ("token_mask", 2)):
-        if key in data and (not isinstance(data[key], torch.Tensor) or data[key].ndim != dimensions):
+        if key in data and (not isinstance(data[key], Tensor) or data[key].ndim != dimensions):
             problems.append(f"{key}: expected a tensor of {dimensions} dimension{'s' * (dimensions > 1)}, got {_describe(data[key])}")
     return problems
 
 
-def _mask_problems(mask: torch.Tensor, lengths: torch.Tensor) -> list[str]:
+def _mask_problems(mask: Tensor, lengths: Tensor) -> list[str]:
     """Padding that counts as a target: a packed row has no such position."""
     outside = torch.arange(mask.shape[1], device=mask.device)[None] >= lengths[:, None].to(mask.device)
     wrong = outside.logical_and_(mask)
@@ -143,7 +144,7 @@ def _mask_problems(mask: torch.Tensor, lengths: torch.Tensor) -> list[str]:
     ]
 
 
-def _token_problems(ids: torch.Tensor, lengths: torch.Tensor, vocab_size: int) -> list[str]:
+def _token_problems(ids: Tensor, lengths: Tensor, vocab_size: int) -> list[str]:
     """Ids out of range anywhere: also padding goes through the embedding."""
     if ids.numel() == 0 or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
         return []

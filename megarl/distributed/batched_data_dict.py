@@ -15,6 +15,7 @@ from typing import Any, Generic, Self, TypeVar, overload
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.distributed.parcels import Packer, Parcels
 from megarl.distributed.shard_plan import (
@@ -37,7 +38,7 @@ _DTYPES: tuple[torch.dtype, ...] = (
 )  # fmt: skip
 
 
-def rebalance_nd_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def rebalance_nd_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """The rows of all ranks, stacked in rank order, on every rank.
 
     Args:
@@ -71,7 +72,7 @@ def gather_jagged_object_lists(objects: list[ObjectT], group: dist.ProcessGroup 
     return [item for part in gathered for item in part]
 
 
-def _gather_row_counts(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[int]:
+def _gather_row_counts(tensor: Tensor, group: dist.ProcessGroup | None) -> list[int]:
     """Rows on every rank. All ranks see all shapes, so that all raise the same error where one would otherwise wait for ever."""
     known = tensor.dtype in _DTYPES and 1 <= tensor.ndim <= _MAX_DIMENSIONS
     header = [_DTYPES.index(tensor.dtype) if known else -1, tensor.ndim, *list(tensor.shape)[:_MAX_DIMENSIONS]]
@@ -92,16 +93,16 @@ def _gather_row_counts(tensor: torch.Tensor, group: dist.ProcessGroup | None) ->
     return [entry[2] for entry in headers]
 
 
-def _row_bytes(tensor: torch.Tensor) -> int:
+def _row_bytes(tensor: Tensor) -> int:
     return math.prod(tensor.shape[1:]) * tensor.element_size()
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     """Bytes carry every dtype over every backend; gloo has no bool, and not every operation has bfloat16."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _from_bytes(data: torch.Tensor, like: torch.Tensor, rows: int) -> torch.Tensor:
+def _from_bytes(data: Tensor, like: Tensor, rows: int) -> Tensor:
     return data.view(like.dtype).reshape(rows, *like.shape[1:])
 
 
@@ -113,7 +114,7 @@ def count_rows(columns: Mapping[str, Any]) -> int:
     """
     sizes: dict[str, int] = {}
     for key, value in columns.items():
-        if not hasattr(value, "__len__") or (isinstance(value, torch.Tensor) and value.ndim == 0):
+        if not hasattr(value, "__len__") or (isinstance(value, Tensor) and value.ndim == 0):
             raise BatchError(f"batch key {key!r} holds {type(value).__name__} without rows; give a tensor [B, ...] or a list of B items")
         sizes[key] = len(value)
     if len(set(sizes.values())) > 1:
@@ -123,7 +124,7 @@ def count_rows(columns: Mapping[str, Any]) -> int:
 
 def take_rows(value: Any, rows: Sequence[int]) -> Any:
     """The given rows, in that order; always a copy for tensors, since a view would carry its whole storage along when it is pickled."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.index_select(0, torch.as_tensor(rows, dtype=torch.int64, device=value.device))
     return [value[row] for row in rows]
 
@@ -142,7 +143,7 @@ def join_rows(key: str, values: Sequence[Any], pad_value: float) -> Any:
     """
     if all(isinstance(value, list) for value in values):
         return [item for value in values for item in value]
-    if not all(isinstance(value, torch.Tensor) for value in values):
+    if not all(isinstance(value, Tensor) for value in values):
         kinds = sorted({type(value).__name__ for value in values})
         raise NotImplementedError(
             f"batch key {key!r} holds {kinds}; only tensors alone or lists alone can be joined, convert the values first"
@@ -158,7 +159,7 @@ def join_rows(key: str, values: Sequence[Any], pad_value: float) -> Any:
     return _join_padded(values, max(shape[1] for shape in shapes), pad_value)
 
 
-def _join_padded(values: Sequence[torch.Tensor], width: int, pad_value: float) -> torch.Tensor:
+def _join_padded(values: Sequence[Tensor], width: int, pad_value: float) -> Tensor:
     dtype = reduce(torch.promote_types, (value.dtype for value in values))
     rows = sum(value.shape[0] for value in values)
     joined = torch.full((rows, width, *values[0].shape[2:]), pad_value, dtype=dtype, device=values[0].device)
@@ -227,7 +228,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             BatchError: on every rank, if keys, dtypes or trailing dimensions differ.
             NotImplementedError: a value is neither a tensor nor a list.
         """
-        kinds = {key: "tensor" if isinstance(value, torch.Tensor) else type(value).__name__ for key, value in self.data.items()}
+        kinds = {key: "tensor" if isinstance(value, Tensor) else type(value).__name__ for key, value in self.data.items()}
         columns = sorted(kinds.items())
         of_ranks = gather_jagged_object_lists([columns], group)
         if any(other != of_ranks[0] for other in of_ranks):
@@ -260,7 +261,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def to(self, device: torch.device | str) -> Self:
         """Move all tensors to ``device``, in place; returns self."""
         for key, value in self.data.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 self.data[key] = value.to(device)
         return self
 
@@ -293,7 +294,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             sliced[key] = value[start:end]
         return sliced
 
-    def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
+    def select_indices(self, indices: Sequence[int] | Tensor) -> Self:
         """The given rows, in the given order, copied; rows may repeat.
 
         Raises:
@@ -312,7 +313,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """Every row ``num_repeats`` times in a row; the items of lists are deep copies of each other."""
         repeated = type(self)()
         for key, value in self.data.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 repeated[key] = value.repeat_interleave(num_repeats, dim=0)
             else:
                 repeated[key] = [deepcopy(item) for item in value for _ in range(num_repeats)]
@@ -321,10 +322,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
         """Cut every tensor that has a dimension ``dim`` to at most ``truncated_len`` along it, in place (views, no copies)."""
         for key, value in self.data.items():
-            if isinstance(value, torch.Tensor) and value.ndim > dim:
+            if isinstance(value, Tensor) and value.ndim > dim:
                 self.data[key] = value.narrow(dim, 0, min(truncated_len, value.shape[dim]))
 
-    def reorder_data(self, reordered_indices: Sequence[int] | torch.Tensor) -> None:
+    def reorder_data(self, reordered_indices: Sequence[int] | Tensor) -> None:
         """Undo a reordering in place: what is row r now becomes row ``reordered_indices[r]``.
 
         Given the order that ``shard_by_batch_size`` returned, this restores the original order of rows that were computed on the shards and
@@ -572,9 +573,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             )
         return values, width
 
-    def _column(self, key: str, role: str) -> torch.Tensor:
+    def _column(self, key: str, role: str) -> Tensor:
         value = self.data.get(key)
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             raise BatchError(f"{role} = {key!r} must name a tensor of the batch, which has the keys {sorted(self.data)}; name one of them")
         return value
 
@@ -644,5 +645,5 @@ def _arrived(kind: type[BatchedDataDict[Any]], parcels: Parcels, attributes: Map
     return batch
 
 
-def _row_numbers(indices: Sequence[int] | torch.Tensor) -> list[int]:
+def _row_numbers(indices: Sequence[int] | Tensor) -> list[int]:
     return [int(index) for index in indices]

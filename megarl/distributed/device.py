@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from converters.files.process import status_bytes
 from megarl import env
@@ -111,7 +112,7 @@ class DeviceRuntime:
         if self.is_cuda:
             torch.cuda.empty_cache()
 
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pin(self, tensor: Tensor) -> Tensor:
         """``tensor`` in page-locked host memory where that helps transfers; the same tensor on a CPU."""
         return tensor.pin_memory() if self.is_cuda else tensor
 
@@ -162,7 +163,7 @@ class DeviceRuntime:
         figures = {"free_memory_mb": found.free_mb, "power_w": found.power_w, "utilization_percent": found.utilization_percent}
         return {name: value for name, value in figures.items() if value is not None}
 
-    def facts(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    def facts(self, named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
         """Rank, device, memory figures (MiB) and the first of some parameters as a sample; needs torch.distributed."""
         name, parameter = next(iter(named_parameters))
         local_rank = env.integer("LOCAL_RANK", 0)
@@ -210,14 +211,14 @@ class DeviceRuntime:
         if self.is_cuda:
             torch.cuda.profiler.stop()
 
-    def rng_state(self) -> dict[str, torch.Tensor]:
+    def rng_state(self) -> dict[str, Tensor]:
         """States of torch's generators, as byte tensors."""
         states = {"torch": torch.get_rng_state()}
         if self.is_cuda:
             states["cuda"] = torch.cuda.get_rng_state(self.device)
         return states
 
-    def set_rng_state(self, states: Mapping[str, torch.Tensor]) -> None:
+    def set_rng_state(self, states: Mapping[str, Tensor]) -> None:
         """Put back what ``rng_state`` gave."""
         torch.set_rng_state(states["torch"])
         if self.is_cuda and "cuda" in states:
@@ -243,7 +244,7 @@ class Stopwatch:
     seconds: float = 0.0
 
 
-def sent_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def sent_to(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on ``device``. The host does not wait for what is on its way to a CUDA device: it copies from page-locked memory."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()

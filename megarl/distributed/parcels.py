@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 LENGTH_KEYS = ("input_lengths", "unpadded_sequence_lengths")
 """Columns that say where the rows of the others end. Without one, the rows end where the first column with positions is zero to the end."""
@@ -55,7 +56,7 @@ class Parcel:
     values: np.ndarray
     fill: int = 0
 
-    def unpack(self, lengths: np.ndarray | None) -> torch.Tensor:
+    def unpack(self, lengths: np.ndarray | None) -> Tensor:
         """The tensor, in new memory; ``lengths`` [B] say where the rows end."""
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -163,7 +164,7 @@ def _form(array: np.ndarray, dtype: torch.dtype, padding: np.ndarray | None) -> 
 def _is_plain(value: Any) -> bool:
     """Whether a column is a tensor that its values, type and shape describe wholly."""
     return (
-        type(value) is torch.Tensor
+        type(value) is Tensor
         and value.layout == torch.strided
         and value.device.type == "cpu"
         and value.ndim > 0
@@ -171,7 +172,7 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _integers(tensor: torch.Tensor) -> np.ndarray:
+def _integers(tensor: Tensor) -> np.ndarray:
     """A tensor's memory as integers, which are compared bit by bit and which numpy has for each of torch's types."""
     array: np.ndarray = tensor.view(_AS_INTEGERS[tensor.element_size()]).numpy()
     return array
@@ -185,7 +186,7 @@ def _one(dtype: torch.dtype) -> int:
 def _taken(value: Any, rows: Sequence[int] | None) -> Any:
     if rows is None:
         return value
-    return value[torch.as_tensor(rows)] if isinstance(value, torch.Tensor) else [value[row] for row in rows]
+    return value[torch.as_tensor(rows)] if isinstance(value, Tensor) else [value[row] for row in rows]
 
 
 def _ends(array: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ import yaml
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
 
 from megarl.models.megatron import checkpoint
 from megarl.models.megatron.cuda_redirect import cuda_literals
@@ -40,7 +41,7 @@ class Adapter(torch.nn.Module):
         self.linear_out = ColumnParallelLinear(rank, base.output_size, gather_output=is_row, **options)
         self.scale, self.gated = alpha / rank, gated
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.linear_out(self.linear_in(x)[0])[0] * self.scale
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
@@ -59,7 +60,7 @@ class WithAdapter(torch.nn.Module):
         super().__init__()
         self.to_wrap, self.adapter = to_wrap, adapter
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
         output, bias = self.to_wrap(x)
         return output + self.adapter(x), bias
 
@@ -84,7 +85,7 @@ def wanted(model: Any, apart: bool) -> dict[str, Any]:
 
 def load_compute_train_and_save(
     config: Mapping[str, Any], blocks: Sequence[str], source: str, batch: Mapping[str, Any], said: Mapping[str, Any], target: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities with the adapters of ``source``, and with others everywhere, also where those had zeros, which are saved."""
     worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     model = worker.backend.chunks[0].module

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, reference
 from tests.dist.batches import make_batch
 from tests.dist.remembered import remembered, without_layout
 
-Weights = Mapping[str, torch.Tensor]
+Weights = Mapping[str, Tensor]
 TRAINERS = {
     "language": reference.ReferenceTrainer,
     "scoring": reference.ScoringTrainer,
@@ -22,7 +23,7 @@ TRAINERS = {
 
 
 @remembered
-def _reference(model: Path, config: dict[str, Any], batches: list[dict[str, torch.Tensor]], loss_fn: Any, kind: str) -> Any:
+def _reference(model: Path, config: dict[str, Any], batches: list[dict[str, Tensor]], loss_fn: Any, kind: str) -> Any:
     # of a gradient that cancels, float32 leaves noise, which Adam makes a step of: the reference alone was 1e-5 off where it had one
     load = reference.load_scoring if kind == "scoring" else reference.load
     trainer = TRAINERS[kind](load(model).double(), config)
@@ -35,8 +36,8 @@ def _reference(model: Path, config: dict[str, Any], batches: list[dict[str, torc
 
 
 def run_reference(
-    model: Path, config: Mapping[str, Any], batches: list[dict[str, torch.Tensor]], loss_fn: Any, *, kind: str = "language"
-) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    model: Path, config: Mapping[str, Any], batches: list[dict[str, Tensor]], loss_fn: Any, *, kind: str = "language"
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses, gradient norms and the weights of transformers after one step for each batch, computed once for all layouts.
 
     Args:
@@ -46,7 +47,7 @@ def run_reference(
         loss_fn: one of megarl's.
         kind: of model and loss: one of ``TRAINERS``.
     """
-    found: tuple[list[float], list[float], dict[str, torch.Tensor]] = _reference(model, without_layout(config), batches, loss_fn, kind)
+    found: tuple[list[float], list[float], dict[str, Tensor]] = _reference(model, without_layout(config), batches, loss_fn, kind)
     return found
 
 
@@ -75,7 +76,7 @@ def check_equal(weights: Weights, expected: Weights) -> None:
 # generation
 
 
-def prompts(rows: int = 6, length: int = 9, seed: int = 5) -> dict[str, torch.Tensor]:
+def prompts(rows: int = 6, length: int = 9, seed: int = 5) -> dict[str, Tensor]:
     batch = make_batch(rows, length, seed)
     return {
         "input_ids": batch["input_ids"],
@@ -85,12 +86,12 @@ def prompts(rows: int = 6, length: int = 9, seed: int = 5) -> dict[str, torch.Te
 
 
 @remembered
-def transformers_greedy(model: Path, batch: dict[str, torch.Tensor], new_tokens: int, stop: list[int]) -> list[list[int]]:
+def transformers_greedy(model: Path, batch: dict[str, Tensor], new_tokens: int, stop: list[int]) -> list[list[int]]:
     """Prompt and answer of each row, one row at a time."""
     return reference.greedy(reference.load(model), batch, new_tokens, stop)
 
 
-def likely_stop(model: Path, batch: dict[str, torch.Tensor]) -> int:
+def likely_stop(model: Path, batch: dict[str, Tensor]) -> int:
     """A token that greedy answers do contain, so that stopping happens."""
     answers = transformers_greedy(model, batch, 8, [])
     answer = answers[1][int(batch["input_lengths"][1]) :]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,7 +27,7 @@ class Saved:
         self._held: dict[int, int] = {}
         self._bytes = 0
 
-    def hold(self, tensor: torch.Tensor) -> _Held:
+    def hold(self, tensor: Tensor) -> _Held:
         """Count ``tensor`` until what this returns is gone."""
         held = _Held(self, tensor)
         if held.place is not None:
@@ -47,7 +48,7 @@ class Saved:
 class _Held:
     """Stands for a tensor in the graph. ``place`` is the address of its memory, None for a parameter."""
 
-    def __init__(self, owner: Saved, tensor: torch.Tensor) -> None:
+    def __init__(self, owner: Saved, tensor: Tensor) -> None:
         self.owner = owner
         self.tensor = tensor
         whole = tensor if tensor._base is None else tensor._base
@@ -97,6 +98,6 @@ def _size_of(reference: StorageWeakRef) -> int:
     return int(torch.UntypedStorage._new_with_weak_ptr(reference.cdata).nbytes())
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+def _tensors(tree: Any) -> Iterator[Tensor]:
     """Tensors with memory of their own among arguments or results; one that wraps others has none."""
-    return (leaf for leaf in tree_leaves(tree) if type(leaf) in (torch.Tensor, torch.nn.Parameter))
+    return (leaf for leaf in tree_leaves(tree) if type(leaf) in (Tensor, torch.nn.Parameter))

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from converters.checkpoint.source import HuggingFaceSource
@@ -82,7 +83,7 @@ def replicas_agree(config: Mapping[str, Any], batches: list[Mapping[str, Any]]) 
     dist.all_gather_object(everyone, mine)
     differing = []
     for name in mine:
-        pieces: dict[Any, torch.Tensor] = {}
+        pieces: dict[Any, Tensor] = {}
         for pieces_of_rank in everyone:
             place, piece = pieces_of_rank[name]
             if not torch.equal(pieces.setdefault(place, piece), piece):
@@ -119,7 +120,7 @@ def train_after_an_error(config: Mapping[str, Any], batch: Mapping[str, Any]) ->
     return differences(*outcomes)
 
 
-def own_loop(config: Mapping[str, Any], batch: Mapping[str, torch.Tensor], rotate: str | None) -> dict[str, Any]:
+def own_loop(config: Mapping[str, Any], batch: Mapping[str, Tensor], rotate: str | None) -> dict[str, Any]:
     """Logits of a caller's own loop inside the contract's static contexts, in order, and whether the buffers came back."""
     worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     mesh = worker.backend._meshes.context
@@ -182,7 +183,7 @@ def bytes_read(config: Mapping[str, Any]) -> tuple[int, int]:
     read: list[int] = []
     original = HuggingFaceSource.read
 
-    def counting(self: HuggingFaceSource, name: str, slices: Any = None) -> torch.Tensor:
+    def counting(self: HuggingFaceSource, name: str, slices: Any = None) -> Tensor:
         tensor = original(self, name, slices)
         read.append(tensor.numel())
         return tensor

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from converters.mapping.shards import load_shard
 from megarl.config.backend import enabled_backend
@@ -41,7 +42,7 @@ def gathers_in_their_rows() -> Iterator[list[int]]:
     all_gather = dist.all_gather_into_tensor
     gathers: list[int] = []
 
-    def checked(whole: torch.Tensor, own: torch.Tensor, group: Any = None, **options: Any) -> Any:
+    def checked(whole: Tensor, own: Tensor, group: Any = None, **options: Any) -> Any:
         row = whole.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
         if (row.data_ptr(), row.numel(), row.dtype) != (own.data_ptr(), own.numel(), own.dtype):
             raise AssertionError(f"rank {dist.get_rank(group)} sends from another place than its row")
@@ -89,11 +90,11 @@ def my_share(worker: Any, batch: Mapping[str, Any], global_batch: int | None = N
     return sharded.shards[worker.backend.groups.data_rank]
 
 
-def full_weights(worker: Any) -> dict[str, torch.Tensor]:
+def full_weights(worker: Any) -> dict[str, Tensor]:
     return {name: tensor.clone().cpu() for name, tensor in worker.backend.export_hf()}
 
 
-def logprobs(config: Mapping[str, Any], batch: Mapping[str, Any]) -> torch.Tensor:
+def logprobs(config: Mapping[str, Any], batch: Mapping[str, Any]) -> Tensor:
     """Log-probabilities of the whole batch, in its order."""
     worker = build(config, init_optimizer=False, init_reference_model=False)
     values = logprobs_of(worker, batch)
@@ -101,7 +102,7 @@ def logprobs(config: Mapping[str, Any], batch: Mapping[str, Any]) -> torch.Tenso
     return values
 
 
-def logprobs_of(worker: Any, batch: Mapping[str, Any], method: str = "get_logprobs") -> torch.Tensor:
+def logprobs_of(worker: Any, batch: Mapping[str, Any], method: str = "get_logprobs") -> Tensor:
     """The same of a worker that is there; or what another method says of every token."""
     sharded = dealt(worker, batch, "logprob")
     groups = worker.backend.groups
@@ -214,7 +215,7 @@ def recorded_steps(*, checked: bool, backend: Any = generation) -> Iterator[list
         made.append(Graphs(None if refusal else TapeCapture(checked=checked)))
         return made[-1]
 
-    def gating(router: Any, hidden: torch.Tensor) -> torch.Tensor:
+    def gating(router: Any, hidden: Tensor) -> Tensor:
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(router.config.moe_router_dtype, hidden.dtype)
         return routers.router_gating_linear(hidden, router.weight, router.bias, dtype)
 
@@ -247,11 +248,11 @@ def operations_of_a_token(config: Mapping[str, Any], batch: Mapping[str, Any]) -
     return {"not recorded": plain, "recorded": outside + (replays[0] - replays[1]) / (more - fewer)}
 
 
-def loaded(config: Mapping[str, Any]) -> tuple[list[str], dict[str, torch.Tensor]]:
+def loaded(config: Mapping[str, Any]) -> tuple[list[str], dict[str, Tensor]]:
     """Which parameters this rank read of the files when it was built, and its weights."""
     read: list[str] = []
 
-    def reading(rule: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+    def reading(rule: Any, *arguments: Any, **options: Any) -> Tensor:
         read.append(rule.megatron_name)
         return load_shard(rule, *arguments, **options)
 
@@ -268,12 +269,12 @@ def loaded_bytes(config: Mapping[str, Any]) -> dict[str, int]:
     counted = {"read": 0, "got": 0}
     send = dist.broadcast
 
-    def reading(*arguments: Any, **options: Any) -> torch.Tensor:
+    def reading(*arguments: Any, **options: Any) -> Tensor:
         shard = load_shard(*arguments, **options)
         counted["read"] += shard.nbytes
         return shard
 
-    def sending(tensor: torch.Tensor, src: int, group: Any = None, **options: Any) -> Any:
+    def sending(tensor: Tensor, src: int, group: Any = None, **options: Any) -> Any:
         counted["got"] += tensor.nbytes * (src != dist.get_rank())
         return send(tensor, src=src, group=group, **options)
 
@@ -289,7 +290,7 @@ def not_loaded(config: Mapping[str, Any]) -> str:
     """What this rank says where the first rank cannot read one of its slices, after it has read another."""
     turns = iter(range(1000))
 
-    def reading(*arguments: Any, **options: Any) -> torch.Tensor:
+    def reading(*arguments: Any, **options: Any) -> Tensor:
         if dist.get_rank() == 0 and next(turns) > 0:
             raise OSError("the disk is gone")
         return load_shard(*arguments, **options)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from megarl.config.schema import known_paths
 from megarl.models.policy import PolicyConfig
@@ -107,7 +108,7 @@ def leaves(backend: str) -> set[str]:
 
 def differs(one: Any, other: Any) -> bool:
     """Whether two observations are different, numbers beyond rounding."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape or one.dtype != other.dtype:
             return True
         if not one.dtype.is_floating_point:

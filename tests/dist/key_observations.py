@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.config.backend import enabled_backend
@@ -140,13 +141,13 @@ def _worker(config: Mapping[str, Any], *, optimizer: bool) -> Any:
     return getattr(importlib.import_module(module), kind)(config, tokenizer, init_optimizer=optimizer, init_reference_model=False)
 
 
-def _share(worker: Any, batch: Mapping[str, torch.Tensor], phase: Phase) -> BatchedDataDict[Any]:
+def _share(worker: Any, batch: Mapping[str, Tensor], phase: Phase) -> BatchedDataDict[Any]:
     """This rank's rows, as the driver deals them."""
     groups, size = worker.backend.groups, worker.cfg["train_global_batch_size"] if phase == "train" else None
     return shard_batch(BatchedDataDict(batch), worker.cfg, groups.data_size, phase=phase, global_batch=size).shards[groups.data_rank]
 
 
-def _weights(worker: Any) -> dict[str, torch.Tensor]:
+def _weights(worker: Any) -> dict[str, Tensor]:
     return {name: tensor.clone().cpu() for name, tensor in worker.backend.export_hf()}
 
 
@@ -170,7 +171,7 @@ def _optimizer_state(optimizer: Any) -> dict[str, Any]:
             for part in inner
             for state in part.state.values()
             for key, value in sorted(state.items())
-            if isinstance(value, torch.Tensor) and value.numel() > 1
+            if isinstance(value, Tensor) and value.numel() > 1
         ],
     }
 

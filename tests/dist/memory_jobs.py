@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megarl.algorithms.loss_functions import NLLLoss
@@ -100,12 +101,12 @@ def load_weights_and_count(config: Mapping[str, Any], directory: Path) -> dict[s
     before = [tensor.detach().clone() for _, tensor in backend.parameters()]
     found: dict[str, Any] = {"whole again": True}
     read: list[int] = []
-    last: list[torch.Tensor] = []
+    last: list[Tensor] = []
     load = torch.load
 
     def reads(*arguments: Any, **options: Any) -> Any:
         value = load(*arguments, **options)
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             read.append(value.untyped_storage().nbytes())
         return value
 
@@ -113,7 +114,7 @@ def load_weights_and_count(config: Mapping[str, Any], directory: Path) -> dict[s
         for tensor in last:
             tensor.set_()  # it has no memory then; its values are where they belong
         value = load(*arguments, **options)
-        last[:] = [value] if isinstance(value, torch.Tensor) else []
+        last[:] = [value] if isinstance(value, Tensor) else []
         return value
 
     ways: dict[str, list[tuple[Any, str, Any]]] = {
@@ -176,7 +177,7 @@ def step_and_count(config: Mapping[str, Any], engine: bool) -> dict[str, Any]:
     each = functools.partial(MOVERS[enabled_backend(config)], worker.backend.optimizer)
     moves, moved = [], 0
 
-    def count(tensor: torch.Tensor) -> torch.Tensor:
+    def count(tensor: Tensor) -> Tensor:
         nonlocal moved
         moved += tensor.nbytes
         return tensor
@@ -224,10 +225,10 @@ def move_and_train(config: Mapping[str, Any]) -> list[str]:
     return mistakes + ["losses"] * (losses != others) + [name for name in weights if not torch.equal(weights[name], moved[name])]
 
 
-def _places(each: Callable[[Callable[[torch.Tensor], torch.Tensor]], None]) -> list[int]:
+def _places(each: Callable[[Callable[[Tensor], Tensor]], None]) -> list[int]:
     found: list[int] = []
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
+    def note(tensor: Tensor) -> Tensor:
         found.append(tensor.data_ptr())
         return tensor
 
@@ -291,7 +292,7 @@ def _state_bytes(backend: Any, name: str) -> dict[str, int]:
     stepped = [parameter for each in inner for group in each.param_groups for parameter in group["params"]]
     if name != "megatron":
         gradients = [_local(parameter.grad) for parameter in stepped if parameter.grad is not None]
-    states = [value for each in inner for state in each.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    states = [value for each in inner for state in each.state.values() for value in state.values() if isinstance(value, Tensor)]
     state = [*stepped, *(parameter.grad for parameter in stepped if parameter.grad is not None), *states]
     known: set[int] = set()
     return {
@@ -301,11 +302,11 @@ def _state_bytes(backend: Any, name: str) -> dict[str, int]:
     }
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _bytes_of(tensors: list[torch.Tensor], known: set[int]) -> int:
+def _bytes_of(tensors: list[Tensor], known: set[int]) -> int:
     """Bytes of memory that no tensor before these had."""
     total = 0
     for storage in (tensor.untyped_storage() for tensor in tensors):

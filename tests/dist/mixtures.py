@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from tests.dist import reference
 from tests.dist.remembered import remembered
@@ -21,7 +22,7 @@ def load(model: Path | str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, experts_implementation="eager").eval()
 
 
-def weights_of(model: torch.nn.Module, directory: Path) -> dict[str, torch.Tensor]:
+def weights_of(model: torch.nn.Module, directory: Path) -> dict[str, Tensor]:
     """Weights by the names that a checkpoint has them under; transformers itself stacks the experts."""
     model.save_pretrained(directory)
     return load_file(directory / "model.safetensors")
@@ -50,7 +51,7 @@ class Balanced:
         self.sigmoid = any(hasattr(gate, "e_score_correction_bias") for gate in gates(model))
         self.grouped = getattr(model.config, "topk_method", None) == "group_limited_greedy"
         self.experts = gates(model)[0].weight.shape[0]
-        self.logits: list[torch.Tensor] = []
+        self.logits: list[Tensor] = []
         self.plain = 0.0
         self.figures: dict[str, float] = {}
         for gate in gates(model):
@@ -58,7 +59,7 @@ class Balanced:
             if megatron["freeze_moe_router"]:
                 gate.weight.requires_grad_(False)
 
-    def __call__(self, data: Mapping[str, Any], *normalizers: Any, next_token_logprobs: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def __call__(self, data: Mapping[str, Any], *normalizers: Any, next_token_logprobs: Tensor) -> tuple[Tensor, Any]:
         loss, metrics = self.loss_fn(data, *normalizers, next_token_logprobs=next_token_logprobs)
         self.plain = float(loss.detach())
         rows, width = data["input_ids"].shape
@@ -85,7 +86,7 @@ class Balanced:
             loss = loss + self.coefficient * torch.stack(balance).sum()
         return loss + self.z * torch.stack(z).sum(), metrics
 
-    def marked(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def marked(self, logits: Tensor, chosen: Tensor) -> Tensor:
         """[t, 2 E]: the logits of some tokens, and behind them 1 for the experts that they go to. For softmax these are the highest logits;
         for sigmoids, with groups and corrections, those that transformers chose."""
         marks = torch.zeros_like(logits)
@@ -93,18 +94,18 @@ class Balanced:
             marks[token, experts if self.sigmoid or self.grouped else logits[token].topk(self.chosen).indices] = 1
         return torch.cat([logits, marks], 1)
 
-    def load(self, tokens: torch.Tensor) -> torch.Tensor:
+    def load(self, tokens: Tensor) -> Tensor:
         """[E]: tokens that went to each expert."""
         return tokens.detach()[:, self.experts :].sum(0)
 
-    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+    def probabilities(self, logits: Tensor) -> Tensor:
         """Of one token."""
         if not self.sigmoid:
             return logits.softmax(0)
         scores = [1 / (1 + (-logit).exp()) for logit in logits]
         return torch.stack(scores) / sum(scores)
 
-    def switch(self, marked: torch.Tensor) -> torch.Tensor:
+    def switch(self, marked: Tensor) -> Tensor:
         """E * sum_i f_i * P_i over some tokens, [t, 2 E]."""
         logits, tokens, experts = marked[:, : self.experts], len(marked), self.experts
         counts = self.load(marked)
@@ -120,7 +121,7 @@ class Balanced:
 @remembered
 def train(
     model: Path, config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Callable[..., Any]
-) -> tuple[list[float], list[float], dict[str, torch.Tensor], list[dict[str, float]]]:
+) -> tuple[list[float], list[float], dict[str, Tensor], list[dict[str, float]]]:
     """Losses without the balancing ones, gradient norms, weights after one step for each batch, and balance figures.
 
     ``config`` is given without its layout, so that all layouts share one answer.
@@ -137,7 +138,7 @@ def train(
 
 
 @remembered
-def logprobs(model: Path, batch: Mapping[str, Any], temperature: float) -> torch.Tensor:
+def logprobs(model: Path, batch: Mapping[str, Any], temperature: float) -> Tensor:
     """As ``reference.logprobs``."""
     return reference.logprobs(load(model), batch, temperature)
 

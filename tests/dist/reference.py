@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.dist.remembered import remembered
 
@@ -17,14 +18,14 @@ def load(model: Path | str, dtype: torch.dtype = torch.float32) -> torch.nn.Modu
     return AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
 
 
-def next_token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], temperature: float = 1.0) -> torch.Tensor:
+def next_token_logprobs(model: torch.nn.Module, data: Mapping[str, Any], temperature: float = 1.0) -> Tensor:
     """[B, S-1], differentiable; padding is masked out of the attention."""
     mask = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
     logits = model(input_ids=data["input_ids"], attention_mask=mask.long()).logits.float() / temperature
     return logits.log_softmax(-1)[:, :-1].gather(2, data["input_ids"][:, 1:, None]).squeeze(2)
 
 
-def logprobs(model: torch.nn.Module, data: Mapping[str, Any], temperature: float = 1.0) -> torch.Tensor:
+def logprobs(model: torch.nn.Module, data: Mapping[str, Any], temperature: float = 1.0) -> Tensor:
     """[B, S] with column 0 and padding 0."""
     with torch.no_grad():
         values = torch.nn.functional.pad(next_token_logprobs(model, data, temperature), (1, 0))
@@ -32,7 +33,7 @@ def logprobs(model: torch.nn.Module, data: Mapping[str, Any], temperature: float
 
 
 @remembered
-def logprobs_of(model: Path, batch: Mapping[str, Any], temperature: float) -> torch.Tensor:
+def logprobs_of(model: Path, batch: Mapping[str, Any], temperature: float) -> Tensor:
     """``logprobs`` of a stored model, which all layouts share."""
     return logprobs(load(model), batch, temperature)
 
@@ -61,7 +62,7 @@ class ReferenceTrainer:
         )
         self.calls = 0
 
-    def read(self, data: Mapping[str, Any], temperature: float) -> dict[str, torch.Tensor]:
+    def read(self, data: Mapping[str, Any], temperature: float) -> dict[str, Tensor]:
         """What a loss reads beside the data."""
         return {"next_token_logprobs": next_token_logprobs(self.model, data, temperature)}
 
@@ -90,7 +91,7 @@ def load_scoring(model: Path | str) -> torch.nn.Module:
     return AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32, experts_implementation="eager").eval()
 
 
-def token_values(model: Any, data: Mapping[str, Any]) -> torch.Tensor:
+def token_values(model: Any, data: Mapping[str, Any]) -> Tensor:
     """[B, S], differentiable: what the score layer says of every token; padding is 0."""
     inside = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
     hidden = model.model(input_ids=data["input_ids"], attention_mask=inside.long()).last_hidden_state
@@ -100,14 +101,14 @@ def token_values(model: Any, data: Mapping[str, Any]) -> torch.Tensor:
 class ScoringTrainer(ReferenceTrainer):
     """Of a model that scores, whose losses read values."""
 
-    def read(self, data: Mapping[str, Any], temperature: float) -> dict[str, torch.Tensor]:
+    def read(self, data: Mapping[str, Any], temperature: float) -> dict[str, Tensor]:
         return {"values": token_values(self.model, data)}
 
 
 class DistillationTrainer(ReferenceTrainer):
     """Reads the log-probabilities of the teacher's tokens."""
 
-    def read(self, data: Mapping[str, Any], temperature: float) -> dict[str, torch.Tensor]:
+    def read(self, data: Mapping[str, Any], temperature: float) -> dict[str, Tensor]:
         mask = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
         logits = self.model(input_ids=data["input_ids"], attention_mask=mask.long()).logits[:, :-1]
         found = (logits / temperature).log_softmax(-1)

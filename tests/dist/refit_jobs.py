@@ -15,6 +15,7 @@ from unittest import mock
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.config.backend import enabled_backend
@@ -40,7 +41,7 @@ def build(config: Mapping[str, Any]) -> Any:
     return getattr(importlib.import_module(module), kind)(config, None, init_reference_model=False)
 
 
-def transfer(worker: Any, receiver: WeightReceiver, budget: int) -> dict[str, torch.Tensor]:
+def transfer(worker: Any, receiver: WeightReceiver, budget: int) -> dict[str, Tensor]:
     """One whole refit as the driver plays it, on all ranks: what this rank's engine reads."""
     _, room = worker.prepare_weights_for_ipc()
     received = {}
@@ -70,7 +71,7 @@ class Beside:
         mailboxes = {device: handle for own in everybody for device, handle in own.items()}
         assert len(mailboxes) == (ranks if slices else 1), "one rank a host publishes, of slices one for each of an engine's ranks"
         self.mailbox = MailboxReader(mailbox_for(mailboxes, "CPU-engine", dist.get_rank() % ranks), SESSION)
-        self.received: dict[str, torch.Tensor] = {}
+        self.received: dict[str, Tensor] = {}
         dist.barrier()
 
     def refit(self, ticket: int, budget: int | None = None) -> list[str]:
@@ -165,11 +166,11 @@ def gathered_bytes(worker: Any) -> Iterator[tuple[list[int], list[int]]]:
         found.append(nbytes)
         of_experts.extend([nbytes] if any(group is one for one in expert_groups) else [])
 
-    def gathering(into: torch.Tensor, own: torch.Tensor, group: Any = None, **options: Any) -> Any:
+    def gathering(into: Tensor, own: Tensor, group: Any = None, **options: Any) -> Any:
         note(into.nbytes - own.nbytes, group)
         return gather(into, own, group=group, **options)
 
-    def broadcasting(tensor: torch.Tensor, src: int, group: Any = None, **options: Any) -> Any:
+    def broadcasting(tensor: Tensor, src: int, group: Any = None, **options: Any) -> Any:
         if group is not pipeline:
             note(tensor.nbytes if src != dist.get_rank() else 0, group)
         return broadcast(tensor, src=src, group=group, **options)
@@ -207,7 +208,7 @@ def faulty(config: Mapping[str, Any], budget: int) -> list[list[str]]:
     return said
 
 
-def exports_in_buckets(config: Mapping[str, Any], sizes: Sequence[int]) -> list[tuple[int, int, dict[str, torch.Tensor]]]:
+def exports_in_buckets(config: Mapping[str, Any], sizes: Sequence[int]) -> list[tuple[int, int, dict[str, Tensor]]]:
     """For each size of a bucket, in bytes: how many buckets this rank went through, how many came by a broadcast from the one rank that has
     their experts, and what came out."""
     worker = build(config)
@@ -246,7 +247,7 @@ def broadcasts(config: Mapping[str, Any], port: int) -> dict[str, Any]:
             listeners = _engines(worker, port, 2, pool)
         sends = [name for _, part in getattr(worker._broadcaster, "parts", ()) for name in part.names]
         for step in range(3):
-            received: list[dict[str, torch.Tensor]] = [{} for _ in listeners]
+            received: list[dict[str, Tensor]] = [{} for _ in listeners]
             receiving = [pool.submit(one.receive, _kept_in(kept)) for one, kept in zip(listeners, received, strict=True)]
             summed = mock.patch("megarl.weight_sync.broadcast.checksum", wraps=checksum)
             with counted_objects() as objects, counted_over(worker.backend.groups.pipeline) as piped, summed as sums:
@@ -369,20 +370,20 @@ def _held() -> dict[str, Any]:
 def counted_pickles() -> Iterator[list[int]]:
     """The tensors that are pickled inside."""
     pickled: list[int] = []
-    original = torch.Tensor.__reduce_ex__
+    original = Tensor.__reduce_ex__
 
-    def reduce(tensor: torch.Tensor, protocol: Any) -> Any:
+    def reduce(tensor: Tensor, protocol: Any) -> Any:
         pickled.append(tensor.numel())
         return original(tensor, protocol)
 
     try:
-        torch.Tensor.__reduce_ex__ = reduce  # type: ignore[method-assign]
+        Tensor.__reduce_ex__ = reduce  # type: ignore[method-assign]
         yield pickled
     finally:
-        torch.Tensor.__reduce_ex__ = original  # type: ignore[method-assign]
+        Tensor.__reduce_ex__ = original  # type: ignore[method-assign]
 
 
-def _kept_in(kept: dict[str, torch.Tensor]) -> Callable[[list[tuple[str, torch.Tensor]]], None]:
+def _kept_in(kept: dict[str, Tensor]) -> Callable[[list[tuple[str, Tensor]]], None]:
     return lambda weights: kept.update({name: tensor.clone() for name, tensor in weights})
 
 
@@ -437,6 +438,6 @@ def _room_and_handle(config: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     return int(room), payload
 
 
-def _copies(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _copies(worker: Any) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in worker.backend.export_hf():
         yield name, tensor.clone()

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from megarl.errors import MegarlError
 from tests.dist import jobs
 
 
-def values(config: Mapping[str, Any], batch: Mapping[str, Any], seed: int = 0) -> torch.Tensor:
+def values(config: Mapping[str, Any], batch: Mapping[str, Any], seed: int = 0) -> Tensor:
     worker = jobs.build(config, init_reference_model=False, init_optimizer=False, seed=seed)
     found = jobs.logprobs_of(worker, batch, "get_values")
     worker.backend.close()
@@ -43,7 +43,7 @@ def resume(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn:
     return weights
 
 
-def export(config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path, tokenizer: Any) -> torch.Tensor:
+def export(config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path, tokenizer: Any) -> Tensor:
     """Writes a Hugging Face model; its values of the batch."""
     worker = jobs.build(config, tokenizer=tokenizer, init_reference_model=False, init_optimizer=False, seed=5)
     worker.export_hf(str(directory))

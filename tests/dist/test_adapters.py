@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
 
 from converters.command import main
 from megarl.parity.pool import WorkerPool
@@ -37,7 +38,7 @@ def saved_by_peft(model: Path, directory: Path, targets: list[str]) -> None:
     changed.save_pretrained(directory)
 
 
-def logprobs_in_peft(model: Path, directory: Path, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def logprobs_in_peft(model: Path, directory: Path, batch: dict[str, Tensor]) -> Tensor:
     """With the adapter beside the base model, nothing merged."""
     return logprobs(PeftModel.from_pretrained(mixtures.load(model), directory).eval(), batch)
 

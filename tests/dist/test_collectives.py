@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from torch import Tensor
 
 from megarl.distributed.batched_data_dict import BatchedDataDict, gather_jagged_object_lists, rebalance_nd_tensor
 from megarl.errors import BatchError
@@ -19,7 +20,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32
 TRAILING = [(), (3,), (2, 5), (0,)]
 
 
-def rows_of_ranks(counts: list[int], trailing: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+def rows_of_ranks(counts: list[int], trailing: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     """What each rank holds; every rank makes the same, so that each knows the answer."""
     generator = torch.Generator().manual_seed(sum(counts) + len(trailing))
     return [torch.randint(0, 100, (count, *trailing), generator=generator).to(dtype) for count in counts]
@@ -42,7 +43,7 @@ def check_rows(group: dist.ProcessGroup | None) -> None:
     assert_equal(rebalance_nd_tensor(transposed, group), torch.cat([transposed] * ranks))
 
 
-def assert_equal(got: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_equal(got: Tensor, expected: Tensor) -> None:
     assert got.dtype == expected.dtype and got.shape == expected.shape and torch.equal(got, expected), (got, expected)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe import token_dispatcher
+from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
 
 from megarl.algorithms.loss_functions import NLLLoss
@@ -23,7 +24,7 @@ from tests.tiers import newest_megatron
 BATCHES = [make_batch(8, 9, seed=seed) for seed in (0, 1)]
 
 
-def _all_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, slice]:
+def _all_rows(rows: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, slice]:
     """Rows [T, ...] of all ranks one after another, T of each its own, and the place of this rank's; gradients go back to where rows come
     from."""
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
@@ -35,7 +36,7 @@ def _all_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tenso
     return all_reduce(torch.cat([whole[: place.start], rows, whole[place.stop :]]), group=group), place
 
 
-def dispatch(tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, count: int, group: dist.ProcessGroup, **_: Any) -> Any:
+def dispatch(tokens: Tensor, experts: Tensor, weights: Tensor, count: int, group: dist.ProcessGroup, **_: Any) -> Any:
     """Return the tokens [R, H] that an expert of this rank gets, once each, with the experts [R, K] of this rank among theirs (-1 for
     those of others) and their weights, the tokens of each expert, and what ``combine`` needs."""
     (tokens, place), (weights, _), (experts, _) = _all_rows(tokens, group), _all_rows(weights, group), _all_rows(experts, group)
@@ -47,7 +48,7 @@ def dispatch(tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor,
     return tokens[taken], own[taken], weights[taken], per_expert, (len(tokens), taken, place)
 
 
-def combine(outputs: torch.Tensor, group: dist.ProcessGroup, handle: Any, **_: Any) -> tuple[torch.Tensor, None]:
+def combine(outputs: Tensor, group: dist.ProcessGroup, handle: Any, **_: Any) -> tuple[Tensor, None]:
     """Return for each of this rank's tokens [T, H] the sum of what came of it on all ranks."""
     total, taken, place = handle
     whole = outputs.new_zeros(total, outputs.shape[1]).index_add(0, taken, outputs)

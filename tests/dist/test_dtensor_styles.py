@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, parallelize_module
@@ -36,9 +36,9 @@ class Block(nn.Module):
         self.first, self.second, self.last = nn.Linear(WIDTH, 12), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
         self.norm = nn.LayerNorm(3)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         normed = self.norm(self.first(hidden_states).unflatten(-1, (-1, 3))).flatten(-2)
-        output: torch.Tensor = self.last(normed * self.second(hidden_states).sigmoid())
+        output: Tensor = self.last(normed * self.second(hidden_states).sigmoid())
         return output
 
 
@@ -80,11 +80,11 @@ def torchs() -> dict[str, ParallelStyle]:
 class Mixing(Block):
     """As ``Block``, where the first layers' outputs may be a tensor and a DTensor."""
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         one, other = self.first(hidden_states), self.second(hidden_states)
         if isinstance(other, DTensor):
             one = DTensor.from_local(one, other.device_mesh, [Replicate()], run_check=False)
-        output: torch.Tensor = self.last(one * other.sigmoid())
+        output: Tensor = self.last(one * other.sigmoid())
         return output
 
 
@@ -103,7 +103,7 @@ def compare(plan: Callable[[], dict[str, Any]], kind: type[Block], layout: Any, 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     parallelize_module(divided, mesh, plan(), src_data_rank=None)
 
-    def mine(tensor: torch.Tensor) -> torch.Tensor:
+    def mine(tensor: Tensor) -> Tensor:
         return tensor.chunk(2, dim=layout.dim)[dist.get_rank()] if isinstance(layout, Shard) else tensor
 
     own = mine(inputs).clone().requires_grad_(True)

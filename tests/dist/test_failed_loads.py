@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.distributed.batched_data_dict import BatchedDataDict
@@ -34,12 +35,12 @@ def share_of(worker: Any) -> BatchedDataDict[Any]:
     return BatchedDataDict(BATCH).shard_by_batch_size(groups.data_size)[groups.data_rank]
 
 
-def train_and_save(config: Mapping[str, Any], root: str) -> torch.Tensor:
+def train_and_save(config: Mapping[str, Any], root: str) -> Tensor:
     """A checkpoint after one step, and log-probabilities under its weights."""
     worker = build(config, init_reference_model=False)
     worker.train(data=share_of(worker), loss_fn=NLLLoss())
     worker.save_checkpoint(f"{root}/weights", f"{root}/optimizer")
-    logprobs: torch.Tensor = worker.get_logprobs(data=share_of(worker))["logprobs"]
+    logprobs: Tensor = worker.get_logprobs(data=share_of(worker))["logprobs"]
     worker.backend.close()
     return logprobs
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from torch import Tensor
 
 from converters.checkpoint.artifacts import read_config
 from converters.command import main
@@ -65,7 +66,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 def save_as_megatron_lm(
     config: Mapping[str, Any], target: str, arguments: argparse.Namespace, metadata: Mapping[str, Any], own_names: bool
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Train for a step, save as Megatron-LM does, and give the weights that the worker has then."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -113,7 +114,7 @@ def provider_of(model: Any) -> dict[str, Any]:
     return {"_target_": "some.Provider", "seq_length": model.max_sequence_length, **{name: said(value) for name, value in fields.items()}}
 
 
-def save_as_megatron_bridge(config: Mapping[str, Any], target: str) -> dict[str, torch.Tensor]:
+def save_as_megatron_bridge(config: Mapping[str, Any], target: str) -> dict[str, Tensor]:
     """Train for a step, save as Megatron-Bridge does, and give the weights that the worker has then."""
     from megarl.models.megatron.cuda_redirect import cuda_literals
     from megarl.models.megatron.sharded_save import save_sharded

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn
 from megarl.parity.pool import WorkerPool
@@ -26,11 +27,11 @@ class Loss:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
 
-    def __call__(self, data: Any, sequences: Any, tokens: Any, next_token_logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    def __call__(self, data: Any, sequences: Any, tokens: Any, next_token_logprobs: Tensor) -> tuple[Tensor, dict[str, Any]]:
         return loss_of_trl(self._settings, data, next_token_logprobs), {}
 
 
-def answers(model: Path, seed: int) -> dict[str, torch.Tensor]:
+def answers(model: Path, seed: int) -> dict[str, Tensor]:
     """Rows that all count, each with all tokens behind its first ones: TRL has a column for every token of an answer."""
     batch = make_batch(rows=8, length=12, seed=seed)
     place = torch.arange(12)[None]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
 from megarl.distributed.batched_data_dict import BatchedDataDict
@@ -209,7 +210,7 @@ def test_a_batch_without_any_real_token_leaves_no_trace(pool: WorkerPool, models
             assert torch.equal(tensor, before[name]), name
 
 
-def export(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+def export(config: dict[str, Any]) -> dict[str, Tensor]:
     worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     weights = jobs.full_weights(worker)
     worker.backend.close()
@@ -229,7 +230,7 @@ def test_export_gives_back_what_was_loaded(pool: WorkerPool, models: dict[str, P
         check_equal(result, expected)
 
 
-def different_numbers_of_micro_batches(config: dict[str, Any], batch: dict[str, torch.Tensor]) -> str:
+def different_numbers_of_micro_batches(config: dict[str, Any], batch: dict[str, Tensor]) -> str:
     """What the worker says when its replica has more rows than the other."""
     worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     rows = 6 if worker.backend.groups.data_rank else 3
@@ -245,7 +246,7 @@ def test_replicas_out_of_step_are_refused(pool: WorkerPool, models: dict[str, Pa
         assert "data-parallel replicas have [1, 2] micro-batches" in message
 
 
-def logprobs_of_unequal_replicas(config: dict[str, Any], batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+def logprobs_of_unequal_replicas(config: dict[str, Any], batches: list[dict[str, Tensor]]) -> Tensor:
     """Each replica gets a batch of its own, of its own length."""
     worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     mine = batches[worker.backend.groups.data_rank]
@@ -269,7 +270,7 @@ def test_replicas_of_unequal_lengths(pool: WorkerPool, models: dict[str, Path], 
         torch.testing.assert_close(result, mixtures.logprobs(models["mixtral"], batches[replica], 1.0), atol=1e-5, rtol=0)
 
 
-def reference_logprobs(config: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def reference_logprobs(config: dict[str, Any], batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Log-probabilities before training, and after it those of the reference policy and of the policy itself."""
     worker = jobs.build(config)
     mine = jobs.my_share(worker, batch)

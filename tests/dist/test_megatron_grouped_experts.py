@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.models.megatron import grouped_experts
@@ -35,17 +36,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_tiny(root / family, family, tied=False, seed=17, **WIDE) for family in ("mixtral", "gpt_oss")}
 
 
-def train_and_count(config: dict[str, Any], batches: list[dict[str, torch.Tensor]], loss_fn: Any) -> dict[str, Any]:
+def train_and_count(config: dict[str, Any], batches: list[dict[str, Tensor]], loss_fn: Any) -> dict[str, Any]:
     """As ``jobs.train``; ``calls``: of the grouped product, of it with weights that are seen in Megatron's buffers, and of buffers of
     gradients that all are added to at once."""
     calls: Counter[str] = Counter()
     product, view = grouped_experts.grouped_mm, grouped_experts.shared_view
 
-    def counted(*arguments: Any, **options: Any) -> torch.Tensor:
+    def counted(*arguments: Any, **options: Any) -> Tensor:
         calls["products"] += 1
         return product(*arguments, **options)
 
-    def seen(tensors: Any) -> torch.Tensor | None:
+    def seen(tensors: Any) -> Tensor | None:
         found = view(tensors)
         calls["views" if found is not None else "copies"] += 1
         return found

@@ -12,8 +12,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from torch import Tensor
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn
 from megarl.parity.pool import WorkerPool
@@ -53,7 +53,7 @@ def test_attention_trains_as_in_transformers(pool: WorkerPool, model: Path, layo
     check_trained(pool.run(world, jobs.train, config, batches, ClippedPGLossFn(PG_LOSS)), *expected)
 
 
-def tables_made(config: dict[str, Any], batch: dict[str, torch.Tensor]) -> list[int]:
+def tables_made(config: dict[str, Any], batch: dict[str, Tensor]) -> list[int]:
     """How many tables of angles the first, the second and the third pass over the same lengths make."""
     worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     calls: list[int] = []
@@ -81,7 +81,7 @@ def test_many_layers_share_a_table_of_angles(pool: WorkerPool, tmp_path: Path) -
     assert pool.run(1, tables_made, config, batch) == [[1, 0, 0]]
 
 
-def export_and_warnings(config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[str]]:
+def export_and_warnings(config: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.models.engine.step import evaluation_mode
 from megarl.models.megatron import generation, moe_decoding
@@ -78,11 +79,11 @@ def outputs(config: Mapping[str, Any], grouped: bool, disagreeing: bool = False)
     calls: Counter[str] = Counter()
     product = moe_decoding.grouped_mlp
 
-    def counted(*arguments: Any) -> torch.Tensor:
+    def counted(*arguments: Any) -> Tensor:
         calls["grouped"] += 1
         return product(*arguments)
 
-    def elsewhere(module: Any, given: Any, routed: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def elsewhere(module: Any, given: Any, routed: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return routed[0].roll(1, dims=1), routed[1].roll(1, dims=1)
 
     with evaluation_mode(backend), generation._whole_sequences(backend.stages):
@@ -174,7 +175,7 @@ def test_experts_of_transformer_engine_compute_all_rows_where_products_are_not_g
     class Experts:
         num_local_experts = 3
 
-        def __call__(self, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        def __call__(self, rows: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:
             assert counts.device.type == "cpu"
             first, second, third = rows.split(counts.tolist())
             return torch.cat([first, (second * 1e30).square(), third * 3]) * probs[:, None], None

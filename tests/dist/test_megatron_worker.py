@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.models.generation.sampling import SamplingSettings
@@ -22,9 +23,7 @@ from tests.models import policy_config
 from tests.tiers import newest_megatron, sampled, slow
 
 
-def sgd_reference(
-    model: Path, config: dict[str, Any], batches: list[dict[str, torch.Tensor]]
-) -> tuple[list[float], dict[str, torch.Tensor]]:
+def sgd_reference(model: Path, config: dict[str, Any], batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
     trainer = reference.ReferenceTrainer(reference.load(model), config)
     groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in trainer.optimizer.param_groups]
     trainer.optimizer = torch.optim.SGD(groups, lr=1.0, momentum=config["megatron_cfg"]["optimizer"]["sgd_momentum"])

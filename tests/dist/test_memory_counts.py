@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from converters.checkpoint.boxes import part
 from converters.torch_dist.reader import TorchDistCheckpoint
@@ -50,13 +51,13 @@ class Doubled(torch.autograd.Function):
     """Saves two views of one tensor."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, value: Tensor) -> Tensor:
         double = value * 2
         ctx.save_for_backward(double[:1], double[1:])
         return double.sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return torch.cat(ctx.saved_tensors) * gradient
 
 

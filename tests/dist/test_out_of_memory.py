@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.errors import MicroBatchMemoryError
@@ -33,7 +34,7 @@ class HungryLoss(NLLLoss):
         self.rank, self.failing, self.way = rank, failing, way
         self.rows: list[int] = []
 
-    def __call__(self, data: Any, *normalizers: Any, next_token_logprobs: torch.Tensor, **named: Any) -> Any:
+    def __call__(self, data: Any, *normalizers: Any, next_token_logprobs: Tensor, **named: Any) -> Any:
         self.rows.append(data["input_ids"].shape[0])
         if dist.get_rank() == self.rank and len(self.rows) == self.failing:
             if self.way == "forward":
@@ -81,12 +82,12 @@ def test_no_weight_is_changed(pool: WorkerPool, tiny_models: dict[str, Path], ma
     assert all(torch.equal(tensor, whole["weights"][name]) for name, tensor in found["weights"].items())
 
 
-def score(config: Mapping[str, Any], batch: Mapping[str, Any]) -> tuple[str, torch.Tensor, torch.Tensor]:
+def score(config: Mapping[str, Any], batch: Mapping[str, Any]) -> tuple[str, Tensor, Tensor]:
     """The error where the second micro-batch of log-probabilities has no memory, and what the calls before and after it return."""
     worker, calls = jobs.build(config, init_reference_model=False), itertools.count(1)
     data, real = jobs.dealt(worker, batch, "logprob").shards[worker.backend.groups.data_rank], LogprobHead.next_token_logprobs
 
-    def hungry(*arguments: Any) -> torch.Tensor:
+    def hungry(*arguments: Any) -> Tensor:
         if next(calls) == 2:
             _no_memory()
         return real(*arguments)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.distributed.batched_data_dict import BatchedDataDict
@@ -37,12 +38,12 @@ class ReadsAll(NLLLoss):
     skips_masked = False
 
 
-def logits_of_a_step(kind: str, config: Mapping[str, Any], batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def logits_of_a_step(kind: str, config: Mapping[str, Any], batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """Log-probabilities with and without the mask, a step with and without it, and the positions of all logits that were scored."""
     worker = jobs.build(config, init_reference_model=False)
     groups, counts, score = worker.backend.groups, [], logprobs.score
 
-    def counted(logits: torch.Tensor, *others: Any, **options: Any) -> Any:
+    def counted(logits: Tensor, *others: Any, **options: Any) -> Any:
         counts.append(len(logits))
         return score(logits, *others, **options)
 
@@ -72,7 +73,7 @@ def logits_of_a_step(kind: str, config: Mapping[str, Any], batch: Mapping[str, t
     return seen
 
 
-def output_layer_mask(data: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def output_layer_mask(data: Mapping[str, Tensor]) -> Tensor:
     return (data["token_mask"] != 0) & (data["sample_mask"] != 0)[:, None]
 
 

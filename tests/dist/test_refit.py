@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from converters.checkpoint.source import open_source
 from megarl.distributed.virtual_cluster import free_port
@@ -49,11 +50,11 @@ def configured(backend: str, model: Path, changes: dict[str, Any]) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_models: dict[str, Path]) -> dict[str, dict[str, torch.Tensor]]:
+def expected(tiny_models: dict[str, Path]) -> dict[str, dict[str, Tensor]]:
     return {name: stored(tiny_models[name]) for name in ("qwen3-tied-four", "qwen2")}
 
 
-def stored(model: Path) -> dict[str, torch.Tensor]:
+def stored(model: Path) -> dict[str, Tensor]:
     source = open_source(model)
     return {name: source.read(name) for name in source.names()}
 
@@ -63,7 +64,7 @@ def stored(model: Path) -> dict[str, torch.Tensor]:
     ("layout", "family"), [(layout, "qwen3-tied-four") for layout in LAYOUTS] + [("megatron-tp2-sp", "qwen2"), ("fsdp1-dp3", "qwen2")]
 )
 def test_an_engine_reads_the_policy_s_weights_at_every_step(
-    pool: WorkerPool, tiny_models: dict[str, Path], expected: dict[str, dict[str, torch.Tensor]], layout: str, family: str
+    pool: WorkerPool, tiny_models: dict[str, Path], expected: dict[str, dict[str, Tensor]], layout: str, family: str
 ) -> None:
     backend, world, changes = LAYOUTS[layout]
     check(pool.run(world, refit_jobs.refits, configured(backend, tiny_models[family], changes), BUDGET), expected[family])
@@ -212,7 +213,7 @@ def test_weights_carry_a_checksum_where_it_is_configured(pool: WorkerPool, tiny_
     assert (handle["checksum"] is not None) == checked
 
 
-def check(results: list[dict[str, Any]], weights: dict[str, torch.Tensor]) -> None:
+def check(results: list[dict[str, Any]], weights: dict[str, Tensor]) -> None:
     orders = set()
     for result in results:
         for step, seen in enumerate(result["refits"]):

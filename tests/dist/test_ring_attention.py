@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.models.engine.attention import SequenceLayout, attention
 from megarl.models.engine.context import ContextShare
@@ -20,7 +21,7 @@ from tests.unit.test_context import slow_attention
 PACKED = {2: (0, 4, 4, 16, 24), 3: (0, 6, 18, 18, 48), 4: (0, 8, 24, 32)}
 
 
-def tensors(positions: int, rows: int, seed: int) -> list[torch.Tensor]:
+def tensors(positions: int, rows: int, seed: int) -> list[Tensor]:
     """Query, key, value and the gradient of the output, over all ranks: 6 heads on 2 key-value heads."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(rows, heads, positions, 5, generator=generator) for heads in (6, 2, 2, 6)]
@@ -50,7 +51,7 @@ def attend(starts: tuple[int, ...], rows: int, window: int | None, seed: int, ri
     return {"output": output.detach(), "gradients": [leaf.grad for leaf in leaves], "index": index, "counts": dict(counts)}
 
 
-def expected(starts: tuple[int, ...], rows: int, window: int | None, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def expected(starts: tuple[int, ...], rows: int, window: int | None, seed: int) -> tuple[Tensor, list[Tensor]]:
     query, key, value, pull = tensors(starts[-1], rows, seed)
     leaves = [tensor.double().requires_grad_() for tensor in (query, key, value)]
     output = torch.cat([slow_attention(*(leaf[row : row + 1] for leaf in leaves), starts, window) for row in range(rows)])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.algorithms.value_losses import PreferenceLoss, ValueLoss, last_values
@@ -66,7 +67,7 @@ def config_for(layout: str, model: Path, batching: str, **changes: Any) -> tuple
     return world, {**config, "reward_model_cfg": SCORING}
 
 
-def pair_batch(rows: int = 12, length: int = 12, seed: int = 0) -> dict[str, torch.Tensor]:
+def pair_batch(rows: int = 12, length: int = 12, seed: int = 0) -> dict[str, Tensor]:
     """Pairs of rows, of which one does not count, and columns for a value model."""
     generator = torch.Generator().manual_seed(seed)
     batch = make_batch(rows, length, seed)
@@ -77,7 +78,7 @@ def pair_batch(rows: int = 12, length: int = 12, seed: int = 0) -> dict[str, tor
 
 
 @remembered
-def values_and_scores(model: Path, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def values_and_scores(model: Path, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     loaded = reference.load_scoring(model)
     with torch.no_grad():
         return reference.token_values(loaded, batch), loaded(input_ids=batch["input_ids"]).logits.squeeze(-1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.algorithms.distillation_loss import DistillationLossFn
 from megarl.parity.pool import WorkerPool
@@ -68,7 +69,7 @@ def test_log_probabilities_of_given_tokens_and_their_gradients_equal_float64(poo
 
 
 @remembered
-def logarithms(model: Path, batch: dict[str, torch.Tensor], temperature: float) -> torch.Tensor:
+def logarithms(model: Path, batch: dict[str, Tensor], temperature: float) -> Tensor:
     """[B, S, V] of plain transformers."""
     mask = torch.arange(batch["input_ids"].shape[1])[None] < batch["input_lengths"][:, None]
     with torch.no_grad():
@@ -121,7 +122,7 @@ LOSSES = {
 }
 
 
-def distillation_batch(seed: int) -> dict[str, torch.Tensor]:
+def distillation_batch(seed: int) -> dict[str, Tensor]:
     """With the three most likely tokens of a teacher that is none of the models."""
     batch = make_batch(12, 12, seed)
     teacher = (2 * torch.randn(12, 12, VOCABULARY, generator=torch.Generator().manual_seed(seed))).log_softmax(-1).topk(3)

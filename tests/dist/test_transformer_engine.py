@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
+from torch import Tensor
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.config.arithmetic import padded_vocabulary
@@ -117,7 +118,7 @@ def trained_with_sums_in_products(config: Mapping[str, Any], batches: list[Mappi
     rows of those weights too. Megatron-Core's own layers stand for Transformer Engine's, with a kernel that is written here."""
     rows = set()
 
-    def add(tokens: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
+    def add(tokens: Tensor, gradient: Tensor, total: Tensor) -> None:
         rows.add(len(total))
         total.add_(gradient.t() @ tokens)
 

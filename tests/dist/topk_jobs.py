@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_scores
 from megarl.models.engine.topk import largest_tokens
@@ -14,20 +15,18 @@ from megarl.models.generation.sampling import SamplingSettings
 from tests.dist import jobs
 
 
-def _own(logits: torch.Tensor, size: int) -> tuple[torch.Tensor, VocabularyShard]:
+def _own(logits: Tensor, size: int) -> tuple[Tensor, VocabularyShard]:
     rank, columns = dist.get_rank(), logits.shape[1] // dist.get_world_size()
     shard = VocabularyShard(size, rank * columns, dist.group.WORLD)
     return logits[:, rank * columns : (rank + 1) * columns].clone(), shard
 
 
-def largest_of_shards(logits: torch.Tensor, size: int, count: int) -> torch.Tensor:
+def largest_of_shards(logits: Tensor, size: int, count: int) -> Tensor:
     """The most likely tokens when ``logits`` [T, columns] are cut over all ranks."""
     return largest_tokens(*_own(logits, size), count)
 
 
-def scores_of_shards(
-    logits: torch.Tensor, targets: torch.Tensor, further: torch.Tensor, weights: torch.Tensor, size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def scores_of_shards(logits: Tensor, targets: Tensor, further: Tensor, weights: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Log-probabilities [T, 1 + K] of targets and further tokens, and this rank's gradient of their sum by ``weights``."""
     mine, shard = _own(logits, size)
     mine.requires_grad_()
@@ -37,7 +36,7 @@ def scores_of_shards(
     return values.detach(), mine.grad
 
 
-def topk(config: Mapping[str, Any], batch: Mapping[str, Any], k: int, skip_masked: bool) -> dict[str, torch.Tensor]:
+def topk(config: Mapping[str, Any], batch: Mapping[str, Any], k: int, skip_masked: bool) -> dict[str, Tensor]:
     """What ``get_topk_logits`` gives of the whole batch, in its order; and the log-probabilities of ``get_logprobs``."""
     worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     sharded = jobs.dealt(worker, batch, "logprob")

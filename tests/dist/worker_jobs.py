@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megarl.algorithms.loss_functions import NLLLoss
@@ -24,10 +25,10 @@ class RecordingLoss(NLLLoss):
     """NLL that keeps the log-probabilities it was given."""
 
     def __init__(self, *, skips: bool = True) -> None:
-        self.seen: list[torch.Tensor] = []
+        self.seen: list[Tensor] = []
         self.skips_masked = skips
 
-    def __call__(self, data: Any, *normalizers: Any, next_token_logprobs: torch.Tensor) -> Any:
+    def __call__(self, data: Any, *normalizers: Any, next_token_logprobs: Tensor) -> Any:
         self.seen.append(next_token_logprobs.detach().clone())
         return super().__call__(data, *normalizers, next_token_logprobs=next_token_logprobs)
 
@@ -35,7 +36,7 @@ class RecordingLoss(NLLLoss):
 class OverflowingLoss(NLLLoss):
     """NLL whose gradient overflows float16 wherever the marked row is."""
 
-    def __call__(self, data: Any, *normalizers: Any, next_token_logprobs: torch.Tensor) -> Any:
+    def __call__(self, data: Any, *normalizers: Any, next_token_logprobs: Tensor) -> Any:
         loss, metrics = super().__call__(data, *normalizers, next_token_logprobs=next_token_logprobs)
         return loss * (1e30 if bool((data["sample_mask"] == 2).any()) else 1.0), metrics
 
@@ -43,7 +44,7 @@ class OverflowingLoss(NLLLoss):
 class SelfReportingLoss(NLLLoss):
     """NLL whose metrics are attached tensors, the loss itself among them."""
 
-    def __call__(self, data: Any, *normalizers: Any, next_token_logprobs: torch.Tensor) -> Any:
+    def __call__(self, data: Any, *normalizers: Any, next_token_logprobs: Tensor) -> Any:
         loss, metrics = super().__call__(data, *normalizers, next_token_logprobs=next_token_logprobs)
         return loss, {**metrics, "loss": loss, "twice": 2 * loss}
 
@@ -98,14 +99,14 @@ def snapshot(worker: Any) -> dict[str, Any]:
     if isinstance(worker, DTensorPolicyWorker):
         kept["loss scale"] = (backend.loss_scale.factor, backend.loss_scale.clean_steps)
     pieces = {key: value.to_local() if isinstance(value, DTensor) else value for key, value in kept.items()}
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in pieces.items()}
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in pieces.items()}
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Names of entries that are not equal to the bit."""
 
     def equal(one: Any, other: Any) -> bool:
-        return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        return torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
     return sorted(set(before) ^ set(after)) + [key for key in before.keys() & after.keys() if not equal(before[key], after[key])]
 
@@ -117,7 +118,7 @@ def replicas_agree(worker: MegatronPolicyWorker) -> bool:
     mine = {name: parameter.detach().clone() for name, parameter in worker.backend.parameters()}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (groups.pipeline_rank, groups.tensor_rank, mine))
-    stages: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+    stages: dict[tuple[int, int], dict[str, Tensor]] = {}
     for stage, rank, weights in everyone:
         if differences(stages.setdefault((stage, rank), weights), weights):
             return False
@@ -158,7 +159,7 @@ def evaluate_between(config: Mapping[str, Any], batch: Mapping[str, Any]) -> dic
     return {"changed": changed, "evaluated": evaluated, "trained": trained}
 
 
-def logprobs_in_loss(config: Mapping[str, Any], batch: Mapping[str, Any], rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def logprobs_in_loss(config: Mapping[str, Any], batch: Mapping[str, Any], rows: int) -> list[tuple[Tensor, Tensor]]:
     """Pairs of log-probabilities inside the loss and from get_logprobs, a micro-batch of ``rows`` rows each, padding set to 0, where a loss
     is computed: of the tokens under the mask, where both skip the others, and then of all."""
     worker = jobs.build(config, init_reference_model=False)
@@ -256,7 +257,7 @@ def _end(worker: Any, measured: list[Any]) -> dict[str, Any]:
     return found
 
 
-def export(config: Mapping[str, Any], directory: str) -> dict[str, torch.Tensor]:
+def export(config: Mapping[str, Any], directory: str) -> dict[str, Tensor]:
     worker = jobs.build(config, init_optimizer=False, init_reference_model=False)
     weights = jobs.full_weights(worker)
     worker.export_hf(directory)
@@ -291,8 +292,8 @@ def schedule(config: Mapping[str, Any], calls: int) -> list[tuple[float, float]]
 
 
 def shard_of_logits(
-    logits: torch.Tensor, targets: torch.Tensor, size: int, sampling: SamplingSettings, with_entropies: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, targets: Tensor, size: int, sampling: SamplingSettings, with_entropies: bool = False
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities [T], or with entropies [2, T], and this rank's gradient when ``logits`` [T, columns] are cut over all ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     columns = logits.shape[1] // ranks

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.generation.vllm.options import completed
@@ -65,7 +65,7 @@ def take_weights(ticket: int) -> None:
     _kept["engine"].update_from_policy(ticket)
 
 
-def generate(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def generate(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Responses to prompts, each by its own seed."""
     engine = _kept["engine"]
     return dict(engine.generate(BatchedDataDict(batch), greedy=False, version=engine._version))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.checkpoint.background import free_memory, move_files, take_memory
@@ -28,7 +29,7 @@ from megarl.weight_sync.transfer_group import TransferGroup
 from tests.dist import reference
 from tests.dist.jobs import build, dealt, full_weights, my_share
 
-Batch = Mapping[str, torch.Tensor]
+Batch = Mapping[str, Tensor]
 
 
 def start(device: str, local_rank: int = 0, rank: int = 0, world_size: int = 1, port: int = 0) -> None:
@@ -57,7 +58,7 @@ def device_of_worker(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**answer, "transformer_engine": try_it().reason is None}
 
 
-def logprobs(config: Mapping[str, Any], batch: Batch) -> torch.Tensor:
+def logprobs(config: Mapping[str, Any], batch: Batch) -> Tensor:
     """Log-probabilities of the worker."""
     worker = build(config, init_optimizer=False, init_reference_model=False)
     values = worker.get_logprobs(data=BatchedDataDict(batch))["logprobs"]
@@ -65,7 +66,7 @@ def logprobs(config: Mapping[str, Any], batch: Batch) -> torch.Tensor:
     return values
 
 
-def transformers_logprobs(model: Path, dtype: torch.dtype, batch: Batch) -> torch.Tensor:
+def transformers_logprobs(model: Path, dtype: torch.dtype, batch: Batch) -> Tensor:
     """Log-probabilities of transformers on the same device."""
     device = torch.device(os.environ["MEGARL_DEVICE"])
     with device:
@@ -137,7 +138,7 @@ def train(config: Mapping[str, Any], batches: list[Batch]) -> dict[str, Any]:
     return {"measured": measured, "weights": weights}
 
 
-def reference_policy(config: Mapping[str, Any], batch: Batch) -> dict[str, torch.Tensor]:
+def reference_policy(config: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:
     """Log-probabilities of present and reference policy before and after a step; the present ones also after a look at the reference."""
     worker = build(config)
     data = BatchedDataDict(batch)
@@ -240,7 +241,7 @@ def resume(config: Mapping[str, Any], batches: list[Batch], directory: Path) -> 
     return {"state": state, "measured": measured}
 
 
-def state_of(worker: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
+def state_of(worker: MegatronPolicyWorker) -> dict[str, Tensor]:
     """Copies in host memory of all weights, and of what the optimizer updates with its moments."""
     tensors = {name: parameter.detach().to("cpu", copy=True) for name, parameter in worker.backend.parameters()}
     optimizer = worker.backend.optimizer
@@ -250,12 +251,12 @@ def state_of(worker: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
         for index, parameter in enumerate(parameters):
             held = {"main": parameter, **inner.optimizer.state[parameter]}
             for key, value in held.items():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, Tensor):
                     tensors[f"optimizer {number}.{index}.{key}"] = value.detach().to("cpu", copy=True)
     return tensors
 
 
-def differing(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
+def differing(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
     """Names that are not the same to the bit in both."""
     return sorted(
         name
@@ -278,7 +279,7 @@ def _allocated(worker: MegatronPolicyWorker) -> int:
     return torch.cuda.memory_allocated() if worker.runtime.is_cuda else 0
 
 
-def _occupies_device(parameter: torch.Tensor) -> bool:
+def _occupies_device(parameter: Tensor) -> bool:
     return parameter.is_cuda and parameter.untyped_storage().size() > 0
 
 
@@ -329,13 +330,13 @@ def send_group(keys: list[str]) -> dict[str, Any]:
     return dict(_kept["worker"].get_weights_ipc_handles(keys))
 
 
-def kept_step(batch: Batch) -> dict[str, torch.Tensor]:
+def kept_step(batch: Batch) -> dict[str, Tensor]:
     """A training step of the kept worker, and its weights afterwards."""
     _steps(_kept["worker"], [batch])
     return full_weights(_kept["worker"])
 
 
-def kept_weights() -> dict[str, torch.Tensor]:
+def kept_weights() -> dict[str, Tensor]:
     """Its weights."""
     return full_weights(_kept["worker"])
 
@@ -345,7 +346,7 @@ def kept_call(method: str, *arguments: Any) -> Any:
     return getattr(_kept["worker"], method)(*arguments)
 
 
-def kept_logprobs(batch: Batch) -> torch.Tensor:
+def kept_logprobs(batch: Batch) -> Tensor:
     """Log-probabilities of the kept worker."""
     _kept["worker"].prepare_for_lp_inference()
     return _kept["worker"].get_logprobs(data=BatchedDataDict(batch))["logprobs"]
@@ -371,7 +372,7 @@ def begin_receiving(description: Mapping[str, Any]) -> str:
     return runtime().identity()
 
 
-def receive_group(handles: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def receive_group(handles: Mapping[str, Any]) -> dict[str, Tensor]:
     """The weights of a group, copied on the device and then to the host."""
     with _kept["receiver"].group(payload_for(handles, runtime().identity())) as weights:
         copies = {name: tensor.clone() for name, tensor in weights}
@@ -401,9 +402,9 @@ def broadcast() -> None:
     _kept["worker"].broadcast_weights_for_collective()
 
 
-def listen() -> dict[str, torch.Tensor]:
+def listen() -> dict[str, Tensor]:
     """Receive them."""
-    received: dict[str, torch.Tensor] = {}
+    received: dict[str, Tensor] = {}
     _kept["receiver"].receive(lambda weights: received.update({name: tensor.clone() for name, tensor in weights}))
     return {name: tensor.cpu() for name, tensor in received.items()}
 

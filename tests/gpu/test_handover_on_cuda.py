@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.dist.batches import make_batch
 from tests.gpu import jobs
@@ -44,8 +45,8 @@ def engine() -> Iterator[DeviceProcess]:
     process.close()
 
 
-def refit(policy: DeviceProcess, engine: DeviceProcess) -> dict[str, torch.Tensor]:
-    received: dict[str, torch.Tensor] = {}
+def refit(policy: DeviceProcess, engine: DeviceProcess) -> dict[str, Tensor]:
+    received: dict[str, Tensor] = {}
     groups = policy.run(jobs.open_refit)
     assert len(groups) > 2, "one group shows nothing of a buffer that is written anew"
     for keys in groups:

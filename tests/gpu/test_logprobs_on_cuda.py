@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.models.engine import logprobs
 from megarl.models.engine.logprobs import VocabularyShard, vocab_parallel_logprobs
@@ -27,7 +28,7 @@ def test_values_and_gradients_equal_those_of_the_cpu(
     logits = (torch.randn(17, vocabulary + 3, generator=generator) * 3).to(dtype)
     targets = torch.randint(vocabulary, (17,), generator=generator)
 
-    def passed(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def passed(device: str) -> tuple[Tensor, Tensor]:
         leaf = logits.clone().to(device).requires_grad_()
         values = vocab_parallel_logprobs(leaf * 1, targets.to(device), VocabularyShard(vocabulary), sampling, overwrite=True)
         (values * torch.linspace(-1, 2, 17).to(device)).sum().backward()

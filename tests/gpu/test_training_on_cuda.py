@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.algorithms.loss_functions import NLLLoss
 from tests.dist import jobs as rank_jobs
@@ -34,7 +35,7 @@ def packed(model: Path, **changes: Any) -> dict[str, Any]:
     return config
 
 
-def exact_logprobs(model: Path, batch: dict[str, torch.Tensor], family: str) -> torch.Tensor:
+def exact_logprobs(model: Path, batch: dict[str, Tensor], family: str) -> Tensor:
     loaded = mixtures.load(model) if family.endswith("moe") else reference.load(model)
     return reference.logprobs(loaded, batch)
 

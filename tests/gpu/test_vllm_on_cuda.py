@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.config.memory_run import ENGINE_REST
 from tests.dist.batches import make_batch
@@ -38,7 +39,7 @@ def engine() -> Iterator[DeviceProcess]:
     process.close()
 
 
-def prompts(seed: int) -> dict[str, torch.Tensor]:
+def prompts(seed: int) -> dict[str, Tensor]:
     ids = torch.randint(3, 90, (ROWS, PROMPT), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "input_lengths": torch.full((ROWS,), PROMPT), "sampling_seeds": torch.arange(ROWS) + 1000 * seed}
 
@@ -86,12 +87,12 @@ def test_an_engine_answers_with_the_weights_of_each_refit(
     cuda.run(jobs.end_refits)
 
 
-def scores(policy: DeviceProcess, answers: dict[str, Any]) -> torch.Tensor:
+def scores(policy: DeviceProcess, answers: dict[str, Any]) -> Tensor:
     """Log-probabilities [B, S] that the policy gives the responses."""
     batch = {"input_ids": answers["output_ids"], "input_lengths": answers["unpadded_sequence_lengths"]}
     return policy.run(jobs.kept_logprobs, batch)
 
 
-def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def distance(ours: Tensor, theirs: Tensor) -> float:
     """Mean absolute difference over the responses."""
     return float((ours - theirs)[:, PROMPT:].abs().mean())

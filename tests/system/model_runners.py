@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megarl.distributed.batched_data_dict import BatchedDataDict
@@ -42,7 +43,7 @@ def make_engine(model: Path) -> Any:
     return VllmGenerationWorker(completed({**generation, "vllm_cfg": {**settings, "enforce_eager": True}}))
 
 
-def refit(engine: Any, weights: dict[str, torch.Tensor], version: int) -> None:
+def refit(engine: Any, weights: dict[str, Tensor], version: int) -> None:
     """Group by group, out of a buffer of this process."""
     manifest = Manifest.of(iter(weights.items()))
     sender = WeightSender(lambda: iter(weights.items()), DeviceRuntime(torch.device("cpu"), "gloo"), slices=SlicesHere(manifest, 0, True))
@@ -53,7 +54,7 @@ def refit(engine: Any, weights: dict[str, torch.Tensor], version: int) -> None:
     sender.close()
 
 
-def scores(directory: Path, output: Any) -> torch.Tensor:
+def scores(directory: Path, output: Any) -> Tensor:
     """[B, S] log-probabilities of the answers, as transformers has them."""
     model, found = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), torch.zeros(output["logprobs"].shape)
     for row, (ids, prompt) in enumerate(zip(rows_of(output), PROMPTS["input_lengths"].tolist(), strict=True)):

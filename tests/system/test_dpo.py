@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from torch import Tensor
 
 from tests.system.whole_runs import LONGEST_WAIT_S, ROOT
 from tests.tiers import slow
@@ -37,7 +38,7 @@ LINES = [
 ]
 
 
-def of_megarl(form: str, model: str, directory: Path, steps: int = STEPS) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+def of_megarl(form: str, model: str, directory: Path, steps: int = STEPS) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     directory.mkdir(exist_ok=True)
     file = directory / "pairs.jsonl"
     file.write_text("\n".join(map(json.dumps, LINES)))
@@ -63,7 +64,7 @@ def of_megarl(form: str, model: str, directory: Path, steps: int = STEPS) -> tup
     return rows, load_file(directory / "run" / "hf" / f"step_{steps}" / "model.safetensors")
 
 
-def of_trl(form: str, model: str, directory: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+def of_trl(form: str, model: str, directory: Path) -> tuple[list[float], dict[str, Tensor]]:
     pytest.importorskip("trl")
     from datasets import Dataset
     from torch.utils.data import SequentialSampler

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megarl.errors import RefitError
 from tests.tiers import slow
@@ -43,7 +43,7 @@ class Model(nn.Module):
         self.head = nn.Linear(4, 7, bias=False)
         self.head.weight = self.embedding.weight
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
         found = dict(self.named_parameters())
@@ -87,7 +87,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def refit(engine: Any, seed: int) -> dict[str, torch.Tensor]:
+def refit(engine: Any, seed: int) -> dict[str, Tensor]:
     """A whole one; the weights that were sent."""
     generator = torch.Generator().manual_seed(seed)
     sent = {name: torch.randn(parameter.shape, generator=generator) for name, parameter in Model().named_parameters()}
@@ -149,10 +149,10 @@ def test_the_next_reload_fills_a_model_in_which_one_broke_off(engine: Any, monke
     assert 1 < at < 99
 
 
-def half(dim: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def half(dim: int) -> Callable[[Tensor, Tensor], None]:
     """The loader of the second of two ranks; its first argument is called as vLLM's reload calls it."""
 
-    def load(param: torch.Tensor, weight: torch.Tensor) -> None:
+    def load(param: Tensor, weight: Tensor) -> None:
         size = param.shape[dim]
         param.data.copy_(weight.narrow(dim, size, size))
 

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.algorithms.advantages import AdvantageInputs
 from megarl.algorithms.grpo import GRPO
 from megarl.algorithms.interfaces import LossInputType, LossType
 
 
-def above_the_others(inputs: AdvantageInputs) -> torch.Tensor:
+def above_the_others(inputs: AdvantageInputs) -> Tensor:
     """The reward of a response less the mean of the others of its prompt, times ``options.scale``; [B]."""
     advantages = torch.zeros_like(inputs.net_rewards)
     for row, group in enumerate(inputs.groups):
@@ -42,7 +43,7 @@ class PlainGradient:
 class OnlyBetter(GRPO):
     """GRPO that learns from responses better than the others alone."""
 
-    def advantages(self, samples: Any, batch: Any) -> tuple[torch.Tensor, dict[str, float]]:
+    def advantages(self, samples: Any, batch: Any) -> tuple[Tensor, dict[str, float]]:
         """As GRPO's, without those below 0."""
         advantages, metrics = super().advantages(samples, batch)
         return advantages.clamp(min=0), metrics

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.models.engine import logprobs
@@ -77,14 +78,14 @@ class _Elements(TorchDispatchMode):
         result = operation(*arguments, **(options or {}))
         name = operation.overloadpacket.__name__
         tensors = {given.name: value for given, value in zip(operation._schema.arguments, arguments, strict=False)}
-        tensors = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+        tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
         written = {given.name for given in operation._schema.arguments if given.alias_info is not None and given.alias_info.is_write}
         if name in INDEXED:
             self.count.update(read=arguments[2].numel(), written=arguments[2].numel())
         elif not operation.is_view and not name.startswith(("empty", "new_empty", "detach", "_unsafe_view")):
             held = {key: tensor for key, tensor in tensors.items() if not (key in written and name in OVERWRITING)}
             results = result if isinstance(result, (tuple, list)) else [result]
-            made = [tensor for tensor in results if isinstance(tensor, torch.Tensor)]
+            made = [tensor for tensor in results if isinstance(tensor, Tensor)]
             self.count.update(read=sum(tensor.numel() for tensor in held.values()), written=sum(tensor.numel() for tensor in made))
         return result
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from megarl.models.engine import logprob_kernels, logprobs
 from megarl.models.engine.logprobs import SoftmaxSums, VocabularyShard, vocab_parallel_logprobs, vocab_parallel_scores
@@ -21,15 +22,15 @@ from tests.unit.logit_passes import VARIANTS, passes_of_kernels
 BLOCK = logprob_kernels.LARGEST_BLOCK
 
 
-def cases() -> Iterator[tuple[str, torch.Tensor, torch.Tensor, SamplingSettings, int]]:
+def cases() -> Iterator[tuple[str, Tensor, Tensor, SamplingSettings, int]]:
     """Name, logits, targets, sampling, and how many ranks share the vocabulary."""
     generator = torch.Generator().manual_seed(5)
     some = SamplingSettings(temperature=0.7, top_k=7, top_p=0.8)
 
-    def drawn(tokens: int, vocabulary: int, scale: float = 3.0) -> torch.Tensor:
+    def drawn(tokens: int, vocabulary: int, scale: float = 3.0) -> Tensor:
         return torch.randn(tokens, vocabulary, generator=generator) * scale
 
-    def targets(tokens: int, vocabulary: int) -> torch.Tensor:
+    def targets(tokens: int, vocabulary: int) -> Tensor:
         return torch.randint(vocabulary, (tokens,), generator=generator)
 
     for vocabulary in (1, 2, 63, 64, 65, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 77):
@@ -53,8 +54,8 @@ def cases() -> Iterator[tuple[str, torch.Tensor, torch.Tensor, SamplingSettings,
 
 
 def in_shards(
-    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, sampling: SamplingSettings, ranks: int, with_entropies: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, targets: Tensor, weights: Tensor, sampling: SamplingSettings, ranks: int, with_entropies: bool
+) -> tuple[Tensor, Tensor]:
     """Values [1 or 2, T] and gradient when every rank has 37 columns, brought together in float64 by hand."""
     size = logits.shape[1]
     padded = torch.nn.functional.pad(logits, (0, ranks * 37 - size), value=torch.nan)
@@ -82,13 +83,13 @@ def in_shards(
     return torch.stack(values), whole[:, :size]
 
 
-def left_out(scaled: torch.Tensor, targets: torch.Tensor, sampling: SamplingSettings) -> torch.Tensor:
+def left_out(scaled: Tensor, targets: Tensor, sampling: SamplingSettings) -> Tensor:
     """[T, V] bool: what sampling leaves out of float64 rows, neither tokens that tie with the last one kept nor targets."""
     least = [min(row[token] for token in _kept(row.tolist(), sampling)) for row in scaled]
     return (scaled < torch.stack(least)[:, None]).scatter(1, targets[:, None], False)
 
 
-def errors(logits: torch.Tensor, targets: torch.Tensor, sampling: SamplingSettings, ranks: int, with_entropies: bool) -> dict[str, float]:
+def errors(logits: Tensor, targets: Tensor, sampling: SamplingSettings, ranks: int, with_entropies: bool) -> dict[str, float]:
     """Largest differences from float64, relative where numbers are above 1."""
     weights = torch.stack([torch.linspace(-1, 2, len(targets)), torch.linspace(1, -3, len(targets))][: 1 + with_entropies])
     weights[:, 1::3] = 0  # positions that a mask leaves out
@@ -113,7 +114,7 @@ def errors(logits: torch.Tensor, targets: torch.Tensor, sampling: SamplingSettin
     assert gradient is not None and exact.grad is not None
     assert gradient[weights[0] == 0].eq(0).all()
 
-    def largest(one: torch.Tensor, two: torch.Tensor) -> float:
+    def largest(one: Tensor, two: Tensor) -> float:
         return float(((one.detach().double() - two.detach()).abs() / two.detach().abs().clamp(min=1)).max()) if one.numel() else 0.0
 
     return {"value": largest(measured, expected), "gradient": largest(gradient, exact.grad)}
@@ -130,7 +131,7 @@ def ignored_targets() -> float:
     """Largest difference from the PyTorch code where targets are padding or no token: values of rows that nobody reads, all gradients."""
     logits, targets = torch.randn(4, 73, generator=torch.Generator().manual_seed(3)), torch.tensor([-100, 3, 70, -1])
 
-    def passed() -> torch.Tensor:
+    def passed() -> Tensor:
         leaf = logits.clone().requires_grad_()
         values = vocab_parallel_logprobs(leaf, targets, VocabularyShard(70), SamplingSettings(temperature=0.9))
         values[1:].sum().backward()

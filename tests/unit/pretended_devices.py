@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.multiprocessing import reductions
 
 from megarl.distributed.device import DeviceRuntime
@@ -25,7 +26,7 @@ class Devices:
         queued: copies that have not run.
     """
 
-    handles: list[torch.Tensor] = field(default_factory=list)
+    handles: list[Tensor] = field(default_factory=list)
     opened: list[Any] = field(default_factory=list)
     queued: list[Callable[[], None]] = field(default_factory=list)
 
@@ -33,7 +34,7 @@ class Devices:
         while self.queued:
             self.queued.pop(0)()
 
-    def share(self, data: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+    def share(self, data: Tensor) -> tuple[Any, tuple[Any, ...]]:
         """As ``reduce_tensor`` of a tensor on a GPU: what opens it, and its fifteen arguments."""
         self.handles.append(data)
         number = len(self.handles) - 1
@@ -42,11 +43,11 @@ class Devices:
         counter = (b"/torch_counter", 3, b"e" * 64, True)
         return reductions.rebuild_cuda_tensor, (kind, data.size(), data.stride(), 0, storage, data.dtype, *memory, False, *counter)
 
-    def open(self, **fields: Any) -> torch.Tensor:
+    def open(self, **fields: Any) -> Tensor:
         """As ``rebuild_cuda_tensor``, which takes its arguments by name too."""
         self.opened.append(fields["storage_device"])
         data = self.handles[fields["storage_handle"][0]]
-        assert (fields["tensor_cls"], fields["dtype"], fields["tensor_size"]) == (torch.Tensor, torch.uint8, data.size())
+        assert (fields["tensor_cls"], fields["dtype"], fields["tensor_size"]) == (Tensor, torch.uint8, data.size())
         assert fields["storage_cls"] is torch.storage.TypedStorage and fields["tensor_stride"] == (1,) and not fields["requires_grad"]
         return data
 

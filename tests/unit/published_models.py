@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -36,7 +37,7 @@ SIZES: dict[str, int] = {
 }
 # what transformers knows under another name
 CLASS_OF = {"kimi_k2": "deepseek_v3"}
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 
 
 def published(name: str) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def cut(content: dict[str, Any]) -> dict[str, Any]:
     return small
 
 
-def save_published(directory: Path, name: str, **changes: Any) -> dict[str, torch.Tensor]:
+def save_published(directory: Path, name: str, **changes: Any) -> dict[str, Tensor]:
     """Save a tiny model of a published config in the form in which such models are published.
 
     transformers makes and saves the model, so that the names and shapes are its own; where the text says so, matrices are

@@ -12,6 +12,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megarl.algorithms.advantages import (
     calculate_baseline_and_std_per_prompt,
@@ -151,7 +152,7 @@ def test_no_rows() -> None:
 # estimators
 
 
-def step_samples(seed: int, groups: int = 3, generations: int = 4, length: int = 6) -> dict[str, torch.Tensor]:
+def step_samples(seed: int, groups: int = 3, generations: int = 4, length: int = 6) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     rows = groups * generations
     lengths = torch.randint(1, length, (rows,), generator=generator)
@@ -181,7 +182,7 @@ def slow_whitening(values: list[float]) -> list[float]:
     return [(value - mean) / deviation for value in values]
 
 
-def slow_group_mean(samples: dict[str, torch.Tensor], rewards: list[float], row: int, without_itself: bool, valid: list[bool]) -> float:
+def slow_group_mean(samples: dict[str, Tensor], rewards: list[float], row: int, without_itself: bool, valid: list[bool]) -> float:
     group = samples["prompt_ids"].flatten().tolist()
     peers = [
         rewards[other]
@@ -400,7 +401,7 @@ def test_an_estimator_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     samples = step_samples(3)
 
-    def found(name: str) -> torch.Tensor:
+    def found(name: str) -> Tensor:
         return estimated_advantages(settings_of(f"{tmp_path}/own.py:{name}"), samples, samples["trained"])
 
     mask = samples["token_mask"] * samples["trained"][:, None]

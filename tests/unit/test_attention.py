@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.models.engine.attention import SequenceLayout, attention, causal_attention
 from tests.tiers import newest_megatron
@@ -13,7 +14,7 @@ from tests.tiers import newest_megatron
 pytestmark = newest_megatron
 
 
-def by_loops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
+def by_loops(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """float64, one query and one head at a time; the queries are the last of the key positions."""
     rows, heads, queries, size = query.shape
     groups, keys = key.shape[1:3]

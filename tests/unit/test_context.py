@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megarl.models.engine.attention import SequenceLayout, attention, causal_attention
 from megarl.models.engine.context import ContextShare
@@ -51,9 +52,7 @@ def test_the_parts_of_all_ranks_come_back_in_order(drawn: tuple[int, list[int]])
     assert laid_out[ContextShare(0, size).order(starts)].tolist() == list(range(starts[-1]))
 
 
-def slow_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: tuple[int, ...], window: int | None
-) -> torch.Tensor:
+def slow_attention(query: Tensor, key: Tensor, value: Tensor, starts: tuple[int, ...], window: int | None) -> Tensor:
     """float64, one query at a time."""
     query, key, value = query.double(), key.double(), value.double()
     group = query.shape[1] // key.shape[1]

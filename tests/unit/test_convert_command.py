@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from converters.command import main, read_size
@@ -52,30 +53,30 @@ def test_the_whole_way(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert {family["model_type"] for family in facts(capsys, "families")[1]["families"]} >= {"llama", "mixtral", "qwen3_moe"}
 
 
-def rewritten(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def rewritten(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     tensors = load_file(path / "model.safetensors")
     change(tensors)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
-def swap(one: str, other: str) -> Callable[[dict[str, torch.Tensor]], None]:
-    def change(tensors: dict[str, torch.Tensor]) -> None:
+def swap(one: str, other: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
         tensors[one], tensors[other] = tensors[other], tensors[one]
 
     return change
 
 
-def next_float(tensors: dict[str, torch.Tensor]) -> None:
+def next_float(tensors: dict[str, Tensor]) -> None:
     rows = tensors["model.layers.2.self_attn.o_proj.weight"]
     rows[3, 5] = torch.nextafter(rows[3, 5], torch.tensor(float("inf")))
 
 
-def rotate_head(tensors: dict[str, torch.Tensor]) -> None:
+def rotate_head(tensors: dict[str, Tensor]) -> None:
     name = "model.layers.1.self_attn.q_proj.weight"
     tensors[name] = tensors[name].roll(10, dims=0)
 
 
-MUTATIONS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], None], tuple[str, ...]]] = {
+MUTATIONS: dict[str, tuple[Callable[[dict[str, Tensor]], None], tuple[str, ...]]] = {
     "gate and up": (
         swap("model.layers.0.mlp.experts.2.gate_proj.weight", "model.layers.0.mlp.experts.2.up_proj.weight"),
         ("model.layers.0.mlp.experts.2.gate_proj.weight", "model.layers.0.mlp.experts.2.up_proj.weight"),

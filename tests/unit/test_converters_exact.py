@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
 
 from converters.checkpoint.exact import cast, unequal
 
@@ -14,13 +15,13 @@ FORMATS = {torch.float16: (16, 10), torch.bfloat16: (16, 7), torch.float32: (32,
 INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
-def of_bits(bits: list[int], dtype: torch.dtype) -> torch.Tensor:
+def of_bits(bits: list[int], dtype: torch.dtype) -> Tensor:
     width = FORMATS[dtype][0]
     signed = [value - 2**width if value >= 2 ** (width - 1) else value for value in bits]
     return torch.tensor(signed, dtype=INTEGERS[width]).view(dtype)
 
 
-def bits_of(tensor: torch.Tensor) -> list[int]:
+def bits_of(tensor: Tensor) -> list[int]:
     width = FORMATS[tensor.dtype][0]
     return [value % 2**width for value in tensor.view(INTEGERS[width]).tolist()]
 

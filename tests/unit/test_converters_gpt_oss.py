@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from converters.check import check_source
 from converters.checkpoint.manifest import TensorHashes
@@ -103,7 +104,7 @@ def test_an_interrupted_export_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     export_model(plan_export(open_megatron(tmp_path / "mcore")), tmp_path / "expected")
     original, calls = TensorHashes.update, []
 
-    def dying(self: TensorHashes, name: str, rows: torch.Tensor) -> None:
+    def dying(self: TensorHashes, name: str, rows: Tensor) -> None:
         calls.append(name)
         if name.startswith("model.layers.2.mlp.experts.3.up_proj.weight"):
             raise Killed
@@ -189,9 +190,7 @@ def test_what_cannot_be_carried_over_is_refused(changes: dict[str, Any], message
         read_architecture(tiny_config("gpt_oss", **changes))
 
 
-def literal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None, sinks: torch.Tensor
-) -> torch.Tensor:
+def literal(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, sinks: Tensor) -> Tensor:
     """Attention with sinks, one query at a time."""
     heads, queries, keys = query.shape[1], query.shape[2], key.shape[2]
     rows = []

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from converters import exporting, importing
 from converters.checkpoint.source import open_source
@@ -175,11 +176,11 @@ def test_workers_share_the_check(direction: str, hf: Path, tmp_path: Path, monke
     module, name = {"import": (importing, "read_item"), "export": (exporting, "read_box")}[direction]
     original = getattr(module, name)
 
-    def together(*arguments: Any) -> torch.Tensor:
+    def together(*arguments: Any) -> Tensor:
         if not met.is_set():
             both.wait()
             met.set()
-        result: torch.Tensor = original(*arguments)
+        result: Tensor = original(*arguments)
         return result
 
     monkeypatch.setattr(module, name, together)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from torch import Tensor
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
@@ -28,7 +29,7 @@ pytestmark = newest_megatron
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
-def spread(weights: torch.Tensor, experts: torch.Tensor, count: int) -> torch.Tensor:
+def spread(weights: Tensor, experts: Tensor, count: int) -> Tensor:
     """[t, E] of the weights [t, k] of some experts."""
     return torch.zeros(len(weights), count).scatter(1, experts, weights)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from converters.check import check_source
 from converters.checkpoint.source import open_source
@@ -28,7 +29,7 @@ def write_index(directory: Path, weight_map: Any) -> None:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+def pair(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     """Two files and an index."""
     generator = torch.Generator().manual_seed(5)
     tensors = {
@@ -43,7 +44,7 @@ def pair(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     return tmp_path, tensors
 
 
-def test_names_shapes_dtypes_and_values(pair: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_names_shapes_dtypes_and_values(pair: tuple[Path, dict[str, Tensor]]) -> None:
     directory, tensors = pair
     source = open_source(str(directory))
     assert source.names() == sorted(tensors)
@@ -66,7 +67,7 @@ SLICES = [
 
 
 @pytest.mark.parametrize(("name", "slices"), SLICES)
-def test_slices_are_owned_and_no_larger_than_asked(pair: tuple[Path, dict[str, torch.Tensor]], name: str, slices: Any) -> None:
+def test_slices_are_owned_and_no_larger_than_asked(pair: tuple[Path, dict[str, Tensor]], name: str, slices: Any) -> None:
     directory, tensors = pair
     expected = tensors[name] if slices is None else tensors[name][slices]
     read = open_source(directory).read(name, slices)
@@ -76,7 +77,7 @@ def test_slices_are_owned_and_no_larger_than_asked(pair: tuple[Path, dict[str, t
 
 
 @pytest.mark.parametrize("slices", [(slice(0, 6),), (slice(-1, 2),), (slice(3, 2),), (slice(0, 4, 2),), (slice(0, 1),) * 3])
-def test_slices_outside_the_tensor_are_refused(pair: tuple[Path, dict[str, torch.Tensor]], slices: tuple[slice, ...]) -> None:
+def test_slices_outside_the_tensor_are_refused(pair: tuple[Path, dict[str, Tensor]], slices: tuple[slice, ...]) -> None:
     with pytest.raises(ConversionError, match=r"first has shape \[5, 7\]"):
         open_source(pair[0]).read("first", slices)
 
@@ -103,7 +104,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert int(run.stdout) < 64 * 1024, "KiB"
 
 
-def test_the_single_file_wins_over_an_index_as_in_transformers(pair: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_the_single_file_wins_over_an_index_as_in_transformers(pair: tuple[Path, dict[str, Tensor]]) -> None:
     save_file({"only": torch.ones(2)}, pair[0] / "model.safetensors")
     assert open_source(pair[0]).names() == ["only"]
 
@@ -138,13 +139,13 @@ def test_a_hub_failure_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         ('{"weight_map": {"first": "c.safetensors", "x": "d.safetensors"}}', r"c.safetensors does not exist[\s\S]*d.safetensors does not"),
     ],
 )
-def test_a_bad_index_is_refused(pair: tuple[Path, dict[str, torch.Tensor]], content: str, message: str) -> None:
+def test_a_bad_index_is_refused(pair: tuple[Path, dict[str, Tensor]], content: str, message: str) -> None:
     (pair[0] / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ConversionError, match=message):
         open_source(pair[0])
 
 
-def test_an_index_that_names_absent_tensors_is_refused_on_first_use(pair: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_an_index_that_names_absent_tensors_is_refused_on_first_use(pair: tuple[Path, dict[str, Tensor]]) -> None:
     write_index(pair[0], {"first": "a.safetensors", "ghost": "a.safetensors", "second": "b.safetensors"})
     source = open_source(pair[0])
     with pytest.raises(ConversionError, match=r"lacks tensors[\s\S]*ghost"):
@@ -152,9 +153,7 @@ def test_an_index_that_names_absent_tensors_is_refused_on_first_use(pair: tuple[
     assert source.shape("second") == (4, 3, 2)
 
 
-def test_missing_tensors_and_files_are_refused(
-    pair: tuple[Path, dict[str, torch.Tensor]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_missing_tensors_and_files_are_refused(pair: tuple[Path, dict[str, Tensor]], tmp_path_factory: pytest.TempPathFactory) -> None:
     source = open_source(pair[0])
     for call in (source.shape, source.dtype, source.read):
         with pytest.raises(ConversionError, match="has no tensor 'third'"):
@@ -168,7 +167,7 @@ def test_missing_tensors_and_files_are_refused(
 
 
 @pytest.mark.parametrize("keep", [0, 5, 60, -1])
-def test_a_truncated_file_is_refused(pair: tuple[Path, dict[str, torch.Tensor]], keep: int) -> None:
+def test_a_truncated_file_is_refused(pair: tuple[Path, dict[str, Tensor]], keep: int) -> None:
     content = (pair[0] / "a.safetensors").read_bytes()
     (pair[0] / "a.safetensors").write_bytes(content[:keep])
     with pytest.raises(ConversionError, match=r"a.safetensors is (not a readable safetensors file|empty)"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from converters.command import main
 from converters.errors import ConversionError
@@ -30,13 +31,13 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any]]:
     return with_facts
 
 
-def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def nan_of(payload: int) -> torch.Tensor:
+def nan_of(payload: int) -> Tensor:
     """A NaN of bfloat16, negative."""
     return torch.tensor(-(2**15) + (0xFF << 7) + payload, dtype=torch.int16).view(torch.bfloat16)
 
@@ -45,7 +46,7 @@ def mixed(directory: Path) -> None:
     """Norms of one layer in float32 and of the others in bfloat16, one of these with NaNs."""
     save_tiny(directory, "qwen3", torch.bfloat16)
 
-    def change(tensors: dict[str, torch.Tensor]) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
         tensors["model.layers.1.input_layernorm.weight"] = tensors["model.layers.1.input_layernorm.weight"].float() * 1.001
         for place, payload in enumerate((1, 0x41, 0x7F)):
             tensors["model.layers.0.input_layernorm.weight"][place] = nan_of(payload)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.models.megatron import cuda_redirect
 from tests.tiers import newest_megatron, slow
@@ -26,7 +27,7 @@ def everything() -> dict[str, Any]:
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    owners = (torch.cuda, torch.Tensor, mappings, megatron_random, moe_utils, token_dispatcher, param_and_grad_buffer, schedules)
+    owners = (torch.cuda, Tensor, mappings, megatron_random, moe_utils, token_dispatcher, param_and_grad_buffer, schedules)
     return {f"{owner.__name__}.{name}": value for owner in owners for name, value in vars(owner).items()}
 
 
@@ -159,7 +160,7 @@ def test_one_rank_sends_nothing_to_itself() -> None:
 
     calls = []
 
-    def collective(*tensors: torch.Tensor, **options: Any) -> str:
+    def collective(*tensors: Tensor, **options: Any) -> str:
         calls.append(options)
         return "work"
 
@@ -182,11 +183,11 @@ def test_a_backward_pass_rewrites_nothing() -> None:
 
     class Seen(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        def forward(ctx: Any, value: Tensor) -> Tensor:
             return value * 3
 
         @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
             seen.append(gradients[0].type())
             return gradients[0] * 3
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megarl.algorithms.algorithm import ACTOR
@@ -109,7 +110,7 @@ def test_the_policy_comes_nearer_to_its_teacher(tmp_path: Path, model: str, data
     with torch.no_grad():
         now, before, wanted = (policy._distributions(each, given) for each in (policy.model, policy.reference, of_teacher.model))
 
-    def divergence(one: torch.Tensor) -> float:
+    def divergence(one: Tensor) -> float:
         return float((one.exp() * (one - wanted)).sum(-1).mean())
 
     assert divergence(now) < divergence(before)
@@ -174,7 +175,7 @@ def several(run_dir: Path, model: str, data: str, teachers: dict[str, str], **se
 @pytest.mark.parametrize("mode", ["topk", "reverse_kl_advantage"])
 def test_each_source_has_its_teacher(tmp_path: Path, model: str, data: str, teacher: str, other_teacher: str, mode: str) -> None:
     config = several(tmp_path, model, data, {"sums": teacher, "differences": other_teacher}, mode=mode, max_num_steps=3)
-    asked: dict[str, list[torch.Tensor]] = {}
+    asked: dict[str, list[Tensor]] = {}
     maker = PolicyMaker()
 
     class Asked(PolicyMaker):

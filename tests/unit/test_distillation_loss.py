@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megarl.algorithms.distillation_loss import DistillationLossFn
 from megarl.algorithms.interfaces import LossFunction, check_loss
@@ -27,7 +28,7 @@ def drawn(seed: int, rows: int, length: int, vocabulary: int, count: int, spread
     """A batch with the teacher's tokens, and the logits of the policy [rows, length - 1, vocabulary]."""
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> torch.Tensor:
+    def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     teacher = (spread * normal(rows, length, vocabulary)).log_softmax(-1)
@@ -43,7 +44,7 @@ def drawn(seed: int, rows: int, length: int, vocabulary: int, count: int, spread
     }
 
 
-def computed(batch: dict[str, Any], **config: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def computed(batch: dict[str, Any], **config: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """As the engine computes it: from logits to the loss."""
     targets, further = batch["input_ids"][:, 1:], batch["teacher_topk_indices"][:, :-1]
     vocabulary = batch["logits"].shape[-1]
@@ -52,7 +53,7 @@ def computed(batch: dict[str, Any], **config: Any) -> tuple[torch.Tensor, dict[s
     return DistillationLossFn(config)(batch, *given)  # type: ignore[arg-type]
 
 
-def worked_out(batch: dict[str, Any], kind: str, weight: float, outside: str) -> tuple[dict[str, float], torch.Tensor]:
+def worked_out(batch: dict[str, Any], kind: str, weight: float, outside: str) -> tuple[dict[str, float], Tensor]:
     """Metrics and the gradient by the logits, by sums over single tokens."""
     out = dict.fromkeys(("loss", "forward_kl", "reverse_kl", "teacher_mass", "policy_mass"), 0.0)
     logits = batch["logits"].detach()

@@ -6,11 +6,12 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.models.megatron.build import Float32Product
 
 
-def operands(dtype: torch.dtype, *shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands(dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, weights and, in float32, a gradient of their product."""
     seed = random.randrange(2**31)
     print("seed", seed)

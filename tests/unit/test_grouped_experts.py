@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.models.megatron import grouped_experts
 from megarl.models.megatron.grouped_experts import _OfTokens, _Product, shared_view, stacked
@@ -31,7 +32,7 @@ def parameters(shape: tuple[int, ...], dtype: torch.dtype, *, beside: bool) -> l
     return result
 
 
-def summed(weights: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+def summed(weights: list[torch.nn.Parameter]) -> list[Tensor]:
     """What is in the gradient buffers once Megatron's hook has run."""
     return [weight.main_grad + (0 if weight.grad_added_to_main_grad else weight.grad) for weight in weights]
 
@@ -49,7 +50,7 @@ def test_products_equal_those_of_a_loop(split: tuple[int, ...], dtype: torch.dty
     product = _Product.apply(tokens, limits, *weights)
     product.backward(gradient)
 
-    def loop(wanted: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    def loop(wanted: torch.dtype) -> tuple[Tensor, Tensor, list[Tensor]]:
         own = [weight.detach().to(wanted).requires_grad_() for weight in weights]
         given = tokens.detach().to(wanted).requires_grad_()
         result = torch.cat([part @ weight.t() for part, weight in zip(given.split(split), own, strict=True)])

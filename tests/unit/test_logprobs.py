@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import Tensor
 
 from megarl.models.engine import logprobs
 from megarl.models.engine.heads import LogprobHead
@@ -18,16 +19,16 @@ from tests.kept_tokens import expected_entropies
 from tests.kept_tokens import expected_logprobs as expected_among_kept
 
 
-def expected_logprobs(logits: torch.Tensor, targets: torch.Tensor, size: int, temperature: float) -> torch.Tensor:
+def expected_logprobs(logits: Tensor, targets: Tensor, size: int, temperature: float) -> Tensor:
     """A plain float64 formula over the true vocabulary."""
     return (logits[..., :size].double() / temperature).log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
 
 
-def random_logits(*shape: int, seed: int, scale: float = 3.0) -> torch.Tensor:
+def random_logits(*shape: int, seed: int, scale: float = 3.0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def random_targets(*shape: int, size: int, seed: int) -> torch.Tensor:
+def random_targets(*shape: int, size: int, seed: int) -> Tensor:
     return torch.randint(size, shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -236,7 +237,7 @@ def test_a_vocabulary_of_one_token_is_certain() -> None:
 @pytest.mark.parametrize("kept", [{}, {"top_k": 4, "top_p": 0.9}], ids=["all", "some"])
 @pytest.mark.parametrize("rows_a_chunk", [1, 2, 3, 6, 7, 8, 100])
 def test_chunk_size_changes_no_bit(monkeypatch: pytest.MonkeyPatch, rows_a_chunk: int, kept: dict[str, Any]) -> None:
-    def run(with_entropies: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(with_entropies: bool) -> tuple[Tensor, Tensor]:
         logits = random_logits(7, 13, seed=8).requires_grad_()
         measured = vocab_parallel_scores(
             logits,

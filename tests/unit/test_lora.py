@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from converters.adapters import lora
@@ -66,7 +67,7 @@ def adapter(base: Path, directory: Path, **options: Any) -> Path:
     return directory
 
 
-def merged_by_peft(base: Path, adapter_directory: Path, target: Path) -> dict[str, torch.Tensor]:
+def merged_by_peft(base: Path, adapter_directory: Path, target: Path) -> dict[str, Tensor]:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, experts_implementation="eager")
     PeftModel.from_pretrained(model, adapter_directory).merge_and_unload().save_pretrained(target)
     return stored_tensors(target)
@@ -101,7 +102,7 @@ def test_as_peft_merges(case: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert open_any(mcore).manifest.notes["lora"] == "adapter"  # type: ignore[union-attr]
 
 
-def slowly(base: torch.Tensor, factors: dict[str, torch.Tensor], module: str, scaling: float) -> torch.Tensor:
+def slowly(base: Tensor, factors: dict[str, Tensor], module: str, scaling: float) -> Tensor:
     """The merged matrix in float32, one element after another, the sum in the order of the ranks."""
     down, up = (factors[f"base_model.model.{module}.lora_{letter}.weight"].float() for letter in "AB")
     merged = torch.empty_like(base)
@@ -185,9 +186,7 @@ def refused(root: Path, directory: Path, tmp_path: Path, capsys: pytest.CaptureF
     return error
 
 
-def altered(
-    root: Path, tmp_path: Path, config: dict[str, Any], change: Callable[[dict[str, torch.Tensor]], Any] = lambda tensors: None
-) -> Path:
+def altered(root: Path, tmp_path: Path, config: dict[str, Any], change: Callable[[dict[str, Tensor]], Any] = lambda tensors: None) -> Path:
     directory = tmp_path / "altered"
     directory.mkdir()
     stored = json.loads((root / "adapter" / "adapter_config.json").read_text())
@@ -225,7 +224,7 @@ def test_a_base_with_a_prediction_layer(name: str, tmp_path: Path, capsys: pytes
         assert f"missing: model.{missing}" in capsys.readouterr().err
 
 
-def without(tensors: dict[str, torch.Tensor], beginning: str) -> dict[str, torch.Tensor]:
+def without(tensors: dict[str, Tensor], beginning: str) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(beginning)}
 
 
@@ -255,7 +254,7 @@ def test_saved_modules_that_do_not_fit(
     save_tiny(tmp_path / "hf", "llama_tied" if tied else "llama")
     adapter(tmp_path / "hf", tmp_path / "adapter", target_modules=["q_proj"])
 
-    def add(tensors: dict[str, torch.Tensor]) -> None:
+    def add(tensors: dict[str, Tensor]) -> None:
         tensors.update({f"base_model.model.{name}": torch.randn(shape) for name, shape in stored.items()})
 
     assert said in refused(tmp_path, altered(tmp_path, tmp_path, config, add), tmp_path, capsys)
@@ -287,7 +286,7 @@ NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
     ],
 )
 def test_tensors_that_do_not_fit(
-    change: Callable[[dict[str, torch.Tensor]], Any], said: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: Callable[[dict[str, Tensor]], Any], said: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in refused(trained, altered(trained, tmp_path, {"target_modules": ".*"}, change), tmp_path, capsys)
 
@@ -386,7 +385,7 @@ def test_stacks_of_experts_that_do_not_fit(tmp_path: Path, capsys: pytest.Captur
 def test_names_with_the_marks_of_wrappers(
     change: Callable[[str], str], said: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def rename(tensors: dict[str, torch.Tensor]) -> None:
+    def rename(tensors: dict[str, Tensor]) -> None:
         changed = {change(name): tensor for name, tensor in tensors.items()}
         tensors.clear()
         tensors.update(changed)

@@ -36,7 +36,7 @@ DPO_CONFIG = {
 }
 
 
-def policy_gradient_batch(seed: int, rows: int = 6, length: int = 7) -> dict[str, torch.Tensor]:
+def policy_gradient_batch(seed: int, rows: int = 6, length: int = 7) -> dict[str, Tensor]:
     """Float64 data with holes in the token mask, one dropped row and one row without target tokens."""
     generator = torch.Generator().manual_seed(seed)
     normal = lambda: torch.randn(rows, length, generator=generator, dtype=torch.float64)  # noqa: E731
@@ -59,12 +59,12 @@ def policy_gradient_batch(seed: int, rows: int = 6, length: int = 7) -> dict[str
     }
 
 
-def normalizers(data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def normalizers(data: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
     return data["sample_mask"].sum(), tokens
 
 
-def slow_policy_gradient(data: dict[str, torch.Tensor], config: dict[str, Any], total_rows: float, total_tokens: float) -> dict[str, float]:
+def slow_policy_gradient(data: dict[str, Tensor], config: dict[str, Any], total_rows: float, total_tokens: float) -> dict[str, float]:
     """The formulas of the contract, one token at a time."""
     out = dict.fromkeys(("loss", "probs_ratio", "probs_ratio_clamped", "kl_penalty", "token_mult_prob_error"), 0.0)
     out |= dict.fromkeys(("sampling_importance_ratio", "approx_entropy"), 0.0)
@@ -143,10 +143,10 @@ def test_the_exact_kl_gradient_is_that_of_the_divergence(distance: float, off_po
     divergence = (policy.exp() * (policy - reference)).sum()
     (true,) = torch.autograd.grad(divergence, logits, retain_graph=True)
 
-    def column(values: torch.Tensor) -> torch.Tensor:
+    def column(values: Tensor) -> Tensor:
         return torch.stack((torch.zeros_like(values), values), dim=1)
 
-    def expected(form: str) -> torch.Tensor:
+    def expected(form: str) -> Tensor:
         unclamped = {"kl_input_clamp_value": None, "kl_output_clamp_value": None, "log_ratio_clamp_value": None}
         config = PG_CONFIG | unclamped | {"use_on_policy_kl_approximation": off_policy, "reference_policy_kl_gradient": form}
         # the expectation is the sum over actions weighted by how often each is drawn: advantages are 0, so the divergence alone is left
@@ -345,7 +345,7 @@ def test_bounded_weights_of_any_size(log_weight: float, of_sequences: bool, kind
     assert float(metrics["nonfinite_importance_weights"]) == (not log_weight <= 88)
 
 
-def single_token(*, previous: float, generation: float, reference: float = -1.0, advantage: float = 1.0) -> dict[str, torch.Tensor]:
+def single_token(*, previous: float, generation: float, reference: float = -1.0, advantage: float = 1.0) -> dict[str, Tensor]:
     """One row with one token, float32."""
     values = {"advantages": advantage, "prev_logprobs": previous, "generation_logprobs": generation, "reference_policy_logprobs": reference}
     return {

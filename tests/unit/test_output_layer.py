@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.errors import ModelError
@@ -26,7 +26,7 @@ from tests.unit.test_logprobs import expected_logprobs
 SAMPLINGS = [MODEL_ITSELF, SamplingSettings(temperature=0.7), SamplingSettings(temperature=1.3, top_k=5), SamplingSettings(top_p=0.6)]
 
 
-def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
@@ -35,14 +35,14 @@ def request(
     size: int,
     sampling: SamplingSettings,
     chunk_size: int | None,
-    index: torch.Tensor | None = None,
+    index: Tensor | None = None,
     with_entropies: bool = False,
 ) -> Request:
     targets = torch.randint(0, size, (count,), generator=torch.Generator().manual_seed(count))
     return Request(index, targets, VocabularyShard(size), sampling, chunk_size, with_entropies)
 
 
-def with_gradients(asked: Request, *leaves: torch.Tensor | None) -> list[torch.Tensor | None]:
+def with_gradients(asked: Request, *leaves: Tensor | None) -> list[Tensor | None]:
     """Log-probabilities, and entropies, of ``hidden``, ``weight`` and ``bias``, and the gradients of a weighted sum of them."""
     own = [None if leaf is None else leaf.detach().clone().requires_grad_() for leaf in leaves]
     assert own[0] is not None and own[1] is not None
@@ -117,9 +117,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         output = function(*arguments, **(keywords or {}))
-        given = {each.untyped_storage().data_ptr() for each in arguments if isinstance(each, torch.Tensor)}
+        given = {each.untyped_storage().data_ptr() for each in arguments if isinstance(each, Tensor)}
         for found in output if isinstance(output, tuple | list) else [output]:
-            if isinstance(found, torch.Tensor) and found.untyped_storage().data_ptr() not in given:
+            if isinstance(found, Tensor) and found.untyped_storage().data_ptr() not in given:
                 self.numbers = max(self.numbers, found.numel())
         return output
 
@@ -149,12 +149,12 @@ class Model(nn.Module):
     def get_output_embeddings(self) -> nn.Module:
         return self.head
 
-    def forward(self, input_ids: torch.Tensor, **unused: Any) -> Any:
+    def forward(self, input_ids: Tensor, **unused: Any) -> Any:
         logits = self.head(self.embedding(input_ids))
         return SimpleNamespace(logits=logits if self.scale == 1.0 else logits / self.scale)
 
 
-def laid_out(mask: torch.Tensor, lengths: list[int]) -> Any:
+def laid_out(mask: Tensor, lengths: list[int]) -> Any:
     ids = torch.randint(1, 11, mask.shape, generator=torch.Generator().manual_seed(5))
     data = {"input_ids": ids, "input_lengths": torch.tensor(lengths)}
     moved = move_to(data, torch.device("cpu"), wanted=under_mask({**data, "token_mask": mask}))
@@ -183,7 +183,7 @@ def test_a_model_s_own_scale_is_kept_or_refused(chunk_size: int | None, scale: f
 
 def test_an_output_layer_of_another_kind_answers_nothing() -> None:
     class Doubled(nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
+        def forward(self, input: Tensor) -> Tensor:
             return 2 * super().forward(input)
 
     model = Model(Doubled(5, 11))

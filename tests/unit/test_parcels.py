@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megarl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from megarl.distributed.parcels import Packer
@@ -33,7 +34,7 @@ def sent(value: Any) -> tuple[Any, int]:
         warnings.simplefilter("error")  # torch warns of tensors over memory that cannot be written to
         arrived = pickle.loads(message, buffers=stored)
     for column in arrived.values():
-        if isinstance(column, torch.Tensor) and column.is_floating_point() and not column.requires_grad:
+        if isinstance(column, Tensor) and column.is_floating_point() and not column.requires_grad:
             column.copy_(column.new_zeros(column.shape))
     assert list(map(hash, stored)) == before, "the store was written to"
     with warnings.catch_warnings():
@@ -44,37 +45,37 @@ def sent(value: Any) -> tuple[Any, int]:
 def require_equal(arrived: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     assert list(arrived) == list(expected)
     for name, value in expected.items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             assert arrived[name] == value
             continue
         assert (arrived[name].dtype, arrived[name].shape) == (value.dtype, value.shape)
         assert bits(arrived[name]) == bits(value), name
 
 
-def bits(tensor: torch.Tensor) -> bytes:
+def bits(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def full(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def full(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Random bits: numbers of all kinds, not-a-numbers and negative zeros among them."""
     raw = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
     return (raw[..., 0] > 127) if dtype == torch.bool else raw.view(dtype).reshape(shape)
 
 
-def padded(column: torch.Tensor, lengths: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def padded(column: Tensor, lengths: Tensor, value: Tensor) -> Tensor:
     outside = torch.arange(column.shape[1])[None] >= lengths[:, None]
     return torch.where(outside.reshape(*outside.shape, *[1] * (column.ndim - 2)), value, column)
 
 
-def zero(dtype: torch.dtype) -> torch.Tensor:
+def zero(dtype: torch.dtype) -> Tensor:
     return torch.zeros(1).to(dtype)
 
 
-def zeros_and_ones(column: torch.Tensor) -> torch.Tensor:
+def zeros_and_ones(column: Tensor) -> Tensor:
     return (column == column.reshape(-1)[0]).to(column.dtype)
 
 
-KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "all": lambda column, lengths: column,
     "padded with 0": lambda column, lengths: padded(column, lengths, zero(column.dtype)),
     "padded with another": lambda column, lengths: padded(column, lengths, column.reshape(-1)[-1:].reshape(*[1] * column.ndim)),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl import env
 from megarl.models.engine import attention as engine
@@ -24,7 +25,7 @@ from tests.unit.test_varlen_attention import slow_kernel
 CPU = torch.device("cpu")
 
 
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -78,7 +79,7 @@ def test_packed_rows_go_to_the_kernel_that_is_played(monkeypatch: pytest.MonkeyP
     query, key, value = normal(1, 4, 16, 6, seed=1), normal(1, 2, 16, 6, seed=2), normal(1, 2, 16, 6, seed=3)
     layout, played, results = SequenceLayout((0, 4, 12, 16)), [], {}
 
-    def noted(*arguments: Any, **options: Any) -> torch.Tensor:
+    def noted(*arguments: Any, **options: Any) -> Tensor:
         played.append(way)
         return original(*arguments, **options)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.parity.batches import first_step, token_batch, with_signals
 from megarl.parity.case import Case
@@ -131,7 +132,7 @@ def test_masks_of_batches() -> None:
 
 def test_router_figures_of_a_batch_by_hand() -> None:
     class Gate(torch.nn.Module):
-        def forward(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def forward(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return logits, logits, logits.topk(1).indices
 
     model = torch.nn.Module()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.parity.batches import token_batch, with_signals
 from megarl.parity.case import Case
@@ -76,7 +77,7 @@ def test_the_same_with_the_teacher_of_a_case(loss: str, count: int) -> None:
     assert float((gradient - expected_gradient).norm()) < bound * float(expected_gradient.norm())
 
 
-def _check_the_same(loss: str, data: dict[str, torch.Tensor]) -> torch.Tensor:
+def _check_the_same(loss: str, data: dict[str, Tensor]) -> Tensor:
     case = replace(Case(), loss=loss, vocab=9)
     # what a value model learns from; the clip is at 0.2, and the advantages are of order 1
     data |= {"returns": data["advantages"], "prev_values": (data["current"] + 0.3 * data["advantages"]).roll(1, dims=1)}

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.models.engine import partial_attention
 from megarl.models.engine.context import ContextShare
@@ -22,7 +23,7 @@ KERNELS = {
 BOUNDS = {torch.float32: 3e-6, torch.float64: 1e-12, torch.bfloat16: 3e-2}
 
 
-def whole(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, seen: torch.Tensor) -> torch.Tensor:
+def whole(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor) -> Tensor:
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     return ((query @ key.mT) * scale).masked_fill(~seen, float("-inf")).softmax(dim=-1) @ value

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, kl_of_tokens
 from megarl.config.losses import ClippedPGLossConfig, faults_of_loss
@@ -73,7 +74,7 @@ def drawn_settings(seed: int, count: int) -> Iterator[dict[str, Any]]:
 class Sequence:
     """The tokens of one row that count, as plain numbers."""
 
-    def __init__(self, data: dict[str, torch.Tensor], row: int, settings: dict[str, Any]) -> None:
+    def __init__(self, data: dict[str, Tensor], row: int, settings: dict[str, Any]) -> None:
         self.places = [place for place in range(1, data["advantages"].shape[1]) if data["token_mask"][row, place]]
         keys = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "current")
         self.advantages, self.previous, self.generation, self.reference, self.current = (
@@ -84,9 +85,7 @@ class Sequence:
         self.length = len(self.places)
 
 
-def slow_value_and_gradient(
-    data: dict[str, torch.Tensor], settings: dict[str, Any], rows: float, tokens: float
-) -> tuple[float, torch.Tensor]:
+def slow_value_and_gradient(data: dict[str, Tensor], settings: dict[str, Any], rows: float, tokens: float) -> tuple[float, Tensor]:
     """The loss and its derivatives by each of the log-probabilities and entropies [2, B, S-1]."""
     value, gradient = 0.0, torch.zeros_like(scores_of(data))
     for row in range(gradient.shape[1]):
@@ -104,12 +103,12 @@ def slow_value_and_gradient(
     return value, gradient
 
 
-def scores_of(data: dict[str, torch.Tensor]) -> torch.Tensor:
+def scores_of(data: dict[str, Tensor]) -> Tensor:
     """[2, B, S-1]: log-probabilities and entropies."""
     return torch.stack([data["current"][:, 1:], data["entropies"][:, 1:]])
 
 
-def given_to(loss_fn: Any, scores: torch.Tensor) -> dict[str, torch.Tensor]:
+def given_to(loss_fn: Any, scores: Tensor) -> dict[str, Tensor]:
     """The arguments that the engine passes, of ``scores_of``; entropies only to a loss that asks for them, and of three further tokens some
     log-probabilities that follow from both."""
     given = {"next_token_logprobs": scores[0]}
@@ -198,7 +197,7 @@ def divergence_terms(sequence: Sequence, settings: dict[str, Any]) -> list[tuple
     return found
 
 
-def value_and_gradient(data: dict[str, torch.Tensor], settings: dict[str, Any]) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
+def value_and_gradient(data: dict[str, Tensor], settings: dict[str, Any]) -> tuple[float, Tensor, dict[str, Tensor]]:
     scores, loss_fn = scores_of(data).requires_grad_(), ClippedPGLossFn(settings)
     loss, metrics = loss_fn(data, *normalizers(data), **given_to(loss_fn, scores))
     (gradient,) = torch.autograd.grad(loss, scores)
@@ -279,7 +278,7 @@ def test_the_metric_of_entropies_is_their_mean_over_tokens() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"next_token_entropies": torch.zeros(6, 7)}], ids=["none", "another shape"])
-def test_a_bonus_without_its_entropies_is_refused(given: dict[str, torch.Tensor]) -> None:
+def test_a_bonus_without_its_entropies_is_refused(given: dict[str, Tensor]) -> None:
     data = policy_gradient_batch(7)
     loss_fn = ClippedPGLossFn(PG_CONFIG | {"entropy_coef": 0.1})  # type: ignore[arg-type]
     with pytest.raises(BatchError, match=r"next_token_entropies has the shape .*expected \[6, 6\]\. Fix"):
@@ -339,7 +338,7 @@ def test_what_is_refused_would_do_nothing(settings: dict[str, Any], key: str, mo
 FLAGS = [name for name, values in SETTINGS.items() if values[0] is False]
 
 
-def as_probabilities(data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def as_probabilities(data: dict[str, Tensor]) -> dict[str, Tensor]:
     """With log-probabilities that are some."""
     return data | {name: data[name].clamp(max=-0.01) for name in data if "logprobs" in name or name == "current"}
 
@@ -374,7 +373,7 @@ def _is_out_of_reach(settings: dict[str, Any], key: str) -> bool:
 
 
 @functools.cache
-def _batch(seed: int) -> dict[str, torch.Tensor]:
+def _batch(seed: int) -> dict[str, Tensor]:
     return as_probabilities(policy_gradient_batch(seed))
 
 

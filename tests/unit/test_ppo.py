@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import Tensor
 
 from megarl.algorithms.advantages import explained_variance, rewards_of_tokens
 from megarl.algorithms.algorithm import ACTOR, CRITIC, Role
@@ -71,7 +72,7 @@ class Models(PolicyMaker):
         self.by_role: dict[Role, ReferencePolicy] = {}
         self.there: set[Role] = set()
         self.trained: list[tuple[Role, Any, Any]] = []
-        self.values: list[torch.Tensor] = []
+        self.values: list[Tensor] = []
         self.change_values = lambda values: values
 
     def __call__(self, config: Any, tokenizer: Any, start: ResumePoint, stack: ExitStack, role: Role = ACTOR, beside: Any = None) -> Any:
@@ -116,11 +117,11 @@ def ppo(run_dir: Path, model: str, data: str, **section: Any) -> dict[str, Any]:
     return config
 
 
-def critic_weights(run_dir: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+def critic_weights(run_dir: Path, step: int = STEPS) -> dict[str, Tensor]:
     return load_file(run_dir / "checkpoints" / f"step_{step}" / "critic" / "weights" / "model.safetensors")
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -253,7 +254,7 @@ def test_values_that_are_not_finite_end_the_run_before_anything_is_trained(tmp_p
     assert models.trained == []
 
 
-def advantages_of_a_critic(values: torch.Tensor, truncated: list[bool]) -> torch.Tensor:
+def advantages_of_a_critic(values: Tensor, truncated: list[bool]) -> Tensor:
     """Advantages of three responses of two tokens behind a prompt of one, the last of which is not trained on."""
     algorithm: Any = object.__new__(PPO)
     algorithm.config = {"gae_gamma": 1.0, "gae_lambda": 1.0, "normalize_advantages": False, "bootstrap_truncated": True}
@@ -261,7 +262,7 @@ def advantages_of_a_critic(values: torch.Tensor, truncated: list[bool]) -> torch
     mask = torch.tensor([[0.0, 1.0, 1.0]] * 3)
     batch = {"token_mask": mask, "sample_mask": torch.tensor([1.0, 1.0, 0.0]), "values": values}
     samples = {"reward": torch.ones(3), "truncated": torch.tensor(truncated), "input_lengths": torch.full((3,), 3)}
-    found: torch.Tensor = algorithm.advantages(samples, batch)[0]
+    found: Tensor = algorithm.advantages(samples, batch)[0]
     return found
 
 

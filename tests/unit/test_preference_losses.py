@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.algorithms.loss_functions import DPOLossFn
 from megarl.config.losses import faults_of_preference_loss
@@ -24,7 +25,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 SETTINGS = [dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())]
 
 
-def preference_batch(seed: int) -> dict[str, torch.Tensor]:
+def preference_batch(seed: int) -> dict[str, Tensor]:
     """Five pairs: one that does not count, one of which a row does not, one with an answer of which no token counts."""
     data = policy_gradient_batch(seed, rows=10)
     data["sample_mask"] = torch.tensor([1.0, 1, 0, 0, 1, 1, 1, 0, 1, 1], dtype=torch.float64)
@@ -32,7 +33,7 @@ def preference_batch(seed: int) -> dict[str, torch.Tensor]:
     return data
 
 
-def worked_out(data: dict[str, torch.Tensor], beta: float, weight: float, settings: dict[str, Any]) -> tuple[dict[str, float], Any]:
+def worked_out(data: dict[str, Tensor], beta: float, weight: float, settings: dict[str, Any]) -> tuple[dict[str, float], Any]:
     """Metrics, and the gradient by the log-probabilities [B, S-1], token by token."""
     pairs = float(data["sample_mask"].sum()) / 2 + EPSILON
     names = ("loss", "sft_loss", "preference_loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -26,7 +27,7 @@ from tests.unit.converters_tiny import save_tiny, stored_tensors
 
 BLOCK = (16, 12)
 FP8_CONFIG = {"quant_method": "fp8", "weight_block_size": list(BLOCK), "activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0"}
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
     return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
 
 
-def in_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+def in_blocks(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """FP8 values and float32 scales, as DeepSeek-V3 is quantised."""
     scales = torch.empty(grid(tuple(weight.shape), block))
     stored = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
@@ -52,7 +53,7 @@ def in_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tenso
     return stored, scales
 
 
-def reader(tensor: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+def reader(tensor: Tensor) -> Callable[[Any], Tensor]:
     return lambda box: tensor[tuple(slice(*span) for span in box)].clone()
 
 
@@ -114,7 +115,7 @@ def test_groups_by_hand() -> None:
         )
 
 
-def is_quantised(name: str, tensor: torch.Tensor) -> bool:
+def is_quantised(name: str, tensor: Tensor) -> bool:
     return tensor.dim() == 2 and not any(word in name for word in ("embed", "lm_head", "gate.weight"))
 
 
@@ -278,7 +279,7 @@ def test_mxfp4_tensors_of_a_directory(tmp_path: Path) -> None:
     scales = torch.randint(110, 140, (3, 10, 2), dtype=torch.uint8)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["a"]}}))
 
-    def opened(**tensors: torch.Tensor) -> Any:
+    def opened(**tensors: Tensor) -> Any:
         save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
         return open_dequantized(tmp_path)
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.utils import make_viewless_tensor
+from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from megarl.models.megatron import residual_norm
@@ -24,13 +25,13 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def inputs(dtype: torch.dtype, *sizes: int) -> list[torch.Tensor]:
+def inputs(dtype: torch.dtype, *sizes: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(5)
     shapes = [(*sizes, 7), (*sizes, 7), (7,)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
-def reference(tokens: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(tokens: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     total = residual + tokens
     return total, total / (total.square().mean(-1, keepdim=True) + EPSILON).sqrt() * weight
 
@@ -89,14 +90,14 @@ def test_it_is_compiled_once_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> 
     assert [counter.frame_count for counter in counters] == [1, 1]
 
 
-def norm_of(weight: torch.Tensor) -> PortableRMSNorm:
+def norm_of(weight: Tensor) -> PortableRMSNorm:
     norm = PortableRMSNorm(SimpleNamespace(params_dtype=weight.dtype, sequence_parallel=False), len(weight), EPSILON)
     with torch.no_grad():
         norm.weight.copy_(weight)
     return norm
 
 
-def is_joined(norm: PortableRMSNorm, total: torch.Tensor) -> bool:
+def is_joined(norm: PortableRMSNorm, total: Tensor) -> bool:
     """Whether the norm of a tensor is the one that was left, and right either way."""
     left = norm._ready
     got = norm(total)
@@ -130,11 +131,11 @@ def test_a_norm_without_a_gradient_is_not_taken_where_one_is_wanted() -> None:
 
     class Recomputed(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: object, tokens: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        def forward(ctx: object, tokens: Tensor, residual: Tensor) -> Tensor:
             return add((tokens.detach(), None), residual.detach(), 0.0)
 
         @staticmethod
-        def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, Tensor]:
             return gradient, gradient
 
     total = Recomputed.apply(tokens, residual)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding, rope_utils
+from torch import Tensor
 
 from megarl import env
 from megarl.models.engine.context import ContextShare
@@ -22,13 +23,13 @@ from megarl.models.megatron.rotary import by_kernel, rotate, rotated_by, rotatio
 from tests.tiers import ROOT, newest_megatron, slow
 
 
-def angles_of(positions: int, width: int) -> torch.Tensor:
+def angles_of(positions: int, width: int) -> Tensor:
     """[positions, 1, 1, width] as Megatron's embeddings give them."""
     half = torch.outer(torch.arange(positions, dtype=torch.float32), 10000.0 ** (-torch.arange(0, width, 2) / width))
     return torch.cat((half, half), dim=-1)[:, None, None]
 
 
-def through(function: Any, tensor: torch.Tensor, pull: torch.Tensor) -> list[torch.Tensor]:
+def through(function: Any, tensor: Tensor, pull: Tensor) -> list[Tensor]:
     """What a function gives, and the gradient of its product with ``pull``."""
     leaf = tensor.clone().requires_grad_()
     output = function(leaf)
@@ -51,7 +52,7 @@ def test_packed_sequences_have_the_bits_of_megatron_s_own(seed: int, dtype: torc
     tensor, pull = (torch.randn(starts[-1] // size, 3, head, generator=generator).to(dtype) for _ in range(2))
     group: Any = SimpleNamespace(size=lambda: size, rank=lambda: share.rank)
 
-    def theirs(given: torch.Tensor) -> torch.Tensor:
+    def theirs(given: Tensor) -> Tensor:
         limits = torch.tensor(starts, dtype=torch.int32)
         return rope_utils._apply_rotary_pos_emb_thd(given, limits, angles, mscale=factor, cp_group=group)
 

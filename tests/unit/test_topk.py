@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megarl.distributed.batch_checks import check_scored_tokens
 from megarl.errors import BatchError
@@ -24,7 +25,7 @@ from tests.unit import logit_passes
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def normal(*shape: int, seed: int) -> torch.Tensor:
+def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -147,13 +148,13 @@ def test_a_request_finds_the_most_likely_tokens(chunk_size: int | None) -> None:
 LENGTHS = [5, 1, 3]
 
 
-def micro_batch(packed: bool, wanted: torch.Tensor | None, **columns: torch.Tensor) -> MicroBatch:
+def micro_batch(packed: bool, wanted: Tensor | None, **columns: Tensor) -> MicroBatch:
     ids = torch.randint(1, 13, (3, 5), generator=torch.Generator().manual_seed(5)) * (torch.arange(5) < torch.tensor(LENGTHS)[:, None])
     data = {"input_ids": ids, "input_lengths": torch.tensor(LENGTHS), HOST_LENGTHS: LENGTHS, **columns}
     return MicroBatch(data if wanted is None else {**data, WANTED: wanted}, packed, 12 if packed else 5)
 
 
-def by_token(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def by_token(tokens: Tensor, positions: Tensor) -> Tensor:
     """[n, t, 13] logits that the token and its position say."""
     table = normal(13, 7, 13, seed=6).float()
     return table[tokens, positions.clamp(max=6)]
@@ -173,7 +174,7 @@ def test_rows_get_their_own_tokens_back(packed: bool, masked: bool) -> None:
     if wanted is not None:
         inside = inside & wanted[:, 1:]
 
-    def scored(head: LogprobHead | TopkHead) -> tuple[torch.Tensor, Request | None]:
+    def scored(head: LogprobHead | TopkHead) -> tuple[Tensor, Request | None]:
         request = head.asks(laid)
         return (logits if request is None else request.rows(logits)[None]).clone(), request
 
@@ -210,7 +211,7 @@ def test_a_stage_without_the_tokens_asks_for_none() -> None:
         (torch.full((2, 3, 4), -1), r"= -1: token ids"),
     ],
 )
-def test_tokens_out_of_range_are_refused(tokens: torch.Tensor, said: str) -> None:
+def test_tokens_out_of_range_are_refused(tokens: Tensor, said: str) -> None:
     with pytest.raises(BatchError, match=said):
         check_scored_tokens({"tokens": tokens}, "tokens", 13)
     check_scored_tokens({"tokens": torch.full((2, 3, 4), 12, dtype=torch.int32)}, "tokens", 13)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.config.memory_run import checkpoints_kept
 from megarl.config.resume_changes import changed_keys
@@ -60,7 +61,7 @@ def test_an_algorithm_and_an_environment_of_ones_own(tmp_path: Path, model: str,
 VARIANTS = TOYS / "variants.py"
 
 
-def weights_after(run_dir: Path, model: str, data: str, changes: dict[str, Any], name: str = "grpo") -> dict[str, torch.Tensor]:
+def weights_after(run_dir: Path, model: str, data: str, changes: dict[str, Any], name: str = "grpo") -> dict[str, Tensor]:
     """Weights after a GRPO run with other settings of its own section and its loss."""
     config = make_config("grpo", run_dir, model, data, val_period=0, val_at_start=False, **changes.get("grpo", {}))
     config["loss_fn"] |= {"reference_policy_kl_penalty": 0.0, **changes.get("loss_fn", {})}
@@ -69,7 +70,7 @@ def weights_after(run_dir: Path, model: str, data: str, changes: dict[str, Any],
     return final_weights(run_dir)
 
 
-def assert_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=2e-6)
 

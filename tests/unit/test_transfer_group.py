@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl import env
 from megarl.distributed import run_secret
@@ -51,13 +52,13 @@ def join(
     return group
 
 
-def begin(group: TransferGroup) -> tuple[torch.Tensor, list[torch.distributed.Work]]:
+def begin(group: TransferGroup) -> tuple[Tensor, list[torch.distributed.Work]]:
     """Send ones, or receive them."""
     buffer = torch.full([BYTES], int(group.sends), dtype=torch.uint8)
     return buffer, [group.broadcast(buffer)]
 
 
-def comes(buffer: torch.Tensor) -> None:
+def comes(buffer: Tensor) -> None:
     """Until the first bytes are there."""
     while not buffer[0]:
         pass

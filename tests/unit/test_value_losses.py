@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megarl.algorithms.advantages import generalized_advantages, values_before
 from megarl.algorithms.interfaces import LossFunction, check_loss
@@ -18,7 +19,7 @@ from megarl.errors import BatchError, ConfigError
 from megarl.observe.metrics import Reduction
 
 
-def drawn(seed: int, rows: int, length: int) -> dict[str, torch.Tensor]:
+def drawn(seed: int, rows: int, length: int) -> dict[str, Tensor]:
     """A batch in float64 with masks that leave out tokens, rows, one of a pair and, with luck, all of a row."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, length + 1, (rows,), generator=generator)
@@ -29,7 +30,7 @@ def drawn(seed: int, rows: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_lengths": lengths, "token_mask": token_mask, "sample_mask": sample_mask, **columns}
 
 
-def slow_preference(batch: dict[str, torch.Tensor], sequences: float) -> dict[str, float]:
+def slow_preference(batch: dict[str, Tensor], sequences: float) -> dict[str, float]:
     sums = dict.fromkeys(("loss", "accuracy", "margin", "rewards_chosen_mean", "rewards_rejected_mean"), 0.0)
     pairs = 0
     for row in range(0, len(batch["sample_mask"]), 2):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.models.engine import attention as engine
 from megarl.models.engine.attention import SequenceLayout, attention, runs_of, serves, varlen_attention, varlen_kernel
@@ -20,17 +21,17 @@ CPU = torch.device("cpu")
 
 
 def slow_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
     max_q: int,
     max_k: int,
     *,
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
-) -> torch.Tensor:
+) -> Tensor:
     """[T, H, D] each: window and causality are counted from the last query and the last key of a sequence."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and cu_seq_q[-1] == query.shape[0] and cu_seq_k[-1] == key.shape[0]
     assert max_q == int(cu_seq_q.diff().max()) and max_k == int(cu_seq_k.diff().max())
@@ -50,7 +51,7 @@ def slow_kernel(
     return torch.stack(output).view(query.shape)
 
 
-def slow_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: tuple[int, ...], window: int | None) -> torch.Tensor:
+def slow_rows(query: Tensor, key: Tensor, value: Tensor, starts: tuple[int, ...], window: int | None) -> Tensor:
     """Row by row."""
     rows = zip(query.split(1), key.split(1), value.split(1), strict=True)
     return torch.cat([slow_attention(*row, starts, window) for row in rows])
@@ -61,7 +62,7 @@ def on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Attention goes to the slow kernel wherever it would go to a fast one; the shapes of the queries that went there."""
     shapes: list[tuple[int, ...]] = []
 
-    def noted(query: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+    def noted(query: Tensor, *others: Any, **options: Any) -> Tensor:
         shapes.append(tuple(query.shape))
         return slow_kernel(query, *others, **options)
 

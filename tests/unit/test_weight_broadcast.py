@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import RefitError
@@ -52,11 +53,11 @@ def groups() -> list[TransferGroup]:
     return made
 
 
-def listening(group: TransferGroup) -> Callable[[], tuple[int, dict[str, torch.Tensor]]]:
+def listening(group: TransferGroup) -> Callable[[], tuple[int, dict[str, Tensor]]]:
     listener = WeightListener(group, MANIFEST)
-    received: dict[str, torch.Tensor] = {}
+    received: dict[str, Tensor] = {}
 
-    def listen() -> tuple[int, dict[str, torch.Tensor]]:
+    def listen() -> tuple[int, dict[str, Tensor]]:
         received.clear()
         version = listener.receive(lambda tensors: received.update({name: tensor.clone() for name, tensor in tensors}))
         assert listener.version == version
@@ -173,7 +174,7 @@ def test_another_program_s_port_that_says_nothing_is_an_error_in_time() -> None:
             joining(listener.getsockname()[1], 1, handshake_s=0.1)()
 
 
-def refit(policy: WeightBroadcaster, engines: list[Any], sent: dict[str, torch.Tensor], version: int) -> None:
+def refit(policy: WeightBroadcaster, engines: list[Any], sent: dict[str, Tensor], version: int) -> None:
     nothing, *received = together(lambda: policy.send(iter(sent.items()), version), *engines)
     assert nothing is None
     for found, tensors in received:
@@ -190,7 +191,7 @@ def refit(policy: WeightBroadcaster, engines: list[Any], sent: dict[str, torch.T
     ],
 )
 def test_weights_that_were_not_announced_are_refused_by_all_and_the_next_refit_works(
-    groups: list[TransferGroup], changes: dict[str, torch.Tensor], message: str
+    groups: list[TransferGroup], changes: dict[str, Tensor], message: str
 ) -> None:
     policy = WeightBroadcaster(groups[0], MANIFEST)
     engines = [listening(group) for group in groups[1:]]
@@ -203,7 +204,7 @@ def test_weights_that_were_not_announced_are_refused_by_all_and_the_next_refit_w
     refit(policy, engines, weights(3), 3)
 
 
-def error_of(groups: list[TransferGroup], stream: Iterator[tuple[str, torch.Tensor]]) -> Any:
+def error_of(groups: list[TransferGroup], stream: Iterator[tuple[str, Tensor]]) -> Any:
     """What the policy says of a stream that fails. The engines hear that it gave up, and the next refit works."""
     policy = WeightBroadcaster(groups[0], MANIFEST)
     engines = [listening(group) for group in groups[1:]]
@@ -214,7 +215,7 @@ def error_of(groups: list[TransferGroup], stream: Iterator[tuple[str, torch.Tens
 
 
 def test_a_model_that_fails_while_its_weights_are_gathered_is_the_error_and_the_next_refit_works(groups: list[TransferGroup]) -> None:
-    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+    def broken() -> Iterator[tuple[str, Tensor]]:
         yield next(iter(weights().items()))
         raise ZeroDivisionError
 
@@ -229,7 +230,7 @@ def test_a_model_that_fails_again_while_the_rest_is_gathered_is_the_first_error(
             self.calls += 1
             raise MemoryError(f"no memory, call {self.calls}")
 
-        def __next__(self) -> tuple[str, torch.Tensor]:
+        def __next__(self) -> tuple[str, Tensor]:
             raise StopIteration
 
     error = error_of(groups, Broken())
@@ -240,7 +241,7 @@ def test_an_interrupted_policy_is_waited_for_by_nobody(groups: list[TransferGrou
     policy = WeightBroadcaster(groups[0], MANIFEST)
     engines = [listening(group) for group in groups[1:]]
 
-    def interrupted() -> Iterator[tuple[str, torch.Tensor]]:
+    def interrupted() -> Iterator[tuple[str, Tensor]]:
         yield next(iter(weights().items()))
         raise KeyboardInterrupt
 
@@ -255,7 +256,7 @@ def test_changed_bytes_are_found_and_the_next_refit_works(groups: list[TransferG
     engines = [listening(group) for group in groups[1:]]
     broadcast = groups[0].broadcast
 
-    def damaged(buffer: torch.Tensor, *stage: int) -> dist.Work:
+    def damaged(buffer: Tensor, *stage: int) -> dist.Work:
         buffer[300] ^= 1
         return broadcast(buffer, *stage)
 
@@ -280,7 +281,7 @@ def test_what_one_engine_cannot_load_no_engine_serves(groups: list[TransferGroup
     assert isinstance(error, RefitError) and "rank 1: MemoryError: no room for embed" in str(error)
     assert isinstance(first, MemoryError) and isinstance(second, RefitError) and "others could not load" in str(second)
     assert [listener.version for listener in listeners] == [None, None]
-    kept: dict[str, torch.Tensor] = {}
+    kept: dict[str, Tensor] = {}
     outcomes = together(lambda: policy.send(iter(weights(4).items()), 4), *(lambda one=one: one.receive(kept.update) for one in listeners))
     assert outcomes == [None, 4, 4]
 

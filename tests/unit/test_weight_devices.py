@@ -9,6 +9,7 @@ import msgpack
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.errors import RefitError
 from megarl.weight_sync import ipc
@@ -20,7 +21,7 @@ CUDA = torch.device("cuda", 0)
 NAMES = "abcde"
 
 
-def weights(step: int) -> dict[str, torch.Tensor]:
+def weights(step: int) -> dict[str, Tensor]:
     return {name: torch.full((5, 13), float(100 * step + number)) for number, name in enumerate(NAMES)}
 
 
@@ -60,9 +61,9 @@ def test_groups_are_acknowledged_when_their_copies_have_run_and_the_handle_is_ma
 ) -> None:
     receiver = WeightReceiver(sender.manifest, torch.device("cuda"))
     for step in range(3):
-        loaded: dict[str, torch.Tensor] = {}
+        loaded: dict[str, Tensor] = {}
 
-        def copy(name: str, weight: torch.Tensor, into: dict[str, torch.Tensor] = loaded) -> None:
+        def copy(name: str, weight: Tensor, into: dict[str, Tensor] = loaded) -> None:
             into[name] = weight.clone()
 
         for payload in sent(sender, step):

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import RefitError, StateError
@@ -28,7 +29,7 @@ GROUP = 1536
 NAMES = [f"layer.{number}" for number in range(7)]
 
 
-def weights(step: int) -> dict[str, torch.Tensor]:
+def weights(step: int) -> dict[str, Tensor]:
     """Seven weights of unequal types and sizes: four groups of at most ``GROUP`` bytes, other numbers at each step."""
     generator = torch.Generator().manual_seed(step)
     kinds = (torch.float32, torch.bfloat16, torch.float64)
@@ -44,7 +45,7 @@ class Side:
         self.sender = WeightSender(self._stream, DeviceRuntime(CPU, "gloo"), with_checksum=True, **options)
         self.mailboxes = self.sender.mailbox()
 
-    def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _stream(self) -> Iterator[tuple[str, Tensor]]:
         for index, pair in enumerate(weights(self.step).items()):
             self.before(index)
             self.taken += 1
@@ -62,7 +63,7 @@ class Reader:
     def __init__(self, side: Side, session: int = SESSION) -> None:
         self.receiver = WeightReceiver(side.sender.manifest, CPU)
         self.mailbox = MailboxReader(mailbox_for(side.mailboxes, "CPU-engine"), session)
-        self.state: dict[str, torch.Tensor] = {}
+        self.state: dict[str, Tensor] = {}
         self.before: Callable[[int], None] = lambda group: None
         self.groups = 0
 
@@ -71,7 +72,7 @@ class Reader:
         self.receiver.receive(self.mailbox, ticket, self._load, patience)
         return self.receiver.version
 
-    def _load(self, named: list[tuple[str, torch.Tensor]]) -> None:
+    def _load(self, named: list[tuple[str, Tensor]]) -> None:
         self.before(self.groups)
         self.groups += 1
         self.state.update({name: tensor.clone() for name, tensor in named})
@@ -189,7 +190,7 @@ def test_a_policy_that_fails_says_why_goes_through_its_weights_and_the_next_refi
     kept[weight] = (named, torch.zeros(3))
     taken: list[str] = []
 
-    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+    def stream() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in kept:
             taken.append(name)
             yield name, tensor
@@ -380,9 +381,9 @@ def test_handles_of_device_memory_go_through_the_mailbox_as_they_are(monkeypatch
     [(device, handle)] = sender.mailbox().items()
     assert device == "GPU-5" and handle["on_gpu"]
     receiver, mailbox = WeightReceiver(sender.manifest, torch.device("cuda")), MailboxReader(handle, SESSION)
-    loaded: dict[str, torch.Tensor] = {}
+    loaded: dict[str, Tensor] = {}
 
-    def load(named: list[tuple[str, torch.Tensor]]) -> None:
+    def load(named: list[tuple[str, Tensor]]) -> None:
         for name, tensor in named:
             devices.queued.append(lambda name=name, tensor=tensor: loaded.update({name: tensor.clone()}))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megarl.errors import RefitError
 from megarl.weight_sync import plan
@@ -36,17 +37,17 @@ SHAPES = [
 STRIDES = ["contiguous", "transposed", "sliced", "expanded", "channels last", "parameter"]
 
 
-def _bytes_of(tensor: torch.Tensor) -> bytes:
+def _bytes_of(tensor: Tensor) -> bytes:
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
     flat.view(tensor.shape).copy_(tensor.detach())
     return bytes(flat.view(torch.uint8).tolist())
 
 
-def _weight(shape: tuple[int, ...], dtype: torch.dtype, strides: str, seed: int) -> torch.Tensor:
+def _weight(shape: tuple[int, ...], dtype: torch.dtype, strides: str, seed: int) -> Tensor:
     """Random bytes, except where a type knows few of them."""
     generator = torch.Generator().manual_seed(seed)
 
-    def filled(*sizes: int) -> torch.Tensor:
+    def filled(*sizes: int) -> Tensor:
         high = 2 if dtype == torch.bool else 256
         data = torch.randint(0, high, (math.prod(sizes) * dtype.itemsize,), dtype=torch.uint8, generator=generator)
         return data.view(dtype).view(sizes)
@@ -65,7 +66,7 @@ def _weight(shape: tuple[int, ...], dtype: torch.dtype, strides: str, seed: int)
 
 
 @st.composite
-def weights_of_any_kind(draw: st.DrawFn) -> list[torch.Tensor]:
+def weights_of_any_kind(draw: st.DrawFn) -> list[Tensor]:
     """Of few dtypes, so that many of them have theirs in common."""
     dtypes = st.sampled_from(draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=2)))
     kinds = st.builds(_weight, st.sampled_from(SHAPES), dtypes, st.sampled_from(STRIDES), st.integers(0, 9))
@@ -73,7 +74,7 @@ def weights_of_any_kind(draw: st.DrawFn) -> list[torch.Tensor]:
 
 
 @given(weights_of_any_kind(), st.sampled_from([1 << 25, 3000, 1]), st.data())
-def test_every_weight_arrives_as_it_is_on_a_place_of_its_own(weights: list[torch.Tensor], staged: int, data: st.DataObject) -> None:
+def test_every_weight_arrives_as_it_is_on_a_place_of_its_own(weights: list[Tensor], staged: int, data: st.DataObject) -> None:
     sent = [(f"w{index}", weight) for index, weight in enumerate(weights)]
     manifest = Manifest.of(sent)
     first = data.draw(st.integers(0, min(2, len(sent) - 1)))
@@ -100,7 +101,7 @@ def test_every_weight_arrives_as_it_is_on_a_place_of_its_own(weights: list[torch
 
 
 @pytest.mark.parametrize("other", [torch.zeros(4, 64), torch.zeros(64, 2), torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(128)])
-def test_one_other_weight_among_many_alike_is_refused_before_anything_of_its_batch_is_written(other: torch.Tensor) -> None:
+def test_one_other_weight_among_many_alike_is_refused_before_anything_of_its_batch_is_written(other: Tensor) -> None:
     weights = [(f"w{index}", torch.ones(2, 64)) for index in range(9)]
     manifest = Manifest.of(weights)
     group = manifest.group(0, 9)

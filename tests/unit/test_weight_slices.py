@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megarl.errors import RefitError
 from megarl.weight_sync.manifest import Manifest
@@ -16,50 +17,50 @@ from megarl.weight_sync.plan import padded_bytes
 from megarl.weight_sync.slices import PartialWeight, Reads, Slice
 
 CPU = torch.device("cpu")
-Load = Callable[[torch.Tensor, torch.Tensor], None]
+Load = Callable[[Tensor, Tensor], None]
 
 
-def rows(into: torch.Tensor, weight: torch.Tensor) -> None:
+def rows(into: Tensor, weight: Tensor) -> None:
     """The second of two ranks of a column-parallel layer."""
     into.copy_(weight.narrow(0, into.shape[0], into.shape[0]))
 
 
-def columns(into: torch.Tensor, weight: torch.Tensor) -> None:
+def columns(into: Tensor, weight: Tensor) -> None:
     """The second of two ranks of a row-parallel layer, whose loader looks at sizes."""
     assert weight.dim() == 2 and weight.shape[0] == into.shape[0] and weight.numel() == 2 * into.numel()
     into.copy_(weight[:, into.shape[1] :])
 
 
-def item(into: torch.Tensor, weight: torch.Tensor) -> None:
+def item(into: Tensor, weight: Tensor) -> None:
     """By an index of what is written."""
     into[1:3] = weight[4:6]
 
 
-def padded(into: torch.Tensor, weight: torch.Tensor) -> None:
+def padded(into: Tensor, weight: Tensor) -> None:
     """A vocabulary whose last rank has less than the others, in pieces."""
     for piece, own in zip(weight[5:].chunk(2), into[: len(weight) - 5].chunk(2), strict=True):
         own.data.copy_(piece)
     into[len(weight) - 5 :].fill_(0)
 
 
-def transposed(into: torch.Tensor, weight: torch.Tensor) -> None:
+def transposed(into: Tensor, weight: Tensor) -> None:
     """A view that is no block of the weight."""
     into.t().copy_(weight.detach().t()[:, 3:6])
 
 
-def folded(into: torch.Tensor, weight: torch.Tensor) -> None:
+def folded(into: Tensor, weight: Tensor) -> None:
     """Heads that are dimensions of their own, one after another."""
     heads = weight.view(4, 2, -1)
     for head in (2, 1):
         into.view(2, 2, -1)[head - 1].copy_(heads[head])
 
 
-def computed(into: torch.Tensor, weight: torch.Tensor) -> None:
+def computed(into: Tensor, weight: Tensor) -> None:
     """Another dtype, made of a part."""
     into.copy_(weight[2:4].to(torch.float64))
 
 
-def on_its_device(into: torch.Tensor, weight: torch.Tensor) -> None:
+def on_its_device(into: Tensor, weight: Tensor) -> None:
     assert weight.device.type == "cpu" and not weight.is_meta
     into.copy_(weight[1:2].to(into.device))
 
@@ -93,7 +94,7 @@ def test_a_part_passes_for_the_whole_where_the_loader_reads_it(load: Load, dtype
     assert where == expected
     whole = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(3)).to(dtype)
     part = PartialWeight.of(where.of(whole).clone(), shape, where)
-    assert isinstance(part, torch.Tensor) and part.shape == whole.shape and part.dtype == dtype and part.size(0) == shape[0]
+    assert isinstance(part, Tensor) and part.shape == whole.shape and part.dtype == dtype and part.size(0) == shape[0]
     right, found = torch.full(tuple(into), 7.0), torch.full(tuple(into), 7.0)
     load(right, whole)
     load(found, part)
@@ -169,7 +170,7 @@ def test_a_loader_that_wants_a_value_gets_it_or_an_error() -> None:
         PartialWeight.of(whole[1:3].clone(), (4,), Slice(0, 1, 1))
 
 
-def not_mine(into: torch.Tensor, weight: torch.Tensor) -> None:
+def not_mine(into: Tensor, weight: Tensor) -> None:
     """The loader of an expert that another rank has."""
     assert weight.dim() == 2 and weight.numel() and into.dim() == 2
 

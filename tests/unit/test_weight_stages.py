@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megarl.distributed.virtual_cluster import free_port
 from megarl.errors import RefitError
@@ -30,7 +31,7 @@ ORDER = ["embed", *(f"layer.{index}" for index in range(8)), "norm", "output"]
 BUDGET = 3_000
 
 
-def weights(step: int) -> dict[str, torch.Tensor]:
+def weights(step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
     sizes = {"embed": 600, "norm": 7, "output": 500, "layer.4": 0}
     return {name: torch.randn(sizes.get(name, 400), generator=generator) for name in ORDER}
@@ -40,7 +41,7 @@ MANIFEST = Manifest.of(iter(weights(0).items()))
 STAGES = Stages.of(MANIFEST, OWN)
 
 
-def stream(stage: int, state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def stream(stage: int, state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     return iter([(name, state[name]) for name in OWN[stage]])
 
 
@@ -59,9 +60,9 @@ class Ranks:
         assert all(isinstance(group, TransferGroup) for group in self.groups), self.groups
         self.senders = [WeightBroadcaster(group, MANIFEST, with_checksum=with_checksum) for group in self.groups[:3]]
         self.listeners = [WeightListener(group, MANIFEST) for group in self.groups[3:]]
-        self.received: list[list[tuple[str, torch.Tensor]]] = [[], []]
+        self.received: list[list[tuple[str, Tensor]]] = [[], []]
 
-    def load(self, rank: int, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def load(self, rank: int, tensors: list[tuple[str, Tensor]]) -> None:
         self.received[rank] += [(name, tensor.clone()) for name, tensor in tensors]
 
     def refit(self, streams: list[Any], versions: list[int], loads: list[Any] | None = None) -> list[Any]:
@@ -75,7 +76,7 @@ class Ranks:
         receiving = [lambda rank=rank: self.listeners[rank].receive(lambda tensors: taken[rank](rank, tensors)) for rank in (0, 1)]
         return together(*sending, *receiving)
 
-    def works(self, version: int, state: dict[str, torch.Tensor] | None = None) -> None:
+    def works(self, version: int, state: dict[str, Tensor] | None = None) -> None:
         """A whole refit of all."""
         sent = state or weights(version)
         assert self.refit([stream(stage, sent) for stage in range(3)], [version] * 3) == [None] * 3 + [version] * 2
@@ -103,7 +104,7 @@ def _counted(group: TransferGroup) -> dict[int, int]:
     sent: dict[int, int] = {}
     broadcast = group.broadcast
 
-    def counting(buffer: torch.Tensor, stage: int) -> Any:
+    def counting(buffer: Tensor, stage: int) -> Any:
         sent[stage] = sent.get(stage, 0) + buffer.numel()
         return broadcast(buffer, stage)
 
@@ -116,11 +117,11 @@ def test_stages_pack_beside_one_another_and_an_engine_has_two_buffers_for_all() 
     ranks = Ranks()
     full = Event()
 
-    def late() -> Iterator[tuple[str, torch.Tensor]]:
+    def late() -> Iterator[tuple[str, Tensor]]:
         assert full.wait(60.0), "the last stage did not pack while the first one did"
         yield from stream(0, weights(1))
 
-    def early() -> Iterator[tuple[str, torch.Tensor]]:
+    def early() -> Iterator[tuple[str, Tensor]]:
         for index, weight in enumerate(stream(2, weights(1))):
             if index == BUFFERS - 1:
                 full.set()
@@ -151,7 +152,7 @@ def test_what_one_stage_cannot_send_no_engine_serves_and_the_next_refit_works(st
 def test_what_one_engine_cannot_load_of_one_stage_is_an_error_of_all_stages() -> None:
     ranks = Ranks()
 
-    def full(rank: int, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def full(rank: int, tensors: list[tuple[str, Tensor]]) -> None:
         if "norm" in dict(tensors):
             raise MemoryError("no room for norm")
 

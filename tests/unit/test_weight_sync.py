@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import RefitError, StateError
@@ -32,7 +33,7 @@ from tests.open_files import open_files
 CPU = torch.device("cpu")
 
 
-def weights(step: int = 0) -> dict[str, torch.Tensor]:
+def weights(step: int = 0) -> dict[str, Tensor]:
     """Every size and type that may come: odd, empty, a scalar, 16 bit, 8 bit; other numbers at each step."""
     generator = torch.Generator().manual_seed(step)
     return {
@@ -52,7 +53,7 @@ class Model:
         self.state = weights()
         self.closed = 0
 
-    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
         try:
             yield from self.state.items()
         finally:
@@ -92,7 +93,7 @@ def payloads(sender: WeightSender, version: int, budget: int | None = None) -> I
         yield payload_for(sender.send(group.names), "CPU-engine")
 
 
-def transfer(sender: WeightSender, receiver: WeightReceiver, version: int, budget: int | None = None) -> dict[str, torch.Tensor]:
+def transfer(sender: WeightSender, receiver: WeightReceiver, version: int, budget: int | None = None) -> dict[str, Tensor]:
     received = {}
     for payload in payloads(sender, version, budget):
         with receiver.group(payload) as tensors:
@@ -100,7 +101,7 @@ def transfer(sender: WeightSender, receiver: WeightReceiver, version: int, budge
     return received
 
 
-def assert_same(received: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> None:
+def assert_same(received: dict[str, Tensor], sent: dict[str, Tensor]) -> None:
     assert list(received) == list(sent)
     for name, tensor in sent.items():
         assert received[name].dtype == tensor.dtype and received[name].shape == tensor.shape

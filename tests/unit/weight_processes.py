@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import MegarlError
@@ -34,7 +35,7 @@ _FORKSERVER = multiprocessing.get_context("forkserver")
 _FORKSERVER.set_forkserver_preload(["tests.unit.weight_processes"])
 
 
-def weights(step: int) -> dict[str, torch.Tensor]:
+def weights(step: int) -> dict[str, Tensor]:
     """Five groups of ``BUDGET`` bytes."""
     generator = torch.Generator().manual_seed(step)
     return {f"layer.{index}.weight": torch.randn(96, 75, generator=generator) for index in range(5)}
@@ -46,7 +47,7 @@ OWN = [["layer.0.weight", "layer.1.weight", "layer.4.weight"], ["layer.2.weight"
 STAGES = Stages.of(MANIFEST, OWN)
 
 
-def fingerprint(state: Iterator[tuple[str, torch.Tensor]]) -> str:
+def fingerprint(state: Iterator[tuple[str, Tensor]]) -> str:
     """Of names and bytes, in their order."""
     digest = hashlib.sha256()
     for name, tensor in state:
@@ -114,7 +115,7 @@ def _obey(kind: type[Any], connection: Connection, arguments: tuple[Any, ...]) -
                 connection.send(error)
 
 
-def _paused(connection: Connection, state: Iterator[tuple[str, torch.Tensor]], after: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _paused(connection: Connection, state: Iterator[tuple[str, Tensor]], after: int | None) -> Iterator[tuple[str, Tensor]]:
     for index, pair in enumerate(state):
         if index == after:
             connection.send("paused")
@@ -133,7 +134,7 @@ class Policy:
         self._pause: int | None = None
         self._sender = WeightSender(self._stream, DeviceRuntime(CPU, "gloo"), with_checksum=True)
 
-    def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _stream(self) -> Iterator[tuple[str, Tensor]]:
         return _paused(self._connection, iter(weights(self._step).items()), self._pause)
 
     def mailboxes(self) -> Any:
@@ -189,7 +190,7 @@ class Engine:
         self._receiver = WeightReceiver(MANIFEST, CPU)
         self._listener: WeightListener | None = None
         self._mailbox: MailboxReader | None = None
-        self._state: dict[str, torch.Tensor] = {}
+        self._state: dict[str, Tensor] = {}
 
     def read(self, payload: Any) -> Any:
         with self._receiver.group(payload) as tensors:
@@ -222,8 +223,8 @@ class Engine:
         self._listener.receive(self._loading(pause))
         return self.served()
 
-    def _loading(self, pause: str | None) -> Callable[[list[tuple[str, torch.Tensor]]], None]:
-        def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def _loading(self, pause: str | None) -> Callable[[list[tuple[str, Tensor]]], None]:
+        def load(tensors: list[tuple[str, Tensor]]) -> None:
             if pause in dict(tensors):
                 self._connection.send("paused")
                 self._connection.recv()
