@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import socket
@@ -19,7 +20,7 @@ from megarl.data.datasets import Dataset, Reading, load_dataset
 from megarl.data.records import read_records
 from megarl.data.rows import LONGEST_LINE, rows_of
 from megarl.data.table import StoredValues
-from megarl.data.tokenization import PromptEncoder, get_tokenizer
+from megarl.data.tokenization import PromptEncoder, get_tokenizer, long_text
 from megarl.errors import ConfigError, DataError, ModelError
 from megarl.run.run import run
 from megarl.watch.run_state import read_run_state
@@ -161,6 +162,14 @@ def test_the_beginning_of_a_text_says_that_it_is_too_long_only_where_it_is(size:
         if len(beginning) < len(text):
             assert len(tokenizer(beginning, add_special_tokens=False)["input_ids"]) > 2 * LIMIT and tokens > LIMIT
         assert text.startswith(beginning) and (tokens > LIMIT or beginning == text)
+
+
+def test_a_long_text_of_few_tokens_stays_whole(tokenizer: Any) -> None:
+    longest = "x" * 214
+    with_longest = copy.deepcopy(tokenizer)
+    with_longest.add_tokens([longest])
+    text = longest * (LIMIT - 3)
+    assert len(text) > long_text(LIMIT) and PromptEncoder(with_longest).beginning(text, LIMIT) == text
 
 
 def test_texts_that_are_tokenized_together_are_bounded(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
