@@ -398,6 +398,42 @@ TABLE: Mapping[str, Row] = {
         "task.response == task.answer.strip()",
         ("unit/test_rewards.py",),
     ),
+    "conversations: what is observed counts as sampled": Row(
+        "megarl/rollout/trajectory.py",
+        "is_sampled = np.repeat([logprobs is not None for",
+        "is_sampled = np.repeat([True for",
+        ("unit/test_episodes.py",),
+    ),
+    "conversations: every turn draws by the first one's seed": Row(
+        "megarl/rollout/episodes.py",
+        "if episode.seed is None or not episode.turns else seed_of_turn",
+        "if True else seed_of_turn",
+        ("unit/test_episodes.py",),
+    ),
+    "conversations: the end of a turn stands twice": Row(
+        "megarl/data/observations.py",
+        "return ids[ids.index(last) + 1 :]",
+        "return ids[ids.index(last) :]",
+        ("unit/test_observations.py",),
+    ),
+    "conversations: one that is lost is trained on": Row(
+        "megarl/rollout/episodes.py",
+        "episode.masked |= masked",
+        "episode.masked |= False",
+        ("unit/test_episodes.py",),
+    ),
+    "conversations: a call that does not end is made": Row(
+        "megarl/rollout/tools/parsers.py",
+        'raise BadCallError("it does not end")',
+        "return body",
+        ("unit/test_tools.py",),
+    ),
+    "conversations: an interpreter outlives its driver": Row(
+        "megarl/rollout/tools/python.py",
+        "signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)",
+        "pass",
+        ("unit/test_tools.py",),
+    ),
     "environments: of several rewards the weights do not count": Row(
         "megarl/rollout/single_turn.py",
         "part.weight * value for part, value",

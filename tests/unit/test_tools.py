@@ -74,6 +74,7 @@ def test_every_form_has_a_template() -> None:
     ("form", "text"),
     [
         ("hermes", '<tool_call>\n{"name": "a", "arguments": {"b": 1'),
+        ("hermes", '<tool_call>\n{"name": "a", "arguments": {"b": 1}}\n'),
         ("hermes", "<tool_call>\nlook it up\n</tool_call>"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "a", "arguments": [1]}</tool_call>'),
