@@ -26,7 +26,7 @@ from megarl.errors import WORKER_TRACE, ConfigError, MachineError, MegarlError, 
 from megarl.redaction import redact_log, redacted_text
 
 if TYPE_CHECKING:
-    from megarl.config.sections import Config
+    from megarl.config.sections import Config, RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -330,7 +330,7 @@ def load_and_check(
     allow_env: bool = False,
     strangers: Sequence[tuple[str, object]] = (),
     own_options: Sequence[str] = (),
-) -> Config:
+) -> RunConfig:
     """The configuration of a run: read, overridden, checked and filled in.
 
     Args:
@@ -377,7 +377,7 @@ def load_and_check(
     return checked
 
 
-def load_arguments(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Config:
+def load_arguments(arguments: argparse.Namespace, more: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of a command line; after a fault of its options, with the usage of the command."""
     options = re.findall(r"--[a-z][\w-]*", arguments.parser.format_help())
     try:
@@ -485,7 +485,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         return run(config, arguments.checkpoint, arguments.json, dry_run=arguments.dry_run)
 
 
-def show(config: Config, data: bool) -> None:
+def show(config: RunConfig, data: bool) -> None:
     """Check and print what a run would do, and with ``data`` what it would read; all checks come first."""
     from rich.console import Console
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarl.algorithms.turns import Turns
 from megarl.config.plugins import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, AlgorithmSpec, ModelSection, Role
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from megarl.algorithms.refit import Refit
     from megarl.algorithms.skipped_batches import SkippedBatches
+    from megarl.config.sections import RunConfig
     from megarl.data.datasets import Dataset
     from megarl.data.sampler import Sampler
     from megarl.models.policy.lm_policy import Policy
@@ -49,7 +50,7 @@ class Parts:
             of the actor before samples are collected.
     """
 
-    config: Mapping[str, Any]
+    config: RunConfig
     models: Mapping[Role, Policy]
     refit: Refit | None
     tokenizer: PreTrainedTokenizerBase

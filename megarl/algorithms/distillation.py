@@ -12,6 +12,8 @@ from megarl.algorithms.sampled import Sampled, SampledConfig, answer_metrics
 from megarl.config.distillation import TEACHER, TEACHERS, teachers_of_sources
 from megarl.config.environments import EnvConfig
 from megarl.config.losses import ClippedPGLossConfig, DistillationLossConfig
+from megarl.config.nested import at
+from megarl.config.sections import RunConfig
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key, Range
 
 if TYPE_CHECKING:
@@ -75,19 +77,22 @@ class Distillation(Sampled):
     PROMPTS = "distillation.num_prompts_per_step"
     GENERATIONS = "distillation.num_generations_per_prompt"
 
+    config: DistillationConfig
+
     def __init__(self, parts: Parts) -> None:
         from megarl.algorithms.distillation_loss import DistillationLossFn
         from megarl.algorithms.loss_functions import policy_loss
 
-        self.is_topk = parts.config["distillation"]["mode"] == TOPK
-        super().__init__(parts, DistillationLossFn(parts.config["distillation"]) if self.is_topk else policy_loss(parts.config["loss_fn"]))
+        own: DistillationConfig = at(parts.config, self.section())
+        self.is_topk = own["mode"] == TOPK
+        super().__init__(parts, DistillationLossFn(own) if self.is_topk else policy_loss(parts.config["loss_fn"]))
         self.teachers = {role.section.rpartition(".")[2]: role for role in _teacher_roles(parts.config)}
         self.teacher_of_source = teachers_of_sources(parts.config)
 
     @classmethod
-    def roles(cls, config: Mapping[str, Any]) -> tuple[Role, ...]:
+    def roles(cls, config: RunConfig) -> tuple[Role, ...]:
         """The actor, a reference where the loss has a divergence from it, and the teachers."""
-        penalty = (config.get("loss_fn") or {}).get("reference_policy_kl_penalty", 0)
+        penalty = at(config, "loss_fn.reference_policy_kl_penalty") or 0
         return ACTOR, *([REFERENCE] if penalty > 0 else []), *_teacher_roles(config)
 
     def step(self, step: int) -> dict[str, float]:
@@ -183,10 +188,10 @@ class Distillation(Sampled):
         return advantages, {"advantages_min": float(advantages.min()), "advantages_max": float(advantages.max())}
 
 
-def _teacher_roles(config: Mapping[str, Any]) -> tuple[Role, ...]:
-    if config.get(TEACHER) is not None:
+def _teacher_roles(config: RunConfig) -> tuple[Role, ...]:
+    if at(config, TEACHER) is not None:
         return (Role(TEACHER, None, section=TEACHER),)
-    return tuple(Role(f"{TEACHER}_{name}", None, section=f"{TEACHERS}.{name}") for name in config.get(TEACHERS) or {})
+    return tuple(Role(f"{TEACHER}_{name}", None, section=f"{TEACHERS}.{name}") for name in at(config, TEACHERS) or {})
 
 
 def _divergences(apart: Tensor, batch: BatchedDataDict[Any], rows_of: Mapping[str, list[int]]) -> dict[str, float]:

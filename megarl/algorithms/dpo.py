@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NotRequired
 from megarl.algorithms.algorithm import ACTOR, REFERENCE, Parts, Role
 from megarl.algorithms.supervised import Supervised, SupervisedConfig
 from megarl.config.losses import DPOLossConfig
+from megarl.config.nested import at
+from megarl.config.sections import RunConfig
 from megarl.key import Key
 from megarl.observe.timing import Sequences
 
@@ -38,11 +40,13 @@ class DPO(Supervised):
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({"dpo": DPOConfig})
     PAIRS = True
 
+    config: DPOConfig
+
     def __init__(self, parts: Parts) -> None:
         from megarl.algorithms.loss_functions import DPOLossFn
         from megarl.algorithms.reference_logprobs import ReferenceLogprobs
 
-        super().__init__(parts, DPOLossFn(parts.config["dpo"]))
+        super().__init__(parts, DPOLossFn(at(parts.config, "dpo")))
         self.keeps_reference: bool = self.config["cache_reference_logprobs"]
         self.reference = {
             id(data): ReferenceLogprobs(self.policy, parts.config, data, self.pad_token_id, keeps=self.keeps_reference)
@@ -51,7 +55,7 @@ class DPO(Supervised):
         }
 
     @classmethod
-    def roles(cls, config: Mapping[str, Any]) -> tuple[Role, ...]:
+    def roles(cls, config: RunConfig) -> tuple[Role, ...]:
         """The actor, and the reference."""
         return ACTOR, REFERENCE
 

@@ -13,6 +13,7 @@ from megarl.algorithms.sampled import Sampled, SampledConfig, Sampling, answer_m
 from megarl.config.environments import EnvConfig, weights_of_rewards
 from megarl.config.losses import ClippedPGLossConfig
 from megarl.config.models import model_sections
+from megarl.config.sections import RunConfig
 from megarl.errors import MismatchError, NonFiniteError
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key, Range
 from megarl.observe.timing import Sequences
@@ -167,6 +168,8 @@ class GRPO(Sampled):
     PROMPTS = "grpo.num_prompts_per_step"
     GENERATIONS = "grpo.num_generations_per_prompt"
 
+    config: GRPOConfig
+
     def __init__(self, parts: Parts) -> None:
         from megarl.algorithms.advantages import estimator_of
         from megarl.algorithms.loss_functions import policy_loss
@@ -180,7 +183,7 @@ class GRPO(Sampled):
         self.estimator = None if own is None else estimator_of(own["name"], f"{self.section()}.adv_estimator.name")
 
     @classmethod
-    def roles(cls, config: Mapping[str, Any]) -> tuple[Role, ...]:
+    def roles(cls, config: RunConfig) -> tuple[Role, ...]:
         """The actor, a reference where the loss has a divergence from it, and a reward model where there is a section for one."""
         reference = (REFERENCE,) if config["loss_fn"]["reference_policy_kl_penalty"] > 0 else ()
         return (ACTOR, *reference, *((REWARD_MODEL,) if REWARD_MODEL.section in model_sections(config) else ()))

@@ -12,6 +12,7 @@ from megarl.algorithms.grpo import GRPO, RewardedConfig
 from megarl.algorithms.sampled import Sampled, Sampling
 from megarl.config.environments import EnvConfig
 from megarl.config.losses import ClippedPGLossConfig
+from megarl.config.sections import RunConfig
 from megarl.errors import NonFiniteError
 from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, SHARE, Key
 from megarl.observe.timing import TRAIN_CRITIC, Sequences
@@ -97,6 +98,9 @@ class PPO(GRPO):
     PROMPTS = "ppo.num_prompts_per_step"
     GENERATIONS = "ppo.num_generations_per_prompt"
 
+    # every method that reads keys of GRPO's section alone is overridden
+    config: PPOConfig  # type: ignore[assignment]
+
     def __init__(self, parts: Parts) -> None:
         from megarl.algorithms.value_losses import ValueLoss
 
@@ -106,7 +110,7 @@ class PPO(GRPO):
         self.value_loss: Any = ValueLoss(self.config["value_clip"])
 
     @classmethod
-    def roles(cls, config: Mapping[str, Any]) -> tuple[Role, ...]:
+    def roles(cls, config: RunConfig) -> tuple[Role, ...]:
         """The actor, the critic, and a reference where the loss has a divergence from it."""
         actor, *others = super().roles(config)
         return (actor, CRITIC, *others)

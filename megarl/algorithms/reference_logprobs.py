@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,9 @@ from torch import Tensor
 from converters.checkpoint.source import locate_source
 from megarl import env
 from megarl.config.backend import enabled_backend
+from megarl.config.nested import at
+from megarl.config.policy import PolicyConfig
+from megarl.config.sections import RunConfig
 from megarl.data.datasets import Examples, bound_cache, cache_directory
 from megarl.data.table import Table, TableWriter, read_table
 from megarl.distributed.token_batches import supervised_batch
@@ -58,7 +61,7 @@ class ReferenceLogprobs:
         keeps: compute those of all examples when the first ones are asked for, and keep them on the disk; False computes what is asked for.
     """
 
-    def __init__(self, policy: Policy, config: Mapping[str, Any], dataset: Dataset, pad_token_id: int, *, keeps: bool) -> None:
+    def __init__(self, policy: Policy, config: RunConfig, dataset: Dataset, pad_token_id: int, *, keeps: bool) -> None:
         self._policy, self._config, self._dataset, self._pad_token_id = policy, config, dataset, pad_token_id
         self._keeps = keeps
         self._tables: list[list[Table]] | None = None
@@ -141,14 +144,13 @@ class ReferenceLogprobs:
         return found
 
 
-def _identity(policy: Mapping[str, Any]) -> list[Any]:
+def _identity(policy: PolicyConfig) -> list[Any]:
     """All that the log-probabilities of given tokens depend on; of the types of JSON."""
-    megatron = policy.get("megatron_cfg") or {}
-    numeric = {key: megatron.get(key) for key in _NUMERIC}
+    numeric = {key: at(policy, f"megatron_cfg.{key}") for key in _NUMERIC}
     return [_FORM, env.installed_version(env.DISTRIBUTION), enabled_backend(policy), policy["precision"], numeric, model_identity(policy)]
 
 
-def model_identity(policy: Mapping[str, Any]) -> list[list[str]]:
+def model_identity(policy: PolicyConfig) -> list[list[str]]:
     """Name and digest of each file that says what a model computes, read at the speed of the disk.
 
     Raises:
@@ -157,7 +159,7 @@ def model_identity(policy: Mapping[str, Any]) -> list[list[str]]:
     """
     directory = locate_source(policy["model_name"])
     files = sorted({file for pattern in _FILES for file in directory.glob(pattern)})
-    family = (policy.get("megatron_cfg") or {}).get("family_file")
+    family = at(policy, "megatron_cfg.family_file")
     files += [Path(family)] if family else []
     with ThreadPoolExecutor() as pool:
         return [[file.name, digest] for file, digest in zip(files, pool.map(_file_digest, files), strict=True)]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 from typing_extensions import TypedDict
 
 from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts, Role
+from megarl.config.nested import at
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
 from megarl.observe.timing import Sequences
 
@@ -110,13 +111,16 @@ class Sampled(Algorithm):
         loss_fn: of a global batch.
     """
 
+    config: SampledConfig
+
     def __init__(self, parts: Parts, loss_fn: Any) -> None:
         from megarl.algorithms.skipped_batches import EmptySteps
         from megarl.rollout.collector import Collector
 
         super().__init__(parts)
         assert parts.environment is not None
-        self.run_config, self.config = parts.config, parts.config[self.section()]
+        self.run_config, self.config = parts.config, at(parts.config, self.section())
+        self.generations: int = 1 if self.GENERATIONS is None else at(parts.config, self.GENERATIONS)
         self.seed, self.loss_fn = parts.config["seed"], loss_fn
         self.policy, self.models, self.turns = parts.models[ACTOR], parts.models, parts.turns
         self.refit, self.timer, self.skipped = parts.refit, parts.timer, parts.skipped
@@ -146,15 +150,14 @@ class Sampled(Algorithm):
         """Sample answers to the next prompts, all of which the step trains on."""
         from megarl.rollout.samples import sampling_seeds
 
-        prompts, generations = self.config["num_prompts_per_step"], self.config["num_generations_per_prompt"]
+        prompts, generations = self.config["num_prompts_per_step"], self.generations
         rollouts = self.collect(self.sampler.take(prompts), sampling_seeds(self.seed, step, prompts, generations), step)
         return Sampling(rollouts, rollouts.samples, {})
 
     def collect(self, indices: list[int], seeds: list[int], step: int) -> Rollouts:
         """Answers to some prompts."""
         self.turns.take(ACTOR)
-        generations = self.config["num_generations_per_prompt"]
-        return self.collector.collect(self.train_data.select(indices), generations, seeds, weight_version=step - 1)
+        return self.collector.collect(self.train_data.select(indices), self.generations, seeds, weight_version=step - 1)
 
     def batch_of(self, samples: BatchedDataDict[Any], *, previous: bool, reference: bool) -> BatchedDataDict[Any]:
         """What the loss reads of samples: the model's inputs and ``generation_logprobs``; where asked for, the log-probabilities of the
@@ -202,7 +205,7 @@ class Sampled(Algorithm):
         from megarl.algorithms.skipped_batches import filled
         from megarl.algorithms.train_results import metrics_of_epochs
 
-        found = filled(batch, self.run_config[(role or ACTOR).section]["train_global_batch_size"])
+        found = filled(batch, at(self.run_config, (role or ACTOR).section)["train_global_batch_size"])
         records = [rollouts.records[row].index for row in found.rows]
         results = [
             self.skipped.train(model, found.batch, loss_fn, step, records, role=role) for _ in range(epochs if len(found.rows) else 0)

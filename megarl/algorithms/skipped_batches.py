@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.config.backend import generation_of
 from megarl.config.environments import environments_of, rewards_of
+from megarl.config.sections import RunConfig
 from megarl.errors import BatchError, NonFiniteError
 
 if TYPE_CHECKING:
@@ -215,9 +217,7 @@ NO_SIGNAL_STEPS = (1, 5)
 _WHOLE_SOLUTIONS = ("####", "\\boxed")
 
 
-def warn_of_no_signal(
-    step: int, samples: Mapping[str, Tensor], advantages: Tensor, records: Sequence[Example], config: Mapping[str, Any]
-) -> None:
+def warn_of_no_signal(step: int, samples: Mapping[str, Tensor], advantages: Tensor, records: Sequence[Example], config: RunConfig) -> None:
     """Log a warning at the steps ``NO_SIGNAL_STEPS`` if rewards tell no response from another, so that the step has no gradient.
 
     That is where all advantages are 0, and, for estimators with values of their own, where all rewards are the same.
@@ -248,7 +248,7 @@ def warn_of_no_signal(
     )
 
 
-def likely_causes(samples: Mapping[str, Tensor], records: Sequence[Example], config: Mapping[str, Any]) -> Iterator[str]:
+def likely_causes(samples: Mapping[str, Tensor], records: Sequence[Example], config: RunConfig) -> Iterator[str]:
     """Yield what makes all rewards equal, as far as the responses and the references show it."""
     rewards = [reward for key, section in environments_of(config["env"]).items() for reward in rewards_of(section, key).values()]
     names = {reward.get("reward") for reward in rewards}
@@ -258,11 +258,11 @@ def likely_causes(samples: Mapping[str, Tensor], records: Sequence[Example], con
             f"references have {' and '.join(map(repr, marks))}, and exact_match compares a response with the whole of them: use "
             f"env.reward={'gsm8k' if marks[0] == '####' else 'math'}"
         )
-    generation = config["policy"]["generation"]
+    generation = generation_of(config["policy"])
     if bool(samples["truncated"].all()):
         yield (
             f"all responses were cut off at policy.generation.max_new_tokens = {generation['max_new_tokens']}, none ended by one of the "
-            f"stop tokens {generation.get('stop_token_ids')}: raise the limit, or see whether the model knows the chat template"
+            f"stop tokens {generation['stop_token_ids']}: raise the limit, or see whether the model knows the chat template"
         )
     elif int(samples["generation_lengths"].max()) <= 1:
         yield "all responses are empty: the model ends where it should begin, so see whether it knows the chat template"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NotRequired
 from typing_extensions import TypedDict
 
 from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts
+from megarl.config.nested import at
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
 
 if TYPE_CHECKING:
@@ -43,10 +44,11 @@ class Supervised(Algorithm):
     """
 
     GENERATES: ClassVar[bool] = False
+    config: SupervisedConfig
 
     def __init__(self, parts: Parts, loss_fn: Any) -> None:
         super().__init__(parts)
-        self.config, policy = parts.config[self.section()], parts.config["policy"]
+        self.config, policy = at(parts.config, self.section()), parts.config["policy"]
         self.policy = parts.models[ACTOR]
         self.global_batch_size, self.micro_batch_size = policy["train_global_batch_size"], policy["train_micro_batch_size"]
         self.pad_token_id = parts.tokenizer.pad_token_id

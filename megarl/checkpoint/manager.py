@@ -25,6 +25,7 @@ from megarl.checkpoint.background import seal, tidy_memory
 from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.manifest import read_signing_key, sign_manifest, verify
 from megarl.checkpoint.storage import is_real_directory, is_there, names_in, read_again, tree_bytes
+from megarl.config.sections import CheckpointingConfig
 from megarl.errors import CheckpointError, StorageError
 from megarl.redaction import redacted
 
@@ -167,7 +168,7 @@ class CheckpointManager:
         keep_top_k: how many of the best to keep, besides the latest; None keeps all.
     """
 
-    def __init__(self, config: Mapping[str, Any], lock: RunLock | None = None, verify_hashes: bool = True) -> None:
+    def __init__(self, config: CheckpointingConfig, lock: RunLock | None = None, verify_hashes: bool = True) -> None:
         """Args:
             config: the ``checkpointing`` section: ``checkpoint_dir``, ``metric_name``, ``higher_is_better``, ``save_period``,
                 ``keep_top_k``, ``signing_key_file``.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, Final, NotRequired
 
 from typing_extensions import TypedDict
 
 from megarl.config.nested import at
-from megarl.config.sections import RunConfig
+from megarl.config.sections import AlgorithmConfig, RunConfig
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path, load_object
 from megarl.key import Key, keys_of, section_types
@@ -18,7 +18,7 @@ from megarl.key import Key, keys_of, section_types
 if TYPE_CHECKING:
     from megarl.config.plugins import AlgorithmSpec, ModelSection, Role
 
-KEY = "algorithm"
+KEY: Final = "algorithm"
 
 ALGORITHMS: Mapping[str, str] = MappingProxyType(
     {
@@ -111,30 +111,30 @@ def _fault_of(algorithm: type[AlgorithmSpec]) -> tuple[str, str] | None:
     return None
 
 
-def own_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def own_section(config: RunConfig) -> AlgorithmConfig:
     """The section of a checked run that its algorithm has for itself."""
-    section: Mapping[str, Any] = config[algorithm_class(config[KEY]).section()]
+    section: AlgorithmConfig = at(config, algorithm_class(config[KEY]).section())
     return section
 
 
-def generates(config: Mapping[str, Any]) -> bool:
+def generates(config: RunConfig) -> bool:
     """Whether the steps of a checked run sample responses."""
     return algorithm_class(config[KEY]).GENERATES
 
 
-def rows_of_record(config: Mapping[str, Any]) -> int:
+def rows_of_record(config: RunConfig) -> int:
     """Rows that a record of a checked run makes in a batch of training: 2 for a pair of answers. Batch sizes count records."""
     return 2 if algorithm_class(config[KEY]).PAIRS else 1
 
 
-def step_size(config: Mapping[str, Any]) -> tuple[int, int]:
+def step_size(config: RunConfig) -> tuple[int, int]:
     """Prompts (records) of a step of a checked run, and responses to each."""
     algorithm = algorithm_class(config[KEY])
     prompts = config["policy"]["train_global_batch_size"] if algorithm.PROMPTS is None else at(config, algorithm.PROMPTS)
     return prompts, 1 if algorithm.GENERATIONS is None else at(config, algorithm.GENERATIONS)
 
 
-def roles(config: Mapping[str, Any]) -> tuple[Role, ...]:
+def roles(config: RunConfig) -> tuple[Role, ...]:
     """The models of a checked run, by the part that they play."""
     return algorithm_class(config[KEY]).roles(config)
 

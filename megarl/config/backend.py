@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
+
+from megarl.config.generation import GenerationConfig
+from megarl.config.policy import PolicyConfig
 
 BackendName: TypeAlias = Literal["megatron", "dtensor", "fsdp1"]
 
 
-def enabled_backend(policy: Mapping[str, Any]) -> BackendName:
+def enabled_backend(policy: PolicyConfig) -> BackendName:
     """``megatron``, ``dtensor`` or, with neither enabled, ``fsdp1``."""
-    if (policy.get("megatron_cfg") or {}).get("enabled"):
+    megatron, dtensor = policy.get("megatron_cfg"), policy.get("dtensor_cfg")
+    if megatron and megatron["enabled"]:
         return "megatron"
-    return "dtensor" if (policy.get("dtensor_cfg") or {}).get("enabled") else "fsdp1"
+    return "dtensor" if dtensor and dtensor["enabled"] else "fsdp1"
 
 
-def scores(policy: Mapping[str, Any]) -> bool:
+def generation_of(policy: PolicyConfig) -> GenerationConfig:
+    """The ``generation`` section of the filled-in policy section of a run that generates."""
+    section = policy["generation"]
+    if section is None:
+        raise ValueError("policy.generation is null, so that nothing can be generated; write a section")
+    return section
+
+
+def scores(policy: PolicyConfig) -> bool:
     """Whether a policy section asks for a model that scores, with one output in the place of a language model's output layer."""
-    return bool((policy.get("reward_model_cfg") or {}).get("enabled"))
+    section = policy.get("reward_model_cfg")
+    return section is not None and bool(section.get("enabled"))

@@ -8,10 +8,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megarl.config.algorithms import ORDER, built_in_sections, sections_of
 from megarl.config.arithmetic import sequence_share
+from megarl.config.data_sources import DataConfig
 from megarl.config.engines import engine_kind, is_engine
 from megarl.config.environments import BUILT_IN_REWARDS, EnvConfig, named_environments
 from megarl.config.generation import GenerationConfig
@@ -32,7 +33,6 @@ from megarl.config.sections import (
     CheckpointingConfig,
     ClusterConfig,
     Config,
-    DataConfig,
     DeadlinesConfig,
     DebugConfig,
     LoggerConfig,
@@ -101,7 +101,7 @@ def _complete_deadlines(section: Config) -> Config:
     return fill(filled, {key: filled[other] for key, other in follow.items()})
 
 
-def complete_policy(policy: Mapping[str, Any]) -> Config:
+def complete_policy(policy: Mapping[str, Any]) -> PolicyConfig:
     """A copy of a ``policy`` section with every absent optional key filled in."""
     filled = copy.deepcopy(dict(policy))
     if "make_sequence_length_divisible_by" not in filled:
@@ -127,7 +127,7 @@ def complete_policy(policy: Mapping[str, Any]) -> Config:
         filled["optimizer"] = fill(filled["optimizer"], defaults_of(PytorchOptimizerConfig))
     if _section(filled, "dtensor_cfg").get("enabled") is True:
         filled["dtensor_cfg"] = fill(filled["dtensor_cfg"], defaults_of(DTensorConfig))
-    return filled
+    return cast(PolicyConfig, filled)
 
 
 def _complete_megatron(megatron: Config, policy: Config) -> Config:

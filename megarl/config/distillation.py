@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from megarl.config.data_sources import DataConfig, DataSource
+from megarl.config.nested import at
+from megarl.config.sections import RunConfig
 from megarl.config.validation_sets import set_name
 
 SECTION = "distillation"
@@ -13,21 +15,21 @@ TEACHER, TEACHERS = "teacher", "teachers"
 OF_SOURCE = f"{SECTION}.teacher_of_source"
 
 
-def source_key(source: Mapping[str, Any]) -> str:
+def source_key(source: DataSource) -> str:
     """What ``distillation.teacher_of_source`` calls a source: its environment, else the end of its name or path."""
     return str(source.get("env_name") or set_name(source))
 
 
-def train_sources(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The training sources of a run, in their order."""
-    given = config["data"]["train"]
-    return [given] if isinstance(given, Mapping) else list(given)
+def train_sources(data: DataConfig) -> Sequence[DataSource]:
+    """The training sources of a ``data`` section, in their order."""
+    given = data["train"]
+    return given if isinstance(given, list) else [given]
 
 
-def teachers_of_sources(config: Mapping[str, Any]) -> list[str]:
+def teachers_of_sources(config: RunConfig) -> list[str]:
     """The teacher of each training source of a checked run, by its name; ``teacher`` where it has none."""
-    names = list(config.get(TEACHERS) or {})
+    names = list(at(config, TEACHERS) or {})
     if not names:
-        return [TEACHER] * len(train_sources(config))
-    chosen = config[SECTION]["teacher_of_source"]
-    return [names[0] if chosen is None else chosen[source_key(source)] for source in train_sources(config)]
+        return [TEACHER] * len(train_sources(config["data"]))
+    chosen = at(config, OF_SOURCE)
+    return [names[0] if chosen is None else chosen[source_key(source)] for source in train_sources(config["data"])]

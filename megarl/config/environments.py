@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired, cast
 
 from typing_extensions import TypedDict
 
+from megarl.config.nested import at
 from megarl.config.reward_arguments import describe_faults, known_names
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path, load_object
@@ -304,7 +305,7 @@ def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
     return kind
 
 
-def tool_sections(section: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def tool_sections(section: EnvConfig) -> dict[str, ToolConfig]:
     """The tools of an environment by name, each with its kind under ``tool``."""
     return {name: {"tool": name, **inner} for name, inner in (section.get("tools") or {}).items()}
 
@@ -323,7 +324,7 @@ def own_function(name: str, key: str) -> Callable[..., Any]:
     return found
 
 
-def faults_of_tools(section: Mapping[str, Any], key: str) -> Iterator[Violation]:
+def faults_of_tools(section: EnvConfig, key: str) -> Iterator[Violation]:
     """Yield what is wrong with the tools of one environment."""
     if not section.get("tools"):
         yield Violation(f"{key}.tools", section.get("tools"), "there are none, so that nothing can be called", "name one: {calculator: {}}")
@@ -331,23 +332,24 @@ def faults_of_tools(section: Mapping[str, Any], key: str) -> Iterator[Violation]
         bound = "no call would be read"
         yield Violation(f"{key}.tool_parser", None, bound, f"write the form in which the model calls tools: {', '.join(TOOL_PARSERS)}")
     for name, inner in tool_sections(section).items():
-        at, kind = f"{key}.tools.{name}", inner["tool"]
-        yield from fault_of_name(at, name)
-        yield from faults_of_ranges(inner, ToolConfig, at)
+        path, kind = f"{key}.tools.{name}", inner["tool"]
+        yield from fault_of_name(path, name)
+        yield from faults_of_ranges(inner, ToolConfig, path)
         if kind not in TOOL_KINDS and not is_import_path(kind):
-            yield Violation(f"{at}.tool", kind, f"it must be {', '.join(TOOL_KINDS)} or an import path", "write one, as file.py:function")
+            yield Violation(f"{path}.tool", kind, f"it must be {', '.join(TOOL_KINDS)} or an import path", "write one, as file.py:function")
             continue
         if kind not in TOOL_KINDS:
             try:
-                own_function(kind, f"{at}.tool")
+                own_function(kind, f"{path}.tool")
             except ConfigError as error:
                 yield from error.violations
         read = {"tool", "description", *TOOL_OPTIONS.get(kind, ())}
         for option in sorted(inner.keys() - read):
-            yield Violation(f"{at}.{option}", inner[option], f"the tool {kind} does not read it, so that it would do nothing", "remove it")
+            bound = f"the tool {kind} does not read it, so that it would do nothing"
+            yield Violation(f"{path}.{option}", at(inner, option), bound, "remove it")
         for option in ("documents", "url"):
             if option in TOOL_OPTIONS.get(kind, ()) and not inner.get(option):
-                yield Violation(f"{at}.{option}", inner.get(option), f"the tool {kind} needs it", "write it")
+                yield Violation(f"{path}.{option}", inner.get(option), f"the tool {kind} needs it", "write it")
 
 
 def check_reward(name: object, key: str = REWARD, columns: Collection[str] | None = None) -> None:
@@ -374,30 +376,31 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
         raise ConfigError([Violation(key, name, fault, fix)])
 
 
-def named_environments(section: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def named_environments(section: Mapping[str, Any]) -> dict[str, EnvConfig]:
     """The environments of an ``env`` section that have names: the sections in it that are no keys of its own."""
-    return {name: inner for name, inner in section.items() if isinstance(inner, Mapping) and name not in keys_of(EnvConfig)}
+    own = keys_of(EnvConfig)
+    return {name: cast(EnvConfig, inner) for name, inner in section.items() if isinstance(inner, Mapping) and name not in own}
 
 
-def environments_of(section: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def environments_of(section: EnvConfig) -> dict[str, EnvConfig]:
     """Dotted key of each environment of an ``env`` section to its own section: those with names, else the section itself."""
     named = {f"env.{name}": inner for name, inner in named_environments(section).items()}
     return named or {"env": section}
 
 
-def weights_of_rewards(section: Mapping[str, Any]) -> dict[str, float]:
+def weights_of_rewards(section: EnvConfig) -> dict[str, float]:
     """The weight of each of several rewards by its name, over all environments of an ``env`` section."""
     several = [inner.get("rewards") or {} for inner in environments_of(section).values()]
     return {name: reward.get("weight", 1.0) for rewards in several for name, reward in rewards.items()}
 
 
-def rewards_of(section: Mapping[str, Any], key: str = "env") -> dict[str, Mapping[str, Any]]:
+def rewards_of(section: EnvConfig, key: str = "env") -> dict[str, RewardConfig]:
     """Dotted key of each reward of one environment to its section, which names it under ``reward``."""
     several = section.get("rewards")
     if several is None:
-        return {key: section}
-    shared = {name: section[name] for name in ("strip", "timeout_s") if name in section}
-    return {f"{key}.rewards.{name}": {"reward": name, **shared, **inner} for name, inner in several.items()}
+        return {key: cast(RewardConfig, section)}
+    shared: Any = {name: section[name] for name in ("strip", "timeout_s") if name in section}
+    return {f"{key}.rewards.{name}": cast(RewardConfig, {"reward": name, **shared, **inner}) for name, inner in several.items()}
 
 
 def fault_of_name(key: str, name: str) -> Iterator[Violation]:
@@ -418,7 +421,7 @@ def faults_of_ranges(section: Mapping[str, Any], kind: Any, key: str) -> Iterato
                 yield from faults_of_ranges(section[name], inner, f"{key}.{name}")
 
 
-def faults_of_rewards(section: Mapping[str, Any], key: str = "env", columns: Collection[str] = ()) -> Iterator[Violation]:
+def faults_of_rewards(section: EnvConfig, key: str = "env", columns: Collection[str] = ()) -> Iterator[Violation]:
     """Yield what is wrong with the rewards of one environment of one turn, whose values are of the right types.
 
     Args:
@@ -438,13 +441,14 @@ def faults_of_rewards(section: Mapping[str, Any], key: str = "env", columns: Col
         for name, inner in several.items():
             yield from fault_of_name(f"{key}.rewards.{name}", name)
             yield from faults_of_ranges(inner, RewardConfig, f"{key}.rewards.{name}")
+        bound = f"{key}.rewards has the rewards, each with its options"
         for option in sorted(keys_of(RewardOptions).keys() & section.keys()):
-            yield Violation(f"{key}.{option}", section[option], f"{key}.rewards has the rewards, each with its options", "move it there")
-    for at, reward in rewards_of(section, key).items():
-        yield from _faults_of_reward(reward, at, columns)
+            yield Violation(f"{key}.{option}", at(section, option), bound, "move it there")
+    for path, reward in rewards_of(section, key).items():
+        yield from _faults_of_reward(reward, path, columns)
 
 
-def _faults_of_reward(reward: Mapping[str, Any], key: str, columns: Collection[str]) -> Iterator[Violation]:
+def _faults_of_reward(reward: RewardConfig, key: str, columns: Collection[str]) -> Iterator[Violation]:
     name = reward.get("reward")
     try:
         check_reward(name, f"{key}.reward", columns)
@@ -454,14 +458,14 @@ def _faults_of_reward(reward: Mapping[str, Any], key: str, columns: Collection[s
     read = OPTIONS.get(str(name), ())
     for option in keys_of(RewardOptions):
         if option in reward and option not in read:
-            yield Violation(f"{key}.{option}", reward[option], f"the reward {name!r} does not read it", "remove it")
+            yield Violation(f"{key}.{option}", at(reward, option), f"the reward {name!r} does not read it", "remove it")
     for option in REQUIRED_OPTIONS.get(str(name), ()):
         if option not in reward:
             yield Violation(f"{key}.{option}", None, f"the reward {name!r} needs it", "add it")
     yield from _faults_of_options(reward, key)
 
 
-def _faults_of_options(reward: Mapping[str, Any], key: str) -> Iterator[Violation]:
+def _faults_of_options(reward: RewardConfig, key: str) -> Iterator[Violation]:
     longest, buffer = reward.get("max_response_length"), reward.get("overlong_buffer_length")
     if longest is not None and buffer is not None and buffer > longest:
         bound = f"it is longer than the longest response, max_response_length = {longest}"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from megarl.config.policy import MegatronConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def read_pipeline_layout(text: str) -> list[str]:
     return unrolled.split("|")
 
 
-def pipeline_chunks(megatron: Mapping[str, Any]) -> int:
+def pipeline_chunks(megatron: MegatronConfig) -> int:
     """Model chunks of one pipeline stage (1 unless the pipeline is interleaved) of a valid ``megatron_cfg``."""
     layout = megatron.get("pipeline_model_parallel_layout")
     if layout is not None:
@@ -105,7 +105,7 @@ def pipeline_chunks(megatron: Mapping[str, Any]) -> int:
     return megatron.get("virtual_pipeline_model_parallel_size") or 1
 
 
-def stage_layer_counts(megatron: Mapping[str, Any], num_layers: int) -> list[int]:
+def stage_layer_counts(megatron: MegatronConfig, num_layers: int) -> list[int]:
     """Layers of each pipeline stage of a ``megatron_cfg``, over all of its chunks.
 
     Raises:

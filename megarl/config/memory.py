@@ -5,9 +5,8 @@ The torch backends shard parameters, gradients and optimizer state over all rank
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from converters.model_config.architecture import ModelFacts
 from megarl.config.activations import (
@@ -23,6 +22,7 @@ from megarl.config.backend import enabled_backend
 from megarl.config.engines import is_engine
 from megarl.config.layout import Layout, stage_layer_counts
 from megarl.config.parameters import expert_layer_parameters, layer_parameters, stage_layers, stage_parameters
+from megarl.config.policy import MegatronConfig, MegatronOptimizerConfig, PolicyConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -71,7 +71,7 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer
 
 
-def optimizer_bytes(optimizer: Mapping[str, Any], weight_bytes: int, gradient_bytes: int) -> int:
+def optimizer_bytes(optimizer: MegatronOptimizerConfig, weight_bytes: int, gradient_bytes: int) -> int:
     """Bytes a parameter of optimizer state, before it is divided over data-parallel ranks.
 
     Float32 moments (two for Adam, one for SGD with momentum), and float32 copies of weights and gradients unless they are float32 already.
@@ -83,7 +83,7 @@ def optimizer_bytes(optimizer: Mapping[str, Any], weight_bytes: int, gradient_by
 
 
 def estimate(
-    policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, *, reference: bool, device: str = "cuda"
+    policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: BatchPlan, *, reference: bool, device: str = "cuda"
 ) -> list[RankMemory]:
     """Memory of a rank of each pipeline stage.
 
@@ -103,7 +103,7 @@ def estimate(
 def _stage_memory(
     stage: int,
     layers: list[int],
-    policy: Mapping[str, Any],
+    policy: PolicyConfig,
     facts: ModelFacts,
     layout: Layout,
     plan: BatchPlan,
@@ -147,7 +147,7 @@ def _stage_memory(
     )
 
 
-def _expert_sizes(megatron: Mapping[str, Any]) -> tuple[int, int]:
+def _expert_sizes(megatron: MegatronConfig) -> tuple[int, int]:
     """Ranks that the experts are divided over, and ranks that each of them is cut over."""
     return megatron.get("expert_model_parallel_size", 1), megatron.get("expert_tensor_parallel_size", 1)
 
@@ -198,7 +198,7 @@ class _Layers:
         return head_activation_bytes(self.facts, self.tokens, self.tensor, self.sequence_parallel, self.kept)
 
 
-def _recomputed(megatron: Mapping[str, Any]) -> Collection[str] | None:
+def _recomputed(megatron: MegatronConfig) -> Collection[str] | None:
     """Return the parts of layers that are recomputed; None for whole layers."""
     if not megatron["activation_checkpointing"]:
         return ()
@@ -226,7 +226,7 @@ class _Logits:
     scoring: int = 0
 
 
-def logit_bytes(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, element: int) -> _Logits:
+def logit_bytes(policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: BatchPlan, element: int) -> _Logits:
     """Return what the output layer takes for logits of ``element`` bytes.
 
     The kernel of the log-probabilities, and the PyTorch code that works on few rows at a time, make no copy of the logits. Only where these
@@ -245,7 +245,7 @@ def logit_bytes(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, pl
     return _Logits(training * columns * (element + own * (element > own)) + gradient, scoring * columns * element)
 
 
-def _logprob_tokens(policy: Mapping[str, Any], plan: BatchPlan) -> int:
+def _logprob_tokens(policy: PolicyConfig, plan: BatchPlan) -> int:
     """Most tokens of a micro-batch of a log-probability pass."""
     return int(plan.logprob_token_budget or policy["logprob_batch_size"] * plan.sequence_length)
 
@@ -255,7 +255,7 @@ def _scoring(layers: _Layers, logits: _Logits) -> int:
     return max(*layers.each(), logits.scoring)
 
 
-def generation_cache_bytes(layers: int, policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, element: int) -> int:
+def generation_cache_bytes(layers: int, policy: PolicyConfig, facts: ModelFacts, layout: Layout, element: int) -> int:
     """Keys and values of the sequences that are generated at a time; none where an engine has them."""
     if policy["generation"] is None or is_engine(policy["generation"]["backend"]):
         return 0
@@ -271,7 +271,7 @@ GATHERED_LAYERS = 2
 """Layers whose whole parameters are there at once: the one that computes and the next one, which is being gathered."""
 
 
-def estimate_sharded(policy: Mapping[str, Any], facts: ModelFacts, layout: Layout, plan: BatchPlan, *, reference: bool) -> RankMemory:
+def estimate_sharded(policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: BatchPlan, *, reference: bool) -> RankMemory:
     """Memory of a rank.
 
     Weights, gradients and optimizer state are float32 shards; beside them stand, in the type they compute in, the whole parameters of the
@@ -312,7 +312,7 @@ def estimate_sharded(policy: Mapping[str, Any], facts: ModelFacts, layout: Layou
     )
 
 
-def _offloads(policy: Mapping[str, Any]) -> bool:
+def _offloads(policy: PolicyConfig) -> bool:
     """Whether the shards live in host memory."""
     if enabled_backend(policy) == "dtensor":
         return bool(policy["dtensor_cfg"]["cpu_offload"])

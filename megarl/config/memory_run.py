@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from converters.model_config.architecture import ModelFacts
 from megarl.config.algorithms import generates, own_section
@@ -18,6 +17,8 @@ from megarl.config.models import model_sections
 from megarl.config.nested import at
 from megarl.config.parameters import model_parameters
 from megarl.config.plugins import EngineMemory
+from megarl.config.policy import PolicyConfig
+from megarl.config.sections import ClusterConfig, RunConfig
 
 GIB = 2**30
 MIB = 2**20
@@ -61,7 +62,7 @@ class Moment:
 
 
 def device_ledger(
-    policy: Mapping[str, Any],
+    policy: PolicyConfig,
     rank: RankMemory,
     engine: EngineMemory,
     facts: ModelFacts,
@@ -104,7 +105,7 @@ def device_ledger(
     ]
 
 
-def device_gib(cluster: Mapping[str, Any]) -> float:
+def device_gib(cluster: ClusterConfig) -> float:
     """Memory of a GPU in GiB."""
     given = cluster["device_memory_gib"]
     return ASSUMED_DEVICE_GIB if given is None else float(given)
@@ -115,7 +116,7 @@ def process_rest(groups: int) -> int:
     return CONTEXT_REST + groups * NCCL_CHANNELS * NCCL_BUFFERS
 
 
-def _moment_bytes(policy: Mapping[str, Any], rank: RankMemory) -> int:
+def _moment_bytes(policy: PolicyConfig, rank: RankMemory) -> int:
     """Bytes of the optimizer's moments on a rank: the float32 numbers that are neither copies of weights nor of gradients."""
     if enabled_backend(policy) != "megatron":
         return rank.optimizer
@@ -126,7 +127,7 @@ def _moment_bytes(policy: Mapping[str, Any], rank: RankMemory) -> int:
     return rank.optimizer * moments // max(moments + copies, 1)
 
 
-def host_memory(config: Mapping[str, Any], ranks: Sequence[RankMemory], beside: Iterable[Sequence[RankMemory]] = ()) -> int:
+def host_memory(config: RunConfig, ranks: Sequence[RankMemory], beside: Iterable[Sequence[RankMemory]] = ()) -> int:
     """Host memory of a node: of each of its ranks the reference policy and a copy of the weights that it takes the place of; optimizer
     state and weights while an engine on the same device generates, the first also where ``offload_optimizer_for_logprob`` says so; where
     ranks run on a CPU, everything. A checkpoint that is written while training goes on is not among it.
@@ -152,7 +153,7 @@ def host_memory(config: Mapping[str, Any], ranks: Sequence[RankMemory], beside: 
     return int(config["cluster"]["gpus_per_node"] * together)
 
 
-def checkpoint_bytes(policy: Mapping[str, Any], facts: ModelFacts) -> int:
+def checkpoint_bytes(policy: PolicyConfig, facts: ModelFacts) -> int:
     """One checkpoint: weights, float32 copies of them and the optimizer's moments, as the backend writes them.
 
     Megatron writes the weights in ``policy.precision``, and with the distributed optimizer or in 16 bit float32 copies of them; the torch
@@ -167,14 +168,14 @@ def checkpoint_bytes(policy: Mapping[str, Any], facts: ModelFacts) -> int:
     return parameters * (element + 4 * (moments + copies))
 
 
-def checkpoint_bytes_beside(config: Mapping[str, Any]) -> int:
+def checkpoint_bytes_beside(config: RunConfig) -> int:
     """What the trained models beside the policy add to a checkpoint; those whose sizes are not known are left out."""
     sections = [at(config, path) for path, section in model_sections(config).items() if section.is_trained]
     known = [(section, facts) for section in sections if (facts := facts_of_policy(section)) is not None]
     return sum(checkpoint_bytes(section, facts) for section, facts in known)
 
 
-def checkpoints_kept(config: Mapping[str, Any]) -> int:
+def checkpoints_kept(config: RunConfig) -> int:
     """Most checkpoints on the disk at once: those that are kept, the newest, and the one that is being written."""
     section = config["checkpointing"]
     steps = own_section(config)["max_num_steps"]
@@ -182,7 +183,7 @@ def checkpoints_kept(config: Mapping[str, Any]) -> int:
     return min(written, written if section["keep_top_k"] is None else section["keep_top_k"] + 2)
 
 
-def disk_bytes(config: Mapping[str, Any], facts: ModelFacts) -> int:
+def disk_bytes(config: RunConfig, facts: ModelFacts) -> int:
     """The run's directory at its largest: checkpoints, and the exported model."""
     section, policy = config["checkpointing"], config["policy"]
     exported = model_parameters(facts) * BYTES[policy["precision"]] if section["export_hf"] else 0

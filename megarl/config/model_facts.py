@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from converters.model_config.heads import ScoreHead
 from converters.model_config.sizes import SIZE_NEEDED
 from megarl.config.backend import scores
 from megarl.config.known_models import KNOWN_MODELS
+from megarl.config.policy import PolicyConfig
 from megarl.errors import ConfigError, Violation
 
 KEY = "policy.model_name"
@@ -60,7 +60,7 @@ def read_model_facts(model_name: str) -> ModelFacts | None:
     return facts_of(KNOWN_MODELS[model_name]) if model_name in KNOWN_MODELS else None
 
 
-def facts_of_policy(policy: Mapping[str, Any]) -> ModelFacts | None:
+def facts_of_policy(policy: PolicyConfig) -> ModelFacts | None:
     """The facts of the model that a checked ``policy`` section describes; as ``read_model_facts`` otherwise."""
     facts = read_model_facts(policy["model_name"])
     if facts is None or not scores(policy):

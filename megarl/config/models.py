@@ -9,17 +9,17 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from megarl.config.algorithms import KEY, models_of, roles
 from megarl.config.nested import merge
-from megarl.config.sections import Config
+from megarl.config.sections import Config, RunConfig
 from megarl.errors import Violation
 
 if TYPE_CHECKING:
     from megarl.config.plugins import ModelSection, Role
 
-POLICY = "policy"
+POLICY: Final = "policy"
 _OF_POLICY = re.compile(rf"\b{POLICY}(?=\.\w|\[)")
 _NOT_INHERITED = ("generation", "generation_batch_size", "reward_model_cfg")
 """Keys that say what a model is for."""
@@ -37,7 +37,7 @@ def model_sections(config: Mapping[str, Any]) -> dict[str, ModelSection]:
     return found
 
 
-def model_roles(config: Mapping[str, Any]) -> tuple[Role, ...]:
+def model_roles(config: RunConfig) -> tuple[Role, ...]:
     """The roles of a checked run whose models have workers, the actor first."""
     return tuple(role for role in roles(config) if role.has_workers)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+MappingT = TypeVar("MappingT", bound=Mapping[Any, Any])
 
 
 def at(config: Mapping[Any, Any], path: str) -> Any:
@@ -21,11 +23,12 @@ def has(config: Mapping[Any, Any], path: str) -> bool:
     return isinstance(section, Mapping) and name in section
 
 
-def put(config: Mapping[Any, Any], path: str, value: Any) -> dict[Any, Any]:
+def put(config: MappingT, path: str, value: Any) -> MappingT:
     """A copy with another value at a dotted path; mappings above it are copied, all others are shared."""
     name, _, rest = path.partition(".")
     inner = config.get(name)
-    return {**config, name: value if not rest else put(inner if isinstance(inner, Mapping) else {}, rest, value)}
+    changed: Any = {**config, name: value if not rest else put(inner if isinstance(inner, Mapping) else {}, rest, value)}
+    return changed
 
 
 def merge(under: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, Any]:

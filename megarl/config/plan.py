@@ -6,12 +6,12 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 from converters.model_config.architecture import ModelFacts
 from megarl.config.algorithms import generates, roles, rows_of_record, step_size
 from megarl.config.arithmetic import BatchPlan
-from megarl.config.backend import enabled_backend
+from megarl.config.backend import enabled_backend, generation_of
 from megarl.config.engines import engine_kind, is_engine
 from megarl.config.layout import Layout
 from megarl.config.memory import RankMemory, estimate, estimate_sharded
@@ -20,17 +20,20 @@ from megarl.config.model_facts import facts_of_policy
 from megarl.config.models import model_sections
 from megarl.config.nested import at, put
 from megarl.config.plugins import EngineMemory
+from megarl.config.policy import PolicyConfig
 from megarl.config.rules.models import with_model_as_policy
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import NotApplicableError, View
+from megarl.config.sections import RunConfig
 from megarl.errors import Violation
 
 
-def batch_plan(config: Mapping[str, Any], layout: Layout) -> BatchPlan:
+def batch_plan(config: RunConfig, layout: Layout) -> BatchPlan:
     """The batches of one step of a checked run."""
     policy = config["policy"]
     (prompts, generations), rows = step_size(config), rows_of_record(config)
-    by_tokens: Mapping[str, Any] = next((policy[key] for key in ("sequence_packing", "dynamic_batching") if policy[key]["enabled"]), {})
+    packing, batching = policy["sequence_packing"], policy["dynamic_batching"]
+    by_tokens = packing if packing["enabled"] else batching
     return BatchPlan(
         prompts=prompts,
         generations=generations * rows,
@@ -38,24 +41,24 @@ def batch_plan(config: Mapping[str, Any], layout: Layout) -> BatchPlan:
         data_parallel=layout.data,
         micro_batch_size=policy["train_micro_batch_size"] * rows,
         sequence_length=policy["max_total_sequence_length"],
-        token_budget=by_tokens.get("train_mb_tokens", 0),
-        logprob_token_budget=by_tokens.get("logprob_mb_tokens", 0),
+        token_budget=by_tokens["train_mb_tokens"] if by_tokens["enabled"] else 0,
+        logprob_token_budget=by_tokens["logprob_mb_tokens"] if by_tokens["enabled"] else 0,
     )
 
 
-def has_reference_policy(config: Mapping[str, Any]) -> bool:
+def has_reference_policy(config: RunConfig) -> bool:
     """Whether the run keeps the weights it starts with."""
     return any(role.name == "reference" for role in roles(config))
 
 
-def memory_of_run(config: Mapping[str, Any]) -> tuple[Layout, list[RankMemory]]:
+def memory_of_run(config: RunConfig) -> tuple[Layout, list[RankMemory]]:
     """The ranks of a checked run, and the memory of one of each pipeline stage; no memory where the model's sizes are not known."""
     layout = layout_of(View(config))
     facts = facts_of_policy(config["policy"])
     return layout, [] if facts is None else _memory(config, facts, layout, reference=has_reference_policy(config))
 
 
-def memory_of_models(config: Mapping[str, Any]) -> dict[str, list[RankMemory]]:
+def memory_of_models(config: RunConfig) -> dict[str, list[RankMemory]]:
     """The memory of a rank of each pipeline stage of the models beside the policy of a checked run, by the dotted path of their sections;
     those whose sizes are not known are left out."""
     found = {}
@@ -63,26 +66,26 @@ def memory_of_models(config: Mapping[str, Any]) -> dict[str, list[RankMemory]]:
         facts = facts_of_policy(at(config, path))
         if facts is None:
             continue
-        seen = put(with_model_as_policy(config, path), "policy.generation", None)
+        seen = put(cast(RunConfig, with_model_as_policy(config, path)), "policy.generation", None)
         ranks = _memory(seen, facts, layout_of(View(seen)), reference=False)
         found[path] = ranks if section.is_trained else [_without_training(rank, seen) for rank in ranks]
     return found
 
 
-def _without_training(rank: RankMemory, config: Mapping[str, Any]) -> RankMemory:
+def _without_training(rank: RankMemory, config: RunConfig) -> RankMemory:
     """The memory of a model that is only read; Megatron has its gradient buffers all the same."""
     gradients = rank.gradients if enabled_backend(config["policy"]) == "megatron" else 0
     return replace(rank, gradients=gradients, optimizer=0, activations=0, recomputed=0, logits=0)
 
 
-def _memory(config: Mapping[str, Any], facts: ModelFacts, layout: Layout, *, reference: bool) -> list[RankMemory]:
+def _memory(config: RunConfig, facts: ModelFacts, layout: Layout, *, reference: bool) -> list[RankMemory]:
     policy, plan = config["policy"], batch_plan(config, layout)
     if enabled_backend(policy) == "megatron":
         return estimate(policy, facts, layout, plan, reference=reference, device=config["cluster"]["device"])
     return [estimate_sharded(policy, facts, layout, plan, reference=reference)]
 
 
-def ledger(config: Mapping[str, Any], facts: ModelFacts, ranks: list[RankMemory]) -> list[Moment]:
+def ledger(config: RunConfig, facts: ModelFacts, ranks: list[RankMemory]) -> list[Moment]:
     """What lies on the fullest device of training at each moment of a start; nothing where no engine shares it.
 
     Args:
@@ -91,7 +94,7 @@ def ledger(config: Mapping[str, Any], facts: ModelFacts, ranks: list[RankMemory]
         ranks: from ``memory_of_run``.
     """
     engine = engine_memory_of(config, facts)
-    if engine is None or not config["policy"]["generation"]["colocated"]["enabled"]:
+    if engine is None or not generation_of(config["policy"])["colocated"]["enabled"]:
         return []
     fullest = {path: max(of_model, key=lambda rank: rank.peak) for path, of_model in memory_of_models(config).items()}
     policy = config["policy"]
@@ -99,19 +102,22 @@ def ledger(config: Mapping[str, Any], facts: ModelFacts, ranks: list[RankMemory]
     return device_ledger(policy, max(ranks, key=lambda rank: rank.peak), engine, facts, fullest, rest=process_rest(groups))
 
 
-def engine_memory_of(config: Mapping[str, Any], facts: ModelFacts) -> EngineMemory | None:
+def engine_memory_of(config: RunConfig, facts: ModelFacts) -> EngineMemory | None:
     """Memory of a device of the run's engine; None where there is none, or none that is known."""
-    generation = config["policy"]["generation"]
-    if not generates(config) or not is_engine(generation["backend"]) or config["cluster"]["device"] == "cpu":
+    if not generates(config) or config["cluster"]["device"] == "cpu":
+        return None
+    generation = generation_of(config["policy"])
+    if not is_engine(generation["backend"]):
         return None
     memory = engine_kind(generation["backend"]).memory
     return None if memory is None else memory(config, facts)
 
 
-def communicators(layout: Layout, policy: Mapping[str, Any]) -> int:
+def communicators(layout: Layout, policy: PolicyConfig) -> int:
     """Groups of several ranks that a rank of training has an NCCL communicator for."""
     megatron = policy["megatron_cfg"]
-    experts = [megatron.get(f"expert_{name}_parallel_size", 1) for name in ("model", "tensor")]
+    # a section that is not enabled is not filled in
+    experts = (megatron.get("expert_model_parallel_size", 1), megatron.get("expert_tensor_parallel_size", 1))
     sharing = layout.data * layout.context
     sizes = (layout.world_size, layout.tensor, layout.context, layout.data, layout.pipeline, layout.pipeline * layout.tensor, *experts)
     return sum(size > 1 for size in (*sizes, sharing * (layout.context > 1)))
@@ -130,7 +136,7 @@ def size_text(size: int) -> str:
 # whether it fits
 
 
-def fullest_moment(config: Mapping[str, Any]) -> Moment | None:
+def fullest_moment(config: RunConfig) -> Moment | None:
     """The moment of a checked run at which a device of training has least free; None where the model's sizes are not known."""
     facts = facts_of_policy(config["policy"])
     if facts is None:
@@ -145,13 +151,13 @@ def fullest_moment(config: Mapping[str, Any]) -> Moment | None:
     return max(moments, key=lambda moment: moment.total)
 
 
-def state_bytes(config: Mapping[str, Any]) -> int:
+def state_bytes(config: RunConfig) -> int:
     """Weights, gradients and optimizer state of a rank of a checked run, of the model and the stage that have most."""
     of_models = (memory_of_run(config)[1], *memory_of_models(config).values())
     return max((rank.state for ranks in of_models for rank in ranks), default=0)
 
 
-def state_fits(config: Mapping[str, Any]) -> Iterator[Violation]:
+def state_fits(config: RunConfig) -> Iterator[Violation]:
     """Yield a violation where weights, gradients and optimizer state alone are more than a device has: training would end in its first
     step."""
     cluster, key = config.get("cluster") or {}, "cluster.device_memory_gib"
@@ -169,7 +175,7 @@ def state_fits(config: Mapping[str, Any]) -> Iterator[Violation]:
         )
 
 
-def doubt(config: Mapping[str, Any], is_valid: Callable[[Mapping[str, Any]], bool]) -> str | None:
+def doubt(config: RunConfig, is_valid: Callable[[RunConfig], bool]) -> str | None:
     """Say that a checked run does probably not fit its devices, and what would; None where it does, or where its sizes are not known.
 
     Args:
@@ -190,7 +196,7 @@ _MOST_CANDIDATES, _SHOWN = 12, 3
 _MOST_RANKS_A_NODE, _MOST_NODES = 8, 64
 
 
-def changes_that_fit(config: Mapping[str, Any], *, whole: bool = False) -> Iterator[Mapping[str, object]]:
+def changes_that_fit(config: RunConfig, *, whole: bool = False) -> Iterator[Mapping[str, object]]:
     """Yield changes with which the plan has room, one key before two and, of one kind, the smallest change first; whether they obey the
     rules is not asked.
 
@@ -212,13 +218,13 @@ def changes_that_fit(config: Mapping[str, Any], *, whole: bool = False) -> Itera
     yield from state_only
 
 
-def _changed(config: Mapping[str, Any], changes: Mapping[str, object]) -> Mapping[str, Any]:
+def _changed(config: RunConfig, changes: Mapping[str, object]) -> RunConfig:
     for key, value in changes.items():
         config = put(config, key, value)
     return config
 
 
-def _fits(config: Mapping[str, Any], *, whole: bool) -> bool:
+def _fits(config: RunConfig, *, whole: bool) -> bool:
     try:
         moment = fullest_moment(config) if whole else None
         needed = state_bytes(config) if moment is None else moment.total
@@ -227,14 +233,15 @@ def _fits(config: Mapping[str, Any], *, whole: bool) -> bool:
     return needed <= device_gib(config["cluster"]) * GIB
 
 
-def _remedies(config: Mapping[str, Any]) -> dict[str, Sequence[object]]:
+def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
     """Return by key the values that take less memory, the nearest first, and keys that cost speed before those that cost devices."""
     policy, cluster, backend = config["policy"], config["cluster"], enabled_backend(config["policy"])
     by_tokens = next((key for key in ("sequence_packing", "dynamic_batching") if policy[key]["enabled"]), None)
     longest = policy["max_total_sequence_length"]
     found: dict[str, Sequence[object]] = {}
     if by_tokens is not None:
-        found[f"policy.{by_tokens}.train_mb_tokens"] = _halves(policy[by_tokens]["train_mb_tokens"], longest)
+        budget = f"policy.{by_tokens}.train_mb_tokens"
+        found[budget] = _halves(at(config, budget), longest)
     else:
         found["policy.train_micro_batch_size"] = _halves(policy["train_micro_batch_size"], 1)
     if policy["logprob_chunk_size"] is None:
@@ -243,7 +250,7 @@ def _remedies(config: Mapping[str, Any]) -> dict[str, Sequence[object]]:
     recompute = "policy.activation_checkpointing_enabled" if section is None else f"{section}.activation_checkpointing"
     if not at(config, recompute):
         found[recompute] = [True]
-    if is_engine((policy["generation"] or {}).get("backend")):
+    if is_engine(at(config, "policy.generation.backend")):
         share = "policy.generation.vllm_cfg.gpu_memory_utilization"
         given = at(config, share)
         found[share] = [part for part in (0.7, 0.6, 0.5, 0.4, 0.3) if given is not None and part < given]

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from converters.model_config.architecture import ModelFacts
+from megarl.config.sections import RunConfig
 from megarl.env import installed_version
 from megarl.errors import Violation
 
@@ -104,7 +105,7 @@ class AlgorithmSpec:
         return next(iter(cls.SECTIONS))
 
     @classmethod
-    def roles(cls, config: Mapping[str, Any]) -> tuple[Role, ...]:
+    def roles(cls, config: RunConfig) -> tuple[Role, ...]:
         """The models that a run needs, the actor first."""
         del config
         return (ACTOR,)
@@ -152,11 +153,11 @@ class EngineKind:
     """
 
     title: str
-    start: Callable[[Any, Mapping[str, Any]], Any]
+    start: Callable[[Any, RunConfig], Any]
     complete: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda generation, policy: dict(generation)
     section: Any = None
     rules: tuple[Callable[[Any], Iterator[Violation]], ...] = ()
-    memory: Callable[[Mapping[str, Any], ModelFacts], EngineMemory] | None = None
+    memory: Callable[[RunConfig, ModelFacts], EngineMemory] | None = None
     distributions: tuple[str, ...] = ()
     extra: str = ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import yaml
 from rich.console import Console
@@ -26,6 +25,7 @@ from megarl.config.memory_run import (
 from megarl.config.plan import batch_plan, engine_memory_of, ledger, memory_of_models, memory_of_run, size_text
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View
+from megarl.config.sections import RunConfig
 from megarl.config.validation_sets import set_plans, validation_sources
 from megarl.redaction import redacted
 
@@ -44,7 +44,7 @@ _TERMS = {
 """Terms of a rank's memory, each in words."""
 
 
-def print_report(config: Mapping[str, Any], facts: ModelFacts | None, console: Console) -> None:
+def print_report(config: RunConfig, facts: ModelFacts | None, console: Console) -> None:
     """Write the whole report.
 
     Args:
@@ -119,7 +119,7 @@ def batch_table(plan: BatchPlan, answers_to: str | None) -> Table:
     return table
 
 
-def validation_table(config: Mapping[str, Any]) -> Table:
+def validation_table(config: RunConfig) -> Table:
     """The validation sets of a checked run that generates, one a row."""
     table = Table(title="validation")
     for heading in ("set", "sources", "prompts", "answers a prompt", "drawn"):
@@ -152,9 +152,7 @@ def memory_table(rows: list[RankMemory], model: str | None = None) -> Table:
     return table
 
 
-def surroundings_table(
-    config: Mapping[str, Any], facts: ModelFacts, ranks: list[RankMemory], beside: Mapping[str, list[RankMemory]]
-) -> Table:
+def surroundings_table(config: RunConfig, facts: ModelFacts, ranks: list[RankMemory], beside: Mapping[str, list[RankMemory]]) -> Table:
     """Return what the run needs besides the devices of training: engine, host memory of a node, disk."""
     table = Table(title="beside the devices of training (estimated)", show_header=False)
     table.add_column("quantity")

@@ -6,163 +6,11 @@ from typing import Annotated, Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from megarl.config.data_sources import DEFAULT_CACHE_GIB
+from megarl.config.data_sources import DataConfig
 from megarl.config.environments import EnvConfig
 from megarl.config.losses import ClippedPGLossConfig
 from megarl.config.policy import PolicyConfig
-from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, POSITIVE_SHARE, Key, Range
-
-
-class DataSource(TypedDict):
-    """A set of records (``path`` or ``name``) and the names of its fields.
-
-    A key of a field may go into objects and lists: `reward_model.ground_truth`, `prompt[0].content`.
-    """
-
-    path: NotRequired[
-        Annotated[
-            str,
-            Key("a file, `.parquet`, `.csv`, `.tsv` or else one JSON object a line; or a directory of such files, or of a saved data set."),
-        ]
-    ]
-    name: NotRequired[
-        Annotated[
-            str,
-            Key(
-                "a data set of the ``datasets`` library, by id or local directory; or one of the names of configs/README.md, which needs "
-                "no keys of fields, and may have a ``path`` where its files lie.",
-            ),
-        ]
-    ]
-    subset: NotRequired[Annotated[str | None, Key("a configuration of that data set.")]]
-    split: NotRequired[Annotated[str, Key("a split of that data set, `train` when absent.")]]
-    prompt_key: NotRequired[
-        Annotated[
-            str | list[str],
-            Key(
-                "field of a record that holds the prompt: text, a number, or messages; of several fields the texts are joined by blank "
-                "lines. When absent, it and the keys that go with it are found by the usual names of columns."
-            ),
-        ]
-    ]
-    answer_key: NotRequired[
-        Annotated[
-            str | list[str],
-            Key(
-                "field that holds the answer: text, a number, or tests of a program; several fields make a JSON object, such as tests "
-                "with what they need."
-            ),
-        ]
-    ]
-    messages_key: NotRequired[
-        Annotated[
-            str,
-            Key(
-                "field that holds a whole conversation. The last turn of the assistant is the answer, what is before it the prompt; in "
-                "SFT every turn of the assistant is learned, but for messages with ``weight: 0``. With ``answer_key``, which the answer is "
-                "then taken from, it is the prompt.",
-            ),
-        ]
-    ]
-    chosen_key: NotRequired[
-        Annotated[
-            str,
-            Key(
-                "DPO and reward models: field with the better answer: text, a number, messages that follow the prompt, or a conversation, "
-                "whose last turn is the answer; ``prompt_key`` is absent where the fields of both answers hold conversations."
-            ),
-        ]
-    ]
-    rejected_key: NotRequired[Annotated[str, Key("DPO and reward models: field with the worse answer, likewise.")]]
-    tools_key: NotRequired[Annotated[str, Key("field with the list of tools that the chat template is told of; may be JSON text.")]]
-    system_key: NotRequired[
-        Annotated[str, Key("field with the system message of a record, put in place of ``system_prompt``; none where it is empty.")]
-    ]
-    extra_keys: NotRequired[
-        Annotated[
-            list[str],
-            Key("further fields of a record; a reward finds them in its ``record``, an environment in the ``fields`` of its records."),
-        ]
-    ]
-    env_name: NotRequired[Annotated[str, Key("name of the environment that judges answers to these prompts, a section of ``env``.")]]
-    weight: NotRequired[
-        Annotated[
-            float,
-            Key(
-                "share of the training prompts, in proportion to the weights of the other sources; exact after every prompt. Where no "
-                "source has one, each record comes once an epoch.",
-                ABOVE_0,
-            ),
-        ]
-    ]
-    repeat: NotRequired[Annotated[int, Key("times that each record comes in an epoch; 1 when absent.", AT_LEAST_1)]]
-    max_samples: NotRequired[Annotated[int | None, Key("only the first so many records; null for all.", AT_LEAST_1)]]
-
-
-class ValidationSource(DataSource):
-    """A data source with settings of how answers to its prompts are sampled. Sources with one ``val_set`` are one set, and agree on
-    that; SFT and DPO take all sources as one set."""
-
-    val_set: NotRequired[
-        Annotated[str, Key("name of its validation set, in metrics; when absent the end of ``name``, or the file name of ``path``.")]
-    ]
-    val_num_generations_per_prompt: NotRequired[
-        Annotated[int, Key("answers a prompt; the algorithm's ``val_num_generations_per_prompt`` when absent.", AT_LEAST_1)]
-    ]
-    val_temperature: NotRequired[
-        Annotated[float, Key("0 takes the likeliest token always; ``policy.generation.val_temperature`` when absent.", AT_LEAST_0)]
-    ]
-    val_top_p: NotRequired[Annotated[float, Key("``policy.generation.val_top_p`` when absent.", POSITIVE_SHARE)]]
-    val_top_k: NotRequired[Annotated[int | None, Key("``policy.generation.val_top_k`` when absent; null keeps all tokens.", AT_LEAST_1)]]
-
-
-class DataConfig(TypedDict):
-    """The data of a run."""
-
-    train: Annotated[DataSource | list[DataSource], Key("training data: a source or a list of them.")]
-    validation: NotRequired[
-        Annotated[
-            ValidationSource | list[ValidationSource] | None,
-            Key("validation data: a source or a list of them, each a set with figures of its own; null for none.", default=None),
-        ]
-    ]
-    max_input_seq_length: Annotated[int, Key("longest prompt (SFT and DPO: prompt and answer) in tokens.", AT_LEAST_1)]
-    filter_overlong_prompts: NotRequired[
-        Annotated[bool, Key("leave longer records out, and say how many; otherwise they are refused.", default=False)]
-    ]
-    on_bad_record: NotRequired[
-        Annotated[
-            Literal["refuse", "skip"],
-            Key(
-                "what becomes of a record that cannot be used: the run is refused, or it is left out, counted and named.", default="refuse"
-            ),
-        ]
-    ]
-    shuffle: NotRequired[Annotated[bool, Key("a new order every epoch, drawn from the seed.", default=True)]]
-    system_prompt: NotRequired[
-        Annotated[str | None, Key("put before every prompt as a system message; not before a conversation that has one.", default=None)]
-    ]
-    prompt_template: NotRequired[Annotated[str | None, Key("text with ``{prompt}`` in the place of the prompt.", default=None)]]
-    cache_dir: NotRequired[
-        Annotated[
-            str | None,
-            Key(
-                "where tokenized records lie that are too many for memory (over 8 MiB of tokens), and DPO's reference log-probabilities; "
-                "null for `megarl/data` in the user's cache. The next start takes them from there.",
-                default=None,
-            ),
-        ]
-    ]
-    cache_gib: NotRequired[
-        Annotated[
-            float | None,
-            Key(
-                "most GiB that these take; what was not used for the longest goes first, and nothing that a run uses. null for no end.",
-                ABOVE_0,
-                default=DEFAULT_CACHE_GIB,
-            ),
-        ]
-    ]
+from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Key, Range
 
 
 class CheckpointingConfig(TypedDict):
@@ -484,6 +332,21 @@ class ProfilerConfig(TypedDict):
             Key("ranks of the policy whose steps torch's profiler records, into ``profiles`` of the run's directory.", default=[]),
         ]
     ]
+
+
+class AlgorithmConfig(TypedDict):
+    """Keys of an algorithm's own section that a run heeds, as far as the section has them."""
+
+    max_num_steps: int
+    max_num_epochs: NotRequired[int | None]
+    val_period: NotRequired[int]
+    val_at_start: NotRequired[bool]
+    val_at_end: NotRequired[bool]
+    val_batch_size: NotRequired[int | None]
+    max_val_samples: NotRequired[int | None]
+    val_num_generations_per_prompt: NotRequired[int]
+    max_rollout_turns: NotRequired[int]
+    max_rollout_tokens: NotRequired[int | None]
 
 
 class RunConfig(TypedDict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from converters.errors import ConversionError
 from converters.family_file import load_family_file
@@ -17,14 +17,15 @@ from megarl.config.nested import at
 from megarl.config.other_trainers import without_foreign_keys
 from megarl.config.places import places_of, require_answers
 from megarl.config.plan import doubt, state_fits
+from megarl.config.policy import PolicyConfig
 from megarl.config.proposals import Followers, valid
 from megarl.config.rules import check
 from megarl.config.schema import ABSENT, check_policy, check_run
-from megarl.config.sections import Config
+from megarl.config.sections import Config, RunConfig
 from megarl.errors import ConfigError, Violation
 
 
-def validate_config(config: Mapping[str, Any], name: str = "run", followers: Callable[[], Followers] = dict) -> Config:
+def validate_config(config: Mapping[str, Any], name: str = "run", followers: Callable[[], Followers] = dict) -> RunConfig:
     """A run's configuration, checked, with every absent optional key filled in.
 
     Args:
@@ -44,10 +45,10 @@ def validate_config(config: Mapping[str, Any], name: str = "run", followers: Cal
         filled = complete_run(raw, name)
         return filled, _violations(filled, [*foreign, *check_run(raw)], check_run(filled))
 
-    return valid(given, examine, followers)
+    return cast(RunConfig, valid(given, examine, followers))
 
 
-def unusual_values(config: Mapping[str, Any]) -> Iterator[str]:
+def unusual_values(config: RunConfig) -> Iterator[str]:
     """Yield warnings of values that are allowed in a checked configuration, and hardly ever meant."""
     trained = [path for path, section in model_sections(config).items() if section.is_trained]
     for path in (POLICY, *trained):
@@ -57,10 +58,10 @@ def unusual_values(config: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{key} = {rate:g}: a learning rate above 1 destroys a language model in a step; is it meant?"
 
 
-def doubt_of_memory(config: Mapping[str, Any]) -> str | None:
+def doubt_of_memory(config: RunConfig) -> str | None:
     """Say that a checked run does probably not fit its devices, and what would; None where it does."""
 
-    def is_valid(changed: Mapping[str, Any]) -> bool:
+    def is_valid(changed: RunConfig) -> bool:
         try:
             validate_config(changed)
         except ConfigError:
@@ -70,7 +71,7 @@ def doubt_of_memory(config: Mapping[str, Any]) -> str | None:
     return doubt(config, is_valid)
 
 
-def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = None) -> Config:
+def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = None) -> PolicyConfig:
     """A ``policy`` section alone, checked and filled in, for programs that build a ``Policy`` themselves.
 
     Args:
@@ -88,7 +89,7 @@ def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = N
 
     if world_size is not None:
         given["cluster"] = {"gpus_per_node": world_size, "num_nodes": 1, "for_training": True}
-    completed: Config = valid(given, examine, dict)[POLICY]
+    completed: PolicyConfig = valid(given, examine, dict)[POLICY]
     return completed
 
 
@@ -108,7 +109,7 @@ def _violations(completed: Config, found: list[Violation], after: list[Violation
         model_violations += [violation for violation in more if violation.value not in [known.value for known in model_violations]]
     broken = [*found, *model_violations, *check(completed, facts, faulty, facts_of_models)]
     # a plan is made of what breaks no rule
-    return broken or list(state_fits(completed))
+    return broken or list(state_fits(cast(RunConfig, completed)))
 
 
 def facts_or_violations(policy: Any, faulty: set[str], path: str = POLICY) -> tuple[ModelFacts | None, list[Violation]]:

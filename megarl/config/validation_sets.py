@@ -6,12 +6,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from megarl.config.algorithms import own_section
+from megarl.config.backend import generation_of
+from megarl.config.data_sources import DataSource, ValidationSource
+from megarl.config.sections import RunConfig
 
-GENERATIONS, TEMPERATURE, TOP_P, TOP_K = "val_num_generations_per_prompt", "val_temperature", "val_top_p", "val_top_k"
-SAMPLING_KEYS = (GENERATIONS, TEMPERATURE, TOP_P, TOP_K)
+GENERATIONS: Final = "val_num_generations_per_prompt"
+TEMPERATURE: Final = "val_temperature"
+TOP_P: Final = "val_top_p"
+TOP_K: Final = "val_top_k"
+SAMPLING_KEYS: Final = (GENERATIONS, TEMPERATURE, TOP_P, TOP_K)
 """Keys of a validation source that hold for its whole set; absent, they are those of the algorithm's section and of the generation."""
 
 
@@ -60,7 +66,7 @@ class _Members:
     said: dict[str, Any] = field(default_factory=dict)
 
 
-def set_name(source: Mapping[str, Any]) -> str:
+def set_name(source: DataSource) -> str:
     """Name of the set of a validation source: ``val_set``, else the end of its name or path, as far as metrics can bear it."""
     given = source.get("val_set")
     if given is not None:
@@ -71,15 +77,15 @@ def set_name(source: Mapping[str, Any]) -> str:
     return plain if re.match(r"[A-Za-z]", plain) else f"set_{plain}"
 
 
-def validation_sources(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def validation_sources(config: RunConfig) -> list[ValidationSource]:
     """The validation sources of a run, in order; none where it has no validation data."""
     value = config["data"].get("validation")
     return [value] if isinstance(value, Mapping) else list(value or [])
 
 
-def set_plans(config: Mapping[str, Any]) -> list[SetPlan]:
+def set_plans(config: RunConfig) -> list[SetPlan]:
     """The validation sets of a checked run that generates, in the order of their first sources."""
-    section, generation = own_section(config), config["policy"]["generation"]
+    section, generation = own_section(config), generation_of(config["policy"])
     shared = {GENERATIONS: section.get(GENERATIONS, 1), **{key: generation[key] for key in (TEMPERATURE, TOP_P, TOP_K)}}
     plans = []
     for name, members in _members(validation_sources(config)).items():
@@ -98,7 +104,7 @@ def set_plans(config: Mapping[str, Any]) -> list[SetPlan]:
     return plans
 
 
-def _members(sources: Sequence[Mapping[str, Any]]) -> dict[str, _Members]:
+def _members(sources: Sequence[ValidationSource]) -> dict[str, _Members]:
     sets: dict[str, _Members] = {}
     for place, source in enumerate(sources):
         members = sets.setdefault(set_name(source), _Members())

@@ -17,7 +17,7 @@ from megarl.data.rows import rows_of, source_name
 from megarl.errors import DataError, RecordError
 
 if TYPE_CHECKING:
-    from megarl.config.sections import DataSource
+    from megarl.config.data_sources import DataSource
 
 logger = logging.getLogger(__name__)
 

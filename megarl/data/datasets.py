@@ -32,7 +32,7 @@ from megarl.observe.progress import Phase, phase
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.config.sections import DataConfig, DataSource
+    from megarl.config.data_sources import DataConfig, DataSource
 
 logger = logging.getLogger(__name__)
 

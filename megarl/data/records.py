@@ -19,7 +19,7 @@ from megarl.data.rows import AS_LINES, NamedSet, Row, is_table, named_set, rows_
 from megarl.errors import DataError, RecordError
 
 if TYPE_CHECKING:
-    from megarl.config.sections import DataSource
+    from megarl.config.data_sources import DataSource
 
 ChatMessage = Mapping[str, Any]
 Found = TypeVar("Found")

@@ -17,7 +17,7 @@ from megarl.config.data_sources import set_module
 from megarl.errors import DataError, RecordError
 
 if TYPE_CHECKING:
-    from megarl.config.sections import DataSource
+    from megarl.config.data_sources import DataSource
 
 Row = tuple[str, Any]
 """Where a row stands, for messages (``train.jsonl line 7``), and what it is: a record only where it is an object, an error where a line

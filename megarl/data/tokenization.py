@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.files.reading import first_special
+from megarl.config.policy import TokenizerConfig
 from megarl.data.chat_template import PASSTHROUGH_TEMPLATE, ChatTemplate
 from megarl.data.conversations import ConversationEncoder, EncodedConversation
 from megarl.data.records import ChatMessage, Record
@@ -33,7 +34,7 @@ def long_text(limit: int) -> int:
     return _CHARACTERS_A_TOKEN * limit + _FEW_CHARACTERS
 
 
-def get_tokenizer(tokenizer_config: Mapping[str, Any], trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def get_tokenizer(tokenizer_config: TokenizerConfig, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, with a padding token and a chat template.
 
     Args:

@@ -10,6 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from megarl.config.nested import at
+from megarl.config.sections import DeadlinesConfig
+
 STEP, LOGPROBS, GENERATE, SAVE, LOAD, REFIT, VALIDATE = "step", "logprobs", "generate", "save", "load", "refit", "validate"
 PHASES = (STEP, LOGPROBS, GENERATE, SAVE, LOAD, REFIT, VALIDATE)
 """Phases that have a deadline of their own, ``deadlines.PHASE_s``."""
@@ -175,7 +178,7 @@ class PhaseDeadlines:
         self._counted: dict[str, tuple[Call, bool]] = {}
 
     @classmethod
-    def of(cls, section: Mapping[str, float], name: str = "") -> PhaseDeadlines:
+    def of(cls, section: DeadlinesConfig, name: str = "") -> PhaseDeadlines:
         """As the section ``deadlines`` of a configuration says.
 
         Args:
@@ -183,7 +186,7 @@ class PhaseDeadlines:
             name: of the group of workers, by which ``keeping_durations`` keeps what is measured; "" keeps nothing.
         """
         measured = _kept.setdefault(name, {}) if _kept is not None and name else None
-        limits = {phase: section[f"{phase}_s"] for phase in PHASES}
+        limits = {phase: at(section, f"{phase}_s") for phase in PHASES}
         return cls(limits, section["least_s"], section["multiple"], section["first_s"], measured)
 
     @property

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from megarl.config.report import WIDTH
+from megarl.config.sections import RunConfig
 from megarl.doctor.builds import check_builds
 from megarl.doctor.check import Check, Verdict
 from megarl.doctor.devices import check_devices
@@ -33,7 +33,7 @@ def run(run_dir: str | None = None, as_json: bool = False, needs_transformer_eng
     return show(examine(run_dir, needs_transformer_engine), as_json)
 
 
-def run_on_nodes(config: Mapping[str, Any] | None, as_json: bool = False) -> int:
+def run_on_nodes(config: RunConfig | None, as_json: bool = False) -> int:
     """Show the checks of a Ray cluster, against what a checked configuration asks for where there is one; 1 when one failed, else 0."""
     return show(check_nodes(config), as_json, "the cluster")
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from megarl import __version__, env
+from megarl.config.sections import RunConfig
 from megarl.doctor.check import Check, Room, Verdict
 from megarl.errors import MegarlError
 
@@ -48,7 +49,7 @@ class Shape:
         return f"{self.nodes * self.ranks} ranks on {self.nodes} node{plural}"
 
 
-def check_nodes(config: Mapping[str, Any] | None = None) -> Iterator[Check]:
+def check_nodes(config: RunConfig | None = None) -> Iterator[Check]:
     """Check the cluster that ``RAY_ADDRESS`` names, or a local one.
 
     Args:
@@ -69,7 +70,7 @@ def check_nodes(config: Mapping[str, Any] | None = None) -> Iterator[Check]:
         yield from check_ranks(shape_of(nodes, config))
 
 
-def judge_nodes(nodes: Sequence[RayNode], config: Mapping[str, Any] | None) -> Check:
+def judge_nodes(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
     """Whether there are as many nodes as a run asks for."""
     found = f"{len(nodes)} in Ray: {', '.join(node.name for node in nodes)}"
     wanted = int(config["cluster"]["num_nodes"]) if config is not None else 1
@@ -79,7 +80,7 @@ def judge_nodes(nodes: Sequence[RayNode], config: Mapping[str, Any] | None) -> C
     return ROOM.failed("nodes", f"{found}; cluster.num_nodes = {wanted}", fix)
 
 
-def judge_gpus(nodes: Sequence[RayNode], config: Mapping[str, Any] | None) -> Check:
+def judge_gpus(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
     """Whether Ray has the GPUs of a run on enough nodes. Where Slurm gave a job none, Ray sees none, whatever is built into its nodes."""
     have = {node.name: int(node.total.get("GPU", 0)) for node in nodes}
     said = ", ".join(f"{name}: {count}" for name, count in have.items())
@@ -98,7 +99,7 @@ def judge_gpus(nodes: Sequence[RayNode], config: Mapping[str, Any] | None) -> Ch
     return ROOM.failed("GPUs", f"Ray has {said}; cluster.gpus_per_node = {wanted}", fix)
 
 
-def shape_of(nodes: Sequence[RayNode], config: Mapping[str, Any] | None) -> Shape:
+def shape_of(nodes: Sequence[RayNode], config: RunConfig | None) -> Shape:
     """The ranks that are let compute together: all of a run, or one on every GPU; without GPUs one a node, but two at least."""
     gpus = min(int(node.total.get("GPU", 0)) for node in nodes)
     if config is not None:

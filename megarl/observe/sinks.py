@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from megarl.config.nested import at
+from megarl.config.sections import LoggerConfig
 from megarl.errors import ConfigError
 from megarl.import_path import load_object
 from megarl.observe.metrics_file import FILE_NAME, MetricsFile, encoded
@@ -194,7 +196,7 @@ class MetricSinks:
             self._failing.discard(sink.name)
 
 
-def open_sinks(logger_config: Mapping[str, Any], run_dir: str | Path, run_config: Mapping[str, Any] | None = None) -> MetricSinks:
+def open_sinks(logger_config: LoggerConfig, run_dir: str | Path, run_config: Mapping[str, Any] | None = None) -> MetricSinks:
     """The sinks that a ``logger`` section asks for.
 
     Args:
@@ -212,8 +214,8 @@ def open_sinks(logger_config: Mapping[str, Any], run_dir: str | Path, run_config
     if logger_config.get("tensorboard_enabled"):
         builders.append((TensorBoardSink.name, lambda: TensorBoardSink(logger_config.get("tensorboard") or {}, log_dir)))
     for service, kind in _SERVICES.items():
-        if logger_config.get(f"{service}_enabled"):
-            builders.append((kind.name, partial(kind, logger_config.get(service) or {}, log_dir, config)))
+        if at(logger_config, f"{service}_enabled"):
+            builders.append((kind.name, partial(kind, at(logger_config, service) or {}, log_dir, config)))
     for path in logger_config.get("sinks") or ():
         builders.append((path, partial(_own_sink, path, log_dir, config)))
     sinks: list[Sink] = []

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.config.policy import PolicyConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.policy.batch_plan import ShardedBatch, shard_batch
 from megarl.parity.case import Case
@@ -132,7 +133,7 @@ def _with_rewards(case: Case, signals: Batch) -> Batch:
     return {**rewarded, **{name: torch.cat([of_call[name] for of_call in made]) for name in made[0]}}
 
 
-def logprob_shards(case: Case, config: Mapping[str, Any], batch: Mapping[str, Tensor]) -> ShardedBatch:
+def logprob_shards(case: Case, config: PolicyConfig, batch: Mapping[str, Tensor]) -> ShardedBatch:
     """The rows whose log-probabilities are asked for, dealt to the data-parallel ranks."""
     keys = ("input_ids", "input_lengths", "token_mask", "sample_mask")
     asked: BatchedDataDict[Any] = BatchedDataDict({key: batch[key][: case.logprob_rows] for key in keys})

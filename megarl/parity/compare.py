@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.train_results import step_metrics
+from megarl.config.policy import PolicyConfig
 from megarl.models.policy.batch_plan import ShardedBatch
 from megarl.observe.metrics import reduce_metrics
 from megarl.parity.batches import logprob_shards
@@ -58,7 +59,7 @@ class Difference:
 
 def compare(
     case: Case,
-    config: Mapping[str, object],
+    config: PolicyConfig,
     batch: Mapping[str, Tensor],
     shares: Sequence[Share],
     logprobs: Tensor,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from converters.errors import ConversionError
 from megarl.config import validate_policy_config
+from megarl.config.policy import PolicyConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.parity.pool import WorkerPool
 
@@ -55,7 +56,7 @@ def _policy(directory: Path, tokens: Tensor, family_files: Sequence[Path], megat
     }
 
 
-def _compute(policy: Mapping[str, Any], tokens: Tensor) -> Tensor | ConversionError:
+def _compute(policy: PolicyConfig, tokens: Tensor) -> Tensor | ConversionError:
     from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 
     try:

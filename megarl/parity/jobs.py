@@ -15,6 +15,7 @@ from megarl.algorithms.distillation import Distillation
 from megarl.algorithms.grpo import GRPO
 from megarl.algorithms.ppo import PPO
 from megarl.config.losses import ClippedPGLossConfig
+from megarl.config.policy import PolicyConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.key import defaults_of
 from megarl.models.policy.batch_plan import shard_batch
@@ -63,7 +64,7 @@ class Share:
     weights: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def measure(case: Case, config: Mapping[str, Any], batch: Mapping[str, Tensor], fault: Fault | None = None) -> Share:
+def measure(case: Case, config: PolicyConfig, batch: Mapping[str, Tensor], fault: Fault | None = None) -> Share:
     """Build the case's worker on this rank and make it do everything that is compared.
 
     Args:
@@ -77,7 +78,7 @@ def measure(case: Case, config: Mapping[str, Any], batch: Mapping[str, Tensor], 
 
 
 @contextlib.contextmanager
-def _worker(case: Case, config: Mapping[str, Any]) -> Iterator[Any]:
+def _worker(case: Case, config: PolicyConfig) -> Iterator[Any]:
     module, name = WORKERS[case.backend].rsplit(".", 1)
     worker = getattr(importlib.import_module(module), name)(config, None, init_reference_model=case.reference)
     try:
@@ -138,7 +139,7 @@ def _algorithm(case: Case) -> Any:
     return algorithm
 
 
-def _measure(worker: Any, case: Case, config: Mapping[str, Any], batch: Mapping[str, Tensor]) -> Share:
+def _measure(worker: Any, case: Case, config: PolicyConfig, batch: Mapping[str, Tensor]) -> Share:
     data_rank, stage = worker.backend.groups.data_rank, worker.backend.groups.pipeline_rank
     batch = with_signals_made(case, batch)
     asked = logprob_shards(case, config, batch).shards[data_rank]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from converters.errors import ConversionError
 from converters.families.read import read_architecture
 from converters.model_config.megatron_settings import megatron_settings
 from megarl.config import validate_policy_config
 from megarl.config.losses import ClippedPGLossConfig, DPOLossConfig, faults_of_loss, faults_of_preference_loss
-from megarl.config.sections import Config
+from megarl.config.policy import PolicyConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import BatchError, ConfigError, PackingError, Violation
 from megarl.key import defaults_of
@@ -28,7 +28,7 @@ LEAST_HIDDEN = 16
 LEAST_NORMED_HEAD = 10
 
 
-def accepted_config(case: Case, model: Path) -> Config:
+def accepted_config(case: Case, model: Path) -> PolicyConfig:
     """The configuration of a case, checked and filled in.
 
     Raises:
@@ -70,10 +70,10 @@ def _own_violations(case: Case) -> list[Violation]:
     if case.family in SPARSE and not 2 <= case.topk <= case.experts:
         found.append(Violation("case.topk", case.topk, f"a token goes to 2 to {case.experts} experts", "write a number in between"))
     if case.loss_kind == "pg":
-        settings = {**defaults_of(ClippedPGLossConfig), **policy_gradient_settings(case)}
+        settings = cast(ClippedPGLossConfig, {**defaults_of(ClippedPGLossConfig), **policy_gradient_settings(case)})
         found += faults_of_loss(settings)
     if case.loss_kind == "dpo":
-        found += faults_of_preference_loss({**defaults_of(DPOLossConfig), **preference_settings(case)}, "loss_fn")
+        found += faults_of_preference_loss(cast(DPOLossConfig, {**defaults_of(DPOLossConfig), **preference_settings(case)}), "loss_fn")
     found += _faults_of_advantages(case)
     if case.filters and case.precision != "float32":
         bound = f"rounding in {case.precision} moves tokens over the edge of what top-k and top-p keep, and that is no small error"
@@ -110,7 +110,7 @@ def _faults_of_advantages(case: Case) -> list[Violation]:
     return found
 
 
-def _plan_violations(case: Case, config: Config) -> list[Violation]:
+def _plan_violations(case: Case, config: PolicyConfig) -> list[Violation]:
     """Return what the driver would say when it deals the batches."""
     batch, together = token_batch(case), rows_together(make_loss(case))
     found: list[Violation] = []

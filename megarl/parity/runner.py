@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.config.sections import Config
+from megarl.config.policy import PolicyConfig
 from megarl.parity import jobs
 from megarl.parity.batches import Batch, token_batch, with_signals
 from megarl.parity.case import Case
@@ -63,7 +63,7 @@ class _Prepared:
     """Inputs of the workers, and the figures that they have to give."""
 
     model: Path
-    config: Config
+    config: PolicyConfig
     batch: Batch
     logprobs: torch.Tensor
     expected: Expected

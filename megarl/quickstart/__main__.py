@@ -14,10 +14,11 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +26,7 @@ from rich.table import Table
 from converters.files.atomic import write_json_atomic
 from megarl.config import load_config
 from megarl.config.recipes import directory
-from megarl.config.sections import Config
+from megarl.config.validate import validate_config
 from megarl.errors import MegarlError
 
 CONFIGS = directory() / "quickstart"
@@ -209,13 +210,13 @@ def _check(task: str, exported: Path, before: Path, validation: Path) -> dict[st
     return {"accuracy_transformers": accuracy, "tool_calls": calls, "accuracy_without_tool": without}
 
 
-def _train(config: Config) -> None:
+def _train(config: Mapping[str, Any]) -> None:
     """Run one part; the next one needs what it leaves, so that a part that was stopped ends the whole."""
     from megarl.observe.progress import ProgressConsole, progress_shown
     from megarl.run.run import run
 
     with progress_shown(ProgressConsole()):
-        code = run(config)
+        code = run(validate_config(config))
     if code:
         raise SystemExit(code)
 

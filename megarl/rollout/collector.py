@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import PART
+from megarl.config.backend import generation_of
+from megarl.config.nested import at
+from megarl.config.policy import PolicyConfig
+from megarl.config.sections import AlgorithmConfig, RunConfig
 from megarl.data.chat_template import ChatTemplate
 from megarl.data.observations import ObservationEncoder
 from megarl.errors import BatchError, MegarlError
@@ -98,8 +102,8 @@ class Collector:
     @classmethod
     def of_run(
         cls,
-        config: Mapping[str, Any],
-        section: Mapping[str, Any],
+        config: RunConfig,
+        section: AlgorithmConfig,
         policy: GenerationInterface,
         tokenizer: PreTrainedTokenizerBase,
         environment: Environment,
@@ -113,9 +117,9 @@ class Collector:
             section: of its algorithm, which bounds conversations.
             policy, tokenizer, environment, timer, engine: as attributes.
         """
-        stops = config["policy"]["generation"]["stop_token_ids"]
+        stops = generation_of(config["policy"])["stop_token_ids"]
         limits = _limits(config["policy"], section)
-        encoder = _encoder(config["policy"], tokenizer, stops) if limits.turns > 1 else None
+        encoder = _encoder(config["policy"], tokenizer, stops or ()) if limits.turns > 1 else None
         return cls(policy, tokenizer, environment, timer, stops, engine, limits, encoder)
 
     def collect(
@@ -167,14 +171,14 @@ class Collector:
         return Rollouts(samples, [episode.record for episode in episodes], metrics)
 
 
-def _limits(policy: Mapping[str, Any], section: Mapping[str, Any]) -> EpisodeLimits:
-    longest = [policy["max_total_sequence_length"], (policy["generation"].get("vllm_cfg") or {}).get("max_model_len")]
+def _limits(policy: PolicyConfig, section: AlgorithmConfig) -> EpisodeLimits:
+    longest = [policy["max_total_sequence_length"], at(policy, "generation.vllm_cfg.max_model_len")]
     length = min(each for each in longest if each is not None)
     return EpisodeLimits(section.get("max_rollout_turns", 1), section.get("max_rollout_tokens"), length)
 
 
-def _encoder(policy: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> ObservationEncoder:
-    section = policy.get("tokenizer") or {}
+def _encoder(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> ObservationEncoder:
+    section = policy["tokenizer"]
     day = section.get("template_date")
     date = None if day is None else datetime.date.fromisoformat(day)
     encoder = ObservationEncoder(tokenizer, ChatTemplate(tokenizer, section.get("chat_template_kwargs"), date), stops)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megarl.config.environments import ENVIRONMENT, TOOLS, environment_class, named_environments
+from megarl.config.environments import ENVIRONMENT, TOOLS, EnvConfig, environment_class, named_environments
 from megarl.errors import BatchError, RewardError
 from megarl.import_path import is_import_path
 from megarl.rollout.environment import Environment, EnvironmentReturn, Turn, environment_name
@@ -245,7 +245,7 @@ def tools_told(environment: Environment | None) -> dict[str | None, Sequence[Map
     return {name: tools for name, each in met.items() if (tools := getattr(each, "tools", ()))}
 
 
-def make_environment(section: Mapping[str, Any]) -> Environment:
+def make_environment(section: EnvConfig) -> Environment:
     """The environment that an ``env`` section describes, or those with names in it as one.
 
     Raises:
@@ -264,7 +264,7 @@ def make_environment(section: Mapping[str, Any]) -> Environment:
     return NamedEnvironments(environments)
 
 
-def _made(section: Mapping[str, Any], key: str) -> Environment:
+def _made(section: EnvConfig, key: str) -> Environment:
     name = section["environment"]
     if name == TOOLS:
         return ToolEnvironment(section, key.rpartition(".")[0])

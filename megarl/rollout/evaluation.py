@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megarl.config.sections import RunConfig
 from megarl.config.validation_sets import SetPlan, set_plans
 from megarl.rollout.collector import Collector, Rollouts, accuracies_of, add_metrics, part_metrics
 from megarl.rollout.environments import final_answers
@@ -65,7 +66,7 @@ class ValidatedSet:
         return known.masked_fill(self.column("masked"), torch.nan)
 
 
-def validation_sets(config: Mapping[str, Any], dataset: Dataset) -> list[ValidationSet]:
+def validation_sets(config: RunConfig, dataset: Dataset) -> list[ValidationSet]:
     """The sets of a run's validation data, each cut to ``max_val_samples``.
 
     Args:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megarl.config.environments import EnvConfig
 from megarl.errors import MegarlError
 from megarl.rollout.environment import EnvironmentReturn, StopReason, Turn
 from megarl.rollout.tools.parsers import BadCallError, parser_of
@@ -77,7 +78,7 @@ class MessageEnv:
 
     tools: Sequence[Mapping[str, Any]] = ()
 
-    def __init__(self, section: Mapping[str, Any]) -> None:
+    def __init__(self, section: EnvConfig) -> None:
         self.section = section
         self.record: Example
 
@@ -114,8 +115,8 @@ class MessageEnvironment:
 
     def __init__(
         self,
-        make: Callable[[Mapping[str, Any]], MessageEnv],
-        section: Mapping[str, Any],
+        make: Callable[[EnvConfig], MessageEnv],
+        section: EnvConfig,
         judge: Callable[[Turn], EnvironmentReturn] | None = None,
         fault_of_reference: Callable[[str], str | Doubt | None] = MessageEnv.fault_of_reference,
     ) -> None:

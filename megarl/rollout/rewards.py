@@ -37,7 +37,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.environments import OPTIONS, REWARD, check_reward
+from megarl.config.environments import OPTIONS, REWARD, RewardConfig, check_reward
+from megarl.config.nested import at
 from megarl.config.reward_arguments import arguments_of, values_for
 from megarl.errors import ConfigError, RewardError, RewardOutageError, Violation
 from megarl.import_path import is_import_path, load_object
@@ -95,10 +96,10 @@ class RewardSpec:
     timeout_s: float = 5.0
 
     @classmethod
-    def of_section(cls, section: Mapping[str, Any]) -> RewardSpec:
+    def of_section(cls, section: RewardConfig) -> RewardSpec:
         """The reward that a section of a configuration names (``rewards_of``)."""
         name = section["reward"]
-        return cls(name, {key: section[key] for key in OPTIONS.get(name, ()) if key in section}, section["timeout_s"])
+        return cls(name, {key: at(section, key) for key in OPTIONS.get(name, ()) if key in section}, section["timeout_s"])
 
     @property
     def blames_answer(self) -> bool:

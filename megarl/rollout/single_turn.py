@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megarl.config.environments import rewards_of
+from megarl.config.environments import EnvConfig, rewards_of
 from megarl.errors import RewardError
 from megarl.import_path import is_import_path
 from megarl.rollout.environment import EnvironmentReturn, Turn
@@ -58,7 +58,7 @@ class SingleTurn:
         ConfigError: there is no such reward function.
     """
 
-    def __init__(self, section: Mapping[str, Any]) -> None:
+    def __init__(self, section: EnvConfig) -> None:
         on_error = section["on_error"]
         # what no response can cause is held against none
         self._on_fault = {"error": on_error, "timeout": section["on_timeout"], "outage": "raise" if on_error == "raise" else "mask"}

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from megarl.checkpoint.storage import read_again
+from megarl.config.sections import RunConfig
 from megarl.errors import ConfigError, StorageError, Violation
 from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
 
@@ -28,7 +29,7 @@ def kept_config(path: Path) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def require_same_recipe(config: Mapping[str, Any], run_dir: Path) -> None:
+def require_same_recipe(config: RunConfig, run_dir: Path) -> None:
     """Refuse to write into the directory of a run that another recipe was started from.
 
     A directory in which no launch has trained yet belongs to nobody.
@@ -44,13 +45,13 @@ def require_same_recipe(config: Mapping[str, Any], run_dir: Path) -> None:
     raise ConfigError([Violation(_RECIPE, now, bound, fix)])
 
 
-def _has_trained(config: Mapping[str, Any], run_dir: Path) -> bool:
+def _has_trained(config: RunConfig, run_dir: Path) -> bool:
     metrics = run_dir / METRICS_FILE
     has_rows = metrics.is_file() and metrics.stat().st_size > 0
     return has_rows or any(Path(config["checkpointing"]["checkpoint_dir"]).glob("step_*"))
 
 
-def keep_template_date(config: Mapping[str, Any], kept: Iterable[Path]) -> None:
+def keep_template_date(config: RunConfig, kept: Iterable[Path]) -> None:
     """Take the day that an earlier launch gave its chat template, so that a run's prompts stay the same; nothing where one is configured.
 
     Args:
@@ -65,7 +66,7 @@ def keep_template_date(config: Mapping[str, Any], kept: Iterable[Path]) -> None:
             return
 
 
-def kept_configs(config: Mapping[str, Any], run_dir: Path) -> list[Path]:
+def kept_configs(config: RunConfig, run_dir: Path) -> list[Path]:
     """Return where earlier launches left configurations of the run that this launch goes on with; none for one that starts over."""
     if config["checkpointing"]["resume"] == "never":
         return []

@@ -22,9 +22,11 @@ from megarl.algorithms.algorithm import ACTOR
 from megarl.checkpoint.manager import CONFIG_NAME, faults_of_checkpoint, read_info
 from megarl.checkpoint.manifest import read_signing_key
 from megarl.config.algorithms import generates, own_section
+from megarl.config.backend import generation_of
 from megarl.config.report import WIDTH, layout_table, validation_table
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View
+from megarl.config.sections import RunConfig
 from megarl.config.validation_sets import SetPlan, set_plans
 from megarl.distributed.deadlines import validating
 from megarl.errors import CheckpointError, ConfigError, StorageError, UnusableCheckpointError, Violation
@@ -35,7 +37,7 @@ from megarl.run.earlier_launch import keep_template_date
 from megarl.run.inputs import read_validation
 from megarl.run.preflight import findings, print_findings, require_this_machine
 from megarl.run.resume import ResumePoint
-from megarl.run.run import Config, PolicyFactory
+from megarl.run.run import PolicyFactory
 from megarl.run.start import engine_of, start_engines, start_policy, start_ray
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ class Evaluation:
     seconds: float
 
 
-def check_evaluation(config: Config) -> None:
+def check_evaluation(config: RunConfig) -> None:
     """Refuse a configuration that has nothing to evaluate by.
 
     Raises:
@@ -105,7 +107,7 @@ def weights_to_evaluate(checkpoint: Path | None, signing_key_file: str | None = 
     return ResumePoint(step, None, checkpoint.absolute())
 
 
-def evaluate(config: Config, weights: ResumePoint, make_policy: PolicyFactory | None = None) -> Evaluation:
+def evaluate(config: RunConfig, weights: ResumePoint, make_policy: PolicyFactory | None = None) -> Evaluation:
     """Sample and score the answers to all validation sets, as a validation of a run with these weights does.
 
     Nothing is trained: the policy has no optimizer and no reference beside it, and the training data are not read.
@@ -152,7 +154,7 @@ def _answered(collector: Collector, of_set: ValidationSet, size: int | None) -> 
     return validated
 
 
-def result_of(evaluation: Evaluation, config: Config, weights: ResumePoint) -> dict[str, Any]:
+def result_of(evaluation: Evaluation, config: RunConfig, weights: ResumePoint) -> dict[str, Any]:
     """The result as plain values: ``metrics`` under the names that a run logs, the same to the last digit; and ``sets``, each with how it
     was sampled and all its figures."""
     from megarl.rollout.evaluation import metrics_of_set, validation_metrics
@@ -161,7 +163,7 @@ def result_of(evaluation: Evaluation, config: Config, weights: ResumePoint) -> d
     return {
         "megarl": __version__,
         **_weights_of(config, weights),
-        "engine": config["policy"]["generation"]["backend"],
+        "engine": generation_of(config["policy"])["backend"],
         "seconds": evaluation.seconds,
         "metrics": {f"validation/{name}": value for name, value in metrics.items()},
         "sets": {
@@ -175,7 +177,7 @@ def result_of(evaluation: Evaluation, config: Config, weights: ResumePoint) -> d
     }
 
 
-def _weights_of(config: Config, weights: ResumePoint) -> dict[str, Any]:
+def _weights_of(config: RunConfig, weights: ResumePoint) -> dict[str, Any]:
     """Which weights were evaluated; a model's directory by its whole path."""
     model = config["policy"]["model_name"]
     return {
@@ -193,7 +195,7 @@ def _sampling_of(plan: SetPlan) -> dict[str, Any]:
     }
 
 
-def result_path(config: Config, weights: ResumePoint) -> Path:
+def result_path(config: RunConfig, weights: ResumePoint) -> Path:
     """Where a result goes that is not sent elsewhere: ``evaluations/step_40.json`` of the run's directory, or with the name of the model.
 
     Where that file has a result of other weights, of other sets or of another way to sample them, ``step_40-2.json`` or the next name
@@ -232,7 +234,7 @@ def result_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def run(config: Config, checkpoint: Path | None, out: Path | None, *, dry_run: bool) -> int:
+def run(config: RunConfig, checkpoint: Path | None, out: Path | None, *, dry_run: bool) -> int:
     """Evaluate, print a table and write the result as JSON; with ``dry_run`` check everything that needs no data and say what would be
     done. Returns the exit code.
 
@@ -260,7 +262,7 @@ def run(config: Config, checkpoint: Path | None, out: Path | None, *, dry_run: b
     return 0
 
 
-def _describe(config: Config, weights: ResumePoint, path: Path, console: Console) -> None:
+def _describe(config: RunConfig, weights: ResumePoint, path: Path, console: Console) -> None:
     """Say what would be evaluated by what; the model's files are looked at."""
     from megarl.run.model_check import check_model_on_disk
 

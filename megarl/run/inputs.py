@@ -7,14 +7,17 @@ import hashlib
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from megarl import env
 from megarl.config.algorithms import algorithm_class, generates, step_size
+from megarl.config.nested import at
+from megarl.config.policy import PolicyConfig
+from megarl.config.sections import RunConfig
 from megarl.config.validation_sets import set_name, validation_sources
 from megarl.data.chat_template import reads_clock
 from megarl.data.datasets import Dataset, Example, Reading, load_dataset
@@ -31,13 +34,11 @@ from megarl.run.model_check import check_model, check_models_beside, check_token
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.config.sections import DataSource
+    from megarl.config.data_sources import DataSource
 
 logger = logging.getLogger(__name__)
 
 _SHOWN, _SHOWN_OF_RECORD = 60, 1200
-
-Config = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,12 @@ class Inputs:
     validation: Dataset | None
 
 
-def tokenizer_of(policy: Config) -> PreTrainedTokenizerBase:
+def tokenizer_of(policy: PolicyConfig) -> PreTrainedTokenizerBase:
     """The tokenizer that a policy section names; by default that of its model."""
     return get_tokenizer(policy.get("tokenizer") or {"name": policy["model_name"]}, policy["trust_remote_code"])
 
 
-def read_inputs(config: Config, stack: ExitStack) -> Inputs:
+def read_inputs(config: RunConfig, stack: ExitStack) -> Inputs:
     """Read everything; of the configuration, the section of generation gets what the tokenizer says.
 
     Args:
@@ -83,27 +84,27 @@ def read_inputs(config: Config, stack: ExitStack) -> Inputs:
     return Inputs(tokenizer, environment, train, validation)
 
 
-def read_validation(config: Config, stack: ExitStack) -> tuple[PreTrainedTokenizerBase, Environment | None, Dataset]:
+def read_validation(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBase, Environment | None, Dataset]:
     """Read what a validation alone needs: tokenizer, environment and validation data, as ``read_inputs`` does; errors as there."""
     tokenizer, environment, load = _opened(config, stack)
     return tokenizer, environment, _load_validation(config, load)
 
 
-_Load = Callable[["DataSource | list[DataSource]"], Dataset]
+_Load = Callable[["DataSource | Sequence[DataSource]"], Dataset]
 
 
-def _load_validation(config: Config, load: _Load) -> Dataset:
+def _load_validation(config: RunConfig, load: _Load) -> Dataset:
     """Load the validation data. A set keeps its name where the form of its records turns out to be that of a named set."""
     sources = validation_sources(config)
     names = [set_name(source) for source in sources]
-    dataset = load(config["data"]["validation"])
+    dataset = load(sources)
     for source, name in zip(sources, names, strict=True):
         if set_name(source) != name and generates(config):
-            cast(Config, source)["val_set"] = name
+            source["val_set"] = name
     return dataset
 
 
-def _opened(config: Config, stack: ExitStack) -> tuple[PreTrainedTokenizerBase, Environment | None, _Load]:
+def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBase, Environment | None, _Load]:
     """The tokenizer, the environment, and what reads sources for them; the model is looked at before."""
     policy, data = config["policy"], config["data"]
     tokenizer = tokenizer_of(policy)
@@ -114,9 +115,9 @@ def _opened(config: Config, stack: ExitStack) -> tuple[PreTrainedTokenizerBase, 
     with_answers = environment is None
     fault_of_answer = None if environment is None else find_faults(environment, config["env"]["timeout_s"])
 
-    template_kwargs = (policy.get("tokenizer") or {}).get("chat_template_kwargs")
-    stops = tuple((policy["generation"] or {}).get("stop_token_ids") or stop_tokens_of(tokenizer, policy["model_name"]))
-    sections = config.get("env") or {}
+    template_kwargs = policy["tokenizer"].get("chat_template_kwargs")
+    stops = tuple(at(policy, "generation.stop_token_ids") or stop_tokens_of(tokenizer, policy["model_name"]))
+    sections = at(config, "env") or {}
     names = any(isinstance(value, Mapping) for key, value in sections.items() if key != "options")
     pairs = algorithm_class(config["algorithm"]).PAIRS
     reading = Reading(
@@ -133,7 +134,7 @@ def _opened(config: Config, stack: ExitStack) -> tuple[PreTrainedTokenizerBase, 
         tools_told(environment),
     )
 
-    def load(sources: DataSource | list[DataSource]) -> Dataset:
+    def load(sources: DataSource | Sequence[DataSource]) -> Dataset:
         dataset = load_dataset(sources, reading)
         check_tokens(dataset, tokenizer, vocab_size, with_answers)
         return dataset
@@ -141,7 +142,7 @@ def _opened(config: Config, stack: ExitStack) -> tuple[PreTrainedTokenizerBase, 
     return tokenizer, environment, load
 
 
-def _template_date(policy: Config, tokenizer: PreTrainedTokenizerBase) -> datetime.date | None:
+def _template_date(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> datetime.date | None:
     """Return the day that the chat template reads, which the configuration then keeps; None for a template without a clock.
 
     Raises:
@@ -163,7 +164,7 @@ def _template_date(policy: Config, tokenizer: PreTrainedTokenizerBase) -> dateti
         raise ConfigError([Violation(key, given, "it is no day", "write year, month and day, such as 2026-11-27")]) from None
 
 
-def _environment(config: Config, stack: ExitStack) -> Environment | None:
+def _environment(config: RunConfig, stack: ExitStack) -> Environment | None:
     """The environment of a run that generates; the stack closes it."""
     if not generates(config):
         return None
@@ -172,7 +173,7 @@ def _environment(config: Config, stack: ExitStack) -> Environment | None:
     return environment
 
 
-def _judge(config: Config) -> list[Any]:
+def _judge(config: RunConfig) -> list[Any]:
     """What decides whether a reference answer is of use: the section of the environment, and the code of a user's own."""
     section = config.get("env") or {}
     places = [text.rpartition(":")[0] for text in _texts_in(section) if is_import_path(text)]
@@ -191,7 +192,7 @@ def _texts_in(value: Any) -> Iterator[str]:
             yield from _texts_in(inner)
 
 
-def require_a_step_of_records(train: Dataset, config: Config) -> None:
+def require_a_step_of_records(train: Dataset, config: RunConfig) -> None:
     """Refuse training data of which a step would take records several times. Repeats count: whoever writes ``repeat`` means it.
 
     Raises:
@@ -226,7 +227,7 @@ def _warn_of_small_sources(train: Dataset, per_step: int) -> None:
             )
 
 
-def describe_inputs(config: Config) -> list[str]:
+def describe_inputs(config: RunConfig) -> list[str]:
     """Read everything as a run would, and say what was found, a line each. Errors as of ``read_inputs``."""
     with ExitStack() as stack:
         inputs = read_inputs(config, stack)
@@ -260,8 +261,8 @@ def _first_record(example: Example, tokenizer: PreTrainedTokenizerBase, with_ans
     return text if len(text) <= _SHOWN_OF_RECORD else f"{text[: _SHOWN_OF_RECORD // 2]} ... {text[-_SHOWN_OF_RECORD // 2 :]}"
 
 
-def _stops_in_words(policy: Config, tokenizer: PreTrainedTokenizerBase) -> str:
-    own = (policy["generation"] or {}).get("stop_token_ids")
+def _stops_in_words(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    own = at(policy, "generation.stop_token_ids")
     known = stop_tokens_of(tokenizer, policy["model_name"])
     if own is None or list(known) == list(own):
         return describe_stop_tokens(tokenizer, policy["model_name"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,10 @@ from megarl.config.backend import enabled_backend, scores
 from megarl.config.model_facts import config_file, facts_of_policy, published_config, read_model_facts
 from megarl.config.models import POLICY, model_sections, renamed, renamed_text
 from megarl.config.nested import at
+from megarl.config.policy import PolicyConfig
 from megarl.config.rules.backends import HAND_WRITTEN_PLANS
 from megarl.config.rules.models import backbone_is_that_of_the_policy
+from megarl.config.sections import RunConfig
 from megarl.data.tokenization import get_tokenizer
 from megarl.errors import ConfigError, DataError, ModelError
 
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def check_model(policy: Mapping[str, Any]) -> int:
+def check_model(policy: PolicyConfig) -> int:
     """Make sure that the configured backend can run the model and that its weights are there and fit its config. Reads headers only.
 
     A model that a plain config describes (``converters.families.plain``) is checked without torch and transformers, whose imports take
@@ -58,7 +60,7 @@ def check_model(policy: Mapping[str, Any]) -> int:
     return _check(policy, _plain_file(directory / "config.json"), lambda: _read_config(policy, directory), source)
 
 
-def check_model_on_disk(policy: Mapping[str, Any]) -> None:
+def check_model_on_disk(policy: PolicyConfig) -> None:
     """``check_model`` without the network: of a directory everything, unless it holds no weights at all; else what ``config.json``
     says, where it is on this disk or known.
 
@@ -77,7 +79,7 @@ def check_model_on_disk(policy: Mapping[str, Any]) -> None:
         _check(policy, _plain_file(file), lambda: _read_config(policy, name, local_files_only=True), None)
 
 
-def check_models_beside(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+def check_models_beside(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """``check_model`` for the models beside the policy, which read its tokens: each has them, under the same ids.
 
     Args:
@@ -99,7 +101,7 @@ def check_models_beside(config: Mapping[str, Any], tokenizer: PreTrainedTokenize
         _check_vocabulary(config[POLICY], section, path, vocab_size, tokenizer)
 
 
-def check_models_on_disk(config: Mapping[str, Any]) -> None:
+def check_models_on_disk(config: RunConfig) -> None:
     """``check_model_on_disk`` for all models of a checked run; errors as there."""
     check_model_on_disk(config[POLICY])
     for path in model_sections(config):
@@ -121,9 +123,7 @@ def _named(path: str) -> Iterator[None]:
         raise ModelError(f"{path}: {renamed_text(str(error), path)}") from error
 
 
-def _check_vocabulary(
-    policy: Mapping[str, Any], section: Mapping[str, Any], path: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def _check_vocabulary(policy: PolicyConfig, section: PolicyConfig, path: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a model that would read other tokens than the policy wrote.
 
     A model brings its tokenizer along. Where it has none, the number of its tokens alone is compared.
@@ -165,7 +165,7 @@ def _plain_file(path: Path) -> Architecture | None:
         return None
 
 
-def _read_config(policy: Mapping[str, Any], place: str | Path, **options: Any) -> Any:
+def _read_config(policy: PolicyConfig, place: str | Path, **options: Any) -> Any:
     try:
         return read_hf_config(place, trust_remote_code=policy["trust_remote_code"], **options)
     except Exception as error:
@@ -177,7 +177,7 @@ def _read_config(policy: Mapping[str, Any], place: str | Path, **options: Any) -
         ) from error
 
 
-def _check(policy: Mapping[str, Any], plain: Architecture | None, read: Callable[[], Any], source: HuggingFaceSource | None) -> int:
+def _check(policy: PolicyConfig, plain: Architecture | None, read: Callable[[], Any], source: HuggingFaceSource | None) -> int:
     """The vocabulary size; without a source the config alone is checked.
 
     Args:
@@ -202,7 +202,7 @@ def _check(policy: Mapping[str, Any], plain: Architecture | None, read: Callable
     return architecture.vocab_size
 
 
-def _architecture_of(policy: Mapping[str, Any], config: Any) -> Architecture:
+def _architecture_of(policy: PolicyConfig, config: Any) -> Architecture:
     """The architecture as Megatron's workers read it; what a user should know of the config is said."""
     ignored = policy["megatron_cfg"].get("ignore_config_keys") or ()
     architecture = read_architecture(config, ignored)
@@ -211,11 +211,11 @@ def _architecture_of(policy: Mapping[str, Any], config: Any) -> Architecture:
     return architecture
 
 
-def _runs_on_torch(policy: Mapping[str, Any], architecture: Architecture, source: HuggingFaceSource | None) -> bool:
+def _runs_on_torch(policy: PolicyConfig, architecture: Architecture, source: HuggingFaceSource | None) -> bool:
     """Whether a model runs on the torch backends for certain: it is one whose tensors and plan are written down here. What else there is
     has to be built to be judged."""
-    settings = policy.get("dtensor_cfg") or {}
-    own_plan = settings.get("enabled") and settings["custom_parallel_plan"] is not None
+    settings = policy.get("dtensor_cfg")
+    own_plan = settings and settings["enabled"] and settings["custom_parallel_plan"] is not None
     if architecture.family not in HAND_WRITTEN_PLANS or architecture.head is not None or own_plan:
         return False
     try:
@@ -226,7 +226,7 @@ def _runs_on_torch(policy: Mapping[str, Any], architecture: Architecture, source
     return True
 
 
-def _check_scoring(policy: Mapping[str, Any], config: Any, source: HuggingFaceSource | None) -> int:
+def _check_scoring(policy: PolicyConfig, config: Any, source: HuggingFaceSource | None) -> int:
     """The vocabulary size of a model that is to score."""
     from megarl.models.engine.scoring import scoring_config, scoring_source
 
@@ -242,14 +242,14 @@ def _check_scoring(policy: Mapping[str, Any], config: Any, source: HuggingFaceSo
     return architecture.vocab_size
 
 
-def _check_for_torch(policy: Mapping[str, Any], config: Any, source: HuggingFaceSource | None) -> None:
+def _check_for_torch(policy: PolicyConfig, config: Any, source: HuggingFaceSource | None) -> None:
     """Return what the workers of the torch backends will refuse, on a model without memory."""
     from megarl.models.dtensor.plans import choose_plan
     from megarl.models.huggingface.loading import build_on_meta, check_names, is_tied
 
     model = build_on_meta(config, scores=scores(policy), trust_remote_code=policy["trust_remote_code"])
-    settings = policy.get("dtensor_cfg") or {}
-    if settings.get("enabled") and settings["tensor_parallel_size"] > 1:
+    settings = policy.get("dtensor_cfg")
+    if settings and settings["enabled"] and settings["tensor_parallel_size"] > 1:
         choose_plan(model, sequence_parallel=settings["sequence_parallel"], custom=settings["custom_parallel_plan"])
     if source is not None:
         check_names(source, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, tied=is_tied(model))

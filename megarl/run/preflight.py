@@ -31,11 +31,12 @@ from megarl.config.environments import environment_class, environments_of, rewar
 from megarl.config.memory_run import disk_bytes
 from megarl.config.model_facts import facts_of_policy
 from megarl.config.models import POLICY, model_roles, model_sections
-from megarl.config.nested import at
+from megarl.config.nested import at, put
 from megarl.config.places import nearest_directory
 from megarl.config.plan import size_text
 from megarl.config.rules.parallel import generation_shape, training_shape
 from megarl.config.rules.view import View
+from megarl.config.sections import RunConfig
 from megarl.distributed import nvml
 from megarl.distributed.node_choice import local_slots
 from megarl.errors import ConfigError, MachineError, Violation, numbered
@@ -71,7 +72,7 @@ _PACKAGES_OF_MEGATRON = (
 """Values of keys of ``megatron_cfg``, the package that each needs, how to install it, and what to write instead."""
 
 
-def require_this_machine(config: Config, *, trains: bool = True) -> None:
+def require_this_machine(config: RunConfig, *, trains: bool = True) -> None:
     """Refuse a run that this machine cannot do, before anything of it is created.
 
     Args:
@@ -86,7 +87,7 @@ def require_this_machine(config: Config, *, trains: bool = True) -> None:
         raise MachineError(found)
 
 
-def findings(config: Config, *, trains: bool = True) -> list[Violation]:
+def findings(config: RunConfig, *, trains: bool = True) -> list[Violation]:
     """Return everything that this machine lacks. Arguments as of ``require_this_machine``."""
     return [finding for check in (CHECKS if trains else CHECKS_OF_EVALUATION) for finding in check(config)]
 
@@ -109,7 +110,7 @@ def print_findings(found: Sequence[Violation], console: Console) -> None:
         console.print(redacted_text(numbered(found)), markup=False, highlight=False)
 
 
-def missing_engine(config: Config) -> Iterator[Violation]:
+def missing_engine(config: RunConfig) -> Iterator[Violation]:
     """Yield the engine that generates, and packages that Megatron-Core needs for what is asked of it, where they are not installed."""
     kind = engine_of(config)
     package = None if kind is None else kind.missing_package()
@@ -125,7 +126,7 @@ def missing_engine(config: Config) -> Iterator[Violation]:
                 yield Violation(key, value, f"the package {package} is not installed", fix)
 
 
-def missing_sinks(config: Config) -> Iterator[Violation]:
+def missing_sinks(config: RunConfig) -> Iterator[Violation]:
     """Yield packages of metric sinks that are switched on and not installed."""
     for key, package in _PACKAGES.items():
         if at(config, key) and not _can_be_imported(package):
@@ -139,7 +140,7 @@ def _can_be_imported(package: str) -> bool:
     return found is not None and found.origin is not None
 
 
-def absent_devices(config: Config) -> Iterator[Violation]:
+def absent_devices(config: RunConfig) -> Iterator[Violation]:
     """Yield the GPUs or worker slots that a local Ray would lack; a cluster that runs already says itself what it has."""
     if _ray_address() is not None:
         return
@@ -169,7 +170,7 @@ def absent_devices(config: Config) -> Iterator[Violation]:
         yield Violation("cluster.device", config["cluster"]["device"], bound, fix)
 
 
-def unusable_rewards(config: Config) -> Iterator[Violation]:
+def unusable_rewards(config: RunConfig) -> Iterator[Violation]:
     """Yield rewards and environments of the user's that cannot be imported or called as they are, and programs that cannot be shut in."""
     for key, section in environments_of(config.get("env") or {}).items():
         try:
@@ -182,7 +183,7 @@ def unusable_rewards(config: Config) -> Iterator[Violation]:
             yield from error.violations
 
 
-def missing_data(config: Config) -> Iterator[Violation]:
+def missing_data(config: RunConfig) -> Iterator[Violation]:
     """Yield data files that are not there."""
     for key, source in itertools.chain.from_iterable(sources_of(config["data"], name) for name in ("train", "validation")):
         path = source.get("path")
@@ -191,7 +192,7 @@ def missing_data(config: Config) -> Iterator[Violation]:
             yield Violation(f"{key}.path", path, "there is no such file", fix)
 
 
-def unusable_directories(config: Config) -> Iterator[Violation]:
+def unusable_directories(config: RunConfig) -> Iterator[Violation]:
     """Yield directories of the run that cannot be written, or whose file system has no room for what the run leaves there."""
     # what cannot be made, and what is on one file system, is said once
     unmakable, on_device = set[str](), dict[int, list[tuple[str, Path, int]]]()
@@ -213,10 +214,10 @@ def unusable_directories(config: Config) -> Iterator[Violation]:
         yield from _too_full(config, together)
 
 
-def _places_of_run(config: Config) -> dict[str, tuple[Path, int]]:
+def _places_of_run(config: RunConfig) -> dict[str, tuple[Path, int]]:
     """Return the directories of a run by their keys, each with the bytes that it leaves there in the end."""
     facts, section = facts_of_policy(config[POLICY]), config["checkpointing"]
-    exported = 0 if facts is None else disk_bytes({**config, "checkpointing": {**section, "enabled": False}}, facts)
+    exported = 0 if facts is None else disk_bytes(put(config, "checkpointing.enabled", False), facts)
     places = {"run_dir": (Path(config["run_dir"]).absolute(), exported)}
     if section["enabled"]:
         kept = 0 if facts is None else disk_bytes(config, facts) - exported
@@ -224,7 +225,7 @@ def _places_of_run(config: Config) -> dict[str, tuple[Path, int]]:
     return places
 
 
-def _too_full(config: Config, together: Sequence[tuple[str, Path, int]]) -> Iterator[Violation]:
+def _too_full(config: RunConfig, together: Sequence[tuple[str, Path, int]]) -> Iterator[Violation]:
     key, place, _ = max(together, key=lambda each: each[2])
     usage = shutil.disk_usage(nearest_directory(place))
     # a run that is resumed has written part of it
@@ -236,7 +237,7 @@ def _too_full(config: Config, together: Sequence[tuple[str, Path, int]]) -> Iter
         yield Violation(key, at(config, key), bound, f"give {key} another place, or keep fewer checkpoints (checkpointing.keep_top_k)")
 
 
-def unreadable_key(config: Config) -> Iterator[Violation]:
+def unreadable_key(config: RunConfig) -> Iterator[Violation]:
     """Yield the file of a signing key that is missing or unusable."""
     try:
         read_signing_key(config["checkpointing"]["signing_key_file"])
@@ -244,7 +245,7 @@ def unreadable_key(config: Config) -> Iterator[Violation]:
         yield from error.violations
 
 
-def dead_cluster(config: Config) -> Iterator[Violation]:
+def dead_cluster(config: RunConfig) -> Iterator[Violation]:
     """Yield a Ray cluster that ``RAY_ADDRESS`` names and that does not answer."""
     address = _ray_address()
     if address is None or address == "auto":
@@ -257,7 +258,7 @@ def dead_cluster(config: Config) -> Iterator[Violation]:
         yield Violation("RAY_ADDRESS", address, f"nothing answers there: {error}", fix)
 
 
-def low_limits(config: Config) -> Iterator[Violation]:
+def low_limits(config: RunConfig) -> Iterator[Violation]:
     """Yield limits on processes and open files under which a local Ray with the run's workers would not come up."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
@@ -292,7 +293,7 @@ def _is_ours(process: psutil.Process) -> bool:
     return uids is not None and uids.real == os.getuid()
 
 
-def unreachable_models(config: Config) -> Iterator[Violation]:
+def unreachable_models(config: RunConfig) -> Iterator[Violation]:
     """Yield models and tokenizers of the hub that are not on this disk while the hub does not give them; one look each, all at once."""
     names: dict[str, str] = {}
     for path in (POLICY, *model_sections(config)):
@@ -371,7 +372,7 @@ def _visible_gpus() -> int:
     return min(present, sum(each.strip() not in ("", "-1") for each in chosen.split(",")))
 
 
-Check = Callable[[Config], Iterator[Violation]]
+Check = Callable[[RunConfig], Iterator[Violation]]
 
 CHECKS_OF_EVALUATION: tuple[Check, ...] = (
     missing_engine,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarl import env
+from megarl.config.sections import ProfilerConfig
 
 if TYPE_CHECKING:
     from megarl.models.policy.lm_policy import Policy
@@ -27,7 +28,7 @@ class StepProfiler:
         directory: where torch's traces go.
     """
 
-    def __init__(self, policy: Policy, section: Mapping[str, Any], directory: Path) -> None:
+    def __init__(self, policy: Policy, section: ProfilerConfig, directory: Path) -> None:
         self._steps = range(*(section["steps"] or (0,)))
         self._policy, self._directory = policy, directory
         self._ranks: Sequence[int] = section["torch_ranks"]
@@ -58,8 +59,8 @@ class StepProfiler:
             logger.info("profiles for chrome://tracing or ui.perfetto.dev: %s", ", ".join(paths))
 
 
-def tell_worker_groups(section: Mapping[str, Any]) -> None:
+def tell_worker_groups(section: ProfilerConfig) -> None:
     """Let the worker groups of this process know which of them are to run under Nsight Systems."""
     if section["nsys_workers"] is not None:
-        steps = ":".join(map(str, section["steps"]))
+        steps = ":".join(map(str, section["steps"] or ()))
         env.set_variables({"MEGARL_NSYS_WORKER_PATTERNS": section["nsys_workers"], "MEGARL_NSYS_PROFILE_STEP_RANGE": steps})

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarl import env
+from megarl.config.sections import ClusterConfig
 from megarl.distributed.node_choice import ResourceInsufficientError
 from megarl.errors import DeadlineError, MegarlError, WorkerLostError
 from megarl.observe.launches import ENGINES, WORKERS
@@ -31,7 +32,7 @@ _IN_A_JOB_S = 60.0
 """That places of a lost node are waited for in a job of Slurm: they do not come back there, and a requeued job has others."""
 
 
-def most_restarts(cluster: Mapping[str, Any]) -> int:
+def most_restarts(cluster: ClusterConfig) -> int:
     """``cluster.max_restarts``, or what its absence means here."""
     said = cluster["max_restarts"]
     return int(said) if said is not None else SLURM_RESTARTS if env.text("SLURM_JOB_ID") else 0

@@ -18,6 +18,7 @@ from megarl.checkpoint.background import CheckpointMemory, Write
 from megarl.checkpoint.manager import CONFIG_NAME
 from megarl.checkpoint.storage import is_file, read_again, said_of_space
 from megarl.config.resume_changes import check_changes
+from megarl.config.sections import RunConfig
 from megarl.errors import (
     WORKER_TRACE,
     CheckpointError,
@@ -107,7 +108,7 @@ def _none_can_be_used(damaged: Mapping[Path, Sequence[str]]) -> str:
     )
 
 
-def report_changes(start: ResumePoint, config: Mapping[str, Any]) -> None:
+def report_changes(start: ResumePoint, config: RunConfig) -> None:
     """Compare the configuration with that of the checkpoint that a run goes on from, and say what is another one.
 
     Raises:

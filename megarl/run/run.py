@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import yaml
 
@@ -27,8 +27,10 @@ from megarl.checkpoint.node_memory import OwnMemory
 from megarl.config.algorithms import algorithm_class, generates, own_section, step_size
 from megarl.config.memory_run import checkpoint_bytes, checkpoint_bytes_beside
 from megarl.config.model_facts import facts_of_policy
+from megarl.config.nested import put
 from megarl.config.rules.parallel import generation_shape
 from megarl.config.rules.view import View
+from megarl.config.sections import CheckpointingConfig, RunConfig
 from megarl.config.validate import validate_config
 from megarl.data.datasets import Dataset
 from megarl.data.sampler import MixtureSampler, ResumableSampler, Sampler
@@ -82,7 +84,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Config = dict[str, Any]
 PolicyFactory = Callable[..., "Policy"]
 """Makes the model of a role as ``start_policy`` does, and leaves on the stack what shuts it down."""
 
@@ -91,7 +92,7 @@ EXPORT_DIRECTORY = "hf"
 NOT_SAVED = 1
 
 
-def run(config: Config, make_policy: PolicyFactory | None = None, stop_at: float | None = None) -> int:
+def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: float | None = None) -> int:
     """Train as the configuration says, from the latest checkpoint of the run where there is one.
 
     Leaves in ``run_dir``: ``config.yaml`` (resolved), ``metrics.jsonl``, ``launches.jsonl``, ``checkpoints/step_N`` and, with
@@ -190,8 +191,8 @@ class _Launch:
         make_policy: makes the models.
     """
 
-    config: Config
-    placed: Config
+    config: RunConfig
+    placed: RunConfig
     run_dir: Path
     lock: RunLock
     memory: SharedMemoryWatch
@@ -270,8 +271,8 @@ def _checkpoint_memory(
     return checkpoint_memory(manager.checkpoint_dir, models, stack)
 
 
-def _with_decided_device(config: Config) -> Config:
-    return {**config, "cluster": {**config["cluster"], "device": decided_device(config)}}
+def _with_decided_device(config: RunConfig) -> RunConfig:
+    return put(config, "cluster.device", decided_device(config))
 
 
 def _point_of_restart(manager: CheckpointManager | None, resume: str) -> ResumePoint:
@@ -281,7 +282,7 @@ def _point_of_restart(manager: CheckpointManager | None, resume: str) -> ResumeP
     return find_resume_point(manager, "auto")
 
 
-def _open_checkpoints(section: Config, lock: RunLock, run_dir: Path, stack: ExitStack) -> CheckpointManager | None:
+def _open_checkpoints(section: CheckpointingConfig, lock: RunLock, run_dir: Path, stack: ExitStack) -> CheckpointManager | None:
     """The checkpoints of the run; None where it writes none. Their directory is locked too: another run may write there."""
     if not section["enabled"]:
         return None
@@ -337,7 +338,7 @@ def _writer(
     manager: CheckpointManager | None,
     models: Mapping[Role, Policy],
     turns: Turns,
-    config: Config,
+    config: RunConfig,
     attempt: Attempt,
     samples: SampleLog | None,
     memory: CheckpointMemory | None,
@@ -372,7 +373,7 @@ def _stopped(step: int, stop: StopRequest, console: TrainingConsole, has_checkpo
     return code if has_checkpoints else NOT_SAVED
 
 
-def _schedule(config: Config, num_records: int) -> Schedule:
+def _schedule(config: RunConfig, num_records: int) -> Schedule:
     section = own_section(config)
     # an algorithm of a user's own may neither count epochs nor validate
     return Schedule(
@@ -383,7 +384,7 @@ def _schedule(config: Config, num_records: int) -> Schedule:
     )
 
 
-def _sampler(config: Config, train: Dataset, start: ResumePoint) -> Sampler:
+def _sampler(config: RunConfig, train: Dataset, start: ResumePoint) -> Sampler:
     order = config["seed"], config["data"]["shuffle"], train.fingerprint
     weights = [source.weight for source in train.sources if source.weight is not None]
     sampler: Sampler = ResumableSampler(len(train), *order)
@@ -399,7 +400,7 @@ def _sampler(config: Config, train: Dataset, start: ResumePoint) -> Sampler:
     return sampler
 
 
-def _open_sinks(config: Config, run_dir: Path, stack: ExitStack) -> MetricSinks:
+def _open_sinks(config: RunConfig, run_dir: Path, stack: ExitStack) -> MetricSinks:
     """The sinks of a launch. One that starts over sets aside what was logged before it."""
     if config["checkpointing"]["resume"] == "never":
         _set_aside(run_dir / METRICS_FILE)
@@ -417,7 +418,7 @@ def _open_reporting(launch: _Launch, start: ResumePoint, stack: ExitStack) -> Re
 
 
 def _open_samples(
-    config: Config, run_dir: Path, start: ResumePoint, sinks: MetricSinks, tokenizer: PreTrainedTokenizerBase, stack: ExitStack
+    config: RunConfig, run_dir: Path, start: ResumePoint, sinks: MetricSinks, tokenizer: PreTrainedTokenizerBase, stack: ExitStack
 ) -> SampleLog | None:
     """What keeps samples, without those of steps that come again; None for a run that has none, or is to keep none."""
     section = config["logger"]["samples"]
@@ -430,7 +431,7 @@ def _open_samples(
     return SampleLog(files, section, tokenizer, sinks)
 
 
-def _throughput(config: Config, policy: Policy) -> StepThroughput:
+def _throughput(config: RunConfig, policy: Policy) -> StepThroughput:
     """What turns a step's seconds into rates: sizes of the model, devices and their peak."""
     peaks, own = policy.peak_flops(), generation_shape(View(config))
     training, apart = len(peaks), 0 if own is None else own[0] * own[1]
@@ -460,7 +461,7 @@ def _set_aside(path: Path) -> None:
         rename_surely(path, next(name for name in names if not name.exists()))
 
 
-def _write_config(run_dir: Path, config: Config) -> None:
+def _write_config(run_dir: Path, config: RunConfig) -> None:
     """Leave the configuration in the run's directory; what follows from that directory still does when it is copied or moved."""
     written = redacted(config)
     if Path(config["checkpointing"]["checkpoint_dir"]).absolute() == run_dir / CHECKPOINTS:

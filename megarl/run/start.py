@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from converters.python_file import modules_from_files
 from megarl import env
@@ -25,6 +25,7 @@ from megarl.config.plan import has_reference_policy, size_text
 from megarl.config.rules.parallel import generation_shape, training_shape
 from megarl.config.rules.run import POLICY_WORKERS
 from megarl.config.rules.view import View
+from megarl.config.sections import DeadlinesConfig, RunConfig
 from megarl.distributed import nvml
 from megarl.errors import ConfigError, Violation
 from megarl.models.generation.engines import EngineKind, started_on_empty_devices
@@ -40,11 +41,10 @@ if TYPE_CHECKING:
     from megarl.models.generation.interfaces import RolloutEngine
     from megarl.models.policy.lm_policy import Policy
 
-Config = dict[str, Any]
 _DRIVER_IMPORTS = ("transformers.models.auto.tokenization_auto", "megarl.models.policy.lm_policy")
 
 
-def engine_of(config: Mapping[str, Any]) -> EngineKind | None:
+def engine_of(config: RunConfig) -> EngineKind | None:
     """The kind of engine that generates the responses of a run; None where the policy itself generates, or nothing does.
 
     Raises:
@@ -144,7 +144,7 @@ def _refuse_the_cpu_where_gpus_are_expected() -> None:
 
 
 def start_policy(
-    config: Config,
+    config: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
     start: ResumePoint,
     stack: ExitStack,
@@ -200,7 +200,7 @@ def start_policy(
     return policy
 
 
-def _weights_in_words(config: Mapping[str, Any], start: ResumePoint, role: Role) -> str:
+def _weights_in_words(config: RunConfig, start: ResumePoint, role: Role) -> str:
     """Return which weights a model starts with, and their bytes where they are known."""
     path = start.weights_path(role)
     files = Path(at(config, role.section)["model_name"]).expanduser().glob("*.safetensors") if path is None else path.rglob("*")
@@ -209,7 +209,7 @@ def _weights_in_words(config: Mapping[str, Any], start: ResumePoint, role: Role)
     return f"{size_text(size)} of {of}" if size else of
 
 
-def _init_seconds(deadlines: Mapping[str, float], start: ResumePoint) -> float:
+def _init_seconds(deadlines: DeadlinesConfig, start: ResumePoint) -> float:
     """What building the workers may take; a resumed run reads a checkpoint besides. Ray is started once, and counts once: not again where
     workers are built anew, nor for a second model."""
     reading = 0.0 if start.checkpoint is None else deadlines["load_s"]
@@ -218,7 +218,7 @@ def _init_seconds(deadlines: Mapping[str, float], start: ResumePoint) -> float:
 
 
 def start_models(
-    config: Config,
+    config: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
     start: ResumePoint,
     stack: ExitStack,
@@ -263,7 +263,7 @@ def checkpoint_memory(checkpoint_dir: Path, models: Mapping[Role, Policy], stack
     return memory
 
 
-def _training_cluster(config: Mapping[str, Any], models: int) -> RayVirtualCluster:
+def _training_cluster(config: RunConfig, models: int) -> RayVirtualCluster:
     """The bundles that a number of models of a run share, which nothing has reserved yet."""
     from megarl.distributed import ray_calls
     from megarl.distributed.virtual_cluster import RayVirtualCluster
@@ -280,7 +280,7 @@ def _training_cluster(config: Mapping[str, Any], models: int) -> RayVirtualClust
     )
 
 
-def _engine_cluster(config: Mapping[str, Any], use_gpus: bool) -> RayVirtualCluster | None:
+def _engine_cluster(config: RunConfig, use_gpus: bool) -> RayVirtualCluster | None:
     """The bundles of engines apart from the policy, which nothing has reserved yet; None where there are none."""
     from megarl.distributed.virtual_cluster import RayVirtualCluster
 
@@ -309,7 +309,7 @@ def watched_memory() -> SharedMemoryWatch:
     return SharedMemoryWatch(store if store <= (free_bytes() or 0) else 0)
 
 
-def decided_device(config: Mapping[str, Any]) -> str:
+def decided_device(config: RunConfig) -> str:
     """``cluster.device``, and instead of ``auto`` what that means with the nodes that live now: once some are lost, it could mean another.
 
     ``auto`` where no Ray runs, so that somebody else makes the workers.
@@ -327,7 +327,7 @@ def decided_device(config: Mapping[str, Any]) -> str:
     return "cuda" if uses_gpus(device, ray_calls.cluster_resources().get("GPU", 0)) else "cpu"
 
 
-def check_places(config: Mapping[str, Any]) -> None:
+def check_places(config: RunConfig) -> None:
     """Look whether the living nodes have places for a run's models and engines, after some were lost; all is well where no Ray runs.
 
     Raises:
@@ -343,7 +343,7 @@ def check_places(config: Mapping[str, Any]) -> None:
         check_places_together([training] if apart is None else [training, apart])
 
 
-def start_engines(config: Config, policy: Policy, stack: ExitStack) -> Refit | None:
+def start_engines(config: RunConfig, policy: Policy, stack: ExitStack) -> Refit | None:
     """Start engines beside a policy, on its bundles or on those that the cluster has left; None where the policy itself generates.
 
     Engines on the policy's devices start when it has left them (``started_on_empty_devices``). The stack takes the engines down again.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from converters.model_config.architecture import ModelFacts
 from megarl.config.backend import enabled_backend
+from megarl.config.policy import PolicyConfig
 from megarl.observe.timing import GENERATION, STEP_SECONDS, TRAIN, TRAIN_CRITIC, Sequences
 from megarl.throughput.flops import ModelFlops
 
@@ -54,14 +54,17 @@ class StepThroughput:
     recomputed: Collection[str] | None = None
 
     @classmethod
-    def of(cls, policy: Mapping[str, Any], facts: ModelFacts | None, devices: Devices) -> StepThroughput:
+    def of(cls, policy: PolicyConfig, facts: ModelFacts | None, devices: Devices) -> StepThroughput:
         """The throughput of a run with this complete ``policy`` section."""
         backend = enabled_backend(policy)
-        section = policy.get(f"{backend}_cfg") or {}
-        recomputes = policy["activation_checkpointing_enabled"] if backend == "fsdp1" else section["activation_checkpointing"]
         flops = None if facts is None else ModelFlops.of(facts)
-        parts = section["recompute_modules"] if section.get("recompute_granularity") == "selective" else None
-        return cls(devices, flops, bool(recomputes), bool(section.get("freeze_moe_router")), parts)
+        if backend == "megatron":
+            megatron = policy["megatron_cfg"]
+            parts = megatron["recompute_modules"] if megatron["recompute_granularity"] == "selective" else None
+            return cls(devices, flops, megatron["activation_checkpointing"], megatron["freeze_moe_router"], parts)
+        if backend == "dtensor":
+            return cls(devices, flops, policy["dtensor_cfg"]["activation_checkpointing"])
+        return cls(devices, flops, policy["activation_checkpointing_enabled"])
 
     def metrics(self, tokens: int, seconds: Mapping[str, float], sequences: Mapping[str, Sequence[Sequences]]) -> dict[str, float]:
         """Figures of one step.

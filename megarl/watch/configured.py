@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from megarl.config.algorithms import ORDER
 from megarl.config.backend import enabled_backend
+from megarl.config.policy import PolicyConfig
 from megarl.import_path import is_import_path
 
 CONFIG_FILE = "config.yaml"
@@ -56,13 +57,18 @@ def read_configured(run_dir: Path) -> Configured:
     return Configured(
         algorithm=section or None,
         model=_text(policy.get("model_name")),
-        backend=enabled_backend({name: _section(policy, name) for name in ("megatron_cfg", "dtensor_cfg")}) if policy else None,
+        backend=_backend(policy) if policy else None,
         total_steps=steps if isinstance(steps, int) and not isinstance(steps, bool) else None,
         checkpoint_dir=_checkpoint_dir(
             run_dir, _text(config.get("run_dir")), _text(_section(config, "checkpointing").get("checkpoint_dir"))
         ),
         signing_key_file=_text(_section(config, "checkpointing").get("signing_key_file")),
     )
+
+
+def _backend(policy: Mapping[str, Any]) -> str:
+    sections = {name: {"enabled": False, **_section(policy, name)} for name in ("megatron_cfg", "dtensor_cfg")}
+    return enabled_backend(cast(PolicyConfig, sections))
 
 
 def _checkpoint_dir(run_dir: Path, configured_run: str | None, configured: str | None) -> Path:

@@ -256,7 +256,7 @@ def _checkpoints(
     directory: Path, hashes: bool, now: float, key: bytes | None
 ) -> tuple[tuple[int, ...], CheckpointState | None, tuple[str, ...]]:
     """Steps that have a checkpoint, the one that a resume would take, and those that were begun."""
-    manager = CheckpointManager({"checkpoint_dir": directory}, verify_hashes=hashes)
+    manager = CheckpointManager({"enabled": True, "checkpoint_dir": str(directory)}, verify_hashes=hashes)
     for _ in range(_LISTINGS):
         found = manager.checkpoints()
         looked = list(_until_whole(found, hashes, now, key))

@@ -99,7 +99,7 @@ def test_unknown_models_and_phases_that_took_no_time_have_what_can_be_said() -> 
 @pytest.mark.parametrize(
     ("backend", "section", "recomputes", "frozen"),
     [
-        ("megatron", {"activation_checkpointing": True, "freeze_moe_router": True}, True, True),
+        ("megatron", {"activation_checkpointing": True, "recompute_granularity": "full", "freeze_moe_router": True}, True, True),
         ("dtensor", {"activation_checkpointing": True}, True, False),
         ("dtensor", {"activation_checkpointing": False}, False, False),
         ("fsdp1", {}, True, False),

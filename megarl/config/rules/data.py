@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-from megarl.config.data_sources import FIELD_KEYS, NAMED_SETS, PAIR_KEYS, fields_of_key, is_file, key_steps, set_module, sources_of
+from megarl.config.data_sources import (
+    FIELD_KEYS,
+    NAMED_SETS,
+    PAIR_KEYS,
+    DataSource,
+    ValidationSource,
+    fields_of_key,
+    is_file,
+    key_steps,
+    set_module,
+    sources_of,
+)
 from megarl.config.environments import fault_of_name, faults_of_ranges
 from megarl.config.generation import GenerationConfig
+from megarl.config.nested import at
 from megarl.config.rules.view import Rule, View
 from megarl.config.schema import ABSENT
-from megarl.config.sections import ValidationSource
 from megarl.config.validation_sets import GENERATIONS, SAMPLING_KEYS, TEMPERATURE, TOP_K, TOP_P, set_name
 from megarl.errors import Violation
 from megarl.key import defaults_of
@@ -18,12 +28,12 @@ from megarl.key import defaults_of
 _SETS = ("train", "validation")
 
 
-def _sources(view: View) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _sources(view: View) -> Iterator[tuple[str, ValidationSource]]:
     for key in _SETS:
         yield from _of_set(view, key)
 
 
-def _of_set(view: View, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _of_set(view: View, key: str) -> Iterator[tuple[str, ValidationSource]]:
     """The sources of training or validation; none where a value has the wrong type, of which more would only follow."""
     value = view.get(f"data.{key}")
     if not isinstance(value, Mapping) or all(view.has(f"data.{key}.{name}") for name in value):
@@ -72,7 +82,7 @@ def fields_are_named(view: View) -> Iterator[Violation]:
                 )
 
 
-def _faults_of_pairs(section: str, source: Mapping[str, Any]) -> Iterator[Violation]:
+def _faults_of_pairs(section: str, source: DataSource) -> Iterator[Violation]:
     """A source of pairs names nothing that is not of a pair."""
     for key in ("answer_key", "messages_key", "extra_keys"):
         if source.get(key) is not None:
@@ -87,7 +97,7 @@ def pairs_have_a_reader(view: View) -> Iterator[Violation]:
         for key in PAIR_KEYS:
             if source.get(key) is not None:
                 bound = f"algorithm {view['algorithm']!r} does not compare answers, and nothing reads it"
-                yield Violation(f"{section}.{key}", source[key], bound, "remove it, or write algorithm: dpo or rm")
+                yield Violation(f"{section}.{key}", at(source, key), bound, "remove it, or write algorithm: dpo or rm")
 
 
 def sources_can_be_mixed(view: View) -> Iterator[Violation]:
@@ -131,7 +141,7 @@ def environments_are_there(view: View) -> Iterator[Violation]:
 def validation_sets_are_told_apart(view: View) -> Iterator[Violation]:
     """Each validation set of a run that generates has a name of its own, and its sources agree on how answers are sampled."""
     view.require(view.algorithm.GENERATES)
-    sets: dict[str, dict[str, Mapping[str, Any]]] = {}
+    sets: dict[str, dict[str, ValidationSource]] = {}
     for section, source in _of_set(view, "validation"):
         sets.setdefault(set_name(source), {})[section] = source
         if source.get("val_set") is not None:
@@ -157,7 +167,8 @@ def several_answers_differ(view: View) -> Iterator[Violation]:
     shared = {GENERATIONS: f"{view.algorithm.section()}.{GENERATIONS}", TEMPERATURE: f"policy.generation.{TEMPERATURE}"}
     for section, source in _of_set(view, "validation"):
         keys = {name: f"{section}.{name}" if name in source else path for name, path in shared.items()}
-        answers, temperature = (source[name] if name in source else view.get(path) for name, path in shared.items())
+        answers = source[GENERATIONS] if GENERATIONS in source else view.get(shared[GENERATIONS])
+        temperature = source[TEMPERATURE] if TEMPERATURE in source else view.get(shared[TEMPERATURE])
         if answers is not None and answers > 1 and temperature == 0:
             bound = f"{keys[GENERATIONS]} = {answers}, and greedy answers to a prompt are all the same"
             yield Violation(keys[TEMPERATURE], temperature, bound, "write for example 0.6, or ask for one answer a prompt")

@@ -55,7 +55,7 @@ def sources_have_teachers(view: View) -> Iterator[Violation]:
             yield Violation(OF_SOURCE, None, f"the teachers are {', '.join(names)}, and nothing says whose a source is", "map all sources")
         return
     view.require(view.has("data.train") and not view.has_faults("data.train"))
-    keys = [source_key(source) for source in train_sources({"data": view["data"]})]
+    keys = [source_key(source) for source in train_sources(view["data"])]
     for key in dict.fromkeys(keys):
         if key not in chosen:
             yield Violation(OF_SOURCE, chosen, f"the source {key!r} of data.train has no teacher", f"add {key}: {' or '.join(names)}")

@@ -14,7 +14,7 @@ from typing import Any
 from megarl.config.algorithms import OF_ALGORITHMS, algorithm_class
 from megarl.config.arithmetic import divisors_near, each_of, multiples_near, sequence_share
 from megarl.config.backend import scores
-from megarl.config.data_sources import sources_of
+from megarl.config.data_sources import DataSource, sources_of
 from megarl.config.environments import (
     ENVIRONMENT,
     REWARDED,
@@ -383,7 +383,7 @@ def reward_is_known(view: View) -> Iterator[Violation]:
             yield from faults_of_rewards(section, key, columns)
 
 
-def _extra_keys(source: Mapping[str, Any]) -> list[str]:
+def _extra_keys(source: DataSource) -> list[str]:
     extra = source.get("extra_keys")
     return [each for each in extra if isinstance(each, str)] if isinstance(extra, list) else []
 
@@ -407,7 +407,7 @@ def environment_is_known(view: View) -> Iterator[Violation]:
             yield from error.violations
 
 
-def _environments(view: View) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _environments(view: View) -> Iterator[tuple[str, EnvConfig]]:
     """Key and section of each environment of which every value is of its type."""
     for key, section in environments_of(view["env"]).items():
         if not view.has_faults(key):

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from converters.checkpoint.source import HuggingFaceSource
 from megarl.config.arithmetic import padded_vocabulary, sequence_share
 from megarl.config.backend import scores
+from megarl.config.nested import at
 from megarl.errors import ConfigError, Violation
 from megarl.models.dtensor.mesh import build_meshes
 from megarl.models.dtensor.parallelize import (
@@ -105,7 +106,7 @@ class DTensorBackend(HuggingFaceBackend):
             # an operation that does not know DTensors may say so by any class of error
             reason = f"its step fails on parameters that DTensor divides ({type(error).__name__}: {str(error).splitlines()[0]})"
             fix = "leave out fused and foreach, or write name: torch.optim.AdamW"
-            raise ConfigError([Violation(OPTIMIZER, dict(self.policy["optimizer"]), reason, fix)]) from error
+            raise ConfigError([Violation(OPTIMIZER, dict(at(self.policy, OPTIMIZER.removeprefix("policy."))), reason, fix)]) from error
 
     def _divided_model(self, source: HuggingFaceSource) -> Any:
         """The model with this rank's pieces of the weights."""

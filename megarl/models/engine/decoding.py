@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megarl.config.generation import GenerationConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import GenerationError
 from megarl.models.engine.graphs import Graphs
@@ -98,7 +99,7 @@ class Decoder:
     graphs: Graphs = field(default_factory=Graphs)
 
 
-def decode(decoder: Decoder, data: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any, *, greedy: bool) -> BatchedDataDict[Any]:
+def decode(decoder: Decoder, data: Mapping[str, Any], config: GenerationConfig, tokenizer: Any, *, greedy: bool) -> BatchedDataDict[Any]:
     """Continue every prompt.
 
     Args:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megarl.config.policy import PolicyConfig
 from megarl.errors import MegarlError, NonFiniteError
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.heads import HeadOutput
@@ -85,7 +86,7 @@ class SkipLimit:
     in_a_row: int = field(default=0, init=False)
 
     @classmethod
-    def of(cls, policy: Mapping[str, Any]) -> SkipLimit:
+    def of(cls, policy: PolicyConfig) -> SkipLimit:
         """As a policy's configuration says."""
         return cls(policy["on_nonfinite"] == "raise", policy["max_consecutive_skips"])
 

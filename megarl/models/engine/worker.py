@@ -11,7 +11,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from converters.checkpoint.writer import write_hf
 from megarl.algorithms.interfaces import check_loss
-from megarl.config.backend import scores
+from megarl.config.backend import generation_of, scores
 from megarl.config.defaults import complete_policy
+from megarl.config.generation import GenerationConfig
+from megarl.config.policy import PolicyConfig
 from megarl.data.stop_tokens import generation_config_of
 from megarl.distributed.batch_checks import check_sequence_dimension
 from megarl.distributed.batched_data_dict import BatchedDataDict
@@ -35,6 +37,7 @@ from megarl.models.engine.microbatches import batch_size, chosen_size, move_to, 
 from megarl.models.engine.nonfinite import SkipLimit, on_all_ranks, require_finite
 from megarl.models.engine.offload_state import OffloadState, OffloadStates, ReferenceWeights
 from megarl.models.engine.step import logprobs_of_batch, topk_of_batch, train_on_batch, values_of_batch
+from megarl.models.generation.interfaces import Sampling
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.throughput.peaks import measured_rate
 from megarl.weight_sync.broadcast import WeightBroadcaster
@@ -126,7 +129,7 @@ class EngineWorker(ABC):
 
     def __init__(
         self,
-        config: Mapping[str, Any],
+        config: PolicyConfig,
         tokenizer: Any,
         weights_path: str | None = None,
         optimizer_path: str | None = None,
@@ -180,7 +183,7 @@ class EngineWorker(ABC):
 
     @staticmethod
     @abstractmethod
-    def make_backend(config: Mapping[str, Any], runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> Backend:
+    def make_backend(config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> Backend:
         """The divided model with its optimizer, on a filled-in configuration."""
 
     def __repr__(self) -> str:
@@ -189,7 +192,11 @@ class EngineWorker(ABC):
     @property
     def sampling(self) -> SamplingSettings:
         """Return how tokens are drawn: the same in training, log-probabilities and generation."""
-        return SamplingSettings.of(self.cfg.get("generation"))
+        return SamplingSettings.of(self.cfg["generation"])
+
+    def _generation(self, sampling: Sampling | None) -> GenerationConfig:
+        """Return the generation section, with tokens drawn as ``sampling`` says."""
+        return cast(GenerationConfig, {**generation_of(self.cfg), **(sampling or {})})
 
     # training and log-probabilities
 
@@ -264,8 +271,8 @@ class EngineWorker(ABC):
         Raises:
             BatchError: the configuration asks for a plan and the batch has none.
         """
-        packed = bool((self.cfg.get("sequence_packing") or {}).get("enabled"))
-        if not packed and not (self.cfg.get("dynamic_batching") or {}).get("enabled"):
+        packed = self.cfg["sequence_packing"]["enabled"]
+        if not packed and not self.cfg["dynamic_batching"]["enabled"]:
             return None
         indices, lengths, counts = data.micro_batch_indices, data.micro_batch_lengths, data.elem_counts_per_gb
         if indices is None or lengths is None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from converters.checkpoint.source import HuggingFaceSource
 from megarl.config.backend import scores
+from megarl.config.nested import at
 from megarl.errors import ConfigError, Violation
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.heads import Head, HeadOutput
@@ -65,7 +66,7 @@ class FSDP1Backend(HuggingFaceBackend):
         self._parameters = dict(self.model.parameters())
 
     def _refuse_optimizer(self) -> None:
-        name = str((self.policy.get("optimizer") or {}).get("name", ""))
+        name = str(at(self.policy, "optimizer.name") or "")
         if self.groups.data_size > 1 and name.rpartition(".")[2] in NOT_ELEMENTWISE:
             bound = "its step needs whole matrices, and FSDP1 cuts them into flat pieces"
             raise ConfigError([Violation("policy.optimizer.name", name, bound, "write torch.optim.AdamW, or enable another backend")])

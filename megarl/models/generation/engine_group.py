@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from megarl.config.generation import GenerationConfig
 from megarl.distributed.batch_checks import check_batch
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.virtual_cluster import RayVirtualCluster
@@ -78,7 +79,7 @@ class EngineGroup(RolloutEngine):
     """
 
     def __init__(
-        self, workers: EngineWorkers, config: Mapping[str, Any], *, vocab_size: int, longest: int, longest_key: str, seed: int = 0
+        self, workers: EngineWorkers, config: GenerationConfig, *, vocab_size: int, longest: int, longest_key: str, seed: int = 0
     ) -> None:
         self.cfg = config
         self._workers = workers

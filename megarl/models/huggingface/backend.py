@@ -18,6 +18,8 @@ from converters.checkpoint.source import HuggingFaceSource
 from converters.families.hf_config import read_hf_config
 from megarl.checkpoint.staging import StagingBuffers
 from megarl.config.backend import scores
+from megarl.config.generation import GenerationConfig
+from megarl.config.policy import PolicyConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
 from megarl.models.engine.backend import Part, Place, StepOutcome, require_optimizer
@@ -97,7 +99,7 @@ class HuggingFaceBackend(ABC):
     _store: ParameterStore
 
     def __init__(
-        self, policy: Mapping[str, Any], source: HuggingFaceSource, runtime: DeviceRuntime, *, seed: int = 0, with_optimizer: bool = True
+        self, policy: PolicyConfig, source: HuggingFaceSource, runtime: DeviceRuntime, *, seed: int = 0, with_optimizer: bool = True
     ) -> None:
         self.policy = policy
         self.runtime = runtime
@@ -206,7 +208,7 @@ class HuggingFaceBackend(ABC):
         return ()
 
     @torch.no_grad()
-    def generate(self, data: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any, *, greedy: bool) -> BatchedDataDict[Any]:
+    def generate(self, data: Mapping[str, Any], config: GenerationConfig, tokenizer: Any, *, greedy: bool) -> BatchedDataDict[Any]:
         """Continue prompts; see ``decode``.
 
         The weights are gathered once, into a model of their own, so that ranks with more or longer rows need not wait for the others.

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from megarl.config.generation import GenerationConfig
+from megarl.config.policy import PolicyConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
 from megarl.models.engine.decoded_rows import DecodedRows
@@ -26,7 +28,7 @@ from megarl.models.engine.logprobs import VocabularyShard
 class Generating(Protocol):
     """A backend, as generation uses it."""
 
-    policy: Mapping[str, Any]
+    policy: PolicyConfig
     groups: ParallelGroups
     vocabulary: VocabularyShard
     runtime: DeviceRuntime
@@ -36,7 +38,7 @@ def generate(
     model: torch.nn.Module,
     backend: Generating,
     data: Mapping[str, Any],
-    config: Mapping[str, Any],
+    config: GenerationConfig,
     tokenizer: Any,
     *,
     greedy: bool,

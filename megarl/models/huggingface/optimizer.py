@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from megarl.config.policy import PytorchOptimizerConfig
+from megarl.config.nested import at
+from megarl.config.policy import PolicyConfig, PytorchOptimizerConfig
 from megarl.config.rules.optimizer import milestone_faults
 from megarl.errors import ConfigError, Violation
 from megarl.key import defaults_of
@@ -38,7 +39,7 @@ OPEN_KERNEL = "kernel_is_open"
 
 
 def build_optimizer(
-    policy: Mapping[str, Any],
+    policy: PolicyConfig,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
     dimensions: Mapping[str, int] | None = None,
 ) -> torch.optim.Optimizer:
@@ -52,7 +53,7 @@ def build_optimizer(
     Raises:
         ConfigError: there is no such optimizer, it does not know an argument, or refuses a value.
     """
-    chosen = {**defaults_of(PytorchOptimizerConfig), **(policy.get("optimizer") or {})}
+    chosen = {**defaults_of(PytorchOptimizerConfig), **(at(policy, "optimizer") or {})}
     if "name" not in chosen:
         raise _refusal(
             OPTIMIZER,
@@ -83,7 +84,7 @@ def build_optimizer(
     return _construct(OPTIMIZER, kind, groups, kwargs)
 
 
-def build_scheduler(policy: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
+def build_scheduler(policy: PolicyConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
     """The learning-rate schedule of ``policy.scheduler``; without one the learning rate is constant, and steps are counted all the same.
 
     ``{name, kwargs}`` is one schedule. A list of them that ends with ``{milestones: [...]}`` is a sequence: at the first milestone the
@@ -102,12 +103,12 @@ def build_scheduler(policy: Mapping[str, Any], optimizer: torch.optim.Optimizer)
     return schedules[0] if len(schedules) == 1 else SequentialLR(optimizer, schedules, milestones)
 
 
-def saved_schedule(policy: Mapping[str, Any], scheduler: LRScheduler) -> dict[str, Any]:
+def saved_schedule(policy: PolicyConfig, scheduler: LRScheduler) -> dict[str, Any]:
     """What a checkpoint keeps of a schedule, for ``resume_schedule``."""
     return {"kind": type(scheduler).__name__, "state": scheduler.state_dict(), "settings": _settings(policy, scheduler.optimizer)}
 
 
-def resume_schedule(policy: Mapping[str, Any], scheduler: LRScheduler, saved: Mapping[str, Any]) -> LRScheduler:
+def resume_schedule(policy: PolicyConfig, scheduler: LRScheduler, saved: Mapping[str, Any]) -> LRScheduler:
     """Return the schedule at the step of a checkpoint, whose optimizer state is in the optimizer already.
 
     A schedule with the settings of the checkpoint's gets its state, so that a run goes on bit for bit. Another one takes its steps from
@@ -134,7 +135,7 @@ def resume_schedule(policy: Mapping[str, Any], scheduler: LRScheduler, saved: Ma
     return resumed
 
 
-def _settings(policy: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _settings(policy: PolicyConfig, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"lr": optimizer.defaults["lr"], "scheduler": policy.get("scheduler") or None}
 
 

@@ -26,6 +26,7 @@ from megarl.checkpoint.staging import StagingBuffers
 from megarl.config.arithmetic import sequence_share
 from megarl.config.backend import scores
 from megarl.config.layout import pipeline_chunks
+from megarl.config.policy import PolicyConfig
 from megarl.distributed.device import DeviceRuntime
 from megarl.models.engine.backend import Part, Place, StepOutcome, require_optimizer
 from megarl.models.engine.groups import ParallelGroups
@@ -180,7 +181,7 @@ class MegatronBackend:
     """
 
     def __init__(
-        self, policy: Mapping[str, Any], source: HuggingFaceSource, runtime: DeviceRuntime, *, seed: int, with_optimizer: bool = True
+        self, policy: PolicyConfig, source: HuggingFaceSource, runtime: DeviceRuntime, *, seed: int, with_optimizer: bool = True
     ) -> None:
         self.policy = policy
         self._model_directory = source.directory
@@ -208,7 +209,7 @@ class MegatronBackend:
             raise
         self.set_training(True)
 
-    def _build(self, policy: Mapping[str, Any], source: HuggingFaceSource, seed: int, with_optimizer: bool) -> None:
+    def _build(self, policy: PolicyConfig, source: HuggingFaceSource, seed: int, with_optimizer: bool) -> None:
         """Groups, model with its weights, optimizer and schedule."""
         megatron = policy["megatron_cfg"]
         sizes = parallel.ParallelSizes(

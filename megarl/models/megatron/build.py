@@ -23,6 +23,7 @@ from converters.model_config.architecture import Architecture
 from converters.model_config.megatron_settings import megatron_settings
 from megarl.config.arithmetic import padded_vocabulary
 from megarl.config.backend import scores
+from megarl.config.policy import PolicyConfig
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.microbatches import round_up
 from megarl.models.megatron.latent_attention import set_latent_norm_epsilon, share_rotary_tables
@@ -34,7 +35,7 @@ from megarl.models.megatron.transformer_engine import uses_transformer_engine
 from megarl.patched import patched
 
 
-def build_chunks(policy: Mapping[str, Any], architecture: Architecture, groups: ParallelGroups) -> list[GPTModel]:
+def build_chunks(policy: PolicyConfig, architecture: Architecture, groups: ParallelGroups) -> list[GPTModel]:
     """The uninitialised model chunks of this pipeline stage (one, unless the pipeline is interleaved) on the current device; weights have
     to be loaded before anything else. A collective over the world.
 
@@ -224,7 +225,7 @@ def _mend_expert_biases(chunks: Sequence[torch.nn.Module]) -> None:
                 module.explicit_expert_comm = True
 
 
-def wrap_for_data_parallel(chunks: Sequence[GPTModel], policy: Mapping[str, Any], groups: ParallelGroups) -> list[DistributedDataParallel]:
+def wrap_for_data_parallel(chunks: Sequence[GPTModel], policy: PolicyConfig, groups: ParallelGroups) -> list[DistributedDataParallel]:
     """``chunks`` with Megatron's gradient and parameter buffers; their config learns how the schedules have to synchronise gradients."""
     config: TransformerConfig = chunks[0].config
     distribution = ddp_config(policy, groups.data_size * groups.context_size)

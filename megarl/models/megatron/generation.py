@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+from megarl.config.generation import GenerationConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.engine.context import ContextShare
 from megarl.models.engine.decoded_rows import DecodedRows
@@ -95,7 +96,7 @@ def _joined(parts: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def generate(
-    backend: MegatronBackend, data: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Any, *, greedy: bool
+    backend: MegatronBackend, data: Mapping[str, Any], config: GenerationConfig, tokenizer: Any, *, greedy: bool
 ) -> BatchedDataDict[Any]:
     """Continue every prompt; see ``decode``."""
     backend.sync_parameters()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
@@ -16,6 +16,7 @@ from megatron.core.optimizer import MegatronOptimizer, clip_grads, distrib_optim
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
+from megarl.config.policy import PolicyConfig
 from megarl.errors import ConfigError, Violation
 from megarl.models.engine.backend import StepOutcome
 from megarl.models.megatron.adam import GroupStepAdam, GroupStepAdamW
@@ -46,7 +47,7 @@ def fused_style_adam() -> Iterator[None]:
         yield
 
 
-def _require_one_kind(policy: Mapping[str, Any]) -> None:
+def _require_one_kind(policy: PolicyConfig) -> None:
     """Refuse ranks that would step with optimizers of different packages. Layers are Transformer Engine's on all ranks or on none, whatever
     each can import; Megatron-Core's optimizer is that which its import found on each rank. A collective over the world, where there is one.
 
@@ -78,7 +79,7 @@ def _kind_found() -> str:
     return "Apex's" if distrib_optimizer.USING_APEX_OPTIMIZER else "none"
 
 
-def build_optimizer(policy: Mapping[str, Any], chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
+def build_optimizer(policy: PolicyConfig, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
     """Megatron's optimizer over the model chunks of this stage. Biases and norms (parameters of one dimension) get no weight decay, as in
     Megatron. A collective over the world, where there is one.
 
@@ -108,7 +109,7 @@ def _initialize_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data))
 
 
-def build_scheduler(policy: Mapping[str, Any], optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """The schedule of ``megatron_cfg.scheduler``, counted in ``train()`` calls; constant values when there is none. Of a checkpoint it
     takes the step alone."""
     chosen = policy["megatron_cfg"]["optimizer"]

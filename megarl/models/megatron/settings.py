@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from converters.model_config.architecture import Architecture
 from converters.model_config.megatron_settings import megatron_settings
 from converters.model_config.mixture import Routing
 from megarl.config.layout import pipeline_chunks
+from megarl.config.policy import MegatronConfig, PolicyConfig
 from megarl.distributed.device import runtime
 from megarl.errors import ConfigError, Violation
 from megarl.models.engine.precision import dtype_of
@@ -32,7 +32,7 @@ def compiles() -> bool:
     return runtime().is_cuda
 
 
-def _groups_experts(megatron: Mapping[str, Any]) -> bool:
+def _groups_experts(megatron: MegatronConfig) -> bool:
     """Whether the experts of a rank run in one product. On a CPU that gains nothing, and not all is the same to the bit."""
     chosen = megatron.get("moe_grouped_gemm")
     return runtime().is_cuda if chosen is None else bool(chosen)
@@ -42,7 +42,7 @@ def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def transformer_config(policy: Mapping[str, Any], architecture: Architecture, *, fused: bool) -> TransformerConfig:
+def transformer_config(policy: PolicyConfig, architecture: Architecture, *, fused: bool) -> TransformerConfig:
     """Megatron's model configuration.
 
     Losses and gradients are plain sums here (``calculate_per_token_loss`` switches off every averaging that Megatron would do). Fusions
@@ -108,7 +108,7 @@ def transformer_config(policy: Mapping[str, Any], architecture: Architecture, *,
     return config
 
 
-def _recomputation(megatron: Mapping[str, Any]) -> dict[str, Any]:
+def _recomputation(megatron: MegatronConfig) -> dict[str, Any]:
     """Return settings of what is recomputed in the backward pass."""
     if not megatron.get("activation_checkpointing"):
         return {}
@@ -117,7 +117,7 @@ def _recomputation(megatron: Mapping[str, Any]) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _experts(megatron: Mapping[str, Any], routing: Routing, fused: bool) -> dict[str, Any]:
+def _experts(megatron: MegatronConfig, routing: Routing, fused: bool) -> dict[str, Any]:
     """Return settings of a mixture of experts. Its router is balanced by us (``balance_settings``), so Megatron's own losses stay off."""
     return {
         "expert_model_parallel_size": megatron["expert_model_parallel_size"],
@@ -132,7 +132,7 @@ def _experts(megatron: Mapping[str, Any], routing: Routing, fused: bool) -> dict
     }
 
 
-def _permutes_fused(megatron: Mapping[str, Any]) -> bool:
+def _permutes_fused(megatron: MegatronConfig) -> bool:
     """Whether tokens are sorted by their experts in kernels of Transformer Engine, whoever makes the layers.
 
     Raises:
@@ -147,7 +147,7 @@ def _permutes_fused(megatron: Mapping[str, Any]) -> bool:
     return True
 
 
-def balance_settings(policy: Mapping[str, Any], architecture: Architecture) -> BalanceSettings | None:
+def balance_settings(policy: PolicyConfig, architecture: Architecture) -> BalanceSettings | None:
     """Return how routers are balanced; None for a dense model. The coefficient is the model's own where the configuration gives none."""
     mixture, megatron = architecture.mixture, policy["megatron_cfg"]
     if mixture is None:
@@ -164,7 +164,7 @@ def balance_settings(policy: Mapping[str, Any], architecture: Architecture) -> B
     )
 
 
-def ddp_config(policy: Mapping[str, Any], replicas: int) -> DistributedDataParallelConfig:
+def ddp_config(policy: PolicyConfig, replicas: int) -> DistributedDataParallelConfig:
     """Megatron's data-parallel configuration: sums, never averages.
 
     Args:
@@ -187,7 +187,7 @@ def ddp_config(policy: Mapping[str, Any], replicas: int) -> DistributedDataParal
     )
 
 
-def optimizer_config(policy: Mapping[str, Any]) -> OptimizerConfig:
+def optimizer_config(policy: PolicyConfig) -> OptimizerConfig:
     """Megatron's optimizer configuration. ``clip_grad`` of 0 or null means no clipping; the gradient norm is computed all the same."""
     chosen = policy["megatron_cfg"]["optimizer"]
     overlap = policy["megatron_cfg"]["distributed_data_parallel_config"]["overlap_param_gather"]

@@ -11,14 +11,13 @@ import importlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megarl.config.policy import PolicyConfig
 from megarl.distributed.device import runtime, will_use_cuda
 from megarl.errors import ConfigError, Violation
 
@@ -93,7 +92,7 @@ def try_it() -> Finding:
     return Finding()
 
 
-def uses_transformer_engine(policy: Mapping[str, Any], *, has_experts: bool) -> bool:
+def uses_transformer_engine(policy: PolicyConfig, *, has_experts: bool) -> bool:
     """Whether the layers of a policy are Transformer Engine's: on all ranks or on none, since ranks with other layers than their neighbours
     wait for sums that those do not make. A collective over the world, where there is one, unless the configuration says no.
 
@@ -121,7 +120,7 @@ def uses_transformer_engine(policy: Mapping[str, Any], *, has_experts: bool) -> 
     return False
 
 
-def prefers_portable_layers(policy: Mapping[str, Any], *, has_experts: bool) -> bool:
+def prefers_portable_layers(policy: PolicyConfig, *, has_experts: bool) -> bool:
     """Whether a model trains faster without Transformer Engine, as far as that was measured: dense in bfloat16, at 0.61 of the rate of
     matrix products against 0.57 (1.5 billion parameters on an H200, ``benchmarks/results/gpu``). Nothing else was measured."""
     return policy["precision"] == "bfloat16" and not has_experts

@@ -6,7 +6,7 @@ The plan gives every replica the same number of micro-batches, so that collectiv
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -15,6 +15,7 @@ import torch
 
 from megarl.config.arithmetic import sequence_share
 from megarl.config.backend import enabled_backend
+from megarl.config.policy import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
 from megarl.data.packing import DEFAULT_PACKING_ALGORITHM
 from megarl.distributed.batched_data_dict import BatchedDataDict, DealtRows, SlicedDataDict, with_columns
 from megarl.distributed.shard_plan import DynamicBatchingArgs, SequencePackingArgs
@@ -69,7 +70,7 @@ class ShardedBatch:
 
 def shard_batch(
     data: BatchedDataDict[Any],
-    policy: Mapping[str, Any],
+    policy: PolicyConfig,
     replicas: int,
     *,
     phase: Phase,
@@ -95,12 +96,12 @@ def shard_batch(
     rows = data.size
     if phase == "logprob":
         data = _filled(data, replicas * rows_together)
-    packing, dynamic = policy.get("sequence_packing") or {}, policy.get("dynamic_batching") or {}
+    packing, dynamic = policy.get("sequence_packing"), policy.get("dynamic_batching")
     dynamic_args: DynamicBatchingArgs | None = None
     packing_args: SequencePackingArgs | None = None
-    if packing.get("enabled"):
+    if packing and packing["enabled"]:
         packing_args = _packing_args(packing, policy, phase, rows_together, hidden_size)
-    elif dynamic.get("enabled"):
+    elif dynamic and dynamic["enabled"]:
         dynamic_args = _dynamic_args(dynamic, policy, phase, rows_together)
     dealt = data.deal(replicas, global_batch, dynamic_batching_args=dynamic_args, sequence_packing_args=packing_args)
     return ShardedBatch(dealt, rows)
@@ -111,33 +112,36 @@ def _filled(data: BatchedDataDict[Any], multiple: int) -> BatchedDataDict[Any]:
     return data.select_indices([*range(data.size), *[data.size - 1] * missing]) if missing else data
 
 
-def sequence_multiple(policy: Mapping[str, Any]) -> int:
+def sequence_multiple(policy: PolicyConfig) -> int:
     """Return what sequence lengths must be a multiple of, so that the ranks of ``policy``'s layout get equal parts."""
     backend = enabled_backend(policy)
-    if backend == "fsdp1":
-        return 1
-    chosen, tensor = policy[f"{backend}_cfg"], "tensor_model_parallel_size" if backend == "megatron" else "tensor_parallel_size"
-    return sequence_share(chosen[tensor], chosen["context_parallel_size"], bool(chosen["sequence_parallel"]))
+    if backend == "megatron":
+        megatron = policy["megatron_cfg"]
+        return sequence_share(megatron["tensor_model_parallel_size"], megatron["context_parallel_size"], megatron["sequence_parallel"])
+    if backend == "dtensor":
+        dtensor = policy["dtensor_cfg"]
+        return sequence_share(dtensor["tensor_parallel_size"], dtensor["context_parallel_size"], dtensor["sequence_parallel"])
+    return 1
 
 
 def _packing_args(
-    packing: Mapping[str, Any], policy: Mapping[str, Any], phase: Phase, rows_together: int, hidden_size: int
+    packing: SequencePackingConfig, policy: PolicyConfig, phase: Phase, rows_together: int, hidden_size: int
 ) -> SequencePackingArgs:
     return {
-        "max_tokens_per_microbatch": packing[f"{phase}_mb_tokens"],
+        "max_tokens_per_microbatch": packing["train_mb_tokens"] if phase == "train" else packing["logprob_mb_tokens"],
         "input_key": "input_ids",
         "input_lengths_key": "input_lengths",
-        "algorithm": packing.get("algorithm", DEFAULT_PACKING_ALGORITHM),
+        "algorithm": packing.get("algorithm") or DEFAULT_PACKING_ALGORITHM.value,
         "sequence_length_pad_multiple": sequence_multiple(policy),
         "attention_crossover_length": 12 * hidden_size,
         "rows_together": rows_together,
     }
 
 
-def _dynamic_args(dynamic: Mapping[str, Any], policy: Mapping[str, Any], phase: Phase, rows_together: int) -> DynamicBatchingArgs:
+def _dynamic_args(dynamic: DynamicBatchingConfig, policy: PolicyConfig, phase: Phase, rows_together: int) -> DynamicBatchingArgs:
     multiple = math.lcm(sequence_multiple(policy), policy.get("make_sequence_length_divisible_by") or 1)
     return {
-        "max_tokens_per_microbatch": dynamic[f"{phase}_mb_tokens"],
+        "max_tokens_per_microbatch": dynamic["train_mb_tokens"] if phase == "train" else dynamic["logprob_mb_tokens"],
         "sequence_length_round": math.lcm(dynamic.get("sequence_length_round") or DEFAULT_ROUND, multiple),
         "width_multiple": multiple,
         "input_key": "input_ids",

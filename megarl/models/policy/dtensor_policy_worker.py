@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from converters.checkpoint.source import open_source
+from megarl.config.policy import PolicyConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime, runtime
 from megarl.errors import ConfigError
@@ -55,7 +56,7 @@ class DTensorPolicyWorker(EngineWorker):
     backend: DTensorBackend
 
     @staticmethod
-    def make_backend(config: Mapping[str, Any], runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> DTensorBackend:
+    def make_backend(config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> DTensorBackend:
         """See ``EngineWorker``."""
         return DTensorBackend(config, open_source(config["model_name"]), runtime, seed=seed, with_optimizer=with_optimizer)
 
@@ -64,7 +65,7 @@ class DTensorPolicyWorker(EngineWorker):
     def generate(self, *, data: BatchedDataDict[Any], greedy: bool = False, sampling: Sampling | None = None) -> BatchedDataDict[Any]:
         """Continue prompts with the model itself; see ``DTensorBackend.generate``."""
         self._require("generate", remedy="prepare_for_generation")
-        return self.backend.generate(data, {**(self.cfg["generation"] or {}), **(sampling or {})}, self.tokenizer, greedy=greedy)
+        return self.backend.generate(data, self._generation(sampling), self.tokenizer, greedy=greedy)
 
     # context parallelism for callers that bring their own loop
 

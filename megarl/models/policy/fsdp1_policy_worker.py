@@ -3,12 +3,12 @@ as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from converters.checkpoint.source import open_source
+from megarl.config.policy import PolicyConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
 from megarl.models.engine.worker import EngineWorker
@@ -22,14 +22,14 @@ class FSDP1PolicyWorker(EngineWorker):
     backend: FSDP1Backend
 
     @staticmethod
-    def make_backend(config: Mapping[str, Any], runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> FSDP1Backend:
+    def make_backend(config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> FSDP1Backend:
         """See ``EngineWorker``."""
         return FSDP1Backend(config, open_source(config["model_name"]), runtime, seed=seed, with_optimizer=with_optimizer)
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False, *, sampling: Sampling | None = None) -> BatchedDataDict[Any]:
         """Continue prompts with the transformers model itself; see ``decode``."""
         self._require("generate", remedy="prepare_for_generation")
-        return self.backend.generate(data, {**self.cfg["generation"], **(sampling or {})}, self.tokenizer, greedy=greedy)
+        return self.backend.generate(data, self._generation(sampling), self.tokenizer, greedy=greedy)
 
     # placement by hand
 

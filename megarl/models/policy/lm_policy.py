@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike as OsPathLike
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -121,7 +121,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         deadlines: PhaseDeadlines | None = None,
         check_collectives: bool = False,
     ) -> None:
-        config = cast(PolicyConfig, validate_policy_config(config, cluster.world_size()))
+        config = validate_policy_config(config, cluster.world_size())
         if config["generation"] is not None and tokenizer is not None:
             config["generation"] = configure_generation_config(config["generation"], tokenizer, model_name=config["model_name"])
         backend = enabled_backend(config)
@@ -655,14 +655,15 @@ def worker_environment(config: PolicyConfig, gpus: bool) -> dict[str, str]:
     found = fast_pinning() if gpus else {}
     if backend == "fsdp1":
         return found
-    section: Mapping[str, Any] = config["megatron_cfg"] if backend == "megatron" else config["dtensor_cfg"]
+    megatron = config["megatron_cfg"]
+    variables = megatron.get("env_vars") if backend == "megatron" else config["dtensor_cfg"].get("env_vars")
     if gpus and backend == "megatron":
-        overlaps = max(section["tensor_model_parallel_size"], section["context_parallel_size"]) > 1
+        overlaps = max(megatron["tensor_model_parallel_size"], megatron["context_parallel_size"]) > 1
         wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if overlaps else {}
         if config["precision"] == "float32":
             wanted |= FULL_FLOAT32
         found |= {name: value for name, value in wanted.items() if env.text(name) is None}
-    return {**found, **{name: str(value) for name, value in (section.get("env_vars") or {}).items()}}
+    return {**found, **{name: str(value) for name, value in (variables or {}).items()}}
 
 
 def _absolute(path: PathLike | None) -> str | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from converters.checkpoint.source import open_source
 from converters.family_file import load_family_file
+from megarl.config.policy import PolicyConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
 from megarl.models.engine.worker import EngineWorker
@@ -22,7 +22,7 @@ class MegatronPolicyWorker(EngineWorker):
     backend: MegatronBackend
 
     @staticmethod
-    def make_backend(config: Mapping[str, Any], runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> MegatronBackend:
+    def make_backend(config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> MegatronBackend:
         """See ``EngineWorker``."""
         family_file = config["megatron_cfg"]["family_file"]
         if family_file is not None:
@@ -32,4 +32,4 @@ class MegatronPolicyWorker(EngineWorker):
     def generate(self, *, data: BatchedDataDict[Any], greedy: bool = False, sampling: Sampling | None = None) -> BatchedDataDict[Any]:
         """Continue prompts with Megatron itself; see ``generate``."""
         self._require("generate", remedy="prepare_for_generation")
-        return generate(self.backend, data, {**self.cfg["generation"], **(sampling or {})}, self.tokenizer, greedy=greedy)
+        return generate(self.backend, data, self._generation(sampling), self.tokenizer, greedy=greedy)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megarl.config.environments import EnvConfig
 from megarl.rollout.environment import EnvironmentReturn, StopReason, Turn
 from megarl.rollout.message_env import LOST, Message, MessageEnv, MessageEnvironment, Step
 from megarl.rollout.single_turn import SingleTurn
@@ -20,7 +21,7 @@ class ToolEnv(MessageEnv):
         tools: that may be called.
     """
 
-    def __init__(self, section: Mapping[str, Any], tools: Sequence[Tool]) -> None:
+    def __init__(self, section: EnvConfig, tools: Sequence[Tool]) -> None:
         super().__init__(section)
         self.tools = [tool.schema for tool in tools]
         self._toolbox, self._calls = Toolbox(tools), 0
@@ -73,7 +74,7 @@ class ToolEnvironment(MessageEnvironment):
         ConfigError: a tool or a reward cannot be made.
     """
 
-    def __init__(self, section: Mapping[str, Any], key: str) -> None:
+    def __init__(self, section: EnvConfig, key: str) -> None:
         tools = tools_of(section, key)
         self._single = SingleTurn(section)
         super().__init__(lambda inner: ToolEnv(inner, tools), section, self._judged, self._single.fault_of_reference)

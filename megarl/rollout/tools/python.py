@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megarl.config.environments import ToolConfig
 from megarl.errors import ConfigError, RewardError, Violation
 from megarl.rollout.message_env import EnvironmentLostError
 from megarl.rollout.programs import Limits, isolation
@@ -62,7 +63,7 @@ class Python:
     _process: subprocess.Popen[bytes] | None = None
 
     @classmethod
-    def maker(cls, section: Mapping[str, Any], key: str) -> Callable[[], Python]:
+    def maker(cls, section: ToolConfig, key: str) -> Callable[[], Python]:
         """What makes interpreters by a tool's section.
 
         Raises:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from megarl.config.environments import own_function, tool_sections
+from megarl.config.environments import EnvConfig, ToolConfig, own_function, tool_sections
 from megarl.errors import ConfigError, Violation
 from megarl.rollout.tools.calculator import calculate
 from megarl.rollout.tools.http import post
@@ -38,7 +38,7 @@ class Tool:
     begin: Callable[[], Call]
 
 
-def tools_of(section: Mapping[str, Any], key: str = "env") -> list[Tool]:
+def tools_of(section: EnvConfig, key: str = "env") -> list[Tool]:
     """The tools that an environment's section names.
 
     Raises:
@@ -47,7 +47,7 @@ def tools_of(section: Mapping[str, Any], key: str = "env") -> list[Tool]:
     return [_tool(name, inner, f"{key}.tools.{name}") for name, inner in tool_sections(section).items()]
 
 
-def _tool(name: str, section: Mapping[str, Any], key: str) -> Tool:
+def _tool(name: str, section: ToolConfig, key: str) -> Tool:
     kind = section["tool"]
     if kind not in _BUILT_IN:
         return _own(name, own_function(kind, f"{key}.tool"), section, f"{key}.tool")
@@ -61,7 +61,7 @@ def _schema(name: str, description: str, properties: Mapping[str, Any], required
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-def _own(name: str, function: Callable[..., Any], section: Mapping[str, Any], key: str) -> Tool:
+def _own(name: str, function: Callable[..., Any], section: ToolConfig, key: str) -> Tool:
     """A tool that a function of one's own is; transformers reads what the policy is told of it from its annotations and docstring."""
     from transformers.utils import get_json_schema
 
@@ -76,18 +76,18 @@ def _own(name: str, function: Callable[..., Any], section: Mapping[str, Any], ke
     return Tool(name, {"type": "function", "function": described}, lambda: function)
 
 
-def _python(section: Mapping[str, Any], key: str) -> Callable[[], Call]:
+def _python(section: ToolConfig, key: str) -> Callable[[], Call]:
     from megarl.rollout.tools.python import Python
 
     return Python.maker(section, key)
 
 
-def _search(section: Mapping[str, Any], key: str) -> Callable[[], Call]:
+def _search(section: ToolConfig, key: str) -> Callable[[], Call]:
     index = DocumentIndex(section["documents"], f"{key}.documents")
     return lambda: functools.partial(index.search, count=section.get("results", 3))
 
 
-_BUILT_IN: Mapping[str, tuple[str, Mapping[str, str], Callable[[Mapping[str, Any], str], Callable[[], Call]]]] = {
+_BUILT_IN: Mapping[str, tuple[str, Mapping[str, str], Callable[[ToolConfig, str], Callable[[], Call]]]] = {
     "calculator": (
         "Evaluate an arithmetic expression.",
         {"expression": "numbers, parentheses and the operators + - * / // % **"},

@@ -12,12 +12,13 @@ from megarl.config.defaults import fill
 from megarl.config.generation import GenerationConfig, VllmConfig
 from megarl.config.memory import BYTES
 from megarl.config.memory_run import GIB, GRAPHS, device_gib
+from megarl.config.nested import put
 from megarl.config.parameters import expert_layer_parameters, model_parameters
 from megarl.config.plugins import EngineMemory
 from megarl.config.rules.generation import LONGEST
 from megarl.config.rules.parallel import GENERATION, generation_shape, training_shape
 from megarl.config.rules.view import NotApplicableError, Rule, View
-from megarl.config.sections import Config
+from megarl.config.sections import ClusterConfig, Config, RunConfig
 from megarl.errors import Violation
 from megarl.key import defaults_of
 
@@ -77,10 +78,10 @@ def complete(generation: Mapping[str, Any], policy: Mapping[str, Any]) -> Config
     return complete_vllm(generation, of_policy)
 
 
-def sized(view: View) -> Config:
+def sized(view: View) -> GenerationConfig:
     """The ``policy.generation`` section of a run, with ``max_num_seqs`` in its ``vllm_kwargs``: the rows that an engine gets in a step of
     training, unless the section says otherwise. Further rows, as of a large validation, wait in the engine's queue."""
-    generation: Config = dict(view[GENERATION])
+    generation: GenerationConfig = view[GENERATION]
     given, settings = generation.get("vllm_kwargs") or {}, generation["vllm_cfg"]
     if "max_num_seqs" in given:
         return generation
@@ -95,15 +96,15 @@ def sized(view: View) -> Config:
         # a size of the batch is missing or of the wrong type, which is reported by itself
         return generation
     engines = max(1, nodes * ranks // (settings["tensor_parallel_size"] * settings["pipeline_parallel_size"]))
-    return {**generation, "vllm_kwargs": {**given, "max_num_seqs": max(1, min(-(-rows // engines), MAX_NUM_SEQS))}}
+    return put(generation, "vllm_kwargs", {**given, "max_num_seqs": max(1, min(-(-rows // engines), MAX_NUM_SEQS))})
 
 
-def memory_of_engine(config: Mapping[str, Any], facts: ModelFacts) -> EngineMemory:
+def memory_of_engine(config: RunConfig, facts: ModelFacts) -> EngineMemory:
     """``engine_memory`` of a checked run."""
     return engine_memory(sized(View(config)), config["cluster"], facts)
 
 
-def engine_memory(generation: Mapping[str, Any], cluster: Mapping[str, Any], facts: ModelFacts) -> EngineMemory:
+def engine_memory(generation: GenerationConfig, cluster: ClusterConfig, facts: ModelFacts) -> EngineMemory:
     """Memory of a device of an engine.
 
     Args:
@@ -138,9 +139,8 @@ def _cached_width(facts: ModelFacts, tensor: int) -> int:
 
 def engine_weights_fit(view: View) -> Iterator[Violation]:
     """The engine's weights have room in its share of a device; without that, engines would fail after minutes of starting."""
-    view.require(view["cluster.device"] != "cpu")
-    facts, generation = view.facts, sized(view)
-    cluster = {"device_memory_gib": view["cluster.device_memory_gib"]}
+    view.require(view["cluster.device"] != "cpu" and view.has("cluster.device_memory_gib"))
+    facts, generation, cluster = view.facts, sized(view), view["cluster"]
     tensor, share = view[f"{VLLM}.tensor_parallel_size"], view[f"{VLLM}.gpu_memory_utilization"]
     needed = engine_memory(generation, cluster, facts)
     if needed.weights < needed.budget:
@@ -157,7 +157,7 @@ def engine_weights_fit(view: View) -> Iterator[Violation]:
         return
 
     def fits(size: int) -> bool:
-        divided = engine_memory({**generation, "vllm_cfg": {**generation["vllm_cfg"], "tensor_parallel_size": size}}, cluster, facts)
+        divided = engine_memory(put(generation, "vllm_cfg.tensor_parallel_size", size), cluster, facts)
         return facts.num_attention_heads % size == 0 and divided.weights < divided.budget
 
     bound = (

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from converters.checkpoint.source import open_source
 from megarl import env
+from megarl.config.generation import GenerationConfig
 from megarl.distributed.deadlines import PhaseDeadlines
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
@@ -46,7 +45,7 @@ class VllmGeneration(EngineGroup):
     def __init__(
         self,
         cluster: RayVirtualCluster,
-        config: Mapping[str, Any],
+        config: GenerationConfig,
         name_prefix: str = "vllm_policy",
         workers_per_node: int | list[int] | None = None,
         *,

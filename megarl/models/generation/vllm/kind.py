@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarl.config.rules.view import View
+from megarl.config.sections import RunConfig
 from megarl.models.generation.engines import EngineKind
 from megarl.models.generation.vllm.configuration import RULES, complete, memory_of_engine, sized
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megarl.models.generation.vllm.generation import VllmGeneration
 
 
-def start(cluster: RayVirtualCluster, config: Mapping[str, Any]) -> VllmGeneration:
+def start(cluster: RayVirtualCluster, config: RunConfig) -> VllmGeneration:
     """Start vLLM's engines for a run.
 
     Raises:
@@ -26,7 +26,7 @@ def start(cluster: RayVirtualCluster, config: Mapping[str, Any]) -> VllmGenerati
     return VllmGeneration(
         cluster,
         sized(View(config)),
-        tokenizer=(config["policy"].get("tokenizer") or {}).get("name"),
+        tokenizer=config["policy"]["tokenizer"]["name"],
         seed=config["seed"],
         init_timeout_s=config["deadlines"]["init_s"],
         deadlines=PhaseDeadlines.of(config["deadlines"], "vllm_policy"),

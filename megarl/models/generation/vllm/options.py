@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
-from megarl.config.sections import Config
+from megarl.config.generation import GenerationConfig, VllmConfig
 from megarl.errors import ConfigError
 from megarl.models.generation.vllm import plugin
 from megarl.models.generation.vllm.configuration import complete_vllm
@@ -19,7 +19,9 @@ CACHE_ON_A_CPU = GIB
 LARGEST_GRAPH = 512
 
 
-def completed(config: Mapping[str, Any], model: str | None = None, longest: int | None = None, dtype: str | None = None) -> Config:
+def completed(
+    config: Mapping[str, Any], model: str | None = None, longest: int | None = None, dtype: str | None = None
+) -> GenerationConfig:
     """A generation configuration in which nothing is absent.
 
     Args:
@@ -40,16 +42,16 @@ def completed(config: Mapping[str, Any], model: str | None = None, longest: int 
             f"the generation configuration lacks {', '.join(absent)}. Fix: write them; {' and '.join(OF_THE_TOKENIZER)} come from "
             "configure_generation_config(config, tokenizer)"
         )
-    return filled
+    return cast(GenerationConfig, filled)
 
 
-def ranks_of(settings: Mapping[str, Any]) -> int:
+def ranks_of(settings: VllmConfig) -> int:
     """Ranks of one engine, by its ``vllm_cfg``."""
     return int(settings["tensor_parallel_size"] * settings["pipeline_parallel_size"])
 
 
 def engine_options(
-    config: Mapping[str, Any], seed: int, tokenizer: str | None = None, *, on_cpu: bool, part: Part | None = None
+    config: GenerationConfig, seed: int, tokenizer: str | None = None, *, on_cpu: bool, part: Part | None = None
 ) -> dict[str, Any]:
     """Arguments of ``LLM`` for one engine.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megarl.config.generation import GenerationConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.generation.sampling import SamplingSettings
 from megarl.models.generation.stopping import stop_strings_of_rows
@@ -43,7 +44,7 @@ class Answer:
 NO_ROOM = Answer((), (), truncated=True)
 
 
-def requests_of(data: Mapping[str, Any], config: Mapping[str, Any], longest: int, *, greedy: bool) -> list[Request]:
+def requests_of(data: Mapping[str, Any], config: GenerationConfig, longest: int, *, greedy: bool) -> list[Request]:
     """The prompts that have room for an answer.
 
     Args:
@@ -87,7 +88,7 @@ def requests_of(data: Mapping[str, Any], config: Mapping[str, Any], longest: int
     return found
 
 
-def seed_of_call(data: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
+def seed_of_call(data: Mapping[str, Any], config: GenerationConfig) -> int | None:
     """Seed of one engine's random numbers for a call with ``vllm_cfg.fast_sampling``: that of its first row.
 
     So engines and steps differ, and a resumed run draws alike. None where each row has its own, and where there are no rows.
@@ -97,7 +98,7 @@ def seed_of_call(data: Mapping[str, Any], config: Mapping[str, Any]) -> int | No
     return int(data["sampling_seeds"][0]) % 2**63
 
 
-def _is_fast(config: Mapping[str, Any]) -> bool:
+def _is_fast(config: GenerationConfig) -> bool:
     return bool((config.get("vllm_cfg") or {}).get("fast_sampling"))
 
 

@@ -16,13 +16,15 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from multiprocessing import connection
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl import env
+from megarl.config.generation import GenerationConfig
+from megarl.config.nested import at
 from megarl.distributed import ray_calls
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import runtime
@@ -165,7 +167,7 @@ class VllmGenerationWorker:
 
     def __init__(
         self,
-        config: Mapping[str, Any],
+        config: GenerationConfig,
         seed: int = 0,
         tokenizer: str | None = None,
         nodes: int = 1,
@@ -187,8 +189,9 @@ class VllmGenerationWorker:
         if ranks > 1 and not on_cpu and place is None:
             raise ConfigError(f"an engine of {ranks} ranks on GPUs has no places: start its workers with bundle_indices_list")
         for key, reason in ONLY_ON_GPUS.items() if on_cpu else ():
-            if config["vllm_cfg"][key] > 1:
-                raise ConfigError(f"policy.generation.vllm_cfg.{key} = {config['vllm_cfg'][key]}: {reason}. Fix: write 1, or run on GPUs")
+            size = at(config, f"vllm_cfg.{key}")
+            if size > 1:
+                raise ConfigError(f"policy.generation.vllm_cfg.{key} = {size}: {reason}. Fix: write 1, or run on GPUs")
         plugin.require_entry_point()
         plugin.register()
         if on_cpu:
@@ -355,7 +358,7 @@ class VllmGenerationWorker:
         self._require(version)
         from vllm import SamplingParams
 
-        config = {**self._config, **(sampling or {})}
+        config = cast(GenerationConfig, {**self._config, **(sampling or {})})
         requests = requests_of(data, config, self._config["vllm_cfg"]["max_model_len"], greedy=greedy)
         prompts = [{"prompt_token_ids": request.prompt} for request in requests]
         params = [SamplingParams(**request.options) for request in requests]
@@ -404,7 +407,7 @@ class VllmGenerationWorker:
             self._engine.call("llm_engine.abort_request", list(map(str, given_up)))
         found: dict[int, Answer] = {}
         if data is not None:
-            config = {**self._config, **(sampling or {})}
+            config = cast(GenerationConfig, {**self._config, **(sampling or {})})
             requests = requests_of(data, config, self._config["vllm_cfg"]["max_model_len"], greedy=greedy)
             found = dict.fromkeys(set(numbers) - {numbers[request.row] for request in requests}, NO_ROOM)
             for request in requests:
