@@ -99,10 +99,10 @@ def read_pipeline_layout(text: str) -> list[str]:
 
 def pipeline_chunks(megatron: MegatronConfig) -> int:
     """Model chunks of one pipeline stage (1 unless the pipeline is interleaved) of a valid ``megatron_cfg``."""
-    layout = megatron.get("pipeline_model_parallel_layout")
+    layout = megatron["pipeline_model_parallel_layout"]
     if layout is not None:
         return len(read_pipeline_layout(layout)) // int(megatron["pipeline_model_parallel_size"])
-    return megatron.get("virtual_pipeline_model_parallel_size") or 1
+    return megatron["virtual_pipeline_model_parallel_size"] or 1
 
 
 def stage_layer_counts(megatron: MegatronConfig, num_layers: int) -> list[int]:
@@ -111,7 +111,7 @@ def stage_layer_counts(megatron: MegatronConfig, num_layers: int) -> list[int]:
     Raises:
         ValueError: the layers cannot be divided as it says; the message says why.
     """
-    stages, layout = int(megatron["pipeline_model_parallel_size"]), megatron.get("pipeline_model_parallel_layout")
+    stages, layout = int(megatron["pipeline_model_parallel_size"]), megatron["pipeline_model_parallel_layout"]
     if layout is None:
         first, last = megatron["num_layers_in_first_pipeline_stage"], megatron["num_layers_in_last_pipeline_stage"]
         return layers_per_stage(num_layers, stages, first, last)

@@ -149,7 +149,7 @@ def _stage_memory(
 
 def _expert_sizes(megatron: MegatronConfig) -> tuple[int, int]:
     """Ranks that the experts are divided over, and ranks that each of them is cut over."""
-    return megatron.get("expert_model_parallel_size", 1), megatron.get("expert_tensor_parallel_size", 1)
+    return megatron["expert_model_parallel_size"], megatron["expert_tensor_parallel_size"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megarl.config.sections import MlflowConfig, TensorboardConfig, TrackioConfig, WandbConfig
 from megarl.errors import ConfigError, Violation
 from megarl.redaction import redacted
 
@@ -29,7 +30,7 @@ class TensorBoardSink:
 
     name = "TensorBoard"
 
-    def __init__(self, settings: Mapping[str, Any], log_dir: Path) -> None:
+    def __init__(self, settings: TensorboardConfig, log_dir: Path) -> None:
         """Args:
             settings: keyword arguments of ``SummaryWriter``, null meaning absent; ``log_dir`` in it wins over the argument.
             log_dir: where the event files go.
@@ -85,7 +86,7 @@ class WandbSink(_RunSink):
 
     name = "Weights & Biases"
 
-    def __init__(self, settings: Mapping[str, Any], log_dir: Path, run_config: Mapping[str, Any]) -> None:
+    def __init__(self, settings: WandbConfig, log_dir: Path, run_config: Mapping[str, Any]) -> None:
         """Args:
             settings: keyword arguments of ``wandb.init`` (``project``, ``name``, ...), null meaning absent.
             log_dir: where W&B keeps its files and megarl the id of the W&B run.
@@ -122,7 +123,7 @@ class MlflowSink:
 
     name = "MLflow"
 
-    def __init__(self, settings: Mapping[str, Any], log_dir: Path, run_config: Mapping[str, Any]) -> None:
+    def __init__(self, settings: MlflowConfig, log_dir: Path, run_config: Mapping[str, Any]) -> None:
         """Args:
             settings: ``experiment_name``, and ``run_name`` and ``tracking_uri``, null meaning absent.
             log_dir: where megarl keeps the id of the MLflow run.
@@ -173,7 +174,7 @@ class MlflowSink:
             return None
         return run_id
 
-    def _new_run(self, settings: Mapping[str, Any], log_dir: Path, run_config: Mapping[str, Any]) -> str:
+    def _new_run(self, settings: MlflowConfig, log_dir: Path, run_config: Mapping[str, Any]) -> str:
         name = settings["experiment_name"]
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
@@ -191,7 +192,7 @@ class TrackioSink(_RunSink):
 
     name = "Trackio"
 
-    def __init__(self, settings: Mapping[str, Any], log_dir: Path, run_config: Mapping[str, Any]) -> None:
+    def __init__(self, settings: TrackioConfig, log_dir: Path, run_config: Mapping[str, Any]) -> None:
         """Args:
             settings: keyword arguments of ``trackio.init`` (``project``, ``name``, ...), null meaning absent.
             log_dir: where megarl keeps the number at the end of the run's name.

@@ -215,7 +215,8 @@ def open_sinks(logger_config: LoggerConfig, run_dir: str | Path, run_config: Map
         builders.append((TensorBoardSink.name, lambda: TensorBoardSink(logger_config.get("tensorboard") or {}, log_dir)))
     for service, kind in _SERVICES.items():
         if at(logger_config, f"{service}_enabled"):
-            builders.append((kind.name, partial(kind, at(logger_config, service) or {}, log_dir, config)))
+            settings: Any = at(logger_config, service) or {}
+            builders.append((kind.name, partial(kind, settings, log_dir, config)))
     for path in logger_config.get("sinks") or ():
         builders.append((path, partial(_own_sink, path, log_dir, config)))
     sinks: list[Sink] = []

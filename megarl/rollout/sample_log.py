@@ -11,6 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from megarl.algorithms.advantages import PART
+from megarl.config.nested import at
+from megarl.config.sections import SamplesConfig
 from megarl.observe.sample_files import TRAIN, VALIDATION, SampleFiles, shorten
 from megarl.rollout.collector import Rollouts
 from megarl.rollout.samples import row_mismatch
@@ -47,7 +49,7 @@ class SampleLog:
     """
 
     files: SampleFiles
-    section: Mapping[str, Any]
+    section: SamplesConfig
     tokenizer: PreTrainedTokenizerBase
     sinks: MetricSinks | None = None
 
@@ -103,7 +105,7 @@ class SampleLog:
         self.files.write(kind, step, rows, then)
 
     def _number(self, key: str, there: int) -> int:
-        wanted: int | None = self.section[key]
+        wanted: int | None = at(self.section, key)
         return there if wanted is None else min(wanted, there)
 
     def _response(self, samples: Mapping[str, Any], row: int) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from megarl.config.algorithms import run_type
-from megarl.config.schema import keys_of, section_types
+from megarl.config.algorithms import ALGORITHMS, built_in_models, run_type
+from megarl.config.schema import INSTEAD, REMOVED, keys_of, known_paths, section_types
 from megarl.key import NO_DEFAULT, fields_of
 
 ROOT = Path(__file__).parents[2]
@@ -313,6 +315,112 @@ def test_no_worker_repeats_a_default() -> None:
     other_keys = {"megarl/models/huggingface/optimizer.py"}
     found = {name_of(path) for path in MODULES if "models" in path.parts and list(repeated_defaults(parsed(path)))}
     assert found == other_keys, "index the key: complete_policy has filled it in"
+
+
+# What reads a configuration before it is known to be of the right shape, so that no type says anything of it.
+UNCHECKED = {
+    "megarl/cli.py",
+    # config.json of models
+    "megarl/config/model_facts.py",
+    "megarl/models/generation/vllm/configuration.py",
+    "megarl/models/generation/vllm/options.py",
+    "megarl/parity/settings.py",
+    "megarl/quickstart/__main__.py",
+    "megarl/watch/configured.py",
+    *(f"megarl/config/{name}.py" for name in ("defaults", "load", "models", "other_trainers", "places", "proposals", "reference")),
+    *(f"megarl/config/{name}.py" for name in ("resume_changes", "schema", "validate", "rules/__init__", "rules/models", "rules/view")),
+}
+# Names of variables that hold a configuration or one of its sections.
+SECTIONS = {
+    *("config", "run_config", "cfg", "policy", "megatron", "dtensor", "generation", "section", "settings", "source", "loss"),
+    *("cluster", "optimizer", "scheduler", "reward", "env", "packing", "dynamic", "deadlines", "checkpointing", "logger_config"),
+    "tokenizer_config",
+}
+LOOSE = re.compile(r"\b(Mapping|dict)\[str, (Any|object)\]|\bConfig\b")
+MOST_LOOSE, MOST_GETS = 17, 152
+
+
+def last_name(node: ast.AST) -> str:
+    """The variable, attribute or key at the end of an expression, without underscores before it."""
+    found = node.slice if isinstance(node, ast.Subscript) else node
+    name = getattr(found, "id", None) or getattr(found, "attr", None) or getattr(found, "value", None) or getattr(found, "arg", "")
+    return str(name).lstrip("_").removesuffix("_cfg")
+
+
+def loose_sections(tree: ast.AST) -> Iterator[int]:
+    """Lines that declare a section of a configuration whose keys mypy does not know."""
+    for node in ast.walk(tree):
+        target = node if isinstance(node, ast.arg) else getattr(node, "target", None)
+        annotation = getattr(node, "annotation", None)
+        if target is not None and annotation is not None and last_name(target) in SECTIONS and LOOSE.search(ast.unparse(annotation)):
+            yield node.lineno
+
+
+def gets(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Lines with a key that is asked of a section by ``get``: of a key that no section has, mypy says nothing there."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args:
+            key = node.args[0]
+            if isinstance(key, ast.Constant) and isinstance(key.value, str) and last_name(node.func.value) in SECTIONS:
+                yield node.lineno, key.value
+
+
+def checked_modules() -> dict[str, ast.Module]:
+    """Modules that read configurations of the right shape."""
+    return {name_of(path): parsed(path) for path in MODULES if name_of(path).startswith("megarl") and name_of(path) not in UNCHECKED}
+
+
+@functools.cache
+def paths_of_configurations() -> frozenset[str]:
+    """Dotted paths of all keys, of models beside the policy too."""
+    found = {path for name in ALGORITHMS for path in known_paths(run_type(name))}
+    of_policy = {path.removeprefix("policy") for path in found if path.startswith("policy.")}
+    return frozenset(found | {f"{model}{path}" for model in built_in_models() for path in of_policy})
+
+
+def dotted_texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Texts of several words with dots between them; of the configuration's own modules, texts that are made of constants too."""
+    name = name_of(path)
+    constants: Any = {}
+    if name.startswith("megarl/config/"):
+        constants = vars(importlib.import_module(name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")))
+
+    def text_of(node: ast.AST) -> str:
+        if isinstance(node, ast.JoinedStr):
+            return "".join(map(text_of, node.values))
+        found = constants.get(ast.unparse(node.value)) if isinstance(node, ast.FormattedValue) else getattr(node, "value", None)
+        return found if isinstance(found, str) else "?"
+
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Constant | ast.JoinedStr) and re.fullmatch(r"\w+(\.\w+)+(?<!\.yaml)", text_of(node)):
+            yield node.lineno, text_of(node)
+
+
+def test_configuration_that_is_checked_has_types() -> None:
+    source = "def f(config: Mapping[str, Any], row: dict[str, Any]): ...\nself._policy: Config = {}\na: RunConfig = {}\n"
+    assert sorted(loose_sections(ast.parse(source))) == [1, 2]
+    assert list(gets(ast.parse("self._policy.get('a')\np['megatron_cfg'].get('b')\nrow.get('c')\n"))) == [(1, "a"), (2, "b")]
+    checked = checked_modules()
+    loose = [f"{name}:{line}" for name, tree in checked.items() for line in loose_sections(tree)]
+    assert len(loose) <= MOST_LOOSE, f"name the TypedDict of the section (megarl.config): {loose}"
+    asked = [f"{name}:{line}" for name, tree in checked.items() for line, _ in gets(tree)]
+    assert len(asked) <= MOST_GETS, f"index a key that has a default: {asked}"
+
+
+def test_keys_that_the_code_names_exist() -> None:
+    words = {word for path in paths_of_configurations() for word in path.split(".")}
+    unknown = [f"{name}:{line}: {key}" for name, tree in checked_modules().items() for line, key in gets(tree) if key not in words]
+    assert not unknown
+    # of keys of other trainers, which are translated, and of fields of records
+    others = ("megarl/config/other_trainers.py", "megarl/data/")
+    free = re.compile(r"policy\.optimizer\.kwargs\.\w+|cluster\.for_training")
+    first = {path.partition(".")[0] for path in paths_of_configurations()}
+    for path in MODULES:
+        name = name_of(path)
+        for line, text in dotted_texts(path) if name.startswith("megarl") and not name.startswith(others) else ():
+            if text.partition(".")[0] in first:
+                known = text in paths_of_configurations() or text in INSTEAD or text in REMOVED or free.fullmatch(text)
+                assert known, f"{name}:{line}: no configuration has the key {text}"
 
 
 def test_every_module_says_its_one_job() -> None:

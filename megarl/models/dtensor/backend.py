@@ -52,16 +52,16 @@ class DTensorBackend(HuggingFaceBackend):
 
     def _build(self, source: HuggingFaceSource) -> None:
         self._settings = self.policy["dtensor_cfg"]
-        self.offloads = bool(self._settings.get("cpu_offload")) and self.runtime.is_cuda
-        if self._settings.get("cpu_offload") and not self.offloads:
+        self.offloads = self._settings["cpu_offload"] and self.runtime.is_cuda
+        if self._settings["cpu_offload"] and not self.offloads:
             logger.info("cpu_offload: on a CPU all memory is host memory; nothing is offloaded")
-        context, tensor = self._settings.get("context_parallel_size") or 1, self._settings.get("tensor_parallel_size") or 1
-        self._sequence_parallel = bool(self._settings.get("sequence_parallel")) and tensor > 1
-        ring = self._settings.get("context_parallel_comm_type") == "p2p"
+        context, tensor = self._settings["context_parallel_size"], self._settings["tensor_parallel_size"]
+        self._sequence_parallel = self._settings["sequence_parallel"] and tensor > 1
+        ring = self._settings["context_parallel_comm_type"] == "p2p"
         self._meshes = build_meshes(self.runtime.device.type, context=context, tensor=tensor, ring=ring)
         self.groups = self._meshes.groups
         share = sequence_share(tensor, context, self._sequence_parallel)
-        self.shapes = Shapes(math.lcm(share, self.policy.get("make_sequence_length_divisible_by") or 1), share)
+        self.shapes = Shapes(math.lcm(share, self.policy["make_sequence_length_divisible_by"]), share)
         self._true_vocabulary = self.hf_config.get_text_config().vocab_size
         self._vocabulary_rows = padded_vocabulary(self._true_vocabulary, tensor)
         self.vocabulary = VocabularyShard(
@@ -72,7 +72,7 @@ class DTensorBackend(HuggingFaceBackend):
         self._generating: Any = None
         self.model = self.module = self._divided_model(source)
         self._store = DividedParameters(self.model, self._divided(), self._rows, self.runtime.device)
-        self._bucket_bytes = bucket_bytes(self.policy.get("refit_buffer_size_gb"))
+        self._bucket_bytes = bucket_bytes(self.policy["refit_buffer_size_gb"])
         self._weights = WeightStream(
             in_sending_order(self._divided(), self.hf_config),
             self._rows,
@@ -121,12 +121,12 @@ class DTensorBackend(HuggingFaceBackend):
         if self.groups.tensor_size == 1:
             answer_requests(model.get_output_embeddings())
         else:
-            plan = choose_plan(model, sequence_parallel=self._sequence_parallel, custom=self._settings.get("custom_parallel_plan"))
+            plan = choose_plan(model, sequence_parallel=self._sequence_parallel, custom=self._settings["custom_parallel_plan"])
             divide_over_tensor_ranks(model, self._meshes.tensor, plan)
         # where there is nobody to reduce with, whole gradients take no more memory than this rank's part of them
         self._reduces_once = self._meshes.sharding.size() == 1 and not self.offloads
         self._stays_whole = self._reduces_once and self._dtype is torch.float32 and computes_locally(model)
-        if self._settings.get("activation_checkpointing"):
+        if self._settings["activation_checkpointing"]:
             recompute_layers(model)
         shard_fully(model, self._meshes.sharding, self._dtype, offload=self.offloads, pin=self.runtime.is_cuda)
         give_memory(model, torch.device("cpu") if self.offloads else self.runtime.device)
@@ -184,7 +184,7 @@ class DTensorBackend(HuggingFaceBackend):
     @contextlib.contextmanager
     def _generating_model(self) -> Iterator[Any]:
         """Single positions cannot be divided: it has no sequence parallelism."""
-        if self._stays_whole and not self._sequence_parallel and not self._settings.get("activation_checkpointing"):
+        if self._stays_whole and not self._sequence_parallel and not self._settings["activation_checkpointing"]:
             with whole_parameters(self.model):
                 yield self.model
         else:
@@ -216,6 +216,6 @@ class DTensorBackend(HuggingFaceBackend):
         for parameter in model.parameters():
             parameter.data = parameter.data.to(self._dtype)
         if self.groups.tensor_size > 1:
-            custom = None if self._sequence_parallel else self._settings.get("custom_parallel_plan")
+            custom = None if self._sequence_parallel else self._settings["custom_parallel_plan"]
             divide_over_tensor_ranks(model, self._meshes.tensor, choose_plan(model, sequence_parallel=False, custom=custom))
         return model

@@ -137,7 +137,7 @@ def decode(decoder: Decoder, data: Mapping[str, Any], config: GenerationConfig, 
     answers = _Answers.empty(len(lengths), longest_answer)
     for rows in np.array_split(lengths.argsort(stable=True).numpy(), range(rows_at_once, len(prompts), rows_at_once)):
         names = rows.tolist()
-        stop = StopRules(config.get("stop_token_ids") or [], [stop_strings[row] for row in names], tokenizer)
+        stop = StopRules(config["stop_token_ids"] or [], [stop_strings[row] for row in names], tokenizer)
         uniforms = None if greedy else uniform_numbers([seeds[row] for row in names], longest_answer).to(decoder.device)
         batch = _Decoding(decoder, names, [prompts[row] for row in names], allowed[rows], uniforms, settings, longest_answer)
         batch.run(size, stop)

@@ -46,20 +46,20 @@ class FSDP1Backend(HuggingFaceBackend):
     def _build(self, source: HuggingFaceSource) -> None:
         policy, runtime = self.policy, self.runtime
         model = build_on_meta(self.hf_config, scores=scores(policy), trust_remote_code=self._trusts)
-        if policy.get("activation_checkpointing_enabled"):
+        if policy["activation_checkpointing_enabled"]:
             recompute_layers(model)
         answer_requests(model.get_output_embeddings())
         fill = Filler(model, source, runtime.device)
         self._dimensions: Mapping[str, int] = {name: len(place.shape) for name, place in fill.held.items()}
         self.vocabulary = VocabularyShard(self.hf_config.get_text_config().vocab_size)
-        self.shapes = Shapes(row_multiple=policy.get("make_sequence_length_divisible_by") or 1)
+        self.shapes = Shapes(row_multiple=policy["make_sequence_length_divisible_by"])
         self.groups = _data_parallel()
         self._generating: tuple[nn.Module, dict[str, tuple[Held, nn.Parameter]]] | None = None
         self.model: Sharded | FullModel
         if dist.get_world_size() > 1:
-            self.model = Sharded(model, fill, self._dtype, runtime, offload=bool(policy.get("fsdp_offload_enabled")))
+            self.model = Sharded(model, fill, self._dtype, runtime, offload=policy["fsdp_offload_enabled"])
         else:
-            if policy.get("fsdp_offload_enabled"):
+            if policy["fsdp_offload_enabled"]:
                 logger.warning("fsdp_offload_enabled: one rank alone has no FSDP around its model; nothing is offloaded")
             self.model = FullModel(model, fill, self._dtype, runtime)
         self.module, self.offloads, self._store = self.model.module, self.model.offloads, self.model

@@ -342,7 +342,7 @@ class EngineGroup(RolloutEngine):
     def _check(self, data: BatchedDataDict[Any]) -> None:
         """Refuse prompts that an engine would fail over, and have to be started anew."""
         check_batch(data, required=(), vocab_size=self._vocab_size, max_length=self._longest, max_length_key=self._longest_key)
-        stop_strings_of_rows(self.cfg.get("stop_strings"), data.get("stop_strings"), data.size)
+        stop_strings_of_rows(self.cfg["stop_strings"], data.get("stop_strings"), data.size)
 
     def requests(self, stop_token_ids: Iterable[int], pad_token_id: int, *, greedy: bool, sampling: Sampling | None) -> RequestStream:
         """A stream of requests; where the engines' workers have ``exchange``, each engine goes on while further ones come."""

@@ -174,7 +174,7 @@ class HuggingFaceBackend(ABC):
         if factor != 1.0:
             for gradient in gradients:
                 gradient.mul_(1.0 / factor)
-        clip(gradients, norm, self.policy.get("max_grad_norm"))
+        clip(gradients, norm, self.policy["max_grad_norm"])
         self.optimizer.step()
         return StepOutcome(norm, True)
 

@@ -68,7 +68,7 @@ def generate(
         backend.groups,
         device,
         backend.policy["max_total_sequence_length"],
-        backend.policy.get("generation_batch_size"),
+        backend.policy["generation_batch_size"],
         one_pass=not simple,
         graphs=graphs,
     )

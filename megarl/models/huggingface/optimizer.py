@@ -57,7 +57,7 @@ def build_optimizer(
     if "name" not in chosen:
         raise _refusal(
             OPTIMIZER,
-            policy.get("optimizer"),
+            policy["optimizer"],
             "a policy that trains needs an optimizer",
             "write {name: torch.optim.AdamW, kwargs: {lr: ...}}",
         )
@@ -93,7 +93,7 @@ def build_scheduler(policy: PolicyConfig, optimizer: torch.optim.Optimizer) -> L
     Raises:
         ConfigError: there is no such schedule, it does not know an argument, or the milestones do not fit.
     """
-    chosen = policy.get("scheduler")
+    chosen = policy["scheduler"]
     if not chosen:
         return ConstantLR(optimizer, factor=1.0, total_iters=1)
     if isinstance(chosen, Mapping):
@@ -136,7 +136,7 @@ def resume_schedule(policy: PolicyConfig, scheduler: LRScheduler, saved: Mapping
 
 
 def _settings(policy: PolicyConfig, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"lr": optimizer.defaults["lr"], "scheduler": policy.get("scheduler") or None}
+    return {"lr": optimizer.defaults["lr"], "scheduler": policy["scheduler"] or None}
 
 
 def schedule_values(optimizer: torch.optim.Optimizer) -> dict[str, float]:

@@ -191,7 +191,7 @@ class MegatronBackend:
         if scores(policy):
             self.hf_config = scoring_config(self.hf_config)
             source = scoring_source(source, self.hf_config, seed)
-        ignored = policy["megatron_cfg"].get("ignore_config_keys") or ()
+        ignored = policy["megatron_cfg"]["ignore_config_keys"]
         self._stored = as_stored(read_architecture(self.hf_config, ignored), source.names())
         # neither log-probabilities nor losses depend on layers that predict further tokens
         self.architecture: Architecture = replace(self._stored, prediction_layers=0)
@@ -219,11 +219,11 @@ class MegatronBackend:
             virtual=pipeline_chunks(megatron),
             expert=megatron["expert_model_parallel_size"],
             expert_tensor=megatron["expert_tensor_parallel_size"],
-            ring=megatron.get("context_parallel_comm_type") == "p2p",
+            ring=megatron["context_parallel_comm_type"] == "p2p",
         )
         self.groups: ParallelGroups = parallel.initialize(sizes)
         self.experts = parallel.expert_groups(self.groups)
-        self._equal_tokens = megatron.get("moe_token_dispatcher_type") == "allgather"
+        self._equal_tokens = megatron["moe_token_dispatcher_type"] == "allgather"
         share = sequence_share(sizes.tensor, sizes.context, bool(megatron["sequence_parallel"]))
         self.shapes = Shapes(math.lcm(share, policy["make_sequence_length_divisible_by"]), share, equal=sizes.pipeline > 1)
         check_source(source, self._stored, compare_tied=self.groups.is_first_stage and self.groups.tensor_rank == 0)
@@ -246,7 +246,7 @@ class MegatronBackend:
             self.groups.tensor if self.groups.tensor_size > 1 else None,
         )
         self._gathers_ahead = self.chunks[0].ddp_config.overlap_param_gather
-        self._bucket_bytes = bucket_bytes(policy.get("refit_buffer_size_gb"))
+        self._bucket_bytes = bucket_bytes(policy["refit_buffer_size_gb"])
         self._weights = WeightStream(stages, self.architecture, self.groups, self.experts, self._bucket_bytes)
 
     @property

@@ -70,14 +70,14 @@ def build_chunks(policy: PolicyConfig, architecture: Architecture, groups: Paral
         share_rotary_tables(chunk)
         if head is not None and chunk.post_process:
             chunk.output_layer = ScoreLayer(config, head.labels, groups.tensor)
-        if policy["megatron_cfg"].get("float32_logits") and chunk.post_process:
+        if policy["megatron_cfg"]["float32_logits"] and chunk.post_process:
             keep_products_in_float32(chunk.output_layer)
     if joins_norms(config, fused=fused):
         join_norms(chunks)
     teach_routing(chunks, architecture)
     _mark_experts(chunks)
     _mend_expert_biases(chunks)
-    if policy["megatron_cfg"].get("freeze_moe_router"):
+    if policy["megatron_cfg"]["freeze_moe_router"]:
         for router in routers(chunks):
             for parameter in router.parameters():
                 parameter.requires_grad_(False)

@@ -110,7 +110,7 @@ def generate(
             groups,
             backend.runtime.device,
             backend.policy["max_total_sequence_length"],
-            backend.policy.get("generation_batch_size"),
+            backend.policy["generation_batch_size"],
             graphs=graphs,
         )
         return decode(decoder, rows, config, tokenizer, greedy=greedy)

@@ -69,7 +69,7 @@ def _require_one_kind(policy: PolicyConfig) -> None:
     )
     fix = "the same packages on all hosts: megarl doctor shows what fails to load, bash launch/gpu_environment.sh installs a set that fits"
     reason = f"Megatron-Core found fused optimizers of different packages, which do not step alike: {told}"
-    raise ConfigError([Violation(KEY, policy["megatron_cfg"].get("transformer_engine"), reason, fix)])
+    raise ConfigError([Violation(KEY, policy["megatron_cfg"]["transformer_engine"], reason, fix)])
 
 
 def _kind_found() -> str:
@@ -110,17 +110,15 @@ def _initialize_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -
 
 
 def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The schedule of ``megatron_cfg.scheduler``, counted in ``train()`` calls; constant values when there is none. Of a checkpoint it
+    """The schedule of ``megatron_cfg.scheduler``, counted in ``train()`` calls; of a checkpoint it
     takes the step alone."""
-    chosen = policy["megatron_cfg"]["optimizer"]
-    scheduler = policy["megatron_cfg"].get("scheduler") or {}
-    warmup = scheduler.get("lr_warmup_iters") or 0
-    decay = scheduler.get("lr_decay_iters") or NEVER
+    chosen, scheduler = policy["megatron_cfg"]["optimizer"], policy["megatron_cfg"]["scheduler"]
+    warmup, decay = scheduler["lr_warmup_iters"], scheduler["lr_decay_iters"] or NEVER
     return OptimizerParamScheduler(
         optimizer,
         init_lr=scheduler["lr_warmup_init"] if warmup else 0.0,
         max_lr=chosen["lr"],
-        min_lr=chosen["min_lr"] if scheduler else min(chosen["min_lr"], chosen["lr"]),
+        min_lr=chosen["min_lr"],
         lr_warmup_steps=warmup,
         lr_decay_steps=decay,
         lr_decay_style=scheduler["lr_decay_style"],

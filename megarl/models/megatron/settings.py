@@ -34,7 +34,7 @@ def compiles() -> bool:
 
 def _groups_experts(megatron: MegatronConfig) -> bool:
     """Whether the experts of a rank run in one product. On a CPU that gains nothing, and not all is the same to the bit."""
-    chosen = megatron.get("moe_grouped_gemm")
+    chosen = megatron["moe_grouped_gemm"]
     return runtime().is_cuda if chosen is None else bool(chosen)
 
 
@@ -67,12 +67,12 @@ def transformer_config(policy: PolicyConfig, architecture: Architecture, *, fuse
         tensor_model_parallel_size=megatron["tensor_model_parallel_size"],
         pipeline_model_parallel_size=megatron["pipeline_model_parallel_size"],
         context_parallel_size=megatron["context_parallel_size"],
-        cp_comm_type=megatron.get("context_parallel_comm_type"),
-        pipeline_model_parallel_layout=megatron.get("pipeline_model_parallel_layout"),
-        num_layers_in_first_pipeline_stage=megatron.get("num_layers_in_first_pipeline_stage"),
-        num_layers_in_last_pipeline_stage=megatron.get("num_layers_in_last_pipeline_stage"),
+        cp_comm_type=megatron["context_parallel_comm_type"],
+        pipeline_model_parallel_layout=megatron["pipeline_model_parallel_layout"],
+        num_layers_in_first_pipeline_stage=megatron["num_layers_in_first_pipeline_stage"],
+        num_layers_in_last_pipeline_stage=megatron["num_layers_in_last_pipeline_stage"],
         sequence_parallel=megatron["sequence_parallel"],
-        pipeline_dtype=dtype_of(megatron.get("pipeline_dtype") or policy["precision"], "policy.megatron_cfg.pipeline_dtype"),
+        pipeline_dtype=dtype_of(megatron["pipeline_dtype"], "policy.megatron_cfg.pipeline_dtype"),
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
@@ -83,7 +83,7 @@ def transformer_config(policy: PolicyConfig, architecture: Architecture, *, fuse
         embedding_init_method=_leave_as_is,
         use_cpu_initialization=False,
         attention_softmax_in_fp32=True,
-        deterministic_mode=bool(policy.get("deterministic")) and runtime().is_cuda,
+        deterministic_mode=policy["deterministic"] and runtime().is_cuda,
         # fused, latent attention could neither rotate without yarn nor generate
         apply_rope_fusion=fused and bool(megatron.get("apply_rope_fusion", True)) and architecture.latent_attention is None,
         # fused, Megatron-Core limits gates before it adds their bias
@@ -110,9 +110,9 @@ def transformer_config(policy: PolicyConfig, architecture: Architecture, *, fuse
 
 def _recomputation(megatron: MegatronConfig) -> dict[str, Any]:
     """Return settings of what is recomputed in the backward pass."""
-    if not megatron.get("activation_checkpointing"):
+    if not megatron["activation_checkpointing"]:
         return {}
-    if megatron.get("recompute_granularity") == "selective":
+    if megatron["recompute_granularity"] == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": list(megatron["recompute_modules"])}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -124,7 +124,7 @@ def _experts(megatron: MegatronConfig, routing: Routing, fused: bool) -> dict[st
         "expert_tensor_parallel_size": megatron["expert_tensor_parallel_size"],
         "moe_token_dispatcher_type": megatron["moe_token_dispatcher_type"],
         "moe_permute_fusion": _permutes_fused(megatron),
-        "moe_router_dtype": megatron.get("moe_router_dtype") or ("fp32" if routing.in_float32 else None),
+        "moe_router_dtype": megatron["moe_router_dtype"] or ("fp32" if routing.in_float32 else None),
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         # Megatron-Core's own is Transformer Engine's; ours is chosen by ``grouped_experts``
@@ -138,7 +138,7 @@ def _permutes_fused(megatron: MegatronConfig) -> bool:
     Raises:
         ConfigError: it is asked for, and this process cannot use Transformer Engine.
     """
-    if not megatron.get("moe_permute_fusion"):
+    if not megatron["moe_permute_fusion"]:
         return False
     reason = find().reason
     if reason is not None:
@@ -152,11 +152,11 @@ def balance_settings(policy: PolicyConfig, architecture: Architecture) -> Balanc
     mixture, megatron = architecture.mixture, policy["megatron_cfg"]
     if mixture is None:
         return None
-    coefficient = megatron.get("moe_aux_loss_coeff")
+    coefficient = megatron["moe_aux_loss_coeff"]
     return BalanceSettings(
         kind=megatron["moe_router_load_balancing_type"],
         coefficient=mixture.auxiliary_loss_coefficient if coefficient is None else coefficient,
-        z_coefficient=megatron.get("moe_z_loss_coeff") or 0.0,
+        z_coefficient=megatron["moe_z_loss_coeff"] or 0.0,
         score=mixture.routing.score,
         experts=mixture.num_experts,
         chosen=mixture.experts_per_token,
@@ -183,7 +183,7 @@ def ddp_config(policy: PolicyConfig, replicas: int) -> DistributedDataParallelCo
         use_distributed_optimizer=megatron["optimizer"]["use_distributed_optimizer"] if megatron.get("optimizer") else False,
         average_in_collective=False,
         check_for_nan_in_grad=False,
-        bucket_size=chosen.get("bucket_size"),
+        bucket_size=chosen["bucket_size"],
     )
 
 

@@ -342,7 +342,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
                 f"policy.generation.backend = {generation['backend']!r}: the engines generate, not the policy; call their generate()"
             )
         self._check(data)
-        stop_strings_of_rows(generation.get("stop_strings"), data.get("stop_strings"), data.size)
+        stop_strings_of_rows(generation["stop_strings"], data.get("stop_strings"), data.size)
         needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in GENERATION_INPUTS if name in data})
         if "sampling_seeds" not in needed:
             generator = np.random.Generator(np.random.Philox(key=self._seed, counter=self._generate_calls))

@@ -99,7 +99,8 @@ def seed_of_call(data: Mapping[str, Any], config: GenerationConfig) -> int | Non
 
 
 def _is_fast(config: GenerationConfig) -> bool:
-    return bool((config.get("vllm_cfg") or {}).get("fast_sampling"))
+    settings = config.get("vllm_cfg")
+    return settings is not None and settings["fast_sampling"]
 
 
 def _drawing(settings: SamplingSettings) -> dict[str, Any]:
