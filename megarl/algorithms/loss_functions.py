@@ -20,7 +20,8 @@ from typing_extensions import TypedDict
 
 from megarl.algorithms.interfaces import LossFunction, LossInputType, LossType
 from megarl.algorithms.utils import calculate_kl, masked_mean
-from megarl.config.losses import CLIPPED_PG, FUNCTION, ClippedPGLossConfig, DPOLossConfig, faults_of_loss
+from megarl.config.losses import CLIPPED_PG, FUNCTION, ClippedPGLossConfig, DPOLossConfig
+from megarl.config.rules.losses import faults_of_loss
 from megarl.errors import BatchError, ConfigError, Violation
 from megarl.import_path import load_object
 from megarl.key import defaults_of
@@ -127,7 +128,7 @@ class ClippedPGLossFn:
     how many there were.
 
     Raises:
-        ConfigError: ``ratio_clip_c`` is 1 or less, or settings do not go together (``megarl.config.losses.faults_of_loss``).
+        ConfigError: ``ratio_clip_c`` is 1 or less, or settings do not go together (``megarl.config.rules.losses.faults_of_loss``).
     """
 
     input_type = LossInputType.LOGPROB

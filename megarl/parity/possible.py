@@ -10,8 +10,9 @@ from converters.errors import ConversionError
 from converters.families.read import read_architecture
 from converters.model_config.megatron_settings import megatron_settings
 from megarl.config import validate_policy_config
-from megarl.config.losses import ClippedPGLossConfig, DPOLossConfig, faults_of_loss, faults_of_preference_loss
+from megarl.config.losses import ClippedPGLossConfig, DPOLossConfig
 from megarl.config.policy import PolicyConfig
+from megarl.config.rules.losses import faults_of_loss, faults_of_preference_loss
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import BatchError, ConfigError, PackingError, Violation
 from megarl.key import defaults_of
@@ -70,7 +71,7 @@ def _own_violations(case: Case) -> list[Violation]:
     if case.family in SPARSE and not 2 <= case.topk <= case.experts:
         found.append(Violation("case.topk", case.topk, f"a token goes to 2 to {case.experts} experts", "write a number in between"))
     if case.loss_kind == "pg":
-        settings = cast(ClippedPGLossConfig, {**defaults_of(ClippedPGLossConfig), **policy_gradient_settings(case)})
+        settings = {**defaults_of(ClippedPGLossConfig), **policy_gradient_settings(case)}
         found += faults_of_loss(settings)
     if case.loss_kind == "dpo":
         found += faults_of_preference_loss(cast(DPOLossConfig, {**defaults_of(DPOLossConfig), **preference_settings(case)}), "loss_fn")

@@ -13,7 +13,8 @@ from megarl.config import check, complete_run
 from megarl.config.algorithms import run_type
 from megarl.config.rules import RULES, bounded_keys
 from megarl.config.rules.not_yet import NOT_YET_RULES
-from megarl.config.rules.view import NotApplicableError, View
+from megarl.config.rules.table import ROWS_OF_MODELS, ROWS_OF_RUNS
+from megarl.config.rules.view import NotApplicableError, View, apply_rules
 from megarl.models.generation.vllm.configuration import RULES as VLLM_RULES
 from tests.tables import read_table
 from tests.tiers import sampled
@@ -122,6 +123,12 @@ def test_the_class_of_every_known_family_is_accepted_as_its_converter() -> None:
     for model_type, family in FAMILIES.items():
         config = complete(raw_grpo(), {f"{MEGATRON}.converter_type": family.architecture_class})
         assert keys_named("converter_is_the_model_s", config, dataclasses.replace(FACTS, family=model_type)) == set()
+
+
+def test_every_row_of_the_table_fires() -> None:
+    views = [View(changed_run(case), facts=facts_of(case)) for cases in CASES.values() for case in cases]
+    silent = [row for row in (*ROWS_OF_MODELS, *ROWS_OF_RUNS) if not any(list(apply_rules([row.violations], view)) for view in views)]
+    assert not silent
 
 
 def test_no_rule_is_untested() -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.loss_functions import ClippedPGLossFn, kl_of_tokens
-from megarl.config.losses import ClippedPGLossConfig, faults_of_loss
+from megarl.config.losses import ClippedPGLossConfig
+from megarl.config.rules.losses import faults_of_loss
 from megarl.errors import BatchError, ConfigError
 from megarl.key import defaults_of
 from tests.tables import read_table

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.loss_functions import DPOLossFn
-from megarl.config.losses import faults_of_preference_loss
+from megarl.config.rules.losses import faults_of_preference_loss
 from tests.unit.test_losses import normalizers, policy_gradient_batch
 
 EPSILON = 1e-8

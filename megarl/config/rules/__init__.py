@@ -17,11 +17,13 @@ from megarl.config.rules.backends import BACKEND_RULES
 from megarl.config.rules.data import DATA_RULES
 from megarl.config.rules.distillation import DISTILLATION_RULES
 from megarl.config.rules.generation import GENERATION_RULES
+from megarl.config.rules.losses import LOSS_RULES
 from megarl.config.rules.models import MODEL_RULES, TRAINED_MODEL_RULES, backbone_is_that_of_the_policy, model_view
 from megarl.config.rules.not_yet import NOT_YET_RULES
 from megarl.config.rules.optimizer import OPTIMIZER_RULES
 from megarl.config.rules.parallel import EXPERT_RULES, PARALLEL_RULES
 from megarl.config.rules.run import BATCH_RULES, RUN_RULES
+from megarl.config.rules.table import TABLE_OF_RUNS
 from megarl.config.rules.view import Rule, View, apply_rules
 from megarl.errors import Violation
 from megarl.key import Key, fields_of, keys_of, section_types
@@ -63,6 +65,8 @@ RULES: tuple[Rule, ...] = (
     *RUN_RULES,
     *DATA_RULES,
     *DISTILLATION_RULES,
+    *LOSS_RULES,
+    *TABLE_OF_RUNS,
 )
 
 

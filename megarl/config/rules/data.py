@@ -17,13 +17,11 @@ from megarl.config.data_sources import (
     sources_of,
 )
 from megarl.config.environments import fault_of_name, faults_of_ranges
-from megarl.config.generation import GenerationConfig
 from megarl.config.nested import at
 from megarl.config.rules.view import Rule, View
 from megarl.config.schema import ABSENT
-from megarl.config.validation_sets import GENERATIONS, SAMPLING_KEYS, TEMPERATURE, TOP_K, TOP_P, set_name
+from megarl.config.validation_sets import GENERATIONS, SAMPLING_KEYS, TEMPERATURE, set_name
 from megarl.errors import Violation
-from megarl.key import defaults_of
 
 _SETS = ("train", "validation")
 
@@ -182,10 +180,6 @@ def validation_that_scores_draws_nothing(view: View) -> Iterator[Violation]:
         for key in ("val_set", *SAMPLING_KEYS):
             if key in source:
                 yield Violation(f"{section}.{key}", source[key], bound, "remove it")
-    for key in (TEMPERATURE, TOP_P, TOP_K):
-        path, default = f"policy.generation.{key}", defaults_of(GenerationConfig)[key]
-        if view.get(path, default) != default:
-            yield Violation(path, view[path], bound, "remove it")
 
 
 DATA_RULES: tuple[Rule, ...] = (

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from megarl.config.distillation import OF_SOURCE, SECTION, TEACHER, TEACHERS, source_key, train_sources
 from megarl.config.environments import fault_of_name
-from megarl.config.losses import DistillationLossConfig
 from megarl.config.models import POLICY
 from megarl.config.rules.view import Rule, View
 from megarl.config.schema import ABSENT
 from megarl.errors import Violation
-from megarl.key import defaults_of
 
 _LOSS = "loss_fn"
 _TOPK_LOGITS_K = f"{SECTION}.topk_logits_k"
 _SAMPLING = {"top_p": 1.0, "top_k": None}
 
 
-def _teachers(view: View) -> dict[str, str]:
+def teachers_of(view: View) -> dict[str, str]:
     """Paths of the sections of the teachers, by name. The rule does not apply where the algorithm has none."""
     view.require({TEACHER, TEACHERS} <= view.algorithm.MODELS.keys())
     view.require(not view.has_faults(TEACHER) and not view.has_faults(TEACHERS))
@@ -31,7 +28,7 @@ def _teachers(view: View) -> dict[str, str]:
 
 def somebody_teaches(view: View) -> Iterator[Violation]:
     """There is one teacher, or there are teachers by name."""
-    paths, algorithm = _teachers(view), view["algorithm"]
+    paths, algorithm = teachers_of(view), view["algorithm"]
     if view.get(TEACHER) is not None and view.get(TEACHERS) is not None:
         yield Violation(TEACHERS, list(view[TEACHERS]), f"there is a section {TEACHER} too", f"move that under {TEACHERS}, or remove one")
     elif not paths:
@@ -44,7 +41,7 @@ def somebody_teaches(view: View) -> Iterator[Violation]:
 
 def sources_have_teachers(view: View) -> Iterator[Violation]:
     """Each source of the training data has one of several teachers, and each of them has a source."""
-    names = list(_teachers(view))
+    names = list(teachers_of(view))
     view.require((view.get(TEACHER) is None and bool(names)) or view.get(OF_SOURCE) is not None)
     chosen = view[OF_SOURCE]
     if view.get(TEACHER) is not None:
@@ -73,7 +70,7 @@ def sources_have_teachers(view: View) -> Iterator[Violation]:
 
 def teachers_see_the_distribution_that_tokens_are_drawn_from(view: View) -> Iterator[Violation]:
     """Probabilities of teacher and policy are compared at one temperature, and of all tokens: one that sampling leaves out has none."""
-    paths = _teachers(view)
+    paths = teachers_of(view)
     generation = f"{POLICY}.generation"
     for key, default in _SAMPLING.items():
         value = view.get(f"{generation}.{key}", default)
@@ -92,35 +89,18 @@ def teachers_see_the_distribution_that_tokens_are_drawn_from(view: View) -> Iter
                 yield Violation(f"{path}.generation.{key}", value, f"{generation}.{key} is {of_policy}", "remove it")
 
 
-def way_of_learning_is_told_what_it_reads(view: View) -> Iterator[Violation]:
-    """Nothing that is told of the other way of learning does nothing."""
-    _teachers(view)
+def way_of_learning_has_a_loss(view: View) -> Iterator[Violation]:
+    """There is a loss of the way of learning, and it can teach something."""
+    teachers_of(view)
     view.require(not view.has_faults(SECTION))
-    mode, of_divergence = view[f"{SECTION}.mode"], defaults_of(DistillationLossConfig)
-    unread: dict[str, Any] = {"advantage_clip_low": None, "advantage_clip_high": None}
+    mode = view[f"{SECTION}.mode"]
     if mode == "topk":
-        if view.get(_LOSS) is not None:
-            yield Violation(_LOSS, view[_LOSS], f"{SECTION}.mode is topk, whose loss is in {SECTION}", f"remove it: {_LOSS}: null")
-        key, kind = f"{SECTION}.mixed_kl_weight", view[f"{SECTION}.kl_type"]
-        if kind != "mixed" and view[key] != of_divergence["mixed_kl_weight"]:
-            yield Violation(key, view[key], f"{SECTION}.kl_type is {kind}, which has no weights", "remove it, or write mixed")
         outside = f"{SECTION}.outside_topk"
         if view[_TOPK_LOGITS_K] == 1 and view[outside] == "renormalize":
             bound = f"{outside} is renormalize: over one token both distributions are 1, and loss and gradient are 0 whatever they say"
             yield Violation(_TOPK_LOGITS_K, 1, bound, "write 2 or more, or outside_topk: rest")
-    else:
-        unread = {**of_divergence, "topk_logits_k": 64}
-        if not view.written(_LOSS):
-            yield Violation(_LOSS, ABSENT, f"{SECTION}.mode is {mode}, a policy gradient", "add the section")
-        if view.get(f"{_LOSS}.use_kl_in_reward"):
-            bound = "advantages are made of the teacher's log-probabilities, and no reward is read"
-            yield Violation(f"{_LOSS}.use_kl_in_reward", True, bound, "write false")
-    for name, default in unread.items():
-        value = view.get(f"{SECTION}.{name}", default)
-        if value != default:
-            other = "reverse_kl_advantage" if mode == "topk" else "topk"
-            bound = f"{SECTION}.mode is {mode}, which does not read it"
-            yield Violation(f"{SECTION}.{name}", value, bound, f"remove it, or write mode: {other}")
+    elif not view.written(_LOSS):
+        yield Violation(_LOSS, ABSENT, f"{SECTION}.mode is {mode}, a policy gradient", "add the section")
     if view.get(f"{SECTION}.advantage_clip_low") == 0 and view.get(f"{SECTION}.advantage_clip_high") == 0:
         bound = "advantage_clip_high is 0 too, and no advantage is left"
         yield Violation(f"{SECTION}.advantage_clip_low", 0, bound, "widen one of the two")
@@ -128,7 +108,7 @@ def way_of_learning_is_told_what_it_reads(view: View) -> Iterator[Violation]:
 
 def teacher_has_so_many_tokens(view: View) -> Iterator[Violation]:
     """The most likely tokens are some of the vocabulary."""
-    _teachers(view)
+    teachers_of(view)
     view.require(view[f"{SECTION}.mode"] == "topk")
     value, size = view[_TOPK_LOGITS_K], view.facts.vocab_size
     if value > size:
@@ -139,6 +119,6 @@ DISTILLATION_RULES: tuple[Rule, ...] = (
     somebody_teaches,
     sources_have_teachers,
     teachers_see_the_distribution_that_tokens_are_drawn_from,
-    way_of_learning_is_told_what_it_reads,
+    way_of_learning_has_a_loss,
     teacher_has_so_many_tokens,
 )

@@ -59,13 +59,6 @@ def engine_takes_its_section(view: View) -> Iterator[Violation]:
         yield from apply_rules(kind.rules, view)
 
 
-def megatron_generates_in_place(view: View) -> Iterator[Violation]:
-    """The Megatron engine, and plain transformers, are the training policy itself."""
-    key, engine = f"{GENERATION}.colocated.enabled", view[f"{GENERATION}.backend"]
-    if engine in BACKENDS and not view[key]:
-        yield Violation(key, False, f"the {engine} backend generates on the training ranks", "set it to true")
-
-
 def resources_of_generation(view: View) -> Iterator[Violation]:
     """An engine of its own gets a part of a single node, or whole nodes of several."""
     view.require(not view[f"{GENERATION}.colocated.enabled"] and not view.has(FOR_TRAINING))
@@ -94,26 +87,6 @@ def engine_has_the_policy_model(view: View) -> Iterator[Violation]:
         who = "the engine gets the policy's weights" if is_engine(view[f"{GENERATION}.backend"]) else "the policy itself generates"
         bound = f"{who}, so it must be policy.model_name = {model}"
         yield Violation(key, view[key], bound, "remove the line, or write ${policy.model_name}")
-
-
-def shared_devices_need_no_resources(view: View) -> Iterator[Violation]:
-    """Only an engine of its own has devices of its own."""
-    view.require(view[f"{GENERATION}.colocated.enabled"])
-    for name in ("gpus_per_node", "num_nodes"):
-        key = f"{GENERATION}.colocated.resources.{name}"
-        if view.get(key) is not None:
-            bound = "colocated.enabled is true: generation runs on the devices of training, so it would do nothing"
-            yield Violation(key, view[key], bound, "write null, or remove the line")
-
-
-def examples_are_scored_by_the_model_itself(view: View) -> Iterator[Violation]:
-    """What only scores given answers, as SFT and DPO do, has their probability under the model itself: nobody has drawn them."""
-    view.require(not view.algorithm.GENERATES)
-    for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", None)):
-        value = view[f"{GENERATION}.{name}"]
-        if value != neutral:
-            bound = f"{view['algorithm']} trains the model's own probabilities, and log-probabilities follow how answers are drawn"
-            yield Violation(f"{GENERATION}.{name}", value, bound, f"write {'null' if neutral is None else neutral}, or remove the section")
 
 
 def prompt_and_answer_fit(view: View) -> Iterator[Violation]:
@@ -168,11 +141,8 @@ GENERATION_RULES: tuple[Rule, ...] = (
     generation_fits_backend,
     engine_is_known,
     engine_takes_its_section,
-    megatron_generates_in_place,
     resources_of_generation,
     engine_has_the_policy_model,
-    shared_devices_need_no_resources,
-    examples_are_scored_by_the_model_itself,
     prompt_and_answer_fit,
     example_fits,
     model_reaches_length,

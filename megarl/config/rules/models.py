@@ -12,7 +12,8 @@ from megarl.config.nested import at
 from megarl.config.rules.backends import BACKEND_RULES
 from megarl.config.rules.optimizer import OPTIMIZER_RULES
 from megarl.config.rules.parallel import EXPERT_RULES, PARALLEL_RULES, training_shape
-from megarl.config.rules.run import SCORING, TOKEN_RULES, TRAINED_BATCH_RULES, megatron_trains, model_that_scores_has_no_tokens_to_score
+from megarl.config.rules.run import SCORING, TOKEN_RULES, TRAINED_BATCH_RULES, megatron_trains
+from megarl.config.rules.table import TABLE_OF_MODELS
 from megarl.config.rules.view import NotApplicableError, Rule, View
 from megarl.errors import Violation
 
@@ -94,6 +95,6 @@ MODEL_RULES: tuple[Rule, ...] = (
     *OPTIMIZER_RULES,
     *TOKEN_RULES,
     model_has_the_head_of_its_section,
-    model_that_scores_has_no_tokens_to_score,
+    *TABLE_OF_MODELS,
 )
 TRAINED_MODEL_RULES: tuple[Rule, ...] = (*TRAINED_BATCH_RULES, megatron_trains)

@@ -32,25 +32,6 @@ def optimizer_follows_precision(view: View) -> Iterator[Violation]:
             )
 
 
-def parameter_type(view: View) -> Iterator[Violation]:
-    """The optimizer updates float32 parameters; the model's own type is ``policy.precision``."""
-    _megatron(view)
-    key = f"{OPTIMIZER}.params_dtype"
-    if view[key] != "float32":
-        yield Violation(key, view[key], "the optimizer always keeps float32 parameters", "write float32, or remove the line")
-
-
-def distributed_optimizer_is_adam(view: View) -> Iterator[Violation]:
-    """Megatron-Core's distributed optimizer shards the state of Adam only."""
-    _megatron(view)
-    key = f"{OPTIMIZER}.optimizer"
-    view.require(view[f"{OPTIMIZER}.use_distributed_optimizer"])
-    if view[key] != "adam":
-        yield Violation(
-            key, view[key], "the distributed optimizer works only with adam", f"set {OPTIMIZER}.use_distributed_optimizer to false"
-        )
-
-
 def pipeline_type(view: View) -> Iterator[Violation]:
     """Stages send activations in the type they compute in."""
     _megatron(view)
@@ -147,52 +128,8 @@ def clipping_agrees(view: View) -> Iterator[Violation]:
         yield Violation(f"{OPTIMIZER}.clip_grad", clip, bound, "remove the line; it is derived from policy.max_grad_norm")
 
 
-def precision_aware_optimizer(view: View) -> Iterator[Violation]:
-    """What Megatron-Core's precision-aware optimizer needs."""
-    _megatron(view)
-    key = f"{OPTIMIZER}.use_precision_aware_optimizer"
-    view.require(view[key])
-    if not view[f"{OPTIMIZER}.use_distributed_optimizer"]:
-        yield Violation(key, True, "it works only with the distributed optimizer", f"set {OPTIMIZER}.use_distributed_optimizer to true")
-    if view[f"{OPTIMIZER}.optimizer"] != "adam":
-        yield Violation(key, True, "it works only with adam", f"set {OPTIMIZER}.optimizer to adam")
-
-
-def gradients_are_summed(view: View) -> Iterator[Violation]:
-    """Losses divide by the global number of tokens or sequences themselves."""
-    _megatron(view)
-    key = f"{DATA_PARALLEL}.average_in_collective"
-    if view[key]:
-        bound = "losses are divided by the global number of tokens or sequences, so gradients are summed; averaging would divide twice"
-        yield Violation(key, True, bound, "set it to false")
-
-
-def overlap_of_parameter_gather(view: View) -> Iterator[Violation]:
-    """Parameters are gathered only by the distributed optimizer, after gradients that were reduced in overlap."""
-    _megatron(view)
-    key = f"{DATA_PARALLEL}.overlap_param_gather"
-    view.require(view[key])
-    if not view[f"{OPTIMIZER}.use_distributed_optimizer"]:
-        bound = "only the distributed optimizer gathers parameters"
-        yield Violation(key, True, bound, f"set it to false, or {OPTIMIZER}.use_distributed_optimizer to true")
-    if view[f"{DATA_PARALLEL}.overlap_grad_reduce"] is False:
-        yield Violation(key, True, "it needs overlap_grad_reduce", f"set {DATA_PARALLEL}.overlap_grad_reduce to true or null")
-
-
-def sharding_strategy_is_used(view: View) -> Iterator[Violation]:
-    """Only Megatron's own FSDP shards by strategy; the distributed optimizer always shards the optimizer state."""
-    _megatron(view)
-    key = f"{DATA_PARALLEL}.data_parallel_sharding_strategy"
-    view.require(not view[f"{DATA_PARALLEL}.use_custom_fsdp"])
-    if view[key] != "no_shard":
-        bound = "only Megatron's own FSDP reads it, and use_custom_fsdp is false, so it would do nothing"
-        yield Violation(key, view[key], bound, f"remove the line; {OPTIMIZER}.use_distributed_optimizer shards the optimizer state")
-
-
 OPTIMIZER_RULES: tuple[Rule, ...] = (
     optimizer_follows_precision,
-    parameter_type,
-    distributed_optimizer_is_adam,
     pipeline_type,
     milestones,
     learning_rates,
@@ -200,8 +137,4 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
     decay_of_learning_rate,
     weight_decay_schedule,
     clipping_agrees,
-    precision_aware_optimizer,
-    gradients_are_summed,
-    overlap_of_parameter_gather,
-    sharding_strategy_is_used,
 )

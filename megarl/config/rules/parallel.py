@@ -128,15 +128,6 @@ def tensor_stays_inside_nodes(view: View) -> Iterator[Violation]:
         yield Violation(key, tensor, bound, f"write a divisor of {per_node}, or take nodes of other sizes", candidates)
 
 
-def sequence_parallel_needs_tensor(view: View) -> Iterator[Violation]:
-    """Sequence parallelism shards over tensor-parallel ranks."""
-    view.require(backend_of(view) == "megatron")
-    key = f"{MEGATRON}.sequence_parallel"
-    if view[key] and view[TENSOR] == 1:
-        fix = f"set it to false, or {TENSOR} to 2 or more"
-        yield Violation(key, True, "it shards between tensor-parallel ranks and there is only one", fix, ({key: False},))
-
-
 def sequence_length_divides(view: View) -> Iterator[Violation]:
     """Padded sequences divide over the ranks that share them."""
     view.require(backend_of(view) == "megatron")
@@ -195,14 +186,6 @@ def written_layout_fits(view: View) -> Iterator[Violation]:
         yield Violation(VIRTUAL, view[VIRTUAL], f"{WRITTEN} has {chunks} chunks a stage", f"write {chunks} or null")
 
 
-def chunks_need_stages(view: View) -> Iterator[Violation]:
-    """Model chunks take turns over several pipeline stages."""
-    view.require(backend_of(view) == "megatron")
-    chunks = view[VIRTUAL]
-    if chunks is not None and chunks > 1 and view[PIPELINE] == 1:
-        yield Violation(VIRTUAL, chunks, f"there is one pipeline stage ({PIPELINE} = 1)", "write null")
-
-
 def widths_divide(view: View) -> Iterator[Violation]:
     """Heads, and the widths of the MLPs of dense layers and of shared experts, divide over the tensor-parallel ranks."""
     key = tensor_key(view)
@@ -244,11 +227,9 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     sinks_are_gathered,
     ranks_divide,
     tensor_stays_inside_nodes,
-    sequence_parallel_needs_tensor,
     sequence_length_divides,
     layers_divide,
     written_layout_fits,
-    chunks_need_stages,
     widths_divide,
     hidden_divides,
 )
@@ -346,34 +327,9 @@ def tokens_get_to_their_experts(view: View) -> Iterator[Violation]:
         yield Violation(DISPATCHER, "flex", bound, "write alltoall, or train in bfloat16", otherwise)
 
 
-def experts_are_there(view: View) -> Iterator[Violation]:
-    """What is said about experts and their routers would do nothing in a dense model."""
-    view.require(backend_of(view) == "megatron" and view.facts.num_experts == 0)
-    for key, idle in WITHOUT_EXPERTS.items():
-        if view.get(key, idle[0]) not in idle:
-            bound = "the model has no experts, so it would do nothing"
-            yield Violation(key, view[key], bound, f"remove the line, or write {_as_yaml(idle[0])}")
-
-
-def _as_yaml(value: object) -> str:
-    return "null" if value is None else str(value).lower()
-
-
-def router_options_fit(view: View) -> Iterator[Violation]:
-    """What a router adds to choose experts by stays as it was loaded, and a coefficient needs a loss."""
-    _of_a_mixture(view)
-    if view.get(BIAS_RATE, 0):
-        bound = f"no bias of the routers of {view.facts.family} is updated in training: it stays as it was loaded, where there is one"
-        yield Violation(BIAS_RATE, view[BIAS_RATE], bound, f"write 0; to balance the experts set {BALANCING}")
-    if view.get(COEFFICIENT) and view.get(BALANCING) == "none":
-        yield Violation(COEFFICIENT, view[COEFFICIENT], f"{BALANCING} is none", "write null, or choose aux_loss")
-
-
 EXPERT_RULES: tuple[Rule, ...] = (
     experts_divide,
     expert_widths_divide,
     expert_ranks_divide,
     tokens_get_to_their_experts,
-    experts_are_there,
-    router_options_fit,
 )

@@ -35,9 +35,6 @@ from megarl.config.losses import (
     ESTIMATORS,
     FUNCTION,
     ClippedPGLossConfig,
-    DPOLossConfig,
-    faults_of_loss,
-    faults_of_preference_loss,
 )
 from megarl.config.losses import SECTION as LOSS
 from megarl.config.rules.backends import MEGATRON, backend_of
@@ -96,13 +93,9 @@ def model_has_the_head_of_the_algorithm(view: View) -> Iterator[Violation]:
         yield Violation(key, True, f"algorithm {name!r} trains a language model", f"write false, or remove {SCORING}")
 
 
-def model_that_scores_has_no_tokens_to_score(view: View) -> Iterator[Violation]:
-    """A model that scores generates nothing, and has no logits to keep or to cut into chunks."""
-    view.require(not view.has_faults(SCORING) and scores(view["policy"]))
-    bound = f"{SCORING}.enabled is true, and a model that scores has no output layer over tokens"
-    for key in ("policy.generation", "policy.logprob_chunk_size"):
-        if view.get(key) is not None:
-            yield Violation(key, view[key], bound, f"write null, or set {SCORING}.enabled to false")
+def has_scoring_model(view: View) -> bool:
+    """Whether the model of a policy section is one that scores."""
+    return not view.has_faults(SCORING) and scores(view["policy"])
 
 
 def prompt_template_has_place(view: View) -> Iterator[Violation]:
@@ -153,36 +146,6 @@ def sections_have_a_reader(view: View) -> Iterator[Violation]:
         if section not in {*algorithm.SECTIONS, *algorithm.MODELS} and view.get(section) is not None:
             fix = f"remove it: ~{section} on the command line, or {section}: null beside defaults"
             yield Violation(section, view[section], f"algorithm {name!r} does not read this section", fix)
-
-
-def turns_have_an_environment(view: View) -> Iterator[Violation]:
-    """Conversations of several turns have an environment that answers a response."""
-    key = f"{view.algorithm.section()}.max_rollout_turns"
-    if view[key] > 1 and all(section.get("environment", SINGLE_TURN) == SINGLE_TURN for section in environments_of(view["env"]).values()):
-        bound = "env.environment is single_turn, which ends a conversation with its first response, so that it would do nothing"
-        yield Violation(key, view[key], bound, "write 1, or name an environment that goes on")
-
-
-def loss_goes_together(view: View) -> Iterator[Violation]:
-    """What the clipped policy gradient is told goes together."""
-    view.require(view.algorithm.SECTIONS.get(LOSS) is ClippedPGLossConfig and not view.has_faults(LOSS))
-    yield from faults_of_loss(view[LOSS])
-
-
-def entropy_can_be_raised(view: View) -> Iterator[Violation]:
-    """A bonus for entropy meets a distribution that can have some."""
-    key = "loss_fn.entropy_coef"
-    view.require(view.algorithm.SECTIONS.get(LOSS) is ClippedPGLossConfig and view[key] > 0)
-    if view.get("policy.generation.top_k") == 1:
-        bound = "policy.generation.top_k is 1: one token can be drawn, and the entropy that the bonus is for is 0 whatever is learned"
-        yield Violation(key, view[key], bound, "write 0, or let more tokens be drawn")
-
-
-def preference_loss_goes_together(view: View) -> Iterator[Violation]:
-    """What the loss of preferences is told goes together."""
-    section = view.algorithm.section()
-    view.require(keys_of(DPOLossConfig).keys() <= keys_of(view.algorithm.SECTIONS[section]).keys() and not view.has_faults(section))
-    yield from faults_of_preference_loss(view[section], section)
 
 
 def loss_is_known(view: View) -> Iterator[Violation]:
@@ -252,15 +215,10 @@ def _known_or_own(
 
 
 ESTIMATOR = "grpo.adv_estimator"
-_READ_BY = {
-    "rloo": {"use_leave_one_out_baseline": True, "std": "population"},
-    "reinforce_plus_plus": {"use_leave_one_out_baseline": True, "std": "population", "normalize_rewards": True},
-}
-"""Keys that an estimator does not read, with their defaults."""
 
 
-def estimator_is_told_what_it_reads(view: View) -> Iterator[Violation]:
-    """Advantages are made as they are told, and nothing that is told does nothing."""
+def advantages_are_left(view: View) -> Iterator[Violation]:
+    """There are answers to compare an answer with, and bounds leave some advantages."""
     kind, minus_baseline = view[f"{ESTIMATOR}.name"], view[f"{ESTIMATOR}.minus_baseline"]
     # an estimator of one's own may need no group
     whitens_alone = kind not in ESTIMATORS or (kind == "reinforce_plus_plus" and not minus_baseline)
@@ -268,15 +226,6 @@ def estimator_is_told_what_it_reads(view: View) -> Iterator[Violation]:
     if view.get(key) == 1 and not whitens_alone:
         fix = "write 2 or more: an answer is judged against the others of its prompt"
         yield Violation(key, 1, "it must be at least 2", fix)
-    if minus_baseline and kind != "reinforce_plus_plus":
-        bound = f"{ESTIMATOR}.name is {kind}, which {'has a baseline of its own' if kind in ESTIMATORS else 'has options instead'}"
-        yield Violation(f"{ESTIMATOR}.minus_baseline", True, bound, "write false, or name: reinforce_plus_plus")
-    for name, default in _READ_BY.get(kind, {}).items():
-        if view.get(f"grpo.{name}", default) != default:
-            yield Violation(f"grpo.{name}", view[f"grpo.{name}"], f"{ESTIMATOR}.name is {kind}, which does not read it", "remove it")
-    if kind in ("grpo", "gdpo") and view.get("grpo.std") == "sample" and view.get("grpo.normalize_rewards") is False:
-        bound = "grpo.normalize_rewards is false: no deviation divides an advantage, and nothing reads it"
-        yield Violation("grpo.std", "sample", bound, "remove it, or write normalize_rewards: true")
     if view.get("grpo.advantage_clip_low") == 0 and view.get("grpo.advantage_clip_high") == 0:
         yield Violation("grpo.advantage_clip_low", 0, "advantage_clip_high is 0 too, and no advantage is left", "widen one of the two")
 
@@ -301,14 +250,10 @@ def ratios_of_sequences_meet_advantages_of_tokens(view: View) -> Iterator[Violat
 _FORCED = "force_on_policy_ratio"
 
 
-def dynamic_sampling_is_told_what_it_reads(view: View) -> Iterator[Violation]:
-    """Prompts without a signal can be told from others, and nothing that is told of it does nothing."""
+def dynamic_sampling_finds_signals(view: View) -> Iterator[Violation]:
+    """Prompts without a signal can be told from others."""
     key, multiplier = "grpo.use_dynamic_sampling", "grpo.batch_multiplier"
-    if not view[key]:
-        for name, default in ((multiplier, 1), ("grpo.dynamic_sampling_max_gen_batches", 10)):
-            if view[name] != default:
-                yield Violation(name, view[name], f"{key} is false, and nothing reads it", f"write {key}: true, or {default}")
-        return
+    view.require(view[key])
     prompts, generations = view["grpo.num_prompts_per_step"], view["grpo.num_generations_per_prompt"]
     if generations == 1:
         bound = f"{key} is true, and with one answer no prompt has answers that differ"
@@ -335,24 +280,11 @@ def critic_warm_up_ends(view: View) -> Iterator[Violation]:
         yield Violation(key, view[key], bound, "write a smaller number", ({key: last - 1},))
 
 
-def what_is_bootstrapped_is_trained_on(view: View) -> Iterator[Violation]:
-    """What stands behind an answer that was cut off is asked for only where the answer is trained on."""
-    key, filtering = "ppo.bootstrap_truncated", "ppo.overlong_filtering"
-    if view[key] and view[filtering]:
-        bound = f"{filtering} is true: answers that were cut off are left out, and nothing reads what they are worth"
-        yield Violation(key, True, bound, "switch one of the two off")
-
-
 def scores_of_answers_count(view: View) -> Iterator[Violation]:
-    """Where there is a reward model, its score counts; where there is none, nothing weighs one."""
-    section = view.algorithm.section()
-    ours, theirs = f"{section}.reward_model_weight", f"{section}.env_reward_weight"
-    if view.get("reward_model") is None:
-        for key in (ours, theirs):
-            if view[key] != 1:
-                yield Violation(key, view[key], "there is no section reward_model, and nothing reads it", "write 1, or add the section")
-    elif view[ours] == 0:
-        yield Violation(ours, 0, "the reward model would score answers in vain", "write another number, or take reward_model away")
+    """Where there is a reward model, its score counts."""
+    key = f"{view.algorithm.section()}.reward_model_weight"
+    if view.get("reward_model") is not None and view[key] == 0:
+        yield Violation(key, 0, "the reward model would score answers in vain", "write another number, or take reward_model away")
 
 
 def several_rewards_are_compared(view: View) -> Iterator[Violation]:
@@ -483,30 +415,16 @@ def _fault_of_sink(kind: Any) -> str | None:
     return None
 
 
-def table_of_samples_has_a_place(view: View) -> Iterator[Violation]:
-    """A table of samples has samples in it, and somebody who takes it."""
-    key = "logger.samples.wandb_table"
-    view.require(view[key])
-    if not view["logger.samples.enabled"]:
-        yield Violation(key, True, "logger.samples.enabled is false: there are no samples", "write logger.samples.enabled: true")
-    elif not view["logger.wandb_enabled"]:
-        yield Violation(key, True, "logger.wandb_enabled is false: nobody takes the table", "write logger.wandb_enabled: true")
-
-
 def profiled_steps(view: View) -> Iterator[Violation]:
     """The profiled steps are steps of the run, and something records them."""
     key, steps = "profiler.steps", view["profiler.steps"]
-    recorders = {name: view[name] for name in ("profiler.torch_ranks", "profiler.nsys_workers") if view[name]}
-    if steps is None:
-        for name, value in recorders.items():
-            yield Violation(name, value, "profiler.steps says of no step that it is recorded", "write profiler.steps: [3, 5]")
-        return
+    view.require(steps is not None)
     last = view[f"{view.algorithm.section()}.max_num_steps"]
     if len(steps) != 2 or not 1 <= steps[0] < steps[1]:
         yield Violation(key, steps, "[first, stop] is wanted, with 1 <= first < stop", "write [3, 5] for steps 3 and 4")
     elif steps[0] > last:
         yield Violation(key, steps, f"the run has {last} steps", "begin at its last step at the latest", ({key: [last, last + 1]},))
-    elif not recorders:
+    elif not view["profiler.torch_ranks"] and not view["profiler.nsys_workers"]:
         yield Violation(key, steps, "no profiler records them", "give profiler.torch_ranks, or profiler.nsys_workers")
 
 
@@ -530,21 +448,15 @@ RUN_RULES: tuple[Rule, ...] = (
     steps_are_counted,
     megatron_trains,
     model_has_the_head_of_the_algorithm,
-    model_that_scores_has_no_tokens_to_score,
     prompt_template_has_place,
     validation_has_data,
     metric_of_checkpoints_has_a_prefix,
-    turns_have_an_environment,
     loss_is_known,
-    loss_goes_together,
-    entropy_can_be_raised,
-    preference_loss_goes_together,
     estimator_is_known,
-    estimator_is_told_what_it_reads,
+    advantages_are_left,
     ratios_of_sequences_meet_advantages_of_tokens,
-    dynamic_sampling_is_told_what_it_reads,
+    dynamic_sampling_finds_signals,
     critic_warm_up_ends,
-    what_is_bootstrapped_is_trained_on,
     scores_of_answers_count,
     several_rewards_are_compared,
     reward_is_known,
@@ -553,7 +465,6 @@ RUN_RULES: tuple[Rule, ...] = (
     environments_have_names,
     services_are_named,
     sinks_are_known,
-    table_of_samples_has_a_place,
     profiled_steps,
     profiled_workers,
 )

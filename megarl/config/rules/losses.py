@@ -1,0 +1,257 @@
+"""Rules on which settings of a loss go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from megarl.config.losses import SECTION, ClippedPGLossConfig, DPOLossConfig
+from megarl.config.rules.table import Row, defaults
+from megarl.config.rules.view import Rule, View, apply_rules
+from megarl.errors import Violation
+from megarl.key import keys_of
+
+_CLAMP = defaults(SECTION, ClippedPGLossConfig, "log_ratio_clamp_value")
+_DIVERGENCE = defaults(
+    SECTION,
+    ClippedPGLossConfig,
+    "reference_policy_kl_type",
+    "reference_policy_kl_gradient",
+    "kl_input_clamp_value",
+    "kl_output_clamp_value",
+)
+_ROWS = (
+    Row(
+        "ratios",
+        {"loss_fn.sequence_level_importance_ratios": False, "loss_fn.use_cispo": False},
+        {"loss_fn.disable_ppo_ratio": True},
+        "disable_ppo_ratio is true, and without a ratio it would do nothing",
+        "switch one of the two off",
+    ),
+    Row(
+        "ratios",
+        {"loss_fn.ratio_clip_c": None},
+        {"loss_fn.disable_ppo_ratio": True},
+        "disable_ppo_ratio is true: the objective of a bad token has its log-probability for the ratio, and is never as large",
+        "write null",
+    ),
+    Row(
+        "ratios",
+        _CLAMP,
+        {"loss_fn.disable_ppo_ratio": True},
+        "disable_ppo_ratio is true, and there is no ratio to clamp, so that nothing reads it",
+        "remove it",
+    ),
+    Row(
+        "ratios",
+        {"loss_fn.sequence_level_ratio_gradient": "sequence"},
+        {"loss_fn.sequence_level_importance_ratios": (False, None)},
+        "it says whose gradient the ratio of a sequence has, and sequence_level_importance_ratios is false",
+        "write sequence_level_importance_ratios: true",
+    ),
+    Row(
+        "ratios",
+        {"loss_fn.token_level_loss": False},
+        {"loss_fn.sequence_level_importance_ratios": True},
+        "sequence_level_importance_ratios is true: the objective of a sequence counts once, not once a token "
+        "(GSPO, arXiv 2507.18071, equation 5)",
+        "write token_level_loss: false, with sequence_normalizer: 1 to count it once a token (LUSPO), or "
+        "sequence_level_importance_ratios: false",
+    ),
+    Row(
+        "forced",
+        {"loss_fn.use_cispo": False},
+        {"loss_fn.force_on_policy_ratio": True},
+        "force_on_policy_ratio is true: the ratio is 1, a weight of 1 does nothing, and the gradient is the same without it",
+        "switch one of the two off",
+    ),
+    Row(
+        "forced",
+        {"loss_fn.ratio_clip_c": None},
+        {"loss_fn.force_on_policy_ratio": True},
+        "force_on_policy_ratio is true: the ratio is 1 and never as large as this",
+        "write null",
+    ),
+    Row(
+        "forced",
+        {"loss_fn.disable_ppo_ratio": False},
+        {"loss_fn.force_on_policy_ratio": True},
+        "force_on_policy_ratio is true: the ratio is 1, and the gradient is that of the log-probability with and without it",
+        "switch one of the two off",
+    ),
+    Row(
+        "forced",
+        {"loss_fn.sequence_level_ratio_gradient": "sequence"},
+        {
+            "loss_fn.force_on_policy_ratio": True,
+            "loss_fn.disable_ppo_ratio": (False, None),
+            "loss_fn.use_importance_sampling_correction": False,
+        },
+        "force_on_policy_ratio is true: the ratio of a sequence is 1, as that of a token is, and the gradient is that of the token",
+        "write sequence_level_importance_ratios: false, and remove this",
+    ),
+    Row(
+        "forced",
+        _CLAMP,
+        {"loss_fn.force_on_policy_ratio": True, "loss_fn.disable_ppo_ratio": (False, None)},
+        "force_on_policy_ratio is true: the ratio is 1, and its logarithm 0, so that nothing reads it",
+        "remove it",
+    ),
+    Row(
+        "cispo",
+        {"loss_fn.sequence_level_importance_ratios": False},
+        {"loss_fn.use_cispo": True},
+        "use_cispo is true: its weights are the ratios of tokens (arXiv 2506.13585, equation 4), and none defines it for sequences",
+        "switch one of the two off",
+    ),
+    Row(
+        "cispo",
+        {"loss_fn.ratio_clip_c": None},
+        {"loss_fn.use_cispo": True},
+        "use_cispo is true: it bounds no objective, and its weights are bounded by ratio_clip_max whatever the advantage",
+        "write null",
+    ),
+    Row(
+        "truncation",
+        {"loss_fn.truncated_importance_sampling_ratio": None, "loss_fn.truncated_importance_sampling_ratio_min": None},
+        {"loss_fn.truncated_importance_sampling_type": None},
+        "truncated_importance_sampling_type is null, and nothing reads it",
+        "write truncated_importance_sampling_type: tis, icepop or seq-mask-tis, or null here",
+    ),
+    Row(
+        "truncation",
+        {"loss_fn.truncated_importance_sampling_type": None},
+        {"loss_fn.use_importance_sampling_correction": False},
+        "use_importance_sampling_correction is false, and there are no weights to bound",
+        "write use_importance_sampling_correction: true, or null here",
+    ),
+    Row(
+        "truncation",
+        {"loss_fn.truncated_importance_sampling_type": None},
+        {"loss_fn.truncated_importance_sampling_ratio": None},
+        "truncated_importance_sampling_ratio is null, and nothing says what the bound is",
+        "write truncated_importance_sampling_ratio, for example 2.0, or null here",
+    ),
+    Row(
+        "truncation",
+        {"loss_fn.truncated_importance_sampling_ratio_min": None},
+        {"loss_fn.truncated_importance_sampling_type": "tis"},
+        "tis has an upper bound alone, and nothing reads it",
+        "write null, or truncated_importance_sampling_type: icepop",
+    ),
+    Row(
+        "truncation",
+        {"loss_fn.truncated_importance_sampling_type": (None, "tis", "icepop")},
+        {"loss_fn.sequence_level_importance_ratios": True},
+        "sequence_level_importance_ratios is true: with one weight a sequence it is what icepop is",
+        "write truncated_importance_sampling_type: icepop",
+    ),
+    Row(
+        "means",
+        {"loss_fn.sequence_normalizer": None},
+        {"loss_fn.token_level_loss": True},
+        "token_level_loss is true: the mean over all tokens has one normaliser, and none of a sequence",
+        "write token_level_loss: false, or null here",
+    ),
+    Row(
+        "divergence",
+        _DIVERGENCE,
+        {"loss_fn.use_kl_in_reward": (False, None), "loss_fn.reference_policy_kl_penalty": 0},
+        "reference_policy_kl_penalty is 0: there is no divergence, and nothing reads it",
+        "remove it, or write a penalty above 0",
+    ),
+    Row(
+        "divergence",
+        {"loss_fn.use_on_policy_kl_approximation": False},
+        {"loss_fn.use_kl_in_reward": (False, None), "loss_fn.reference_policy_kl_penalty": 0},
+        "reference_policy_kl_penalty is 0: there is no divergence, and nothing reads it",
+        "write false",
+    ),
+    Row(
+        "divergence",
+        {"loss_fn.reference_policy_kl_type": ("k2", "k3")},
+        {"loss_fn.use_kl_in_reward": (False, None), "has_divergence": True, "loss_fn.reference_policy_kl_gradient": "pathwise"},
+        "its own gradient, that of the log-probability, has the expectation 0, so that nothing would hold the policy",
+        "write reference_policy_kl_gradient: exact, or another type",
+    ),
+    Row(
+        "divergence",
+        {"loss_fn.reference_policy_kl_gradient": "exact"},
+        {"loss_fn.use_kl_in_reward": (False, None), "has_divergence": True, "loss_fn.reference_policy_kl_type": "k2"},
+        "reference_policy_kl_type is k2, whose own gradient is that of the divergence already: pathwise would be what exact is",
+        "remove it, or write another type",
+    ),
+    Row(
+        "divergence in the reward",
+        {"loss_fn.use_kl_in_reward": False},
+        {"loss_fn.reference_policy_kl_penalty": 0},
+        "reference_policy_kl_penalty is 0, so that it would do nothing",
+        "write a penalty, or false here",
+    ),
+    Row(
+        "divergence in the reward",
+        {"loss_fn.reference_policy_kl_type": "k1"},
+        {"loss_fn.use_kl_in_reward": True},
+        "use_kl_in_reward is true: only k1 has the gradient of the divergence in a reward, as that of its value is 0 on average",
+        "write reference_policy_kl_type: k1",
+    ),
+    Row(
+        "divergence in the reward",
+        {"loss_fn.use_on_policy_kl_approximation": False},
+        {"loss_fn.use_kl_in_reward": True},
+        "use_kl_in_reward is true: no divergence in the loss is weighed",
+        "write false",
+    ),
+    Row(
+        "divergence in the reward",
+        {"loss_fn.reference_policy_kl_gradient": "exact"},
+        {"loss_fn.use_kl_in_reward": True},
+        "use_kl_in_reward is true: no divergence in the loss has a gradient",
+        "remove it",
+    ),
+)
+
+
+def _bounds_leave_weights(view: View) -> Iterator[Violation]:
+    low, high = (view.get(f"{SECTION}.truncated_importance_sampling_{end}") for end in ("ratio_min", "ratio"))
+    if None not in (view.get(f"{SECTION}.truncated_importance_sampling_type"), low, high) and low >= high:
+        bound = f"it must be less than truncated_importance_sampling_ratio = {high}, or no weight is left"
+        yield Violation(f"{SECTION}.truncated_importance_sampling_ratio_min", low, bound, "write a smaller number, or null")
+
+
+def faults_of_loss(loss: Mapping[str, object]) -> Iterator[Violation]:
+    """Yield what does not go together in a clipped policy gradient: settings that would do nothing, or whose combination has no meaning.
+
+    Args:
+        loss: a ``ClippedPGLossConfig`` with its defaults; keys that it lacks silence what needs them.
+    """
+    return apply_rules([*(row.violations for row in _ROWS), _bounds_leave_weights], View({SECTION: loss}))
+
+
+def faults_of_preference_loss(loss: DPOLossConfig, section: str) -> Iterator[Violation]:
+    """Yield what would do nothing in a loss of preferences.
+
+    Args:
+        loss: with its defaults; keys that it lacks silence what needs them.
+        section: that its keys stand in.
+    """
+    key: Final = "sft_average_log_probs"
+    if loss.get(key) and loss.get("sft_loss_weight") == 0:
+        bound = "sft_loss_weight is 0: the loss has no likelihood of the chosen answers, and nothing reads it"
+        yield Violation(f"{section}.{key}", loss[key], bound, "write false, or an sft_loss_weight above 0")
+
+
+def loss_goes_together(view: View) -> Iterator[Violation]:
+    """What the clipped policy gradient is told goes together."""
+    view.require(view.algorithm.SECTIONS.get(SECTION) is ClippedPGLossConfig and not view.has_faults(SECTION))
+    yield from faults_of_loss(view[SECTION])
+
+
+def preference_loss_goes_together(view: View) -> Iterator[Violation]:
+    """What the loss of preferences is told goes together."""
+    section = view.algorithm.section()
+    view.require(keys_of(DPOLossConfig).keys() <= keys_of(view.algorithm.SECTIONS[section]).keys() and not view.has_faults(section))
+    yield from faults_of_preference_loss(view[section], section)
+
+
+LOSS_RULES: tuple[Rule, ...] = (loss_goes_together, preference_loss_goes_together)

@@ -1,0 +1,447 @@
+"""Rules that are a table: the values that keys may have under a condition. Most are of keys that nothing reads there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from megarl.config.distillation import SECTION as DISTILLATION
+from megarl.config.environments import SINGLE_TURN, environments_of
+from megarl.config.generation import GenerationConfig
+from megarl.config.losses import ESTIMATORS, ClippedPGLossConfig, DistillationLossConfig
+from megarl.config.rules.backends import backend_of
+from megarl.config.rules.distillation import teachers_of
+from megarl.config.rules.parallel import WITHOUT_EXPERTS
+from megarl.config.rules.run import ESTIMATOR, has_scoring_model
+from megarl.config.rules.view import Rule, View, apply_rules
+from megarl.errors import Violation
+from megarl.key import defaults_of
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Keys that have certain values where a condition holds. Rows of one name are one rule.
+
+    In keys and texts ``{name}`` is what a condition of that name compares, ``{word}`` the last word of the key, and ``{first}`` its first
+    value.
+
+    Attributes:
+        rule: name of the rule.
+        keys: dotted keys, each with its value, or a tuple of its values.
+        where: what has to be so: dotted keys, or names of ``_FACTS``, likewise with their values.
+        bound, fix: of the violation.
+        proposes: the first value is tried as the fix.
+    """
+
+    rule: str
+    keys: Mapping[str, object]
+    where: Mapping[str, object]
+    bound: str
+    fix: str
+    proposes: bool = False
+
+    def violations(self, view: View) -> Iterator[Violation]:
+        """Yield the keys that have other values."""
+        view.require(all(_value(view, name) in _several(values) for name, values in self.where.items()))
+        for pattern, values in self.keys.items():
+            key, first = _filled(pattern, view), _several(values)[0]
+            value = view.get(key, first)
+            if value not in _several(values):
+                words = {"word": key.rpartition(".")[2], "first": "null" if first is None else str(first).lower()}
+                candidates = ({key: first},) if self.proposes else ()
+                yield Violation(key, value, _filled(self.bound, view, words), _filled(self.fix, view, words), candidates)
+
+
+def _several(values: object) -> tuple[object, ...]:
+    return values if isinstance(values, tuple) else (values,)
+
+
+def _single_turn(view: View) -> bool:
+    return all(inner.get("environment", SINGLE_TURN) == SINGLE_TURN for inner in environments_of(view["env"]).values())
+
+
+def _has_teachers(view: View) -> bool:
+    teachers_of(view)
+    return not view.has_faults(DISTILLATION)
+
+
+_FACTS: Mapping[str, Callable[[View], object]] = {
+    "backend": backend_of,
+    "family": lambda view: view.facts.family,
+    "has_divergence": lambda view: view.get("loss_fn.reference_policy_kl_penalty") != 0,
+    "has_experts": lambda view: view.facts.num_experts > 0,
+    "has_scoring_model": has_scoring_model,
+    "has_teachers": _has_teachers,
+    "own_estimator": lambda view: view[f"{ESTIMATOR}.name"] not in ESTIMATORS,
+    "section": lambda view: view.algorithm.section(),
+    "generates": lambda view: view.algorithm.GENERATES,
+    "single_turn": _single_turn,
+    "has_policy_loss": lambda view: view.algorithm.SECTIONS.get("loss_fn") is ClippedPGLossConfig,
+}
+"""What conditions and texts name besides keys."""
+
+
+def _value(view: View, name: str) -> object:
+    return _FACTS[name](view) if name in _FACTS else view.get(name)
+
+
+def _filled(text: str, view: View, words: Mapping[str, str] = {}) -> str:
+    return re.sub(r"\{([a-z_.]+)\}", lambda found: words.get(found[1]) or str(_value(view, found[1])), text)
+
+
+def defaults(section: str, kind: Any, *names: str) -> dict[str, object]:
+    """Dotted keys of a section, or some of them, with their defaults."""
+    known = defaults_of(kind)
+    return {f"{section}.{name}": known[name] for name in names or known}
+
+
+ROWS_OF_MODELS = (
+    Row(
+        "one_backend",
+        {"policy.dtensor_cfg.enabled": False},
+        {"policy.megatron_cfg.enabled": True},
+        "megatron_cfg is enabled too, a policy has one backend",
+        "set one of the two to false",
+    ),
+    Row(
+        "fsdp1_limits",
+        {"policy.precision": ("float32", "bfloat16")},
+        {"backend": "fsdp1"},
+        "FSDP1 has no loss scaling",
+        "write bfloat16 or float32",
+    ),
+    Row(
+        "torch_optimizer_unused",
+        {"policy.optimizer": None, "policy.scheduler": None},
+        {"backend": "megatron"},
+        "the Megatron backend does not use it",
+        "set it to null and use policy.megatron_cfg.{word}",
+    ),
+    Row(
+        "switches_of_fsdp1",
+        {"policy.activation_checkpointing_enabled": False},
+        {"backend": ("megatron", "dtensor")},
+        "only FSDP1 reads it, and this policy runs on {backend}",
+        "set it to false and use policy.{backend}_cfg.activation_checkpointing",
+    ),
+    Row(
+        "switches_of_fsdp1",
+        {"policy.fsdp_offload_enabled": False},
+        {"backend": "dtensor"},
+        "only FSDP1 reads it, and this policy runs on {backend}",
+        "set it to false and use policy.dtensor_cfg.cpu_offload",
+    ),
+    Row(
+        "switches_of_fsdp1",
+        {"policy.fsdp_offload_enabled": False},
+        {"backend": "megatron"},
+        "only FSDP1 reads it, and this policy runs on {backend}",
+        "set it to false and use the optimizer's own keys",
+    ),
+    Row(
+        "transformer_engine_needs_a_gpu",
+        {"policy.megatron_cfg.transformer_engine": ("auto", False)},
+        {"backend": "megatron", "cluster.device": "cpu"},
+        "Transformer Engine needs a GPU, and cluster.device is cpu",
+        "write auto or false",
+    ),
+    Row(
+        "recomputation_is_on",
+        {"policy.megatron_cfg.recompute_modules": ["core_attn"]},
+        {"backend": "megatron", "policy.megatron_cfg.recompute_granularity": "full"},
+        "policy.megatron_cfg.recompute_granularity is full, so it would do nothing",
+        "set policy.megatron_cfg.recompute_granularity to selective, or remove the line",
+    ),
+    Row(
+        "recomputation_is_on",
+        {"policy.megatron_cfg.recompute_granularity": "full"},
+        {"backend": "megatron", "policy.megatron_cfg.activation_checkpointing": False},
+        "policy.megatron_cfg.activation_checkpointing is false, so that nothing is recomputed",
+        "set policy.megatron_cfg.activation_checkpointing to true",
+    ),
+    Row(
+        "sequence_parallel_needs_tensor",
+        {"policy.dtensor_cfg.sequence_parallel": False},
+        {"backend": "dtensor", "policy.dtensor_cfg.tensor_parallel_size": 1},
+        "it shards between tensor-parallel ranks and there is only one",
+        "set it to false",
+    ),
+    Row(
+        "sequence_parallel_needs_tensor",
+        {"policy.megatron_cfg.sequence_parallel": False},
+        {"backend": "megatron", "policy.megatron_cfg.tensor_model_parallel_size": 1},
+        "it shards between tensor-parallel ranks and there is only one",
+        "set it to false, or policy.megatron_cfg.tensor_model_parallel_size to 2 or more",
+        proposes=True,
+    ),
+    Row(
+        "chunks_need_stages",
+        {"policy.megatron_cfg.virtual_pipeline_model_parallel_size": (None, 0, 1)},
+        {"backend": "megatron", "policy.megatron_cfg.pipeline_model_parallel_size": 1},
+        "there is one pipeline stage (policy.megatron_cfg.pipeline_model_parallel_size = 1)",
+        "write null",
+    ),
+    Row(
+        "experts_are_there",
+        WITHOUT_EXPERTS,
+        {"backend": "megatron", "has_experts": False},
+        "the model has no experts, so it would do nothing",
+        "remove the line, or write {first}",
+    ),
+    Row(
+        "router_options_fit",
+        {"policy.megatron_cfg.moe_router_bias_update_rate": 0},
+        {"backend": "megatron", "has_experts": True},
+        "no bias of the routers of {family} is updated in training: it stays as it was loaded, where there is one",
+        "write 0; to balance the experts set policy.megatron_cfg.moe_router_load_balancing_type",
+    ),
+    Row(
+        "router_options_fit",
+        {"policy.megatron_cfg.moe_aux_loss_coeff": (None, 0)},
+        {"backend": "megatron", "has_experts": True, "policy.megatron_cfg.moe_router_load_balancing_type": "none"},
+        "policy.megatron_cfg.moe_router_load_balancing_type is none",
+        "write null, or choose aux_loss",
+    ),
+    Row(
+        "parameter_type",
+        {"policy.megatron_cfg.optimizer.params_dtype": "float32"},
+        {"backend": "megatron"},
+        "the optimizer always keeps float32 parameters",
+        "write float32, or remove the line",
+    ),
+    Row(
+        "distributed_optimizer_is_adam",
+        {"policy.megatron_cfg.optimizer.optimizer": "adam"},
+        {"backend": "megatron", "policy.megatron_cfg.optimizer.use_distributed_optimizer": True},
+        "the distributed optimizer works only with adam",
+        "set policy.megatron_cfg.optimizer.use_distributed_optimizer to false",
+    ),
+    Row(
+        "precision_aware_optimizer",
+        {"policy.megatron_cfg.optimizer.use_precision_aware_optimizer": False},
+        {"backend": "megatron", "policy.megatron_cfg.optimizer.use_distributed_optimizer": False},
+        "it works only with the distributed optimizer",
+        "set policy.megatron_cfg.optimizer.use_distributed_optimizer to true",
+    ),
+    Row(
+        "precision_aware_optimizer",
+        {"policy.megatron_cfg.optimizer.use_precision_aware_optimizer": False},
+        {"backend": "megatron", "policy.megatron_cfg.optimizer.optimizer": "sgd"},
+        "it works only with adam",
+        "set policy.megatron_cfg.optimizer.optimizer to adam",
+    ),
+    Row(
+        "gradients_are_summed",
+        {"policy.megatron_cfg.distributed_data_parallel_config.average_in_collective": False},
+        {"backend": "megatron"},
+        "losses are divided by the global number of tokens or sequences, so gradients are summed; averaging would divide twice",
+        "set it to false",
+    ),
+    Row(
+        "overlap_of_parameter_gather",
+        {"policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": False},
+        {"backend": "megatron", "policy.megatron_cfg.optimizer.use_distributed_optimizer": False},
+        "only the distributed optimizer gathers parameters",
+        "set it to false, or policy.megatron_cfg.optimizer.use_distributed_optimizer to true",
+    ),
+    Row(
+        "overlap_of_parameter_gather",
+        {"policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": False},
+        {"backend": "megatron", "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce": False},
+        "it needs overlap_grad_reduce",
+        "set policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce to true or null",
+    ),
+    Row(
+        "sharding_strategy_is_used",
+        {"policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy": "no_shard"},
+        {"backend": "megatron", "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp": False},
+        "only Megatron's own FSDP reads it, and use_custom_fsdp is false, so it would do nothing",
+        "remove the line; policy.megatron_cfg.optimizer.use_distributed_optimizer shards the optimizer state",
+    ),
+    Row(
+        "model_that_scores_has_no_tokens_to_score",
+        {"policy.generation": None, "policy.logprob_chunk_size": None},
+        {"has_scoring_model": True},
+        "policy.reward_model_cfg.enabled is true, and a model that scores has no output layer over tokens",
+        "write null, or set policy.reward_model_cfg.enabled to false",
+    ),
+)
+"""Of the policy, and of each model beside it."""
+
+ROWS_OF_RUNS = (
+    Row(
+        "megatron_generates_in_place",
+        {"policy.generation.colocated.enabled": True},
+        {"policy.generation.backend": ("megatron", "hf")},
+        "the {policy.generation.backend} backend generates on the training ranks",
+        "set it to true",
+    ),
+    Row(
+        "shared_devices_need_no_resources",
+        {"policy.generation.colocated.resources.gpus_per_node": None, "policy.generation.colocated.resources.num_nodes": None},
+        {"policy.generation.colocated.enabled": True},
+        "colocated.enabled is true: generation runs on the devices of training, so it would do nothing",
+        "write null, or remove the line",
+    ),
+    Row(
+        "examples_are_scored_by_the_model_itself",
+        defaults("policy.generation", GenerationConfig, "temperature", "top_p", "top_k"),
+        {"generates": False},
+        "{algorithm} trains the model's own probabilities, and log-probabilities follow how answers are drawn",
+        "write {first}, or remove the section",
+    ),
+    Row(
+        "validation_that_scores_samples_nothing",
+        defaults("policy.generation", GenerationConfig, "val_temperature", "val_top_p", "val_top_k"),
+        {"generates": False},
+        "the validation of {algorithm} scores the answers of the data, all together",
+        "remove it",
+    ),
+    Row(
+        "turns_have_an_environment",
+        {"{section}.max_rollout_turns": (1, 0)},
+        {"single_turn": True},
+        "env.environment is single_turn, which ends a conversation with its first response, so that it would do nothing",
+        "write 1, or name an environment that goes on",
+    ),
+    Row(
+        "entropy_can_be_raised",
+        {"loss_fn.entropy_coef": 0},
+        {"has_policy_loss": True, "policy.generation.top_k": 1},
+        "policy.generation.top_k is 1: one token can be drawn, and the entropy that the bonus is for is 0 whatever is learned",
+        "write 0, or let more tokens be drawn",
+    ),
+    Row(
+        "estimator_is_told_what_it_reads",
+        {"grpo.adv_estimator.minus_baseline": False},
+        {"grpo.adv_estimator.name": ("grpo", "rloo", "gdpo")},
+        "grpo.adv_estimator.name is {grpo.adv_estimator.name}, which has a baseline of its own",
+        "write false, or name: reinforce_plus_plus",
+    ),
+    Row(
+        "estimator_is_told_what_it_reads",
+        {"grpo.adv_estimator.minus_baseline": False},
+        {"own_estimator": True},
+        "grpo.adv_estimator.name is {grpo.adv_estimator.name}, which has options instead",
+        "write false, or name: reinforce_plus_plus",
+    ),
+    Row(
+        "estimator_is_told_what_it_reads",
+        {"grpo.use_leave_one_out_baseline": True, "grpo.std": "population"},
+        {"grpo.adv_estimator.name": ("rloo", "reinforce_plus_plus")},
+        "grpo.adv_estimator.name is {grpo.adv_estimator.name}, which does not read it",
+        "remove it",
+    ),
+    Row(
+        "estimator_is_told_what_it_reads",
+        {"grpo.normalize_rewards": True},
+        {"grpo.adv_estimator.name": "reinforce_plus_plus"},
+        "grpo.adv_estimator.name is {grpo.adv_estimator.name}, which does not read it",
+        "remove it",
+    ),
+    Row(
+        "estimator_is_told_what_it_reads",
+        {"grpo.std": "population"},
+        {"grpo.adv_estimator.name": ("grpo", "gdpo"), "grpo.normalize_rewards": False},
+        "grpo.normalize_rewards is false: no deviation divides an advantage, and nothing reads it",
+        "remove it, or write normalize_rewards: true",
+    ),
+    Row(
+        "dynamic_sampling_is_on",
+        {"grpo.batch_multiplier": 1, "grpo.dynamic_sampling_max_gen_batches": 10},
+        {"grpo.use_dynamic_sampling": False},
+        "grpo.use_dynamic_sampling is false, and nothing reads it",
+        "write grpo.use_dynamic_sampling: true, or {first}",
+    ),
+    Row(
+        "what_is_bootstrapped_is_trained_on",
+        {"ppo.bootstrap_truncated": False},
+        {"ppo.overlong_filtering": True},
+        "ppo.overlong_filtering is true: answers that were cut off are left out, and nothing reads what they are worth",
+        "switch one of the two off",
+    ),
+    Row(
+        "weights_of_scores_have_a_model",
+        {"{section}.reward_model_weight": 1, "{section}.env_reward_weight": 1},
+        {"reward_model": None},
+        "there is no section reward_model, and nothing reads it",
+        "write 1, or add the section",
+    ),
+    Row(
+        "table_of_samples_has_a_place",
+        {"logger.samples.wandb_table": False},
+        {"logger.samples.enabled": False},
+        "logger.samples.enabled is false: there are no samples",
+        "write logger.samples.enabled: true",
+    ),
+    Row(
+        "table_of_samples_has_a_place",
+        {"logger.samples.wandb_table": False},
+        {"logger.samples.enabled": True, "logger.wandb_enabled": False},
+        "logger.wandb_enabled is false: nobody takes the table",
+        "write logger.wandb_enabled: true",
+    ),
+    Row(
+        "recorders_have_steps",
+        {"profiler.torch_ranks": [], "profiler.nsys_workers": (None, "")},
+        {"profiler.steps": None},
+        "profiler.steps says of no step that it is recorded",
+        "write profiler.steps: [3, 5]",
+    ),
+    Row(
+        "loss_of_teachers_is_read",
+        {"loss_fn": None},
+        {"has_teachers": True, "distillation.mode": "topk"},
+        "distillation.mode is topk, whose loss is in distillation",
+        "remove it: loss_fn: null",
+    ),
+    Row(
+        "loss_of_teachers_is_read",
+        {"distillation.mixed_kl_weight": 0.5},
+        {"has_teachers": True, "distillation.mode": "topk", "distillation.kl_type": ("forward", "reverse")},
+        "distillation.kl_type is {distillation.kl_type}, which has no weights",
+        "remove it, or write mixed",
+    ),
+    Row(
+        "loss_of_teachers_is_read",
+        {"distillation.advantage_clip_low": None, "distillation.advantage_clip_high": None},
+        {"has_teachers": True, "distillation.mode": "topk"},
+        "distillation.mode is topk, which does not read it",
+        "remove it, or write mode: reverse_kl_advantage",
+    ),
+    Row(
+        "loss_of_teachers_is_read",
+        {**defaults(DISTILLATION, DistillationLossConfig), "distillation.topk_logits_k": 64},
+        {"has_teachers": True, "distillation.mode": "reverse_kl_advantage"},
+        "distillation.mode is {distillation.mode}, which does not read it",
+        "remove it, or write mode: topk",
+    ),
+    Row(
+        "loss_of_teachers_is_read",
+        {"loss_fn.use_kl_in_reward": False},
+        {"has_teachers": True, "distillation.mode": "reverse_kl_advantage"},
+        "advantages are made of the teacher's log-probabilities, and no reward is read",
+        "write false",
+    ),
+)
+"""Of the run alone."""
+
+
+def _rules_of(table: tuple[Row, ...]) -> Iterator[Rule]:
+    for name, rows in groupby(table, lambda row: row.rule):
+        yield _rule(name, [row.violations for row in rows])
+
+
+def _rule(name: str, rows: list[Rule]) -> Rule:
+    def rule(view: View) -> Iterator[Violation]:
+        return apply_rules(rows, view)
+
+    rule.__name__ = name
+    return rule
+
+
+TABLE_OF_MODELS = tuple(_rules_of(ROWS_OF_MODELS))
+TABLE_OF_RUNS = (*TABLE_OF_MODELS, *_rules_of(ROWS_OF_RUNS))
