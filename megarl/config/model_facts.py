@@ -17,8 +17,8 @@ from converters.model_config.architecture import ModelFacts
 from converters.model_config.heads import ScoreHead
 from converters.model_config.sizes import SIZE_NEEDED
 from megarl.config.backend import scores
-from megarl.config.known_models import KNOWN_MODELS
 from megarl.config.policy import PolicyConfig
+from megarl.config.tables import KNOWN_MODELS
 from megarl.errors import ConfigError, Violation
 
 KEY = "policy.model_name"

@@ -19,9 +19,10 @@ from megarl.config.algorithms import run_type
 from megarl.config.defaults import complete_run
 from megarl.config.load import load_config
 from megarl.config.model_facts import read_model_facts
-from megarl.config.other_trainers import TABLES, foreign_fault
+from megarl.config.other_trainers import foreign_fault
 from megarl.config.plan import batch_plan, ledger, memory_of_run, size_text
 from megarl.config.rules.not_yet import NEVER_LEGAL
+from megarl.config.tables import FOREIGN_KEYS
 from megarl.config.validate import validate_config
 from megarl.key import fields_of, keys_of, named_section_types, section_types
 
@@ -143,7 +144,7 @@ def search_keys(words: Sequence[str]) -> Iterator[str]:
             if all(word in f"{full} {kind} {meaning}".lower() for word in wanted):
                 absent = f", default {default}" if default and default != "required" else f", {default}" if default else ""
                 yield f"{full}: {kind}{absent}\n    {meaning}".replace("`", "")
-    for trainer, table in TABLES.items():
+    for trainer, table in FOREIGN_KEYS.items():
         for key in table:
             if wanted and all(word in key.lower() for word in wanted):
                 fault = foreign_fault(key, "VALUE", {})

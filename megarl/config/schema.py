@@ -21,41 +21,6 @@ from megarl.key import keys_of, named_section_types, section_types
 if TYPE_CHECKING:
     from megarl.config.plugins import ModelSection
 
-_VLLM, _MEGATRON = "policy.generation.vllm_cfg", "policy.megatron_cfg"
-_LATER = "not in this version: remove it"
-
-INSTEAD: Mapping[str, str] = {
-    "grpo.seed": "write seed at the top level",
-    "dpo.seed": "write seed at the top level",
-    "grpo.async_grpo": f"asynchronous training is {_LATER}",
-    "checkpointing.checkpoint_must_save_by": "remove it, and start with --stop-at +HH:MM:SS; a Slurm job that says its end "
-    "needs nothing (launch/README.md)",
-    "checkpointing.model_save_format": "remove it: export_hf writes safetensors when a run ends",
-    "checkpointing.save_consolidated": "remove it: export_hf writes the whole model when a run ends",
-    "policy.dtensor_cfg._v2": "remove it: there is one DTensor worker",
-    f"{_MEGATRON}.defer_fp32_logits": "remove it: logits stay in the model's type until they are scored",
-    f"{_MEGATRON}.moe_enable_deepep": "write moe_token_dispatcher_type: flex",
-    f"{_MEGATRON}.fp8_cfg": f"training in FP8 is {_LATER}",
-    "policy.sequence_packing.sequence_length_round": "remove it: packed rows are as long as what is in them",
-    f"{_VLLM}.use_deep_gemm": f"engines in FP8 are {_LATER}",
-    f"{_VLLM}.num_first_layers_in_bf16": f"engines in FP8 are {_LATER}",
-    f"{_VLLM}.num_last_layers_in_bf16": f"engines in FP8 are {_LATER}",
-    "data.dataset_name": "write data.train: {name, split, prompt_key, answer_key}, or {path, prompt_key, answer_key}; name takes many of "
-    "NeMo-RL's names without the keys",
-    "data.prompt_file": "write the text itself in data.prompt_template, with {prompt} where the problem goes",
-    "data.system_prompt_file": "write the text itself in data.system_prompt",
-    "logger.num_val_samples_to_print": "write logger.samples.num_validation_samples; megarl samples RUN --validation shows them",
-    "logger.swanlab_enabled": "remove it, and name a class of your own in logger.sinks",
-    "logger.swanlab": "remove it, and name a class of your own in logger.sinks",
-    "logger.monitor_gpus": "remove it: memory is in every row of metrics.jsonl",
-    "logger.gpu_monitoring": "remove it: memory is in every row of metrics.jsonl",
-}
-"""Keys of NeMo-RL (0.3 and after) that megarl does not have, with what to write instead."""
-REMOVED: Mapping[str, str] = {
-    "policy.on_oom": "remove it: a micro-batch without room ends the run, and its message says what to make smaller",
-    f"{_VLLM}.refit_delta_share": "remove it: a refit sends all weights",
-}
-"""Keys that megarl had once, with what to write instead."""
 REMOVED_VALUES: Mapping[tuple[str, str], str] = {
     ("moe_router_load_balancing_type", "micro_batch_aux_loss"): "it was removed, as its loss depended on the division of a batch: write "
     "aux_loss (over the global batch) or seq_aux_loss (over each sequence)",

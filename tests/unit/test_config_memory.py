@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from converters.model_config.architecture import ModelFacts
 from megarl.config.activations import head_activation_bytes, in_flight, layer_activation_bytes, operations
 from megarl.config.arithmetic import BatchPlan
-from megarl.config.known_models import KNOWN_MODELS
 from megarl.config.layout import Layout, layers_per_stage
 from megarl.config.load import load_config
 from megarl.config.memory import estimate, optimizer_bytes
@@ -25,6 +24,7 @@ from megarl.config.model_facts import facts_of, read_model_facts
 from megarl.config.parameters import layer_parameters, model_parameters, stage_parameters
 from megarl.config.plan import memory_of_run
 from megarl.config.rules.view import View
+from megarl.config.tables import KNOWN_MODELS
 from megarl.config.validate import validate_config
 from megarl.errors import ConfigError
 from megarl.models.generation.vllm.configuration import engine_memory, engine_weights_fit, memory_of_engine, sized

@@ -13,7 +13,7 @@ import yaml
 from megarl.cli import main
 from megarl.config.load import load_config
 from megarl.config.rules.not_yet import NEVER_LEGAL
-from megarl.config.schema import INSTEAD
+from megarl.config.tables import FOREIGN_KEYS
 from megarl.config.validate import validate_config
 from megarl.errors import ConfigError
 from tests.tables import read_table
@@ -50,7 +50,7 @@ def test_each_refused_key_is_in_the_table_and_has_a_remedy_of_its_own(name: str,
 
 def as_the_table_says(config: dict[str, Any]) -> dict[str, Any]:
     config = copy.deepcopy(config)
-    for key in INSTEAD:
+    for key in FOREIGN_KEYS["NeMo-RL"]:
         *parents, name = key.split(".")
         section = config
         for parent in parents:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megarl.config.algorithms import ALGORITHMS, built_in_models, run_type
-from megarl.config.schema import INSTEAD, REMOVED, keys_of, known_paths, section_types
+from megarl.config.schema import keys_of, known_paths, section_types
 from megarl.key import NO_DEFAULT, fields_of
 
 ROOT = Path(__file__).parents[2]
@@ -419,7 +419,7 @@ def test_keys_that_the_code_names_exist() -> None:
         name = name_of(path)
         for line, text in dotted_texts(path) if name.startswith("megarl") and not name.startswith(others) else ():
             if text.partition(".")[0] in first:
-                known = text in paths_of_configurations() or text in INSTEAD or text in REMOVED or free.fullmatch(text)
+                known = text in paths_of_configurations() or free.fullmatch(text)
                 assert known, f"{name}:{line}: no configuration has the key {text}"
 
 

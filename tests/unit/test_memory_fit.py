@@ -11,13 +11,13 @@ import pytest
 
 from benchmarks.tiny import policy_config
 from megarl.config.arithmetic import BatchPlan
-from megarl.config.known_models import KNOWN_MODELS
 from megarl.config.layout import Layout
 from megarl.config.load import load_config
 from megarl.config.memory import estimate
 from megarl.config.memory_run import CONTEXT_REST, GIB, process_rest
 from megarl.config.model_facts import facts_of
 from megarl.config.plan import communicators, fullest_moment, ledger, memory_of_run, state_bytes
+from megarl.config.tables import KNOWN_MODELS
 from megarl.config.validate import doubt_of_memory, validate_config
 from megarl.errors import ConfigError
 from megarl.models.generation.vllm.configuration import memory_of_engine

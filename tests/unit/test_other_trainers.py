@@ -13,8 +13,9 @@ import yaml
 from megarl.cli import main
 from megarl.config.algorithms import ORDER, run_type
 from megarl.config.nested import put
-from megarl.config.other_trainers import TABLES, TORCHTITAN, TRL, VERL, without_foreign_keys
-from megarl.config.schema import REMOVED, known_paths
+from megarl.config.other_trainers import without_foreign_keys
+from megarl.config.schema import known_paths
+from megarl.config.tables import FOREIGN_KEYS
 from tests.unit.config_samples import changed, raw_dpo, raw_grpo, raw_ppo
 
 NAMED = re.compile(rf"(?<![\w./-])(?:{'|'.join(ORDER)})(?:\.\w+)+")
@@ -53,10 +54,10 @@ def keys_in(text: str) -> Iterator[str]:
         yield f"policy.{rest}" if first in {"critic", "reward_model"} else name
 
 
-@pytest.mark.parametrize("trainer", TABLES)
+@pytest.mark.parametrize("trainer", FOREIGN_KEYS)
 def test_what_is_to_be_written_are_keys_that_there_are(trainer: str) -> None:
     known = {*known_paths(run_type(None)), *OF_ARGUMENTS}
-    for key, text in TABLES[trainer].items():
+    for key, text in FOREIGN_KEYS[trainer].items():
         assert key not in known, key
         named = list(keys_in(text.replace("{algorithm}", "grpo")))
         assert [name for name in named if name not in known] == [], key
@@ -66,12 +67,12 @@ def test_what_is_to_be_written_are_keys_that_there_are(trainer: str) -> None:
 
 def test_keys_of_an_algorithm_are_those_of_each_that_has_them() -> None:
     known = set(known_paths(run_type(None)))
-    shared = {name for table in TABLES.values() for text in table.values() for name in re.findall(r"\{algorithm\}(\.\w+)", text)}
+    shared = {name for table in FOREIGN_KEYS.values() for text in table.values() for name in re.findall(r"\{algorithm\}(\.\w+)", text)}
     for name in shared - {".num_generations_per_prompt", ".num_prompts_per_step"}:
         assert f"grpo{name}" in known and f"ppo{name}" in known
 
 
-@pytest.mark.parametrize(("trainer", "table"), [("TRL", TRL), ("torchtitan", TORCHTITAN)])
+@pytest.mark.parametrize(("trainer", "table"), [(trainer, FOREIGN_KEYS[trainer]) for trainer in ("TRL", "torchtitan")])
 def test_every_option_is_answered_in_one_list(
     trainer: str, table: Mapping[str, str], config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,7 +87,7 @@ def test_every_option_is_answered_in_one_list(
     assert "did you mean 'grpo.num_prompts_per_step'?" in line_of(shown, "grpo.num_promts_per_step")
 
 
-@pytest.mark.parametrize(("trainer", "table"), [("verl", VERL), ("TRL", TRL), ("torchtitan", TORCHTITAN), ("an earlier megarl", REMOVED)])
+@pytest.mark.parametrize(("trainer", "table"), [(trainer, table) for trainer, table in FOREIGN_KEYS.items() if trainer != "NeMo-RL"])
 def test_every_key_is_answered_as_an_override_and_in_a_file(
     trainer: str, table: Mapping[str, str], config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

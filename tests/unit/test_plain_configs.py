@@ -18,7 +18,7 @@ from converters.families.plain import PLAIN_FAMILIES
 from converters.families.read import read_architecture, read_plain
 from converters.model_config.architecture import Architecture
 from converters.model_config.inert_keys import INERT_KEYS
-from megarl.config.known_models import KNOWN_MODELS
+from megarl.config.tables import KNOWN_MODELS
 from megarl.errors import MegarlError
 from megarl.run import model_check
 from tests.tables import read_table

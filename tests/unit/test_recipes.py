@@ -12,10 +12,10 @@ import yaml
 
 from megarl.cli import load_and_check, main
 from megarl.config import published_config, read_model_facts
-from megarl.config.known_models import KNOWN_MODELS
 from megarl.config.layout import Layout
 from megarl.config.parameters import expert_layer_parameters, stage_parameters
 from megarl.config.plan import memory_of_run
+from megarl.config.tables import KNOWN_MODELS
 from megarl.quickstart.material import make_config
 from tests.tiers import sampled
 
