@@ -74,12 +74,14 @@ class Key:
         bounds: of a number; null is left to the type.
         default: value of an absent key; ``NO_DEFAULT`` for a required key, and for one that follows from other keys.
         advice: what to write instead of a number out of bounds, where that is not obvious.
+        follows: key of the same section whose value an absent one takes.
     """
 
     meaning: str
     bounds: Range | None = None
     default: Any = NO_DEFAULT
     advice: str | None = None
+    follows: str | None = None
 
 
 @cache

@@ -70,7 +70,9 @@ class PPOConfig(RewardedConfig):
             int, Key("times that the actor is trained on the answers of a step, each in all its global batches.", AT_LEAST_1, default=1)
         ]
     ]
-    critic_ppo_epochs: NotRequired[Annotated[int, Key("the same of the critic; ``ppo_epochs`` when absent.", AT_LEAST_1)]]
+    critic_ppo_epochs: NotRequired[
+        Annotated[int, Key("the same of the critic; ``ppo_epochs`` when absent.", AT_LEAST_1, follows="ppo_epochs")]
+    ]
     critic_warmup_steps: NotRequired[
         Annotated[int, Key("steps at the beginning in which the critic alone is trained.", AT_LEAST_0, default=0)]
     ]

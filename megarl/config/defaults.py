@@ -37,22 +37,24 @@ from megarl.config.sections import (
     DebugConfig,
     LoggerConfig,
     ProfilerConfig,
-    SamplesConfig,
 )
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path
-from megarl.key import defaults_of, keys_of, section_types
+from megarl.key import defaults_of, fields_of, keys_of, section_types
 
 if TYPE_CHECKING:
     from megarl.config.plugins import ModelSection
 
-_SECTIONS: Mapping[str, Any] = {
-    "loss_fn": ClippedPGLossConfig,
-    "env": EnvConfig,
-    "data": DataConfig,
-    "cluster": ClusterConfig,
+_GIVEN: Mapping[str, Any] = {"loss_fn": ClippedPGLossConfig, "env": EnvConfig, "data": DataConfig, "cluster": ClusterConfig}
+"""Sections that are filled in where they are there, as those of algorithms are."""
+_ALWAYS: Mapping[str, Any] = {
+    "deadlines": DeadlinesConfig,
+    "checkpointing": CheckpointingConfig,
+    "logger": LoggerConfig,
+    "debug": DebugConfig,
+    "profiler": ProfilerConfig,
 }
-"""Sections that are filled in where they are there."""
+"""Sections that a run has in any case."""
 
 
 def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
@@ -64,23 +66,15 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     """
     run = copy.deepcopy(dict(config))
     run.setdefault("run_dir", str(Path("runs") / name))
-    run["deadlines"] = _complete_deadlines(_section(run, "deadlines"))
     models = {path: in_full(_section(run, "policy"), at(run, path) or {}, section) for path, section in _well_formed_models(run)}
     run["policy"] = complete_policy(_section(run, "policy"))
     for path, model in models.items():
         run = put(run, path, complete_policy(model))
-    for key, section in {**_SECTIONS, **built_in_sections(), **sections_of(run.get("algorithm"))}.items():
-        if isinstance(run.get(key), dict):
-            run[key] = _with_inner_sections(fill(run[key], defaults_of(section)), section)
+    for key, section in {**_GIVEN, **built_in_sections(), **sections_of(run.get("algorithm")), **_ALWAYS}.items():
+        if key in _ALWAYS or isinstance(run.get(key), dict):
+            run[key] = _complete(_section(run, key), section)
     _complete_environments(run)
     _fill_sizes_of_validation(run)
-    if isinstance(run.get("ppo"), dict):
-        run["ppo"].setdefault("critic_ppo_epochs", run["ppo"]["ppo_epochs"])
-    run["checkpointing"] = fill(_section(run, "checkpointing"), defaults_of(CheckpointingConfig))
-    run["logger"] = fill(_section(run, "logger"), defaults_of(LoggerConfig))
-    run["logger"]["samples"] = fill(_section(run["logger"], "samples"), defaults_of(SamplesConfig))
-    run["debug"] = fill(_section(run, "debug"), defaults_of(DebugConfig))
-    run["profiler"] = fill(_section(run, "profiler"), defaults_of(ProfilerConfig))
     if isinstance(run["run_dir"], str):
         run["checkpointing"].setdefault("checkpoint_dir", str(Path(run["run_dir"]) / "checkpoints"))
     return {key: run[key] for key in (*ORDER, *run) if key in run}
@@ -94,13 +88,6 @@ def _well_formed_models(run: Config) -> Iterator[tuple[str, ModelSection]]:
             yield path, section
 
 
-def _complete_deadlines(section: Config) -> Config:
-    """Phases without a key of their own have that of a step, and reading a checkpoint that of writing one."""
-    filled = fill(section, defaults_of(DeadlinesConfig))
-    follow = {"logprobs_s": "step_s", "generate_s": "step_s", "refit_s": "step_s", "validate_s": "step_s", "load_s": "save_s"}
-    return fill(filled, {key: filled[other] for key, other in follow.items()})
-
-
 def complete_policy(policy: Mapping[str, Any]) -> PolicyConfig:
     """A copy of a ``policy`` section with every absent optional key filled in."""
     filled = copy.deepcopy(dict(policy))
@@ -109,9 +96,7 @@ def complete_policy(policy: Mapping[str, Any]) -> PolicyConfig:
     optimizer = _section(_section(filled, "megatron_cfg"), "optimizer")
     if "max_grad_norm" not in filled and "clip_grad" in optimizer:
         filled["max_grad_norm"] = optimizer["clip_grad"] or None
-    filled = fill(filled, defaults_of(PolicyConfig))
-    if "logprob_batch_size" not in filled and "train_micro_batch_size" in filled:
-        filled["logprob_batch_size"] = filled["train_micro_batch_size"]
+    filled = _filled(filled, PolicyConfig)
     if isinstance(filled["generation"], dict):
         itself = "megatron" if _section(filled, "megatron_cfg").get("enabled") is True else "hf"
         filled["generation"] = fill(filled["generation"], {"backend": itself, **defaults_of(GenerationConfig)})
@@ -121,24 +106,21 @@ def complete_policy(policy: Mapping[str, Any]) -> PolicyConfig:
             filled["generation_batch_size"] = filled["logprob_batch_size"]
     if _section(filled, "megatron_cfg").get("enabled") is True:
         filled["megatron_cfg"] = _complete_megatron(filled["megatron_cfg"], filled)
-    if isinstance(filled["reward_model_cfg"], dict):
-        filled["reward_model_cfg"] = fill(filled["reward_model_cfg"], defaults_of(RewardModelConfig))
-    if isinstance(filled["optimizer"], dict):
-        filled["optimizer"] = fill(filled["optimizer"], defaults_of(PytorchOptimizerConfig))
-    if _section(filled, "dtensor_cfg").get("enabled") is True:
-        filled["dtensor_cfg"] = fill(filled["dtensor_cfg"], defaults_of(DTensorConfig))
+    for key, kind in (("reward_model_cfg", RewardModelConfig), ("optimizer", PytorchOptimizerConfig), ("dtensor_cfg", DTensorConfig)):
+        if isinstance(filled[key], dict) and (key != "dtensor_cfg" or filled[key].get("enabled") is True):
+            filled[key] = _filled(filled[key], kind)
     return cast(PolicyConfig, filled)
 
 
 def _complete_megatron(megatron: Config, policy: Config) -> Config:
-    filled = fill(megatron, defaults_of(MegatronConfig))
+    filled = _filled(megatron, MegatronConfig)
     if isinstance(filled["family_file"], str):
         # workers may run in another directory
         filled["family_file"] = str(Path(filled["family_file"]).expanduser().absolute())
     precision = policy.get("precision")
     filled.setdefault("pipeline_dtype", precision)
     data_parallel = "distributed_data_parallel_config"
-    filled[data_parallel] = fill(_section(filled, data_parallel), defaults_of(MegatronDDPConfig))
+    filled[data_parallel] = _filled(_section(filled, data_parallel), MegatronDDPConfig)
     if isinstance(filled.get("optimizer"), dict):
         derived = {"bf16": precision == "bfloat16", "fp16": precision == "float16", "clip_grad": policy["max_grad_norm"] or 0.0}
         filled["optimizer"] = fill(filled["optimizer"], {**defaults_of(MegatronOptimizerConfig), **derived})
@@ -158,7 +140,7 @@ def _complete_engine(generation: Config, policy: Config) -> Config:
     try:
         kind = engine_kind(filled["backend"])
         if kind.section is not None:
-            filled["engine_cfg"] = _with_inner_sections(fill(_section(filled, "engine_cfg"), defaults_of(kind.section)), kind.section)
+            filled["engine_cfg"] = _complete(_section(filled, "engine_cfg"), kind.section)
         return kind.complete(filled, policy)
     except ConfigError:
         return filled
@@ -224,13 +206,23 @@ def fill(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
     return {**section, **{key: copy.deepcopy(value) for key, value in defaults.items() if key not in section}}
 
 
-def _with_inner_sections(config: Config, section: Any) -> Config:
-    """A filled-in section whose own sections are filled in too, as far as their keys have defaults."""
-    for name, annotation in keys_of(section).items():
+def _filled(config: Mapping[str, Any], kind: Any) -> Config:
+    """A section with the defaults of its keys, and those that follow another key."""
+    filled = fill(config, defaults_of(kind))
+    for name, key in fields_of(kind).items():
+        if key.follows in filled:
+            filled.setdefault(name, filled[key.follows])
+    return filled
+
+
+def _complete(config: Mapping[str, Any], kind: Any) -> Config:
+    """A section that is filled in with the sections in it."""
+    filled = _filled(config, kind)
+    for name, annotation in keys_of(kind).items():
         for inner in section_types(annotation):
-            if isinstance(config.get(name), dict):
-                config[name] = fill(config[name], defaults_of(inner))
-    return config
+            if isinstance(filled.get(name), dict):
+                filled[name] = _filled(filled[name], inner)
+    return filled
 
 
 def _section(config: Mapping[str, Any], key: str) -> Config:

@@ -437,7 +437,9 @@ class PolicyConfig(TypedDict):
             ),
         ]
     ]
-    logprob_batch_size: NotRequired[Annotated[int, Key("samples a forward pass when log-probabilities are computed.", AT_LEAST_1)]]
+    logprob_batch_size: NotRequired[
+        Annotated[int, Key("samples a forward pass when log-probabilities are computed.", AT_LEAST_1, follows="train_micro_batch_size")]
+    ]
     logprob_chunk_size: NotRequired[
         Annotated[
             int | None,

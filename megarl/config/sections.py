@@ -177,7 +177,7 @@ class LoggerConfig(TypedDict):
             ),
         ]
     ]
-    samples: NotRequired[Annotated[SamplesConfig, Key("prompts and answers for people to read.")]]
+    samples: NotRequired[Annotated[SamplesConfig, Key("prompts and answers for people to read.", default={})]]
 
 
 class ClusterConfig(TypedDict):
@@ -252,12 +252,16 @@ class DeadlinesConfig(TypedDict):
         ]
     ]
     step_s: NotRequired[Annotated[float, Key("training on the batch of a step, and whatever is no other phase.", ABOVE_0, default=3600.0)]]
-    logprobs_s: NotRequired[Annotated[float, Key("log-probabilities of the batch of a step; ``step_s`` when absent.", ABOVE_0)]]
-    generate_s: NotRequired[Annotated[float, Key("sampling the responses of a step; ``step_s`` when absent.", ABOVE_0)]]
+    logprobs_s: NotRequired[
+        Annotated[float, Key("log-probabilities of the batch of a step; ``step_s`` when absent.", ABOVE_0, follows="step_s")]
+    ]
+    generate_s: NotRequired[Annotated[float, Key("sampling the responses of a step; ``step_s`` when absent.", ABOVE_0, follows="step_s")]]
     save_s: NotRequired[Annotated[float, Key("one checkpoint, or the export.", ABOVE_0, default=1800.0)]]
-    load_s: NotRequired[Annotated[float, Key("reading a checkpoint; ``save_s`` when absent.", ABOVE_0)]]
-    refit_s: NotRequired[Annotated[float, Key("one part of handing the weights to the engines; ``step_s`` when absent.", ABOVE_0)]]
-    validate_s: NotRequired[Annotated[float, Key("one batch of a validation; ``step_s`` when absent.", ABOVE_0)]]
+    load_s: NotRequired[Annotated[float, Key("reading a checkpoint; ``save_s`` when absent.", ABOVE_0, follows="save_s")]]
+    refit_s: NotRequired[
+        Annotated[float, Key("one part of handing the weights to the engines; ``step_s`` when absent.", ABOVE_0, follows="step_s")]
+    ]
+    validate_s: NotRequired[Annotated[float, Key("one batch of a validation; ``step_s`` when absent.", ABOVE_0, follows="step_s")]]
     least_s: NotRequired[
         Annotated[
             float,
