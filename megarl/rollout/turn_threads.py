@@ -11,8 +11,11 @@ from typing import Any
 
 from megarl.errors import RewardError
 
-_LOOK_SECONDS = 0.05
-"""Between looks at calls that take too long."""
+_LOOK_SECONDS = 0.01
+"""Between looks at calls that wait, or take too long."""
+
+_FEW = 8
+"""Threads that an owner begins with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class TurnThreads:
         self._calls: dict[int, Call] = {}
         self._begun: dict[int, float] = {}
         self._given_up: list[Call] = []
+        self._grown = 0.0
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
 
     @property
@@ -84,9 +88,8 @@ class TurnThreads:
         self._calls[call.number] = call
         owner.open += 1
         owner.waiting.put(call)
-        if owner.threads < min(owner.most, owner.open):
-            owner.threads += 1
-            threading.Thread(target=self._work, args=(owner,), name="environment", daemon=True).start()
+        if owner.threads < min(owner.most, owner.open, _FEW):
+            self._add_threads(owner, 1)
 
     def take(self, *, wait: bool, all_of_them: bool = False) -> list[Ended]:
         """Calls that have ended.
@@ -130,6 +133,7 @@ class TurnThreads:
                 if late is not None:
                     self._give_up(late)
                     return self._closed(Ended(late.number))
+                self._grow()
                 if not block:
                     return None
                 continue
@@ -157,7 +161,19 @@ class TurnThreads:
                 f"{owner.hanging} calls of the environment {owner.name} did not come back within {call.timeout_s:g} s. Nothing was trained "
                 "on this batch. Fix: mend the environment, or raise env.step_timeout_s"
             )
-        if owner.threads < min(owner.most, owner.open - 1):
+        self._add_threads(owner, min(1, owner.most - owner.threads))
+
+    def _grow(self) -> None:
+        """Double the threads of owners whose calls still wait: calls that end at once need few."""
+        now = time.monotonic()
+        if now - self._grown < _LOOK_SECONDS:
+            return
+        self._grown = now
+        for owner in self._owners.values():
+            self._add_threads(owner, min(owner.waiting.qsize(), max(owner.threads, _FEW), owner.most - owner.threads))
+
+    def _add_threads(self, owner: _Owner, count: int) -> None:
+        for _ in range(count):
             owner.threads += 1
             threading.Thread(target=self._work, args=(owner,), name="environment", daemon=True).start()
 
