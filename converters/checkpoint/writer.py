@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +40,7 @@ def write_hf(
     generation_config: Any = None,
     *,
     max_shard_bytes: float = _DEFAULT_SHARD_BYTES,
+    beside: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write ``out_dir`` so that ``AutoModelForCausalLM.from_pretrained`` loads it.
 
@@ -53,6 +54,7 @@ def write_hf(
         tokenizer: its files are written too.
         generation_config: transformers generation config; written as it is, without judging its values.
         max_shard_bytes: largest safetensors file, in bytes of tensor data. A single larger tensor gets a file of its own.
+        beside: writes further files into the directory that it is given.
 
     Returns:
         ``out_dir`` as a path.
@@ -77,6 +79,8 @@ def write_hf(
             generation_config.to_json_file(partial / "generation_config.json")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
+        if beside is not None:
+            beside(partial)
         follow_umask(partial, partial / "config.json")
         fsync_tree(partial)
         put_in_place(partial, target)

@@ -25,6 +25,7 @@ from megarl.config.policy import (
     MegatronDDPConfig,
     MegatronOptimizerConfig,
     MegatronSchedulerConfig,
+    PeftConfig,
     PolicyConfig,
     PytorchOptimizerConfig,
     RewardModelConfig,
@@ -106,7 +107,12 @@ def complete_policy(policy: Mapping[str, Any]) -> PolicyConfig:
             filled["generation_batch_size"] = filled["logprob_batch_size"]
     if _section(filled, "megatron_cfg").get("enabled") is True:
         filled["megatron_cfg"] = _complete_megatron(filled["megatron_cfg"], filled)
-    for key, kind in (("reward_model_cfg", RewardModelConfig), ("optimizer", PytorchOptimizerConfig), ("dtensor_cfg", DTensorConfig)):
+    for key, kind in (
+        ("reward_model_cfg", RewardModelConfig),
+        ("peft", PeftConfig),
+        ("optimizer", PytorchOptimizerConfig),
+        ("dtensor_cfg", DTensorConfig),
+    ):
         if isinstance(filled[key], dict) and (key != "dtensor_cfg" or filled[key].get("enabled") is True):
             filled[key] = _filled(filled[key], kind)
     return cast(PolicyConfig, filled)

@@ -17,6 +17,7 @@ from megarl.config.activations import (
     operations,
     sparse_layer_activation_bytes,
 )
+from megarl.config.adapters import adapter_parameters, adapters_of
 from megarl.config.arithmetic import BatchPlan, padded_vocabulary
 from megarl.config.backend import enabled_backend
 from megarl.config.engines import is_engine
@@ -118,7 +119,12 @@ def _stage_memory(
     experts = sparse * expert_layer_parameters(facts, expert, expert_tensor)
     parameters = shared + experts
     each = optimizer_bytes(megatron["optimizer"], element, gradient)
-    state = parameters * each
+    trained_parameters, adapters = parameters, adapters_of(policy)
+    if adapters is not None:
+        first = sum(layers[:stage])
+        trained_parameters = shared = adapter_parameters(adapters, facts, range(first, first + layers[stage]), layout.tensor)
+        parameters, experts, reference = parameters + trained_parameters, 0, False
+    state = trained_parameters * each
     if megatron["optimizer"]["use_distributed_optimizer"]:
         copies = layout.data * layout.context
         # An expert's copies lie on all ranks of a stage that hold no other part of the experts.
@@ -136,7 +142,7 @@ def _stage_memory(
         layers=layers[stage],
         parameters=parameters,
         weights=parameters * element,
-        gradients=parameters * gradient,
+        gradients=trained_parameters * gradient,
         optimizer=state,
         activations=in_flight(stage, layout.pipeline, plan.micro_batches) * activations,
         recomputed=recomputed,
@@ -237,7 +243,8 @@ def logit_bytes(policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: B
         return _Logits()
     columns, own = padded_vocabulary(facts.vocab_size, layout.tensor) // layout.tensor, BYTES[policy["precision"]]
     training, scoring = (-(-tokens // layout.context) for tokens in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan)))
-    chunk, weight = policy["logprob_chunk_size"], columns * facts.hidden_size
+    # beside adapters the layer is not trained
+    chunk, weight = policy["logprob_chunk_size"], columns * facts.hidden_size if adapters_of(policy) is None else 0
     gradient = own * weight
     if chunk is not None:
         training, scoring = min(training, chunk), min(scoring, chunk)
@@ -288,7 +295,14 @@ def estimate_sharded(policy: PolicyConfig, facts: ModelFacts, layout: Layout, pl
     whole, layer = stage_parameters(facts, layout.tensor, 0, [facts.num_layers]), layer_parameters(facts, 0, layout.tensor)
     parameters = -(-whole // shards)
     gathered = (GATHERED_LAYERS * layer + whole - facts.num_layers * layer) * element
-    device_share = 0 if _offloads(policy) else 4 * parameters
+    kept, trained_parameters, adapters = 4, parameters, adapters_of(policy)
+    if adapters is not None:
+        # weights that are not trained are kept in the type they compute in
+        trained_parameters = -(-adapter_parameters(adapters, facts, range(facts.num_layers), layout.tensor) // shards)
+        kept, reference = element, False
+    offloads = _offloads(policy)
+    held = 0 if offloads else kept * parameters + (4 * trained_parameters if adapters is not None else 0)
+    device_share = 0 if offloads else 4 * trained_parameters
     dtensor = backend == "dtensor"
     divided = dtensor and policy["dtensor_cfg"]["sequence_parallel"]
     recomputes = policy["dtensor_cfg"]["activation_checkpointing"] if dtensor else policy["activation_checkpointing_enabled"]
@@ -300,7 +314,7 @@ def estimate_sharded(policy: PolicyConfig, facts: ModelFacts, layout: Layout, pl
         stage=0,
         layers=facts.num_layers,
         parameters=parameters,
-        weights=device_share + gathered,
+        weights=held + gathered,
         gradients=device_share,
         optimizer=MOMENTS * device_share,
         activations=activations,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from converters.model_config.architecture import ModelFacts
+from megarl.config.adapters import adapter_parameters, adapters_of
 from megarl.config.algorithms import generates, own_section
 from megarl.config.backend import enabled_backend
 from megarl.config.engines import is_engine
@@ -154,12 +155,13 @@ def host_memory(config: RunConfig, ranks: Sequence[RankMemory], beside: Iterable
 
 
 def checkpoint_bytes(policy: PolicyConfig, facts: ModelFacts) -> int:
-    """One checkpoint: weights, float32 copies of them and the optimizer's moments, as the backend writes them.
+    """One checkpoint: weights, float32 copies of them and the optimizer's moments, as the backend writes them; of adapters these alone.
 
     Megatron writes the weights in ``policy.precision``, and with the distributed optimizer or in 16 bit float32 copies of them; the torch
     backends write float32 weights.
     """
-    parameters, element = model_parameters(facts), BYTES[policy["precision"]]
+    adapters, element = adapters_of(policy), BYTES[policy["precision"]]
+    parameters = model_parameters(facts) if adapters is None else adapter_parameters(adapters, facts, range(facts.num_layers))
     if enabled_backend(policy) != "megatron":
         return parameters * (4 + 2 * 4)
     optimizer = policy["megatron_cfg"]["optimizer"]

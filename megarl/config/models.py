@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 POLICY: Final = "policy"
 _OF_POLICY = re.compile(rf"\b{POLICY}(?=\.\w|\[)")
-_NOT_INHERITED = ("generation", "generation_batch_size", "reward_model_cfg")
+_NOT_INHERITED = ("generation", "generation_batch_size", "reward_model_cfg", "peft")
 """Keys that say what a model is for."""
 
 

@@ -47,6 +47,7 @@ _IS_KEY = re.compile(r"[\w.{}]+")
 def without_foreign_keys(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
     """Split a configuration into what is megarl's, or nobody's, and violations of the keys of other trainers."""
     found: list[Violation] = []
+    config = _with_one_peft_section(config)
     known = frozenset(known_paths(run_type(config.get(KEY))))
 
     def kept_of(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -65,6 +66,38 @@ def without_foreign_keys(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
         return kept
 
     return kept_of(config), found
+
+
+_PEFT_SECTIONS = {"megatron_cfg": "peft", "dtensor_cfg": "lora_cfg"}
+"""NeMo-RL's sections of adapters, by backend."""
+
+
+def _with_one_peft_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A configuration with NeMo-RL's section of adapters of the enabled backend as ``policy.peft``, where that is absent; those of other
+    backends do nothing."""
+    policy = config.get("policy")
+    if not isinstance(policy, Mapping):
+        return config
+    moved = dict(policy)
+    for backend, name in _PEFT_SECTIONS.items():
+        section = policy.get(backend)
+        if not isinstance(section, Mapping) or not isinstance(section.get(name), Mapping):
+            continue
+        if section.get("enabled") is True:
+            # both sections at once: the second is then no key, which is an error
+            if "peft" in policy:
+                continue
+            moved["peft"] = _as_peft(section[name])
+        moved[backend] = {key: value for key, value in section.items() if key != name}
+    return {**config, "policy": moved}
+
+
+def _as_peft(section: Mapping[str, Any]) -> dict[str, Any]:
+    """NeMo-RL's keys of the DTensor backend by the names that those of Megatron have."""
+    found = {"lora_A_init_method" if key == "lora_A_init" else key: value for key, value in section.items()}
+    if found.pop("match_all_linear", None):
+        found["target_modules"] = []
+    return found
 
 
 def foreign_fault(path: str, value: object, config: Mapping[str, Any]) -> Violation | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
+from dataclasses import replace
 from functools import lru_cache
 
 from converters.families import FAMILIES
@@ -16,6 +18,7 @@ from megarl.config.arithmetic import padded_vocabulary
 
 # a buffer, which no gradient reaches
 _NO_PARAMETER = ".router.expert_bias"
+_NUMBER = re.compile(r"\.layers\.\d+\.")
 
 
 def stage_layers(facts: ModelFacts, stage: int, layers: list[int]) -> tuple[int, int]:
@@ -61,6 +64,15 @@ def model_parameters(facts: ModelFacts, tensor: int = 1) -> int:
     """Parameters of the whole model, or of one of the ``tensor`` ranks that share it."""
     layers = [facts.num_layers]
     return stage_parameters(facts, tensor, 0, layers) + stage_layers(facts, 0, layers)[1] * expert_layer_parameters(facts, 1, tensor)
+
+
+def rules_of_layer(facts: ModelFacts, layer: int) -> list[Rule]:
+    """The rules of one layer, with its own number in the names of their Hugging Face tensors."""
+    found = []
+    for rule in _layer_rules(facts, layer):
+        parts = tuple(replace(part, name=_NUMBER.sub(f".layers.{layer}.", part.name, count=1)) for part in rule.parts)
+        found.append(replace(rule, parts=parts))
+    return found
 
 
 def multiplied(facts: ModelFacts, layer: int) -> Counter[str]:

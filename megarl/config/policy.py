@@ -365,6 +365,58 @@ class RewardModelConfig(TypedDict):
     ]
 
 
+class PeftConfig(TypedDict):
+    """Low-rank adapters (LoRA): beside chosen linear layers W the product (alpha / dim) B A is trained, and nothing else.
+
+    Each of a layer's query, key, value, gate and up matrices has an adapter of its own, as in PEFT, on every backend. NeMo-RL's
+    ``policy.megatron_cfg.peft`` and ``policy.dtensor_cfg.lora_cfg`` are read as this section."""
+
+    enabled: Annotated[bool, Key("train adapters; the model's own weights stay as they are, and are the reference policy.")]
+    target_modules: NotRequired[
+        Annotated[
+            list[str],
+            Key(
+                "linear layers that have an adapter: names, or ends of names, of Hugging Face modules (``q_proj``), names with ``*``, or "
+                "Megatron-Core's ``linear_qkv``, ``linear_proj``, ``linear_fc1`` and ``linear_fc2``. An empty list is all linear layers of "
+                "attention and dense MLPs. Experts, embedding and output layer have none yet.",
+                default=[],
+            ),
+        ]
+    ]
+    exclude_modules: NotRequired[Annotated[list[str], Key("those of them that have none, in the same forms.", default=[])]]
+    dim: NotRequired[Annotated[int, Key("rank of every adapter.", AT_LEAST_1, default=8)]]
+    alpha: NotRequired[Annotated[float, Key("the adapter's product is multiplied by alpha / dim.", ABOVE_0, default=32.0)]]
+    use_rslora: NotRequired[Annotated[bool, Key("multiply by alpha / sqrt(dim) instead (rsLoRA).", default=False)]]
+    dropout: NotRequired[Annotated[float, Key("share of values that training drops.", DECAY, default=0.0)]]
+    dropout_position: NotRequired[
+        Annotated[
+            Literal["pre", "post"],
+            Key("drop values of the adapter's input (``pre``, as PEFT does) or of its output (``post``).", default="pre"),
+        ]
+    ]
+    lora_A_init_method: NotRequired[
+        Annotated[
+            Literal["kaiming", "xavier", "normal"],
+            Key(
+                "how A begins: ``kaiming`` uniform up to 1 / sqrt(inputs), PEFT's default; ``xavier`` normal with variance 2 / (inputs + "
+                "dim); ``normal`` with deviation 1 / dim. The same for every layout and backend of one seed.",
+                default="kaiming",
+            ),
+        ]
+    ]
+    lora_B_init_method: NotRequired[Annotated[Literal["zero"], Key("how B begins: a new adapter changes nothing.", default="zero")]]
+    lora_dtype: NotRequired[Annotated[Precision | None, Key("type that adapters compute in: null, or ``policy.precision``.", default=None)]]
+    adapter_path: NotRequired[
+        Annotated[
+            str | None,
+            Key(
+                "directory of a PEFT adapter that training goes on from, of the same modules, rank and scale; null begins anew.",
+                default=None,
+            ),
+        ]
+    ]
+
+
 class TokenizerConfig(TypedDict):
     """The tokenizer."""
 
@@ -459,6 +511,7 @@ class PolicyConfig(TypedDict):
     reward_model_cfg: NotRequired[
         Annotated[RewardModelConfig | None, Key("a model that scores; null or absent for a language model.", default=None)]
     ]
+    peft: NotRequired[Annotated[PeftConfig | None, Key("low-rank adapters; null or absent trains all weights.", default=None)]]
     dtensor_cfg: NotRequired[Annotated[DTensorConfig, Key("the DTensor/FSDP2 backend.", default={"enabled": False})]]
     megatron_cfg: NotRequired[Annotated[MegatronConfig, Key("the Megatron-Core backend.", default={"enabled": False})]]
     dynamic_batching: NotRequired[Annotated[DynamicBatchingConfig, Key("micro-batches by length.", default={"enabled": False})]]

@@ -91,10 +91,16 @@ class ModelFlops:
         tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
         return tokens * (self.token + self.routers) + (tokens if logits is None else logits) * self.logits + self.attention(lengths)
 
-    def training(self, lengths: ArrayLike, logits: float | None = None, *, frozen_routers: bool = False) -> float:
+    def training(
+        self, lengths: ArrayLike, logits: float | None = None, *, frozen_routers: bool = False, adapters: int | None = None
+    ) -> float:
         """Of a forward and a backward pass, with arguments as for ``forward``: the backward pass has two products for each of the forward
-        pass, one for the gradient of the input and one for that of the weight, which a frozen router does not have."""
+        pass, one for the gradient of the input and one for that of the weight, which a frozen router does not have, nor any weight of a
+        model with ``adapters`` parameters of adapters."""
         tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
+        if adapters is not None:
+            last = (tokens if logits is None else logits) * self.logits
+            return 3 * (self.forward(lengths, logits) + tokens * 2.0 * adapters) - tokens * (self.token + self.routers) - last
         return 3 * self.forward(lengths, logits) - (tokens * self.routers if frozen_routers else 0.0)
 
     def recomputation(self, lengths: ArrayLike, parts: Collection[str] | None = None) -> float:

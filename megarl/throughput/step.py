@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from converters.model_config.architecture import ModelFacts
+from megarl.config.adapters import adapter_parameters, adapters_of
 from megarl.config.backend import enabled_backend
 from megarl.config.policy import PolicyConfig
 from megarl.observe.timing import GENERATION, STEP_SECONDS, TRAIN, TRAIN_CRITIC, Sequences
@@ -45,6 +46,7 @@ class StepThroughput:
         recomputes: every layer is computed again in the backward pass, or parts of it.
         recomputed: those parts; None for all.
         frozen_routers: routers are not trained.
+        adapters: parameters of adapters, which alone are trained; None without.
     """
 
     devices: Devices
@@ -52,18 +54,21 @@ class StepThroughput:
     recomputes: bool = False
     frozen_routers: bool = False
     recomputed: Collection[str] | None = None
+    adapters: int | None = None
 
     @classmethod
     def of(cls, policy: PolicyConfig, facts: ModelFacts | None, devices: Devices) -> StepThroughput:
         """The throughput of a run with this complete ``policy`` section."""
         backend = enabled_backend(policy)
         flops = None if facts is None else ModelFlops.of(facts)
+        peft = adapters_of(policy)
+        adapters = None if peft is None or facts is None else adapter_parameters(peft, facts, range(facts.num_layers))
         if backend == "megatron":
             megatron = policy["megatron_cfg"]
             parts = megatron["recompute_modules"] if megatron["recompute_granularity"] == "selective" else None
-            return cls(devices, flops, megatron["activation_checkpointing"], megatron["freeze_moe_router"], parts)
+            return cls(devices, flops, megatron["activation_checkpointing"], megatron["freeze_moe_router"], parts, adapters)
         if backend == "dtensor":
-            return cls(devices, flops, policy["dtensor_cfg"]["activation_checkpointing"])
+            return cls(devices, flops, policy["dtensor_cfg"]["activation_checkpointing"], adapters=adapters)
         return cls(devices, flops, policy["activation_checkpointing_enabled"])
 
     def metrics(self, tokens: int, seconds: Mapping[str, float], sequences: Mapping[str, Sequence[Sequences]]) -> dict[str, float]:
@@ -108,7 +113,8 @@ class StepThroughput:
         if phase not in (TRAIN, TRAIN_CRITIC):
             return math.fsum(self.flops.forward(each.lengths, each.scored) for each in passed), 0.0
         again = math.fsum(self.flops.recomputation(each.lengths, self.recomputed) for each in passed) if self.recomputes else 0.0
-        trained = (self.flops.training(each.lengths, each.scored, frozen_routers=self.frozen_routers) for each in passed)
+        routers, adapters = self.frozen_routers, self.adapters if phase == TRAIN else None
+        trained = (self.flops.training(each.lengths, each.scored, frozen_routers=routers, adapters=adapters) for each in passed)
         return math.fsum(trained), again
 
     def _rates(self, prefix: str, tokens: int, work: float, extra: float, seconds: float, devices: int) -> dict[str, float]:

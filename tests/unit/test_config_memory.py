@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from converters.model_config.architecture import ModelFacts
 from megarl.config.activations import head_activation_bytes, in_flight, layer_activation_bytes, operations
+from megarl.config.adapters import adapter_parameters
 from megarl.config.arithmetic import BatchPlan
 from megarl.config.layout import Layout, layers_per_stage
 from megarl.config.load import load_config
@@ -329,3 +330,24 @@ def test_host_memory_and_disk_of_a_run() -> None:
     assert disk_bytes(config, LARGE_FACTS) == parameters * (5 * 14 + 2 * config["checkpointing"]["export_hf"])
     config["cluster"]["device"] = "cpu"
     assert host_memory(config, ranks) == 8 * max(rank.peak + 2 * rank.reference_weights for rank in ranks)
+
+
+def test_adapters_alone_have_gradients_and_optimizer_state() -> None:
+    """Beside them everything of the policy stays, the reference policy takes no memory, and a checkpoint is the adapters'."""
+    raw = with_engine("policy.generation.vllm_cfg.tensor_parallel_size=4")
+    whole = validate_config(raw)
+    raw["policy"]["peft"] = {"enabled": True, "dim": 16}
+    beside = validate_config(raw)
+    layout, before = memory_of_run(whole)
+    after = memory_of_run(beside)[1]
+    first = 0
+    for rank, other in zip(before, after, strict=True):
+        adapters = adapter_parameters(beside["policy"]["peft"], LARGE_FACTS, range(first, first + rank.layers), layout.tensor)
+        first += rank.layers
+        assert 0 < adapters < rank.parameters / 50
+        assert other.parameters == rank.parameters + adapters and other.weights == rank.weights + 2 * adapters
+        assert other.gradients * rank.parameters == rank.gradients * adapters
+        assert other.optimizer == pytest.approx(rank.optimizer * adapters / rank.parameters, abs=1)
+        assert other.reference_weights == 0 and other.activations == rank.activations and other.logits <= rank.logits
+    stored = adapter_parameters(beside["policy"]["peft"], LARGE_FACTS, range(LARGE_FACTS.num_layers))
+    assert checkpoint_bytes(beside["policy"], LARGE_FACTS) == stored * 14

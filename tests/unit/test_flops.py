@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from converters.families.read import read_architecture
+from megarl.config.adapters import adapter_parameters
 from megarl.config.model_facts import facts_of
 from megarl.throughput.flops import ModelFlops, attended_pairs
 from tests.tiers import sampled
@@ -53,6 +55,21 @@ def test_parts_that_are_recomputed_are_what_torch_counts(name: str) -> None:
         assert flops.recomputation(lengths, [part]) == pytest.approx(found[part], rel=0.01)
     assert flops.recomputation(lengths, ["core_attn"]) == flops.attention(lengths)
     assert flops.recomputation(lengths, ["mlp", "moe", "core_attn"]) < flops.recomputation(lengths)
+
+
+def test_beside_adapters_no_weight_has_a_gradient() -> None:
+    model, flops = model_and_flops("qwen3")
+    changed = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    # as behind an embedding that is trained
+    changed.enable_input_require_grads()
+    count = sum(parameter.numel() for parameter in changed.parameters() if parameter.requires_grad)
+    section = {"dim": 4, "target_modules": [], "exclude_modules": []}
+    facts = facts_of(model.config.to_dict())
+    assert adapter_parameters(section, facts, range(facts.num_layers)) == count
+    found = counted(lambda: changed(input_ids=tokens()).logits.sum().backward())
+    lengths = [LENGTH] * ROWS
+    expected = flops.training(lengths, adapters=count) + 3 * (squares(flops, lengths) - flops.attention(lengths))
+    assert expected == pytest.approx(found, rel=0.01)
 
 
 def by_kind(model: PreTrainedModel) -> dict[str, list[Any]]:

@@ -13,6 +13,7 @@ from converters.model_config.architecture import ModelFacts
 from megarl.config.algorithms import run_type
 from megarl.config.models import model_sections, renamed
 from megarl.config.nested import at
+from megarl.config.rules.adapters import ADAPTER_RULES
 from megarl.config.rules.backends import BACKEND_RULES
 from megarl.config.rules.data import DATA_RULES
 from megarl.config.rules.distillation import DISTILLATION_RULES
@@ -57,6 +58,7 @@ RANGE_RULES: tuple[Rule, ...] = (values_in_range,)
 RULES: tuple[Rule, ...] = (
     *RANGE_RULES,
     *BACKEND_RULES,
+    *ADAPTER_RULES,
     *PARALLEL_RULES,
     *EXPERT_RULES,
     *BATCH_RULES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from megarl.config.arithmetic import padded_vocabulary, sequence_share
 from megarl.config.backend import scores
 from megarl.config.nested import at
 from megarl.errors import ConfigError, Violation
+from megarl.models.dtensor.adapters import Adapters
 from megarl.models.dtensor.mesh import build_meshes
 from megarl.models.dtensor.parallelize import (
     divide_over_tensor_ranks,
@@ -31,6 +32,7 @@ from megarl.models.dtensor.plans import choose_plan
 from megarl.models.dtensor.shards import DividedParameters, block_of, gather_parts, read_block
 from megarl.models.dtensor.styles import computes_locally
 from megarl.models.dtensor.weight_stream import WeightStream
+from megarl.models.engine.adapters import AdapterSettings
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.microbatches import Shapes
@@ -49,6 +51,8 @@ STEPS = 2  # the first makes the state, the second reads it
 
 class DTensorBackend(HuggingFaceBackend):
     """A model divided by DTensor and FSDP2, with dynamic loss scaling in float16."""
+
+    adapters: Adapters | None = None
 
     def _build(self, source: HuggingFaceSource) -> None:
         self._settings = self.policy["dtensor_cfg"]
@@ -71,10 +75,10 @@ class DTensorBackend(HuggingFaceBackend):
         )
         self._generating: Any = None
         self.model = self.module = self._divided_model(source)
-        self._store = DividedParameters(self.model, self._divided(), self._rows, self.runtime.device)
+        self._store = DividedParameters(self.model, self._saved(), self._rows, self.runtime.device)
         self._bucket_bytes = bucket_bytes(self.policy["refit_buffer_size_gb"])
         self._weights = WeightStream(
-            in_sending_order(self._divided(), self.hf_config),
+            in_sending_order(self._own(), self.hf_config),
             self._rows,
             self._dtype,
             self.runtime.device,
@@ -117,7 +121,16 @@ class DTensorBackend(HuggingFaceBackend):
             for name, parameter in model.named_parameters()
         }
         check_fits(model, source, shapes)
-        self._rows = {name: shape[0] for name, shape in shapes.items()}
+        settings = AdapterSettings.of(self.policy)
+        if settings is not None:
+            self.adapters = Adapters(settings, model, self._seed)
+            for parameter in model.parameters():
+                if not parameter.requires_grad:
+                    # what no step changes needs no more digits than the computation reads
+                    parameter.data = parameter.data.to(self._dtype)
+        self._rows = {name: parameter.shape[0] for name, parameter in model.named_parameters()} | {
+            name: shape[0] for name, shape in shapes.items()
+        }
         if self.groups.tensor_size == 1:
             answer_requests(model.get_output_embeddings())
         else:
@@ -131,8 +144,10 @@ class DTensorBackend(HuggingFaceBackend):
         shard_fully(model, self._meshes.sharding, self._dtype, offload=self.offloads, pin=self.runtime.is_cuda)
         give_memory(model, torch.device("cpu") if self.offloads else self.runtime.device)
         self._parameters = dict(model.named_parameters())
-        for name, parameter in self._divided().items():
+        for name, parameter in self._own().items():
             read_block(parameter, source, name)
+        if self.adapters is not None:
+            self.adapters.fill(self._divided())
         return model
 
     def _undivided(self) -> Any:
@@ -142,6 +157,15 @@ class DTensorBackend(HuggingFaceBackend):
     def _divided(self) -> dict[str, DTensor]:
         """The parameters as what they are now, each once. The model itself may show gathered ones in their place."""
         return {name: parameter for name, parameter in self._parameters.items() if isinstance(parameter, DTensor)}
+
+    def _own(self) -> dict[str, DTensor]:
+        """Those of the model itself, without adapters."""
+        adapters, divided = self.adapters, self._divided()
+        return divided if adapters is None else {name: each for name, each in divided.items() if not adapters.is_factor(name)}
+
+    def _saved(self) -> dict[str, DTensor]:
+        """Those that checkpoints hold: of a model with adapters these alone."""
+        return self._divided() if self.adapters is None else {name: each for name, each in self._divided().items() if each.requires_grad}
 
     def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:
         if self._stays_whole:
@@ -174,7 +198,21 @@ class DTensorBackend(HuggingFaceBackend):
         return {name: parameter.detach() for name, parameter in self._divided().items()}
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._weights.of(self._divided())
+        divided = self._divided()
+        pieces: Mapping[str, torch.Tensor] = {name: each.to_local().detach() for name, each in divided.items()}
+        if self.adapters is not None:
+            pieces = self.adapters.exported(divided, self.runtime.device, self._bucket_bytes)
+        return self._weights.of(divided, pieces)
+
+    def export_adapters(self) -> tuple[dict[str, Any], Iterator[tuple[str, torch.Tensor]]] | None:
+        adapters = self.adapters
+        return None if adapters is None else (adapters.as_peft(), adapters.gathered(self._divided(), self.runtime.device))
+
+    def _as_peft(self) -> dict[str, Any] | None:
+        return None if self.adapters is None else self.adapters.as_peft()
+
+    def without_adapters(self) -> contextlib.AbstractContextManager[None] | None:
+        return None if self.adapters is None else self.adapters.switch.off()
 
     @property
     def gathered_bytes(self) -> int:
@@ -201,9 +239,12 @@ class DTensorBackend(HuggingFaceBackend):
         give_memory(model, self.runtime.device)
         try:
             parameters = dict(model.named_parameters())
-            divided = {name: parameter for name, parameter in self._divided().items() if name in parameters}
+            divided = self._divided()
+            factors = {} if self.adapters is None else self.adapters.parts(divided, self.runtime.device, self._bucket_bytes)
+            divided = {name: parameter for name, parameter in divided.items() if name in parameters}
             for name, part in gather_parts(divided, self._dtype, self.runtime.device, self._bucket_bytes):
                 own = parameters[name]
+                part = part if self.adapters is None else self.adapters.merged(name, part, factors)
                 (own.to_local() if isinstance(own, DTensor) else own).copy_(part)
             yield model
         finally:

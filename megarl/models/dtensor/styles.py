@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from megarl.models.dtensor.adapters import AdaptedLinear
 from megarl.models.dtensor.regions import for_parts, from_runs, own_run, sum_of_parts
 from megarl.models.engine.output_layer import answer_requests
 
@@ -96,16 +97,20 @@ class ColumnLinear(ColwiseParallel):
         before, after = self.input_layouts[0], self.output_layouts[0]
         if not _is_linear(module) or not (after.is_replicate() or after == Shard(-1)):
             return super()._apply(module, device_mesh)
+        # an adapter's B is cut as the weight is; of A, which every rank has, each finds the part of the gradient that its rows of B ask for
+        parts = frozenset({"lora_A"}) if isinstance(module, AdaptedLinear) else frozenset()
         for name, _ in list(module.named_parameters(recurse=False)):
-            _divide(module, name, device_mesh, Shard(0))
+            _divide(module, name, device_mesh, Replicate() if name in parts else Shard(0))
         group = device_mesh.get_group()
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
             whole = inputs if self.shared_input and not isinstance(inputs, DTensor) else _whole(inputs, before, group)
             columns = F.linear(whole, _local(module.weight), _local(module.bias))
+            if isinstance(module, AdaptedLinear):
+                columns = module.adapted(whole, columns, _local(module.lora_A, partial=True), _local(module.lora_B))
             return from_runs(columns, columns.ndim - 1, group) if after.is_replicate() else columns
 
-        return _computing(module, forward)
+        return _computing(module, forward, parts)
 
 
 class OutputLayer(ColumnLinear):
@@ -173,11 +178,19 @@ class RowLinear(RowwiseParallel):
             _divide(module, "bias", device_mesh, Replicate())
         group = device_mesh.get_group()
 
-        # where each rank has a run of the output, it finds a part of the bias' gradient
-        parts = frozenset() if after.is_replicate() else frozenset({"bias"})
+        if isinstance(module, AdaptedLinear):
+            _divide(module, "lora_A", device_mesh, Shard(1))
+            _divide(module, "lora_B", device_mesh, Replicate())
+
+        # where each rank has a run of the output, it finds a part of the gradient of the bias, and of an adapter's B
+        parts = frozenset() if after.is_replicate() else frozenset({"bias", "lora_B"})
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
-            output = sum_of_parts(F.linear(_features(inputs, before, group), _local(module.weight)), after, group)
+            features = _features(inputs, before, group)
+            output = sum_of_parts(F.linear(features, _local(module.weight)), after, group)
+            if isinstance(module, AdaptedLinear):
+                up = _local(module.lora_B, partial="lora_B" in parts)
+                output = module.adapted(features, output, _local(module.lora_A), up, lambda hidden: sum_of_parts(hidden, after, group))
             return output if module.bias is None else output + _local(module.bias, partial="bias" in parts)
 
         return _computing(module, forward, parts)
@@ -233,7 +246,7 @@ def _computing(module: nn.Module, forward: Callable[..., Any], parts: frozenset[
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, AdaptedLinear.forward)
 
 
 def _local(parameter: Any, *, partial: bool = False) -> Any:

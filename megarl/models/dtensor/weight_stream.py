@@ -38,13 +38,13 @@ class _Bucket:
 
 @torch.no_grad()
 def _set_out(
-    bucket: _Bucket, divided: Mapping[str, DTensor], dtype: torch.dtype, device: torch.device, spare: SpareMemory
+    bucket: _Bucket, pieces: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device, spare: SpareMemory
 ) -> InFlightBucket:
     """Send a bucket to all ranks.
 
     Args:
         bucket: which.
-        divided: the parameters by name.
+        pieces: this rank's, by the name of the parameter; what gives them may compute a piece when it is asked for.
         dtype: to send them in.
         device: where collectives work.
         spare: memory for it.
@@ -53,7 +53,7 @@ def _set_out(
     rows = spare.empty(ranks * length, dtype, device).view(ranks, length)
     own = rows[dist.get_rank()]
     for name, space, sent in zip(bucket.names, own.split(bucket.spaces), bucket.sent, strict=True):
-        piece = divided[name].to_local().flatten()[sent]
+        piece = pieces[name].flatten()[sent]
         space[: len(piece)].copy_(piece)
     pending = dist.all_gather_into_tensor(rows.view(-1), own, async_op=True) if len(rows) > 1 else None
     return InFlightBucket(bucket.unshard_plan, rows, pending, spare)
@@ -90,19 +90,20 @@ class WeightStream:
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] | None = None
 
-    def of(self, divided: Mapping[str, DTensor]) -> GatherStream:
+    def of(self, divided: Mapping[str, DTensor], pieces: Mapping[str, torch.Tensor]) -> GatherStream:
         """Names and whole tensors on this rank's device. A collective: all ranks take as many.
 
         Args:
             divided: the present parameters by name, divided as they were the first time.
+            pieces: what is sent of them.
         """
-        return GatherStream(self._arrivals(divided, SpareMemory()))
+        return GatherStream(self._arrivals(divided, pieces, SpareMemory()))
 
-    def _arrivals(self, divided: Mapping[str, DTensor], spare: SpareMemory) -> Iterator[InFlightBucket]:
+    def _arrivals(self, divided: Mapping[str, DTensor], pieces: Mapping[str, torch.Tensor], spare: SpareMemory) -> Iterator[InFlightBucket]:
         if self._buckets is None:
             self._buckets = list(self._plan(divided))
         for bucket in self._buckets:
-            yield _set_out(bucket, divided, self._dtype, self._device, spare)
+            yield _set_out(bucket, pieces, self._dtype, self._device, spare)
 
     def _plan(self, divided: Mapping[str, DTensor]) -> Iterator[_Bucket]:
         # a tensor-parallel plan knows nothing of the parameters that it leaves alone: all its ranks have them

@@ -3,6 +3,7 @@ differs."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,6 +94,13 @@ class Backend(Protocol):
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's shards, by the backend's own names, and what else a checkpoint has and gradients do not reach. Local."""
 
+    def trainable(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of ``parameters`` that gradients, their norm, the optimizer and its checkpoint are about: adapters alone where there are
+        some. Local."""
+
+    def without_adapters(self) -> contextlib.AbstractContextManager[None] | None:
+        """A context in which the model is its base, whose weights nothing changes; None for a model that has no adapters. Local."""
+
     def sync_parameters(self) -> None:
         """Finish whatever still brings updated parameters together, so that parameters may be read or written."""
 
@@ -100,11 +108,16 @@ class Backend(Protocol):
         """Parameters were written from outside: further copies of them (a tied output layer, the optimizer's own) have to follow."""
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hugging Face names and full tensors, in the same order on all ranks."""
+        """Hugging Face names and full tensors, in the same order on all ranks. Of a layer with an adapter the sum of both, which is made
+        a bucket at a time."""
 
     def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of ``export_hf`` that this pipeline stage has, in that order. From the second export on collective within the stage
         alone."""
+
+    def export_adapters(self) -> tuple[dict[str, Any], Iterator[tuple[str, torch.Tensor]]] | None:
+        """Return PEFT's config of the adapters, and names and whole factors as PEFT has them, in the same order on all ranks; None for a
+        model that has no adapters."""
 
     def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> Mapping[str, Slice]:
         """Choose the weights that ``export_slices`` gives as slices, because no rank needs another's shard for them.

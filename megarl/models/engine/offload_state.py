@@ -221,6 +221,16 @@ class ReferenceWeights:
         return self._present.fill(weights)
 
 
+class BaseAsReference:
+    """The reference policy of a model with adapters: the model without them. It takes no memory and no copies."""
+
+    @contextlib.contextmanager
+    def swapped_in(self, backend: Backend) -> Iterator[None]:
+        """Inside, the model is its base. Within itself it does nothing."""
+        with backend.without_adapters() or contextlib.nullcontext():
+            yield
+
+
 def _parameters(backend: Backend) -> list[torch.Tensor]:
     return [parameter.detach() for _, parameter in backend.parameters()]
 

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,12 +30,13 @@ from megarl.distributed.device import DeviceRuntime, runtime, seed_everything
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.rendezvous import compare_collectives, init_process_group, set_group_timeouts
 from megarl.errors import BatchError, CheckpointError, MegarlError, ModelError, NonFiniteError, RefitError, StateError
+from megarl.models.engine.adapters import ADAPTER_DIRECTORY, write_peft
 from megarl.models.engine.backend import Backend
 from megarl.models.engine.batching import Batching, FixedRows, Planned
 from megarl.models.engine.groups import on_first_rank
 from megarl.models.engine.microbatches import batch_size, chosen_size, move_to, under_mask
 from megarl.models.engine.nonfinite import SkipLimit, on_all_ranks, require_finite
-from megarl.models.engine.offload_state import OffloadState, OffloadStates, ReferenceWeights
+from megarl.models.engine.offload_state import BaseAsReference, OffloadState, OffloadStates, ReferenceWeights
 from megarl.models.engine.step import logprobs_of_batch, topk_of_batch, train_on_batch, values_of_batch
 from megarl.models.generation.interfaces import Sampling
 from megarl.models.generation.sampling import SamplingSettings
@@ -157,7 +158,9 @@ class EngineWorker(ABC):
             backend.hf_config.pad_token_id = tokenizer.pad_token_id
         self.runtime = runtime
         self.offload_states = OffloadStates(backend.move, init_optimizer)
-        self.reference = ReferenceWeights(backend, runtime) if init_reference_model else None
+        self.reference: ReferenceWeights | BaseAsReference | None = None
+        if init_reference_model:
+            self.reference = ReferenceWeights(backend, runtime) if backend.without_adapters() is None else BaseAsReference()
         self._reference_is_in = False
         self._skips = SkipLimit.of(config)
         self._weights_version = 0
@@ -703,6 +706,8 @@ class EngineWorker(ABC):
     def export_hf(self, path: str) -> None:
         """Write the present weights as a Hugging Face checkpoint (safetensors, config, tokenizer) that appears whole or not at all.
 
+        Adapters are merged into them, and stand by themselves in its directory ``adapter``, in PEFT's form.
+
         Raises:
             ConversionError: on rank 0, ``path`` exists already.
             CheckpointError: on the other ranks, when rank 0 could not write.
@@ -710,6 +715,7 @@ class EngineWorker(ABC):
         """
         self._require("export_hf")
         self._require_finite_weights(f"export_hf({path!r}): nothing was written", NonFiniteError)
+        write_adapters = self._adapter_writer()
         stream = self.backend.export_hf()
         with on_first_rank() as first:
             try:
@@ -718,9 +724,18 @@ class EngineWorker(ABC):
                     # a model that scores generates nothing
                     generates = self.tokenizer is not None and not self.scores
                     settings = generation_config_of(self.tokenizer, self.cfg["model_name"]) if generates else None
-                    write_hf(weights, Path(path), self.hf_config, self.tokenizer, settings)
+                    write_hf(weights, Path(path), self.hf_config, self.tokenizer, settings, beside=write_adapters)
             finally:
                 drain(stream)
+
+    def _adapter_writer(self) -> Callable[[Path], None] | None:
+        """Return what writes the adapters, gathered on the first rank, into the directory of an export; None where there are none."""
+        found = self.backend.export_adapters()
+        if found is None:
+            return None
+        config, factors = found
+        gathered = {name: tensor.cpu() for name, tensor in factors if dist.get_rank() == 0}
+        return lambda directory: write_peft(directory / ADAPTER_DIRECTORY, config, gathered)
 
     def _require_finite_weights(self, consequence: str, kind: type[MegarlError]) -> None:
         self.backend.sync_parameters()
@@ -779,9 +794,8 @@ class EngineWorker(ABC):
         seed = torch.randint(2**62, (1,)).tolist()
         dist.broadcast_object_list(seed, src=0)
         generator = torch.Generator().manual_seed(seed[0])
-        for _, parameter in self.backend.parameters():
-            if parameter.requires_grad:
-                parameter.add_((torch.randn(parameter.shape, generator=generator) * NOISE).to(parameter))
+        for _, parameter in self.backend.trainable():
+            parameter.add_((torch.randn(parameter.shape, generator=generator) * NOISE).to(parameter))
         self.backend.parameters_changed()
         self._weights_version += 1
 

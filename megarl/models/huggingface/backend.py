@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from converters.checkpoint.source import HuggingFaceSource
 from converters.families.hf_config import read_hf_config
+from megarl.checkpoint.adapter_base import BaseModel, refuse_adapters
 from megarl.checkpoint.staging import StagingBuffers
 from megarl.config.backend import scores
 from megarl.config.generation import GenerationConfig
@@ -112,6 +113,8 @@ class HuggingFaceBackend(ABC):
         self.loss_scale = LossScale()
         self._optimizer_copies = HostCopies(runtime)
         self._staging = StagingBuffers()
+        self._seed = seed
+        self._base = BaseModel(source)
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: LRScheduler | None = None
         self._build(source)
@@ -157,6 +160,15 @@ class HuggingFaceBackend(ABC):
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self._parameters.items())
+
+    def trainable(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, parameter) for name, parameter in self.parameters() if parameter.requires_grad)
+
+    def without_adapters(self) -> contextlib.AbstractContextManager[None] | None:
+        return None
+
+    def export_adapters(self) -> tuple[dict[str, Any], Iterator[tuple[str, torch.Tensor]]] | None:
+        return None
 
     def zero_grad(self) -> None:
         for parameter in self._parameters.values():
@@ -236,7 +248,9 @@ class HuggingFaceBackend(ABC):
 
     def save(self, weights: Path, optimizer: Path | None) -> None:
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
-        checkpoint.save_weights(self._store.state(), weights, self._staging.of(weights))
+        peft = self._as_peft()
+        add = None if peft is None else functools.partial(self._base.write, peft=peft)
+        checkpoint.save_weights(self._store.state(), weights, self._staging.of(weights), add)
         if optimizer is not None and trained is not None:
             assert self.scheduler is not None, "built with the optimizer"
             state, schedule = self._store.optimizer_state(trained), saved_schedule(self.policy, self.scheduler)
@@ -246,9 +260,18 @@ class HuggingFaceBackend(ABC):
 
     def require_loadable(self, weights: Path, optimizer: Path | None) -> None:
         checkpoint.require(weights)
+        peft = self._as_peft()
+        if peft is None:
+            refuse_adapters(weights)
+        else:
+            self._base.require_same(weights, peft)
         if optimizer is not None:
             require_optimizer(self.optimizer)
             checkpoint.require(optimizer)
+
+    def _as_peft(self) -> dict[str, Any] | None:
+        """PEFT's config of the adapters; None without."""
+        return None
 
     def load(self, weights: Path, optimizer: Path | None) -> None:
         trained = require_optimizer(self.optimizer) if optimizer is not None else None

@@ -10,7 +10,7 @@ and all that is no tensor come through ``torch.load(weights_only=True)``, random
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,20 @@ OptimizerState = dict[str, Any]
 """``state``: {parameter name: {key: tensor or number}}; ``param_groups``: hyperparameters and ``params``, a list of parameter names."""
 
 
-def save_weights(state: Mapping[str, torch.Tensor], directory: Path, buffer: StagingBuffer | None = None) -> None:
-    """Write the weights to ``directory``, or stage them. A collective over all ranks.
+def save_weights(
+    state: Mapping[str, torch.Tensor], directory: Path, buffer: StagingBuffer | None = None, add: Callable[[Path], None] | None = None
+) -> None:
+    """Write the weights to ``directory``, or stage them. ``add`` writes further files, on rank 0. A collective over all ranks.
 
     Raises:
         CheckpointError: ``directory`` is not empty, or cannot be written.
     """
     with appears_whole(directory) as partial:
         _write(state, partial, buffer)
+        if add is not None:
+            with failing_together(f"writing what adapters are beside to {directory}"):
+                if dist.get_rank() == 0:
+                    add(partial)
 
 
 def load_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -22,12 +23,14 @@ from converters.families.hf_config import read_hf_config
 from converters.families.read import read_architecture
 from converters.model_config.architecture import Architecture
 from converters.model_config.prediction_layers import as_stored
+from megarl.checkpoint.adapter_base import BaseModel, refuse_adapters
 from megarl.checkpoint.staging import StagingBuffers
 from megarl.config.arithmetic import sequence_share
 from megarl.config.backend import scores
 from megarl.config.layout import pipeline_chunks
 from megarl.config.policy import PolicyConfig
 from megarl.distributed.device import DeviceRuntime
+from megarl.models.engine.adapters import AdapterSettings
 from megarl.models.engine.backend import Part, Place, StepOutcome, require_optimizer
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.heads import Head, HeadOutput
@@ -38,6 +41,7 @@ from megarl.models.engine.offload_state import HostCopies
 from megarl.models.engine.precision import dtype_of
 from megarl.models.engine.scoring import said_of_scoring, scoring_config, scoring_source
 from megarl.models.megatron import checkpoint, cuda_redirect, hf_state, parallel
+from megarl.models.megatron.adapters import Adapters
 from megarl.models.megatron.build import build_chunks, wrap_for_data_parallel
 from megarl.models.megatron.moe_passes import RecordedPasses, in_step
 from megarl.models.megatron.optimizer import build_optimizer, build_scheduler, schedule_values, step_where_accepted
@@ -231,6 +235,11 @@ class MegatronBackend:
             parallel.seed_model_parallel(seed)
             stages = build_chunks(policy, self.architecture, self.groups)
             hf_state.load_from_hf(stages, source, self.architecture, self.groups, self.experts)
+            settings = AdapterSettings.of(policy)
+            self.base = BaseModel(source)
+            self.adapters = None if settings is None else Adapters(settings, self.architecture, self.groups, self.experts, seed)
+            if self.adapters is not None:
+                self.adapters.put_beside(stages)
             if stages[-1].post_process and self.architecture.head is None:
                 answer_requests(stages[-1].output_layer)
             self.chunks = wrap_for_data_parallel(stages, policy, self.groups)
@@ -247,7 +256,8 @@ class MegatronBackend:
         )
         self._gathers_ahead = self.chunks[0].ddp_config.overlap_param_gather
         self._bucket_bytes = bucket_bytes(policy["refit_buffer_size_gb"])
-        self._weights = WeightStream(stages, self.architecture, self.groups, self.experts, self._bucket_bytes)
+        exported = {} if self.adapters is None else {"exported": self.adapters.exported}
+        self._weights = WeightStream(stages, self.architecture, self.groups, self.experts, self._bucket_bytes, **exported)
 
     @property
     def stages(self) -> list[Any]:
@@ -306,6 +316,12 @@ class MegatronBackend:
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return hf_state.parameters_of(self.stages, self.experts)
 
+    def trainable(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, parameter) for name, parameter in self.parameters() if parameter.requires_grad)
+
+    def without_adapters(self) -> contextlib.AbstractContextManager[None] | None:
+        return None if self.adapters is None else self.adapters.switch.off()
+
     def sync_parameters(self) -> None:
         """Finish parameter gathers that would otherwise overlap with the next forward pass, and stop starting new ones."""
         for chunk in self.chunks if self._gathers_ahead else ():
@@ -343,6 +359,12 @@ class MegatronBackend:
         self.sync_parameters()
         return self._weights.of_stage()
 
+    def export_adapters(self) -> tuple[dict[str, Any], Iterator[tuple[str, torch.Tensor]]] | None:
+        if self.adapters is None:
+            return None
+        self.sync_parameters()
+        return self.adapters.as_peft(), self.adapters.gathered()
+
     def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> Mapping[str, Slice]:
         return self._weights.agree_on_slices(wanted, beside)
 
@@ -365,12 +387,21 @@ class MegatronBackend:
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
         self.sync_parameters()
         dtype, said = dtype_of(self.policy["precision"], "policy.precision"), said_of_scoring(self.hf_config) if scores(self.policy) else {}
-        checkpoint.save_weights(self.chunks, self._model_directory, dtype, weights, said, self._staging.of(weights))
+        checkpoint.save_weights(self.chunks, self._model_directory, dtype, weights, said, self._staging.of(weights), self._say_adapters)
         if optimizer is not None and trained is not None:
             checkpoint.save_optimizer(self.chunks, trained, self.scheduler, self.runtime, optimizer, self._staging.of(optimizer))
 
+    def _say_adapters(self, directory: Path) -> None:
+        if self.adapters is not None:
+            self.base.write(directory, self.adapters.as_peft())
+            self.adapters.write_run_config(directory)
+
     def require_loadable(self, weights: Path, optimizer: Path | None) -> None:
         checkpoint.require(weights)
+        if self.adapters is None:
+            refuse_adapters(weights)
+        else:
+            self.base.require_same(weights, self.adapters.as_peft())
         checkpoint.require_output(weights, scores=scores(self.policy))
         if optimizer is not None:
             checkpoint.require(optimizer)

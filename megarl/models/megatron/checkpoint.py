@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +43,7 @@ from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError, MegarlError
 from megarl.models.engine.backend import log_changed_rate
 from megarl.models.megatron.cuda_redirect import cuda_literals
+from megarl.models.megatron.hf_state import ADAPTER
 from megarl.models.megatron.optimizer import fused_style_adam, schedule_values
 from megarl.models.megatron.sharded_save import save_sharded
 from megarl.models.megatron.state_stream import StateStream, StreamedLoad
@@ -92,7 +93,13 @@ def _entry(chunk: int) -> str:
 
 
 def _sharded(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    states = [chunk.module.sharded_state_dict(metadata=_metadata()) for chunk in chunks]
+    """What a checkpoint holds: all of a model, or where it has adapters these alone."""
+    if any(f".{ADAPTER}." in name for name, _ in chunks[0].named_parameters()):
+        # each layer by itself, because not every one need have them
+        states = [chunk.module.sharded_state_dict(metadata={**_metadata(), "non_homogeneous_layers": True}) for chunk in chunks]
+        states = [{name: value for name, value in state.items() if f".{ADAPTER}." in name} for state in states]
+    else:
+        states = [chunk.module.sharded_state_dict(metadata=_metadata()) for chunk in chunks]
     return states[0] if len(states) == 1 else {_entry(index): state for index, state in enumerate(states)}
 
 
@@ -103,11 +110,12 @@ def save_weights(
     directory: Path,
     said: Mapping[str, Any],
     buffer: StagingBuffer | None = None,
+    add: Callable[[Path], None] = lambda directory: None,
 ) -> None:
     """Write the weights to ``directory``, or stage them. A collective over all ranks.
 
     Config, tokenizer and so on of the Hugging Face directory ``model`` go with them, so that the checkpoint can be exported by itself
-    (``megarl convert export``); its config then says ``dtype``, and what else is ``said``.
+    (``megarl convert export``); its config then says ``dtype``, and what else is ``said``. ``add`` writes further files, on rank 0.
     """
     with appears_whole(directory) as partial, cuda_literals():
         save_sharded(_sharded(chunks), partial, StateStream(), buffer)
@@ -115,6 +123,7 @@ def save_weights(
             if dist.get_rank() == 0:
                 copy_artifacts(model, partial / HF_DIRECTORY)
                 write_config(partial / HF_DIRECTORY, dtype, said)
+                add(partial)
 
 
 def load_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> None:

@@ -25,6 +25,8 @@ from megarl.models.megatron.parallel import ExpertGroups, holders
 # a module's parameters or buffers, and a name among them
 TensorPlace = tuple[dict[str, Any], str]
 
+ADAPTER = "adapter"
+"""Name of the module with a layer's adapters, in the layer."""
 _LAYERS = "decoder.layers."
 _CORRECTION_BIAS = "mlp.router.expert_bias"
 
@@ -50,9 +52,11 @@ def _tensors_of(model: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def places_of(chunks: Sequence[GPTModel], experts: ExpertGroups) -> Iterator[tuple[str, TensorPlace]]:
-    """Return where the tensors of ``parameters_of`` are kept, whichever tensors that may be later."""
+    """Return where the tensors of ``parameters_of`` that are the model's own are kept, whichever tensors that may be later."""
     for chunk in chunks:
         for local, name in global_names(chunk, experts).items():
+            if f".{ADAPTER}." in local:
+                continue
             path, _, key = local.rpartition(".")
             module = chunk.get_submodule(path)
             yield name, (module._parameters if key in module._parameters else module._buffers, key)

@@ -12,7 +12,7 @@ import enum
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -301,7 +301,7 @@ def _set_out(
         spare: memory for it.
         everywhere: to all stages.
     """
-    device = next(iter(held.values())).device
+    device = held[next(iter(held))].device
     shards = spare.empty(bucket.rows * bucket.length, bucket.first.dtype, device).view(bucket.rows, bucket.length)
     pending: dist.Work | None = None
     # a rank may have none of the experts of a bucket that go nowhere
@@ -335,16 +335,24 @@ class WeightStream:
         architecture: the model.
         groups, experts: the process groups.
         bucket_bytes: of all shards that are gathered together, unless those of one parameter alone take more.
+        exported: makes of this rank's shards those that are sent; what it gives may compute a shard when it is asked for.
     """
 
     def __init__(
-        self, chunks: Sequence[GPTModel], architecture: Architecture, groups: ParallelGroups, experts: ExpertGroups, bucket_bytes: int
+        self,
+        chunks: Sequence[GPTModel],
+        architecture: Architecture,
+        groups: ParallelGroups,
+        experts: ExpertGroups,
+        bucket_bytes: int,
+        exported: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = lambda held: held,
     ) -> None:
         self._chunks = chunks
         self._architecture = architecture
         self._groups = groups
         self._experts = experts
         self._bucket_bytes = bucket_bytes
+        self._exported = exported
         self._places: dict[str, TensorPlace] = {}
         self._buckets: list[_Bucket] | None = None
         self._sliced: list[_Bucket] = []
@@ -439,9 +447,10 @@ class WeightStream:
             # Transformer Engine's names become those of the rules
             named = places_of(self._chunks, self._experts)
             self._places = {rule_for(name, self._architecture).megatron_name: place for name, place in named}
-        held = {name: owner[key] for name, (owner, key) in self._places.items()}
+        held: Mapping[str, torch.Tensor] = {name: owner[key] for name, (owner, key) in self._places.items()}
         if self._buckets is None:
             self._buckets = self._plan(held)
+        held = self._exported(held)
         chosen = self._sliced if sliced else self._buckets
         buckets = (bucket for bucket in chosen if everywhere or bucket.first.stage == self._groups.pipeline_rank)
         for bucket in buckets:

@@ -1,0 +1,96 @@
+"""The model that adapters stand beside: what a checkpoint of adapters says of it, in place of its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from converters.checkpoint.source import HuggingFaceSource
+from megarl.checkpoint.storage import is_file, read_again
+from megarl.errors import CheckpointError
+
+BASE_FILE = "base_model.json"
+_KEY = "policy.peft"
+_SAME = {"r": "dim", "lora_alpha": "alpha", "use_rslora": "use_rslora", "target_modules": "target_modules"}
+"""What has to be the same, by PEFT's name, with the name that the configuration has for it."""
+_HASHED = 2**20
+
+
+class BaseModel:
+    """The model that adapters stand beside, and by which a checkpoint of them is told from that of another model.
+
+    Args:
+        source: its files.
+    """
+
+    def __init__(self, source: HuggingFaceSource) -> None:
+        self._directory = source.directory
+        self._digest: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of names, sizes, beginnings and ends of its weight files."""
+        if self._digest is None:
+            digest = hashlib.sha256()
+            for path in sorted(self._directory.glob("*.safetensors")):
+                with path.open("rb") as file:
+                    size = path.stat().st_size
+                    digest.update(f"{size}".encode())
+                    digest.update(file.read(_HASHED))
+                    file.seek(max(0, size - _HASHED))
+                    digest.update(file.read(_HASHED))
+            self._digest = digest.hexdigest()
+        return self._digest
+
+    def write(self, directory: Path, peft: Mapping[str, Any]) -> None:
+        """Say in a checkpoint of adapters how they change which model."""
+        record = {"model_name": peft["base_model_name_or_path"], "weights": self.digest, "adapter": dict(peft)}
+        (directory / BASE_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+    def require_same(self, directory: Path, peft: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint without adapters, and one whose adapters are of another scale or beside another model. Local.
+
+        Raises:
+            CheckpointError: with the difference.
+        """
+        if not is_file(directory / BASE_FILE):
+            raise CheckpointError(
+                f"{directory} holds all weights of a model, and {_KEY}.enabled is true. Fix: export it and name the export as "
+                f"policy.model_name, or set {_KEY}.enabled to false"
+            )
+        record = _read_json(directory / BASE_FILE)
+        stored = record.get("adapter") or {}
+        for key, name in _SAME.items():
+            if stored.get(key) != peft[key]:
+                raise CheckpointError(
+                    f"{directory} holds adapters with {name} = {stored.get(key)!r}, and {_KEY} gives {peft[key]!r}. "
+                    f"Fix: set {_KEY}.{name} to the checkpoint's"
+                )
+        if record.get("weights") != self.digest:
+            raise CheckpointError(
+                f"{directory} holds adapters of {record.get('model_name')}, and the weights in {self._directory} are others. Fix: name the "
+                "model that they were trained beside as policy.model_name"
+            )
+
+
+def refuse_adapters(directory: Path) -> None:
+    """Refuse a checkpoint of adapters for a model that has none. Local.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    if is_file(directory / BASE_FILE):
+        name = _read_json(directory / BASE_FILE).get("model_name")
+        raise CheckpointError(f"{directory} holds adapters of {name} alone. Fix: set {_KEY} as its {BASE_FILE} says")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    read: Callable[[], str] = path.read_text
+    try:
+        found = json.loads(read_again(read, str(path)))
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. It is damaged; take another checkpoint") from error
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,57 @@
+"""Rules on low-rank adapters, ``policy.peft``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config.backend import scores
+from megarl.config.rules.backends import DTENSOR, MEGATRON, backend_of
+from megarl.config.rules.view import Rule, View
+from megarl.errors import Violation
+
+PEFT = "policy.peft"
+
+
+def _require_adapters(view: View) -> None:
+    view.require(bool(view.get(f"{PEFT}.enabled", False)))
+
+
+def adapters_fit_the_model(view: View) -> Iterator[Violation]:
+    """A score layer would have to be trained beside its adapters."""
+    _require_adapters(view)
+    if scores(view["policy"]):
+        bound = "the score layer of a model that scores is new and has to be trained whole, which adapters do not do in this version"
+        yield Violation(f"{PEFT}.enabled", True, bound, f"set {PEFT}.enabled to false")
+
+
+def adapters_fit_the_backend(view: View) -> Iterator[Violation]:
+    """FSDP1 holds flat pieces, and other layers than ours have no place for an adapter."""
+    _require_adapters(view)
+    backend = backend_of(view)
+    if backend == "fsdp1":
+        bound = "FSDP1 flattens the weights of a layer into one, so that nothing of it can be trained by itself"
+        yield Violation(f"{PEFT}.enabled", True, bound, f"set {DTENSOR}.enabled or {MEGATRON}.enabled to true")
+    plan, engine = f"{DTENSOR}.custom_parallel_plan", f"{MEGATRON}.transformer_engine"
+    if backend == "dtensor" and view.get(plan) is not None:
+        yield Violation(plan, view[plan], f"{PEFT}.enabled is true, and a plan of one's own does not divide adapters", "write null")
+    if backend == "megatron" and view.get(engine) is True:
+        bound = f"{PEFT}.enabled is true, and Transformer Engine's layers do not give what an adapter reads"
+        yield Violation(engine, True, bound, "write auto or false, for the portable layers")
+
+
+def adapters_have_the_type_of_the_model(view: View) -> Iterator[Violation]:
+    """Adapters compute as the layers that they stand beside."""
+    _require_adapters(view)
+    key = f"{PEFT}.lora_dtype"
+    if view[key] not in (None, view["policy.precision"]):
+        bound = f"adapters compute in policy.precision, {view['policy.precision']}"
+        yield Violation(key, view[key], bound, "write null; the optimizer keeps float32 copies anyway")
+
+
+def only_the_policy_has_adapters(view: View) -> Iterator[Violation]:
+    """Models beside the policy train all their weights, or none."""
+    _require_adapters(view)
+    yield Violation(f"{PEFT}.enabled", True, "only the policy has adapters in this version", "set it to false, or remove the section")
+
+
+ADAPTER_RULES: tuple[Rule, ...] = (adapters_fit_the_model, adapters_fit_the_backend, adapters_have_the_type_of_the_model)

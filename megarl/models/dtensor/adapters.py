@@ -1,0 +1,169 @@
+"""Low-rank adapters beside linear layers of transformers' models, which DTensor and FSDP2 divide as they do the layers.
+
+The factors ``lora_A`` and ``lora_B`` are parameters of the layer itself. Over tensor-parallel ranks the factor that faces the layer's cut
+side is cut with it and the other one is whole (``styles``); ``fully_shard`` then cuts both over the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megarl.models.dtensor.shards import block_of, gather, gather_parts, write_block
+from megarl.models.engine.adapters import AdapterSettings, AdapterSwitch, FirstFactors, drop, factor_name, merged
+
+FACTORS = ("lora_A", "lora_B")
+
+
+class AdaptedLinear(nn.Linear):
+    """A linear layer of transformers with an adapter.
+
+    Attributes:
+        lora_A, lora_B: the factors [r, in] and [out, r].
+        settings, switch: of all adapters.
+    """
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    settings: AdapterSettings
+    switch: AdapterSwitch
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., in] to [..., out]."""
+        return self.adapted(inputs, F.linear(inputs, self.weight, self.bias), self.lora_A, self.lora_B)
+
+    def adapted(
+        self,
+        inputs: torch.Tensor,
+        output: torch.Tensor,
+        down: torch.Tensor,
+        up: torch.Tensor,
+        between: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden,
+    ) -> torch.Tensor:
+        """Return the layer's output with what the adapter adds to it.
+
+        Args:
+            inputs: of the layer.
+            output: without its adapter, as it lies behind the layer.
+            down, up: this rank's parts of A and B.
+            between: brings what comes between the factors to where ``up`` needs it.
+        """
+        if not self.switch.is_on:
+            return output
+        share, first = self.settings.dropout, self.settings.drops_input
+        hidden = between(F.linear(drop(inputs, share, self) if first else inputs, down))
+        added = F.linear(hidden, up) * self.settings.scaling
+        return output + (added if first else drop(added, share, self))
+
+
+class Adapters:
+    """All adapters of a model.
+
+    Args:
+        settings: of the configuration.
+        model: of transformers, whole and on the meta device; its own parameters are not trained any more.
+        seed: of the matrices A.
+
+    Raises:
+        ConfigError: no layer, or what cannot be adapted, is chosen; or the adapter to go on from is another one.
+    """
+
+    def __init__(self, settings: AdapterSettings, model: Any, seed: int) -> None:
+        self.settings, self.switch = settings, AdapterSwitch()
+        output = model.get_output_embeddings()
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not output}
+        matrices = {name.removesuffix(".weight") for name, parameter in model.named_parameters() if parameter.ndim == 2}
+        others = sorted(matrices - set(linears))
+        self.adapted = settings.chosen(linears, others)
+        self._matrices = [*linears, *others]
+        self._first = FirstFactors(settings, self.adapted, seed)
+        model.requires_grad_(False)
+        for name in self.adapted:
+            self._put_beside(linears[name])
+
+    def _put_beside(self, linear: nn.Linear) -> None:
+        for factor, shape in zip(
+            FACTORS, ((self.settings.rank, linear.in_features), (linear.out_features, self.settings.rank)), strict=True
+        ):
+            linear.register_parameter(factor, nn.Parameter(torch.empty(shape, device="meta")))
+        # the class and not a wrapper: the layer keeps its name, and so do its weights
+        linear.__class__ = AdaptedLinear
+        adapted = cast(AdaptedLinear, linear)
+        adapted.settings, adapted.switch = self.settings, self.switch
+
+    def fill(self, divided: Mapping[str, DTensor]) -> None:
+        """Give this rank's pieces of the factors the values that they begin with."""
+        for module in self.adapted:
+            for factor in FACTORS:
+                parameter = divided[f"{module}.{factor}"]
+                width = parameter.shape[1 if factor == "lora_A" else 0]
+                write_block(parameter, self._first.read(module, factor[-1], width))
+
+    def is_factor(self, name: str) -> bool:
+        """Return whether a parameter is a factor of an adapter."""
+        return name.rpartition(".")[2] in FACTORS
+
+    def exported(self, divided: Mapping[str, DTensor], device: torch.device, bucket_bytes: int) -> Mapping[str, torch.Tensor]:
+        """Return this rank's pieces of the weights as refits and exports send them: a layer's with the adapter in it, made when it is
+        asked for. A collective: the factors, which are small, are gathered first."""
+        return _Exported(divided, self.parts(divided, device, bucket_bytes) if self.switch.is_on else {}, self.settings.scaling)
+
+    def parts(self, divided: Mapping[str, DTensor], device: torch.device, bucket_bytes: int) -> dict[str, torch.Tensor]:
+        """Return the factors as this tensor-parallel rank has them, by name. A collective."""
+        factors = {name: parameter for name, parameter in divided.items() if self.is_factor(name)}
+        return dict(gather_parts(factors, torch.float32, device, bucket_bytes))
+
+    def merged(self, name: str, part: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return a tensor-parallel rank's part of a weight with its adapter in it, where it has one.
+
+        Args:
+            name: of the weight.
+            part: of it.
+            factors: of ``parts``.
+        """
+        down, up = _factors_of(name, factors)
+        return part if down is None or up is None else merged(part, up, down, self.settings.scaling)
+
+    def as_peft(self) -> dict[str, Any]:
+        """Return PEFT's config of the adapters."""
+        return self.settings.as_peft(self.adapted, self._matrices)
+
+    def gathered(self, divided: Mapping[str, DTensor], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """PEFT's names and whole factors. A collective over the world."""
+        for module in self.adapted:
+            for factor in FACTORS:
+                yield factor_name(module, factor[-1]), gather(divided[f"{module}.{factor}"], device)
+
+
+class _Exported(Mapping[str, torch.Tensor]):
+    """This rank's pieces by name, some of them with adapters in them."""
+
+    def __init__(self, divided: Mapping[str, DTensor], factors: Mapping[str, torch.Tensor], scaling: float) -> None:
+        self._divided, self._factors, self._scaling = divided, factors, scaling
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        parameter = self._divided[name]
+        piece = parameter.to_local().detach()
+        down, up = _factors_of(name, self._factors)
+        if down is None or up is None:
+            return piece
+        first, last = block_of(parameter).rows
+        # in float32, because what sends it rounds once
+        return merged(piece.to(up.device, torch.float32), up[first:last], down, self._scaling)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._divided)
+
+    def __len__(self) -> int:
+        return len(self._divided)
+
+
+def _factors_of(name: str, factors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    module = name.removesuffix(".weight")
+    down, up = (factors.get(f"{module}.{factor}") for factor in FACTORS)
+    return down, up

@@ -1,0 +1,240 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): what is the same on every backend.
+
+Beside the weight W [out, in] of a linear layer stand A [r, in] and B [out, r]; the layer computes with W + s B A, s = alpha / r or, rank
+stabilised (arXiv 2312.03732), alpha / sqrt(r). W is never written. Layers and factors have PEFT's names, whatever a backend fuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from converters.adapters.megatron_adapter import PEFT_PREFIX
+from converters.adapters.peft_directory import WEIGHTS_FILE, PeftDirectory
+from converters.checkpoint.source import ADAPTER_CONFIG
+from megarl.config.adapters import adapters_of, expanded, is_named
+from megarl.config.policy import PolicyConfig
+from megarl.errors import ConfigError, Violation
+
+KEY = "policy.peft"
+ADAPTER_DIRECTORY = "adapter"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """What ``policy.peft`` says.
+
+    Attributes:
+        rank: of every adapter.
+        alpha: of the configuration.
+        rank_stabilized: ``scaling`` is alpha / sqrt(rank).
+        dropout: share of values that training drops.
+        drops_input: of the adapter's input; else of its output.
+        init: how A begins.
+        targets, excluded: patterns of layers that have an adapter, and of those that have none.
+        start: PEFT directory that training goes on from.
+        base: the model that the adapters stand beside, as the configuration names it.
+    """
+
+    rank: int
+    alpha: float
+    rank_stabilized: bool
+    dropout: float
+    drops_input: bool
+    init: str
+    targets: tuple[str, ...]
+    excluded: tuple[str, ...]
+    start: Path | None
+    base: str
+
+    @classmethod
+    def of(cls, policy: PolicyConfig) -> AdapterSettings | None:
+        """The settings of a filled-in policy section; None where all weights are trained."""
+        section = adapters_of(policy)
+        if section is None:
+            return None
+        start = section["adapter_path"]
+        return cls(
+            rank=section["dim"],
+            alpha=section["alpha"],
+            rank_stabilized=section["use_rslora"],
+            dropout=section["dropout"],
+            drops_input=section["dropout_position"] == "pre",
+            init=section["lora_A_init_method"],
+            targets=expanded(section["target_modules"]),
+            excluded=expanded(section["exclude_modules"]),
+            start=None if start is None else Path(start).expanduser(),
+            base=str(policy["model_name"]),
+        )
+
+    @property
+    def scaling(self) -> float:
+        """Return the factor s on the product B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+    def chosen(self, layers: Collection[str], others: Collection[str]) -> list[str]:
+        """Return the layers that have an adapter.
+
+        Args:
+            layers: names of all that may have one.
+            others: names of the matrices that cannot: experts, routers, embedding, output layer.
+
+        Raises:
+            ConfigError: a pattern names nothing, or what cannot have an adapter; or nothing is left.
+        """
+        targets = self.targets or ("*",)
+        allowed = [name for name in layers if not is_named(name, self.excluded)]
+        found = [name for name in allowed if is_named(name, targets)]
+        faults = []
+        for pattern in self.targets:
+            stranger = next((name for name in others if is_named(name, (pattern,)) and not is_named(name, self.excluded)), None)
+            if stranger is not None:
+                bound, fix = f"{pattern!r} names {stranger}, which can have no adapter in this version", "add it to exclude_modules"
+                faults.append(Violation(f"{KEY}.target_modules", list(self.targets), bound, fix))
+            elif not any(is_named(name, (pattern,)) for name in layers):
+                bound, fix = f"{pattern!r} names no linear layer of the model", f"write a name such as {next(iter(layers), 'q_proj')}"
+                faults.append(Violation(f"{KEY}.target_modules", list(self.targets), bound, fix))
+        if not found and not faults:
+            bound = "no layer has an adapter, so that nothing would be trained"
+            faults.append(Violation(f"{KEY}.exclude_modules", list(self.excluded), bound, "exclude fewer layers"))
+        if faults:
+            raise ConfigError(faults)
+        return found
+
+    def as_peft(self, adapted: Collection[str], matrices: Iterable[str]) -> dict[str, Any]:
+        """Return the ``adapter_config.json`` of adapters beside some of a model's matrices."""
+        rest = [name for name in matrices if name not in adapted]
+        ends = {name.rpartition(".")[2] for name in adapted}
+        ends -= {name.rpartition(".")[2] for name in rest}
+        targets = ends | {name for name in adapted if name.rpartition(".")[2] not in ends}
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "use_rslora": self.rank_stabilized,
+            "lora_dropout": self.dropout,
+            "target_modules": sorted(targets),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "modules_to_save": None,
+            "use_dora": False,
+        }
+
+
+class AdapterSwitch:
+    """Says whether the layers of a model compute with their adapters."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, the model is its base."""
+        before, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+
+class FirstFactors:
+    """The values that adapters begin with, whole; the same on all ranks, in every layout and on every backend.
+
+    Args:
+        settings: of the adapters.
+        modules: names of all layers of the model that have one.
+        seed: of the matrices A that are drawn.
+
+    Raises:
+        ConfigError: the PEFT directory to go on from has another rank, scale or other layers.
+        ConversionError: it is damaged, or no plain LoRA.
+    """
+
+    def __init__(self, settings: AdapterSettings, modules: Collection[str], seed: int) -> None:
+        self._settings, self._seed = settings, seed
+        self._source = None if settings.start is None else PeftDirectory(settings.start)
+        if self._source is not None:
+            self._require_same(self._source, modules)
+
+    def read(self, module: str, letter: str, width: int) -> torch.Tensor:
+        """Return factor ``letter`` of a layer in float32 on the CPU: A [r, width] or B [width, r]."""
+        shape = (self._settings.rank, width) if letter == "A" else (width, self._settings.rank)
+        if self._source is not None:
+            stored = self._source.read(factor_name(module, letter)).float()
+            if tuple(stored.shape) != shape:
+                raise self._refusal(f"{module} has a factor {letter} of shape {list(stored.shape)}, the model asks for {list(shape)}")
+            return stored
+        if letter == "B":
+            return torch.zeros(shape)
+        digest = hashlib.sha256(f"{self._seed}:{module}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        if self._settings.init == "kaiming":
+            return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(width)
+        deviation = math.sqrt(2 / (width + self._settings.rank)) if self._settings.init == "xavier" else 1 / self._settings.rank
+        return torch.randn(shape, generator=generator) * deviation
+
+    def _require_same(self, source: PeftDirectory, modules: Collection[str]) -> None:
+        wanted = {factor_name(module, letter) for module in modules for letter in "AB"}
+        stored = set(source.keys())
+        if stored != wanted:
+            more, fewer = sorted(stored - wanted), sorted(wanted - stored)
+            raise self._refusal(f"it holds other layers: {more[:2]} are only there, {fewer[:2]} only in {KEY} ({len(more)}, {len(fewer)})")
+        for module in modules:
+            if source.config.rank_of(module) != self._settings.rank:
+                raise self._refusal(f"{module} has rank {source.config.rank_of(module)} there, and {KEY}.dim is {self._settings.rank}")
+            if not math.isclose(source.config.scaling_of(module), self._settings.scaling):
+                raise self._refusal(f"{module} has scale {source.config.scaling_of(module):g} there, and here {self._settings.scaling:g}")
+
+    def _refusal(self, bound: str) -> ConfigError:
+        fix = "let dim, alpha, use_rslora and target_modules say what its adapter_config.json does"
+        return ConfigError([Violation(f"{KEY}.adapter_path", str(self._settings.start), bound, fix)])
+
+
+def factor_name(module: str, letter: str) -> str:
+    """Return what PEFT calls a factor in its files."""
+    return f"{PEFT_PREFIX}{module}.lora_{letter}.weight"
+
+
+def drop(values: torch.Tensor, share: float, module: nn.Module) -> torch.Tensor:
+    """Return values with a share of them dropped while the module trains."""
+    return nn.functional.dropout(values, share) if share and module.training else values
+
+
+@torch.no_grad()
+def merged(weight: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return W + s B A of a shard, added up in float32 and rounded once to the dtype of W, which is left as it is.
+
+    Args:
+        weight: [m, n].
+        up: [m, R], the rows of B.
+        down: [R, n], the columns of A.
+        scaling: s.
+    """
+    return torch.addmm(weight.float(), up.float(), down.float(), alpha=scaling).to(weight.dtype)
+
+
+def write_peft(directory: Path, peft: Mapping[str, Any], factors: Mapping[str, torch.Tensor]) -> None:
+    """Write a directory that ``peft.PeftModel.from_pretrained`` reads.
+
+    Args:
+        directory: made here.
+        peft: of ``AdapterSettings.as_peft``.
+        factors: by PEFT's names, on the CPU.
+    """
+    directory.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in factors.items()}, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(peft, indent=2) + "\n", encoding="utf-8")
