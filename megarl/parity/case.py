@@ -125,6 +125,7 @@ class Case:
         overlap: reductions overlap with the backward pass (Megatron).
         bucket: parameters a reduction, with overlap (Megatron); 0 for Megatron's choice.
         offload: parameters in host memory between uses (torch backends).
+        lora: rank of adapters that are trained instead of the weights; 0 for none.
         paths: ``fast``, or ``plain`` without what ``megarl.parity.paths`` lists.
         chunk: positions whose logits are there at a time; 0 for all of a micro-batch.
     """
@@ -197,6 +198,7 @@ class Case:
     overlap: bool = False
     bucket: int = 0
     offload: bool = False
+    lora: int = 0
     paths: str = "fast"
     chunk: int = 0
 
@@ -348,11 +350,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
 SPARSE_FIELDS = ("experts", "topk", "expert", "dispatcher", "balance", "zloss", "freeze", "router", "ep", "etp")
 """Fields of a mixture of experts."""
 _MEGATRON_ONLY = ("pp", "first", "last", "vpp", "layout", "ep", "etp", "decay", "wide", "distopt", "overlap", "bucket")
-_OF_LANGUAGE = ("temperature", "keep", "nucleus", "reference", "chunk")
+_OF_LANGUAGE = ("temperature", "keep", "nucleus", "reference", "chunk", "lora")
 _FOREIGN: dict[str, tuple[str, ...]] = {
     "megatron": ("offload", "plan"),
     "dtensor": _MEGATRON_ONLY,
-    "fsdp1": (*_MEGATRON_ONLY, "tp", "sp", "cp", "comm", "plan"),
+    "fsdp1": (*_MEGATRON_ONLY, "tp", "sp", "cp", "comm", "plan", "lora"),
     **dict.fromkeys((*DENSE, *OF_MEGATRON), SPARSE_FIELDS),
     **dict.fromkeys(GROUPED, ("router",)),
     "gpt_oss": ("expert",),

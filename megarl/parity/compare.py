@@ -88,9 +88,10 @@ def compare(
     for number, (what, complete) in enumerate(((LOGPROBS, logprobs), (LOGPROBS_AFTER, expected.logprobs)) if skips else ()):
         parts = [share.under_mask[number] for share in by_data_rank]
         found += _restored(what, dealt, parts, complete[rows].masked_fill(masked, 0.0), bounds, note=" under the mask")
+    base = wanted if expected.base_logprobs is None else expected.base_logprobs[rows]
     for number, when in enumerate(("before", "after")) if case.reference else ():
         again = [share.reference_logprobs[number] for share in by_data_rank]
-        found += _restored(f"reference log-probabilities {when} training", dealt, again, wanted, bounds)
+        found += _restored(f"reference log-probabilities {when} training", dealt, again, base, bounds)
     for number, what in enumerate((LIKELIEST, LIKELIEST_AFTER)) if case.likeliest else ():
         tops = [share.likeliest[number] for share in by_data_rank]
         found += _likeliest(case, what, dealt, tops, batch, expected.distributions[number][rows], bounds)

@@ -141,6 +141,7 @@ def _table(case: Case) -> dict[str, bool]:
         "evaluation": case.evaluate,
         "two global batches a call": case.together,
         "offload": case.offload,
+        "adapters": case.lora > 0,
     }
 
 

@@ -43,7 +43,7 @@ PACKERS = (
 ATTEMPTS = 2000
 PATIENCE = 100
 """Attempts at a case of one backend and kind of model; many layouts are refused for a mixture, and it should not be the rarer for that."""
-SPARSE_SHARE, HALF_SHARE = 0.45, 0.3
+SPARSE_SHARE, HALF_SHARE, ADAPTED_SHARE = 0.45, 0.3, 0.25
 # small worlds are faster and find most; large ones are needed for products of three kinds of parallelism
 WORLDS = (1, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 6, 8, 8)
 HALF_RATES = {"adam": 0.02, "sgd": 0.2}
@@ -105,6 +105,7 @@ class Drawer:
         fields |= draw_loss(random.Random(f"{fields['seed']}/loss"), self._fixed.get("loss"), self._fixed.get("advantages"))
         for drawn in (_model, _stages, _training, _optimizer, _batch, _paths):
             fields |= drawn(generator, fields) | fixed
+        fields |= _adapters(random.Random(f"{fields['seed']}/lora"), fields) | fixed
         unused = fields_without_use(fields["loss"].split("+")[0])
         return Case(**{name: value for name, value in fields.items() if name in fixed or name not in unused})
 
@@ -274,6 +275,17 @@ def _batch(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
     if batching == "packed":
         chosen["packer"] = generator.choice(PACKERS)
     return chosen
+
+
+def _adapters(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Adapters where the rules let them be, by a generator of its own and after all else, so that no case is drawn again for their sake.
+
+    A written layout may have a stage without a layer, of which nothing would be trained. With Adam's small epsilon, a gradient that cancels
+    to rounding errors (of a key that is the only one seen) moves a number of a factor, and that a whole row of the weight.
+    """
+    possible = fields["backend"] != "fsdp1" and not fields.get("layout") and fields.get("eps") != RECIPE_EPSILON
+    drawn = generator.random() < ADAPTED_SHARE
+    return {"lora": generator.randint(1, 4) if drawn and possible and fields.get("plan", "built-in") == "built-in" else 0}
 
 
 def _paths(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:

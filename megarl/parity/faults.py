@@ -118,6 +118,7 @@ def _function(module: ModuleType, name: str) -> FunctionType:
 
 
 _LOSSES, _VALUES, _ENGINE = "megarl.algorithms.loss_functions", "megarl.algorithms.value_losses", "megarl.models.engine"
+_ADAPTED = ("megatron", "dtensor")
 _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "logprobs": {
         "vocabulary-shards-not-combined": (
@@ -139,6 +140,18 @@ _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "batching=packed room=30 micro=8 length=8 paths=plain",
         ),
         "reference-is-the-policy": (f"{_ENGINE}.offload_state", "_write(backend, self._weights)", "pass", "reference=1 length=9"),
+        "reference-with-adapters": (
+            f"{_ENGINE}.offload_state",
+            "with backend.without_adapters() or contextlib.nullcontext():",
+            "with contextlib.nullcontext():",
+            *(f"backend={backend} reference=1 length=9 lora=2" for backend in _ADAPTED),
+        ),
+        "adapters-without-their-scale": (
+            "megarl.models.megatron.adapters",
+            "F.linear(inputs, self.down()) * scaling",
+            "F.linear(inputs, self.down())",
+            "backend=megatron length=6 lora=2",
+        ),
     },
     "loss": {
         "loss-not-summed-over-data": (
@@ -202,6 +215,12 @@ _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "schedule-stands-still": (f"{_ENGINE}.step", "            backend.lr_step()", "            pass", "mbs=2 length=6 warmup=1"),
     },
     "grad_norm": {
+        "gradient-of-a-whole-factor-counted-twice": (
+            "megarl.models.megatron.adapters",
+            "is_parallel=is_cut",
+            "is_parallel=True",
+            "backend=megatron tp=2 kv=2 ffn=6 mbs=2 length=6 optimizer=sgd lora=2",
+        ),
         "gradient-averaged-over-data": (
             f"{_ENGINE}.heads",
             "HeadOutput(loss=loss, metrics=kept",
@@ -239,6 +258,12 @@ _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "pass",
             "backend=megatron dp=2 mbs=2 length=9 optimizer=sgd",
         ),
+        "gradients-of-a-whole-factor-not-summed": (
+            "megarl.models.megatron.adapters",
+            "self.sequence_parallel and not is_cut",
+            "False",
+            "backend=megatron tp=2 kv=2 ffn=6 sp=1 mbs=2 length=6 optimizer=sgd lora=2",
+        ),
         "clipping-forgotten": (
             "megarl.models.megatron.settings",
             'chosen["clip_grad"] or NO_CLIPPING',
@@ -251,6 +276,12 @@ _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "pass",
             "backend=dtensor mbs=2 length=6 clip=0.05 optimizer=sgd",
             "backend=fsdp1 mbs=2 length=6 clip=0.05 optimizer=sgd",
+        ),
+        "adapters-merged-twice": (
+            f"{_ENGINE}.adapters",
+            "alpha=scaling).to",
+            "alpha=2 * scaling).to",
+            *(f"backend={backend} length=6 lora=2" for backend in _ADAPTED),
         ),
         "export-cut-elsewhere": (
             "megarl.models.megatron.weight_stream",

@@ -11,9 +11,13 @@ from transformers.utils import logging as transformers_logging
 
 from megarl.models.engine.precision import dtype_of
 from megarl.parity.case import CLASS_IN_TRANSFORMERS, GROUPED, LATENT, SPARSE, Case
+from megarl.parity.settings import ADAPTER_SCALE, adapter_directory
 
 transformers_logging.disable_progress_bar()
 
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+ADAPTED = (*_LATENT, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Ends of the names of linear layers that have adapters; experts have none."""
 OUTPUT, INPUT, INNER = 1.5, 4.0, 0.5
 _SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
@@ -152,7 +156,32 @@ class ModelShelf:
             model = _random_model(case).to(dtype_of(case.precision, "case.precision"))
             model.save_pretrained(directory)
             _save_config(case, model.config, directory)
+        if case.lora and not adapter_directory(directory, case.lora).exists():
+            _save_adapter(case, directory)
         return directory
+
+
+def _save_adapter(case: Case, directory: Path) -> None:
+    """Save random factors of the size at which their product is a part of each weight that shows."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    adapter, generator = adapter_directory(directory, case.lora), torch.Generator().manual_seed(case.seed + 1)
+    factors: dict[str, torch.Tensor] = {}
+    with safe_open(directory / "model.safetensors", "pt") as stored:
+        for name in sorted(stored.keys()):
+            module = name.removesuffix(".weight")
+            if module.rpartition(".")[2] not in ADAPTED or ".experts." in name or name == module:
+                continue
+            rows, columns = stored.get_slice(name).get_shape()
+            for letter, shape in (("A", (case.lora, columns)), ("B", (rows, case.lora))):
+                values = INNER * torch.randn(shape, generator=generator) * shape[1] ** -0.5
+                factors[f"base_model.model.{module}.lora_{letter}.weight"] = values
+    adapter.mkdir()
+    save_file(factors, adapter / "adapter_model.safetensors")
+    targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in factors})
+    config = {"peft_type": "LORA", "r": case.lora, "lora_alpha": ADAPTER_SCALE * case.lora, "target_modules": targets}
+    (adapter / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def _save_config(case: Case, config: Any, directory: Path) -> None:

@@ -71,7 +71,7 @@ def bounds_of(case: Case, model: Path, batch: Batch, logprobs: Tensor, expected:
         expected: what training it in float32 reports.
         members: runs with random errors; the first of them are the same whatever their number.
     """
-    plain = load_model(model, dtype_of(case.precision, "case.precision"))
+    plain = load_model(model, dtype_of(case.precision, "case.precision"), case.lora)
     runs = [_member(case, copy.deepcopy(plain), batch, number) for number in range(members)]
     noise: dict[str, float] = {}
     for found, member in runs:

@@ -65,6 +65,9 @@ def _own_violations(case: Case) -> list[Violation]:
     if case.family in HEAD_NORMS and case.head < LEAST_NORMED_HEAD:
         bound = f"{case.family} normalises heads, which are too narrow for that to be well-conditioned"
         found.append(Violation("case.head", case.head, bound, f"write {LEAST_NORMED_HEAD} or more"))
+    if case.lora and case.layout:
+        bound = "a written layout may have a stage without a layer, which would have nothing to train beside its weights"
+        found.append(Violation("case.lora", case.lora, bound, "write 0, or leave the layout out"))
     if case.family not in DENSE:
         found += _faults_of_family(case)
     # with one expert a token, both families give it the weight 1, which Megatron-Core cannot

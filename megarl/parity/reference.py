@@ -22,15 +22,42 @@ from megarl.parity.errors import BOUND, ROUNDING
 from megarl.parity.losses import rows_together
 from megarl.parity.reference_losses import reference_loss
 from megarl.parity.routers import Routers
-from megarl.parity.settings import BETAS, MOMENTUM, Hyperparameters, hyperparameters
+from megarl.parity.settings import ADAPTER_SCALE, BETAS, MOMENTUM, Hyperparameters, adapter_directory, hyperparameters
 
 SMALL_CHANGE = 1e-3
 _STACKED_BIAS = "_proj_bias"
 """What names of GPT-OSS's biases of all experts end in; they are vectors, stacked."""
 
 
-def load_model(directory: Path | str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """The transformers model of a directory, in evaluation mode."""
+class _Adapted(torch.nn.Linear):
+    """A linear layer with an adapter, whose factors alone are trained."""
+
+    lora_A: torch.nn.Parameter
+    lora_B: torch.nn.Parameter
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        return super().forward(inputs) + ADAPTER_SCALE * ((inputs @ self.lora_A.T) @ self.lora_B.T)
+
+
+def _put_adapters(model: torch.nn.Module, directory: Path) -> None:
+    """Put the stored factors beside the layers that they are of."""
+    from safetensors.torch import load_file
+
+    stored = load_file(directory / "adapter_model.safetensors")
+    model.requires_grad_(False)
+    for name, module in model.named_modules():
+        factors = [stored.pop(f"base_model.model.{name}.lora_{letter}.weight", None) for letter in "AB"]
+        if factors[0] is not None and factors[1] is not None:
+            module.__class__ = _Adapted
+            for letter, values in zip("AB", factors, strict=True):
+                assert isinstance(values, Tensor)
+                module.register_parameter(f"lora_{letter}", torch.nn.Parameter(values.to(next(model.parameters()).dtype)))
+    assert not stored, f"factors of no layer: {sorted(stored)[:3]}"
+
+
+def load_model(directory: Path | str, dtype: torch.dtype = torch.float32, lora: int = 0) -> torch.nn.Module:
+    """The transformers model of a directory, in evaluation mode, with its adapters of rank ``lora`` unless that is 0."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     content = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
@@ -39,15 +66,24 @@ def load_model(directory: Path | str, dtype: torch.dtype = torch.float32) -> tor
     [name] = config.architectures
     auto = AutoModelForSequenceClassification if name.endswith("ForSequenceClassification") else AutoModelForCausalLM
     # the grouped matrix product that transformers prefers for experts wants rows of a multiple of 16 bytes
-    return auto.from_pretrained(directory, config=config, dtype=dtype, experts_implementation="eager").eval()
+    model: torch.nn.Module = auto.from_pretrained(directory, config=config, dtype=dtype, experts_implementation="eager").eval()
+    if lora:
+        _put_adapters(model, adapter_directory(Path(directory), lora))
+    return model
 
 
 def saved_weights(model: Any) -> dict[str, Tensor]:
-    """The weights as transformers stores them: their names on disk are not always those in memory, and a tied weight is there once."""
+    """The weights as transformers stores them: their names on disk are not always those in memory, and a tied weight is there once.
+    Adapters are added to theirs."""
     from safetensors.torch import load_file
 
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    for name, module in model.named_modules():
+        if isinstance(module, _Adapted):
+            added = ADAPTER_SCALE * (module.lora_B.float() @ module.lora_A.float())
+            state[f"{name}.weight"] = (module.weight.float() + added).to(module.weight.dtype).detach()
     with tempfile.TemporaryDirectory() as directory:
-        model.save_pretrained(directory)
+        model.save_pretrained(directory, state_dict=state)
         return {name: tensor for file in Path(directory).glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
@@ -120,6 +156,7 @@ class Expected:
             may be much smaller, when they cancel.
         weights: afterwards, by Hugging Face name.
         logprobs: [B, S] afterwards.
+        base_logprobs: [B, S] of the reference policy; None where that is the model before training.
         distributions: [B, S-1, V] logarithms of what the next tokens are drawn from, before and after training, where the case asks for
             the most likely ones.
     """
@@ -131,6 +168,7 @@ class Expected:
     scales: list[dict[str, float]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     logprobs: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    base_logprobs: Tensor | None = None
     distributions: list[Tensor] = field(default_factory=list)
 
 

@@ -132,11 +132,14 @@ class CaseRunner:
         if self._prepared is None or self._prepared[0] != case:
             model = self._shelf.complete(case)
             config = accepted_config(case, model)
-            reference = load_model(model)
+            reference = load_model(model, lora=case.lora)
             tokens = token_batch(case)
             logprobs = token_logprobs(reference, tokens, case.sampling)
             batch = with_signals(case, tokens, logprobs)
             expected = trained(case, reference, batch)
+            # beside adapters the reference policy is the model without them
+            if case.lora:
+                expected.base_logprobs = token_logprobs(load_model(model), tokens, case.sampling)
             bounds = bounds_of(case, model, batch, logprobs, expected) if case.has_measured_bounds else Bounds()
             return self._keep(case, _Prepared(model, config, batch, logprobs, expected, bounds))
         return self._prepared[1]

@@ -60,6 +60,8 @@ def _without_head_norms(plan: Mapping[str, Any]) -> dict[str, Any]:
     return {name: style for name, style in plan.items() if name not in _HEAD_NORMS}
 
 
+ADAPTER_SCALE = 1.5
+"""Factor on the product of an adapter's matrices."""
 WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
 MOMENTUM = 0.9
@@ -125,6 +127,11 @@ def _warmup_calls(case: Case) -> int:
     return 0 if not case.warmup else 2 if case.schedule == "constant" else 1
 
 
+def adapter_directory(model: Path, rank: int) -> Path:
+    """Return where the adapter of a case lies, in PEFT's form: random factors beside all linear layers."""
+    return model / f"adapter-{rank}"
+
+
 def policy_config(case: Case, model: Path) -> Config:
     """The case as a user would write it; what is left to defaults is left out."""
     config: Config = {
@@ -142,6 +149,9 @@ def policy_config(case: Case, model: Path) -> Config:
     }
     if case.scores:
         config["reward_model_cfg"] = {"enabled": True}
+    if case.lora:
+        alpha = ADAPTER_SCALE * case.lora
+        config["peft"] = {"enabled": True, "dim": case.lora, "alpha": alpha, "adapter_path": str(adapter_directory(model, case.lora))}
     if case.temperature != 1.0 or case.filters:
         sampling = case.sampling
         drawing = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}

@@ -20,6 +20,7 @@ _ORDER = [
         "paths",
         "chunk",
         "offload",
+        "lora",
         "overlap",
         "bucket",
         "distopt",
