@@ -2,6 +2,7 @@
 
 ``--task calculator`` teaches a model to call a tool. ``--backend dtensor`` and ``--backend fsdp1`` run the same job on the torch
 backends; ``--generation vllm`` and ``--generation vllm-apart`` let vLLM answer, on the policy's places or on one of its own.
+``--adapter lora`` reinforces low-rank adapters instead of all weights.
 
 Makes problems and a tiny model, runs the two configurations under ``configs/quickstart`` as ``megarl train`` would, draws the reward
 curve, and lets plain transformers check the exported model.
@@ -37,6 +38,7 @@ GENERATION: dict[str, list[str]] = {
     "vllm": ["vllm.yaml"],
     "vllm-apart": ["vllm-apart.yaml"],
 }
+ADAPTERS: dict[str, list[str]] = {"none": [], "lora": ["lora.yaml"]}
 TASKS = {"arithmetic": "", "calculator": "calculator-"}
 """What is learned, and what the names of its two recipes begin with."""
 TRAIN_PROBLEMS, VALIDATION_PROBLEMS = 16_000, 256
@@ -73,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--task", choices=TASKS, default="arithmetic", help="what is learned; with calculator, to call a tool")
     parser.add_argument("--backend", choices=BACKENDS, default="megatron", help="what the policy runs on (default: megatron)")
     parser.add_argument("--generation", choices=GENERATION, default="policy", help="what answers the problems (default: policy)")
+    parser.add_argument("--adapter", choices=ADAPTERS, default="none", help="what reinforcement trains (default: all weights)")
     parser.add_argument("--steps", type=int, nargs=2, metavar=("SFT", "GRPO"), help="steps of the two parts (default: 250 60)")
     parser.add_argument("overrides", nargs="*", help="changes of the reinforcement part, for example grpo.max_num_steps=20")
     chosen = parser.parse_args(arguments)
@@ -104,8 +107,8 @@ def _run_all(chosen: argparse.Namespace, console: Console, stack: ExitStack) -> 
 
 def _directory(chosen: argparse.Namespace, seed: int) -> Path:
     """Return where this run goes: an unfinished one is continued, a finished one is left alone."""
-    parts = [chosen.task, chosen.backend, chosen.generation, f"seed-{seed}"]
-    name, number = "-".join(part for part in parts if part not in {"arithmetic", "megatron", "policy"}), 1
+    parts = [chosen.task, chosen.backend, chosen.generation, chosen.adapter, f"seed-{seed}"]
+    name, number = "-".join(part for part in parts if part not in {"arithmetic", "megatron", "policy", "none"}), 1
     while True:
         directory = chosen.out / (name if number == 1 else f"{name}.{number}")
         if not (directory / SUMMARY).exists():
@@ -115,18 +118,20 @@ def _directory(chosen: argparse.Namespace, seed: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """Differences of a run from the two recipes: names of ``TASKS``, ``BACKENDS`` and ``GENERATION``, and overrides of each part."""
+    """Differences of a run from the two recipes: names of ``TASKS``, ``BACKENDS``, ``GENERATION`` and ``ADAPTERS``, and overrides of each
+    part."""
 
     task: str
     backend: str
     generation: str
+    adapter: str
     sft: list[str]
     grpo: list[str]
 
 
 def _changes(chosen: argparse.Namespace) -> _Changes:
     sft, grpo = ([], []) if chosen.steps is None else ([f"sft.max_num_steps={chosen.steps[0]}"], [f"grpo.max_num_steps={chosen.steps[1]}"])
-    return _Changes(chosen.task, chosen.backend, chosen.generation, sft, [*grpo, *chosen.overrides])
+    return _Changes(chosen.task, chosen.backend, chosen.generation, chosen.adapter, sft, [*grpo, *chosen.overrides])
 
 
 def run_once(seed: int, directory: Path, changes: _Changes, console: Console) -> Summary:
@@ -156,7 +161,8 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
     grpo = directory / "grpo"
     sources = [f"data.train.path={train}", f"data.validation.path={validation}"]
     overrides = [*common, f"run_dir={grpo}", f"policy.model_name={_export(sft)}", *sources, *changes.grpo]
-    _train(load_config(recipes[1], overrides, [*layers, *(CONFIGS / layer for layer in GENERATION[changes.generation])]))
+    layers += [CONFIGS / layer for layer in (*GENERATION[changes.generation], *ADAPTERS[changes.adapter])]
+    _train(load_config(recipes[1], overrides, layers))
 
     console.rule(f"seed {seed}: plot, and a check of the export by plain transformers")
     plots = plot_run(grpo)

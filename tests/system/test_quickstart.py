@@ -1,4 +1,4 @@
-"""The quickstart's task with a tool, from a fresh model to its summary."""
+"""The quickstart's task with a tool, and its first one by adapters, from a fresh model to the summary."""
 
 from __future__ import annotations
 
@@ -23,3 +23,15 @@ def test_a_tiny_model_learns_to_call_the_calculator(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (directory / "grpo" / "metrics.jsonl").read_text().splitlines()]
     last = [row for row in rows if "train/turns" in row][-1]
     assert last["train/turns"] > 1.9 and last["train/tool_calls"] > 240 and last["train/mismatch_max"] < 1e-4
+
+
+@slow
+def test_a_tiny_model_learns_by_adapters(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megarl.quickstart", "--adapter", "lora", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST_WAIT_S, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    directory = tmp_path / "lora-seed-1"
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["accuracy_before"] < 0.5 < 0.75 < summary["accuracy_after"]
+    assert abs(summary["accuracy_transformers"] - summary["accuracy_after"]) <= 1 / 256
+    assert (Path(summary["model"]) / "adapter" / "adapter_model.safetensors").is_file()

@@ -30,6 +30,7 @@ LAYERS = [
     *[(CONFIGS / "base" / f"{backend}.yaml", CONFIGS / "grpo-qwen2.5-1.5b-megatron.yaml") for backend in ("dtensor", "fsdp1")],
     *[(CONFIGS / "quickstart" / f"{backend}.yaml", recipe) for backend in ("dtensor", "fsdp1") for recipe in QUICKSTART],
 ]
+ADAPTERS = CONFIGS / "quickstart" / "lora.yaml"
 # algorithms of the GRPO family, laid over a GRPO recipe
 FAMILY = sorted(
     CONFIGS / "base" / f"{name}.yaml"
@@ -188,9 +189,17 @@ def test_a_dry_run_of_every_engine_passes(
     assert f"{ranks} ranks: pipeline" in out
 
 
+def test_a_dry_run_of_adapters_passes(model_of_quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On either backend that has them; the reference policy then takes no memory."""
+    recipe = CONFIGS / "quickstart" / "grpo.yaml"
+    for layers in ([], ["--with", str(CONFIGS / "quickstart" / "dtensor.yaml")]):
+        out = dry_run(capsys, recipe, *layers, "--with", str(ADAPTERS), *models(recipe, model_of_quickstart))
+        assert yaml.safe_load(_configuration(out))["policy"]["peft"]["dim"] == 16
+
+
 def test_no_configuration_is_left_out() -> None:
     reached: set[Path] = set()
-    pending = [*RECIPES, *QUICKSTART, *FAMILY, *[layer for layer, _ in LAYERS], *[layer for layer, _, _ in ENGINES]]
+    pending = [*RECIPES, *QUICKSTART, *FAMILY, *[layer for layer, _ in LAYERS], *[layer for layer, _, _ in ENGINES], ADAPTERS]
     while pending:
         path = pending.pop().resolve()
         if path not in reached:
