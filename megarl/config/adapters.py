@@ -21,8 +21,8 @@ CUT_KINDS = frozenset({Kind.COLUMN, Kind.ROW, Kind.QKV, Kind.GATED})
 
 
 def adapters_of(policy: PolicyConfig) -> PeftConfig | None:
-    """The section ``peft`` of a filled-in policy section, where it is enabled."""
-    section = policy["peft"]
+    """The section ``peft`` of a policy section, where it is enabled. A section that nobody has filled in need not have it."""
+    section = policy.get("peft")
     return section if section and section["enabled"] else None
 
 

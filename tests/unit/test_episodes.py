@@ -209,8 +209,10 @@ class Odd(MessageEnv):
         if how == "lost":
             raise EnvironmentLostError("killed")
         if how == "hangs":
-            self.released.wait(60)
-            self.came_back.append(how)
+            # those of the test that it hangs in: it comes back in the middle of another one
+            released, came_back = self.released, self.came_back
+            released.wait(60)
+            came_back.append(how)
         if how == "long":
             return Step("a " * 5_000_000)
         return {"silent": Step(""), "fine": Step("go on", reward=0.25), "wrong": 7, "none": None}[how]
@@ -222,8 +224,7 @@ class Odd(MessageEnv):
 @pytest.fixture
 def hanging() -> Iterator[list[str]]:
     """Calls hang while a test runs; those that have come back."""
-    Odd.released.clear()
-    Odd.came_back.clear()
+    Odd.released, Odd.came_back = threading.Event(), []
     yield Odd.came_back
     Odd.released.set()
 
