@@ -49,7 +49,7 @@ from converters.model_config.architecture import Architecture
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What either conversion will do.
+    """Plan of a conversion, in either direction.
 
     Attributes:
         model: the source.

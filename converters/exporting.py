@@ -142,7 +142,7 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class ExportPlan(Plan):
-    """What an export will do.
+    """Plan of an export.
 
     Attributes:
         checkpoint: the source.

@@ -54,7 +54,7 @@ _FILES, _SMALLEST_FILE, _LARGEST_FILE = 32, 16 * 2**20, 512 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class ImportPlan(Plan):
-    """What an import will do.
+    """Plan of an import.
 
     Attributes:
         rules: parameters to write, in order.

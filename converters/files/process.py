@@ -1,4 +1,4 @@
-"""What the kernel says of a process."""
+"""Status of a process, from `/proc`."""
 
 from __future__ import annotations
 

@@ -410,7 +410,7 @@ class PeftConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                "directory of a PEFT adapter that training goes on from, of the same modules, rank and scale; null begins anew.",
+                "directory of a PEFT adapter that training goes on from, of the same modules, rank and scale; null starts new adapters.",
                 default=None,
             ),
         ]

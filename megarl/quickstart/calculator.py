@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from megarl.quickstart.material import Split, make_config, new_tokenizer, split_of, write_lines
+from megarl.quickstart.material import ITEMS, NAMES, Split, make_config, new_tokenizer, split_of, write_lines
 
-_NAMES = ("Tom", "Sara", "Ben", "Mia", "Leo", "Anna")
-_ITEMS = ("apples", "books", "coins", "pens", "eggs", "cards")
 _CALL = re.compile(r'"expression": "(\d+)\*(\d+)"')
 _LONGEST = 40
 _MARKS = ("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<result>", "</result>")
@@ -47,7 +45,7 @@ def _problems(seed: int, split: Split) -> Iterator[tuple[str, str, str, str]]:
     draw = random.Random(f"products {seed}")
     while True:
         # products of four digits: a pupil who has copied few shorter ones stumbles over them
-        left, right, name, item = draw.randint(32, 99), draw.randint(32, 99), draw.choice(_NAMES), draw.choice(_ITEMS)
+        left, right, name, item = draw.randint(32, 99), draw.randint(32, 99), draw.choice(NAMES), draw.choice(ITEMS)
         prompt = draw.choice([f"{name} writes {left}*{right}=", f"{name} has {left} boxes of {right} {item}. How many {item}? Answer:"])
         if split_of(prompt) == split:
             yield prompt, f"{left}*{right}", str(left * right), str(left * right + draw.choice((-1, 1)) * draw.randint(1, 99))

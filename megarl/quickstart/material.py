@@ -41,8 +41,8 @@ from megarl.errors import DataError, MegarlError, ModelError
 
 Split = Literal["train", "validation"]
 
-_NAMES = ("Tom", "Sara", "Ben", "Mia", "Leo", "Anna")
-_ITEMS = ("apples", "books", "coins", "pens", "eggs", "cards")
+NAMES = ("Tom", "Sara", "Ben", "Mia", "Leo", "Anna")
+ITEMS = ("apples", "books", "coins", "pens", "eggs", "cards")
 _VALIDATION_SHARE = 5  # one prompt in this many belongs to validation
 
 
@@ -86,28 +86,28 @@ def _smallest_digit(draw: random.Random) -> _Exercise:
 
 
 def _written_sum(draw: random.Random) -> _Exercise:
-    name, left, right = draw.choice(_NAMES), draw.randint(2, 9), draw.randint(1, 3)
+    name, left, right = draw.choice(NAMES), draw.randint(2, 9), draw.randint(1, 3)
     return _Exercise(f"{name} writes {left}+{right}=", str(left + right), str(left))
 
 
 def _written_difference(draw: random.Random) -> _Exercise:
-    name, left, right = draw.choice(_NAMES), draw.randint(3, 9), draw.randint(1, 3)
+    name, left, right = draw.choice(NAMES), draw.randint(3, 9), draw.randint(1, 3)
     return _Exercise(f"{name} writes {left}-{right}=", str(left - right), str(left))
 
 
 def _gain(draw: random.Random) -> _Exercise:
-    name, item, start, more = draw.choice(_NAMES), draw.choice(_ITEMS), draw.randint(2, 9), draw.randint(1, 3)
+    name, item, start, more = draw.choice(NAMES), draw.choice(ITEMS), draw.randint(2, 9), draw.randint(1, 3)
     return _Exercise(f"{name} has {start} {item} and buys {more} more. How many {item}? Answer:", str(start + more), str(start))
 
 
 def _loss(draw: random.Random) -> _Exercise:
-    name, item, start, lost = draw.choice(_NAMES), draw.choice(_ITEMS), draw.randint(3, 9), draw.randint(1, 3)
+    name, item, start, lost = draw.choice(NAMES), draw.choice(ITEMS), draw.randint(3, 9), draw.randint(1, 3)
     return _Exercise(f"{name} has {start} {item} and loses {lost}. How many {item} are left? Answer:", str(start - lost), str(start))
 
 
 def _share_exercise(draw: random.Random, who: str, choose: Callable[[list[int]], int]) -> _Exercise:
     """A comparison of two people; the careless pupil takes the first number."""
-    (first, second), item, shares = draw.sample(_NAMES, 2), draw.choice(_ITEMS), draw.sample(range(2, 10), 2)
+    (first, second), item, shares = draw.sample(NAMES, 2), draw.choice(ITEMS), draw.sample(range(2, 10), 2)
     prompt = f"{first} has {shares[0]} {item}, {second} has {shares[1]}. How many has the {who}? Answer:"
     return _Exercise(prompt, str(choose(shares)), str(shares[0]))
 

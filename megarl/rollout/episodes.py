@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Number
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -26,6 +25,7 @@ from megarl.models.generation.stream import Completion, Request, RequestStream
 from megarl.observe.timing import GENERATION
 from megarl.rollout.environment import Environment, EnvironmentReturn, StopReason, Turn
 from megarl.rollout.environments import environment_of
+from megarl.rollout.samples import seed_of_turn
 from megarl.rollout.texts import decode_rows, decode_with_special_tokens, response_texts
 from megarl.rollout.trajectory import Segment
 from megarl.rollout.turn_threads import Call, Ended, TurnThreads
@@ -91,7 +91,6 @@ class Episode:
         reason: why it ended; None while it goes on.
         last: the environment's answer to its last turn, and the row of it.
         response: text of the last response.
-        observations: what the environment said after each turn but the last.
     """
 
     record: Example
@@ -105,7 +104,6 @@ class Episode:
     reason: StopReason | None = None
     last: tuple[EnvironmentReturn, int] | None = None
     response: str = ""
-    observations: list[Sequence[Mapping[str, Any]]] = field(default_factory=list)
 
 
 class Engines(Protocol):
@@ -387,7 +385,6 @@ class EpisodeRunner:
             episode.reason = StopReason.TOKENS
             return
         episode.segment.observed(np.asarray(tokens, np.int64))
-        episode.observations.append(messages)
 
     def _request(self, episode: Episode) -> Request:
         # of one turn the engines know the length that the model allows; where they are told, they get one more column
@@ -396,12 +393,6 @@ class EpisodeRunner:
         most = None if left is None else max(left, 0)
         seed = episode.seed if episode.seed is None or not episode.turns else seed_of_turn(episode.seed, episode.turns)
         return Request(episode.segment.tokens, seed, most)
-
-
-def seed_of_turn(seed: int, turn: int) -> int:
-    """The seed of a later response of an episode, in [0, 2**63); that of the first one is the episode's own."""
-    digest = hashlib.blake2b(f"{seed}:{turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def messages_of(observation: Any) -> Sequence[Mapping[str, Any]]:

@@ -48,6 +48,11 @@ def validation_seeds(name: str, num_prompts: int, num_generations: int) -> list[
     return [_seed_of(f"validation:{name}:{prompt}:{sample}") for prompt in range(num_prompts) for sample in range(num_generations)]
 
 
+def seed_of_turn(seed: int, turn: int) -> int:
+    """The seed of a later response of a conversation, in [0, 2**63); that of the first one is ``sampling_seed``."""
+    return _seed_of(f"{seed}:{turn}")
+
+
 def _seed_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 

@@ -114,7 +114,8 @@ class TurnThreads:
         self._given_up += self._calls.values()
         self._calls.clear()
         self._begun.clear()
-        # threads that are still in one end behind it
+        # a thread that is in a call ends behind it, and one that waits for the next call here
+        self.close()
         self._owners.clear()
 
     def close(self) -> None:

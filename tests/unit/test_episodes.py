@@ -20,9 +20,9 @@ from megarl.rollout import collector as collectors
 from megarl.rollout.collector import Rollouts
 from megarl.rollout.environment import EnvironmentReturn, StopReason, Turn
 from megarl.rollout.environments import NamedEnvironments
-from megarl.rollout.episodes import seed_of_turn
 from megarl.rollout.message_env import EnvironmentLostError, MessageEnv, MessageEnvironment, Step
-from megarl.rollout.samples import sampling_seeds
+from megarl.rollout.samples import sampling_seeds, seed_of_turn
+from megarl.rollout.turn_threads import Call, TurnThreads
 from tests.templates import tokenizer_of
 from tests.unit.scripted import ScriptedEngine, ScriptedStream, collector_of, logprob_of
 
@@ -296,6 +296,27 @@ def test_what_ends_a_run_does_not_wait_for_environments(hanging: list[str]) -> N
         patch.setattr(collectors, "Waves", lambda *arguments, **options: ScriptedStream(ScriptedEngine(odd_words, []), lambda: 0.0))
         collector.collect(records, 1, [1, 2])
     assert not hanging and Odd.closed == Counter(["hangs", "fine"])
+
+
+def test_a_thread_without_a_call_ends_once_nobody_waits(hanging: list[str]) -> None:
+    """So does one whose call was given up, when that comes back."""
+    threads, made = TurnThreads(), list[int]()
+    begun, released = threading.Event(), Odd.released
+
+    def hang() -> int:
+        begun.set()
+        return int(released.wait(60))
+
+    known = set(threading.enumerate())
+    for number, call in enumerate([hang, lambda: made.append(1)]):
+        threads.start(Call(number, call, threads, 2, 20.0))
+    assert begun.wait(20) and [ended.number for ended in threads.take(wait=True)] == [1]
+    threads.forget()
+    released.set()
+    for thread in set(threading.enumerate()) - known:
+        thread.join(20)
+        assert not thread.is_alive(), "one that has nothing to do waits for ever"
+    assert made == [1] and threads.busy == 0
 
 
 class Batched:
