@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from typing_extensions import is_typeddict
 
+from megarl.config.nested import at
 from megarl.config.plugins import EngineKind
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path, load_object
@@ -18,10 +20,23 @@ OF_THE_POLICY = ("megatron", "hf")
 ENGINES: Mapping[str, str] = MappingProxyType({"vllm": "megarl.models.generation.vllm.kind:KIND"})
 """Import paths of the built-in kinds, by the name that the configuration has for them."""
 
+APART = "megarl.models.generation.policy_engines:KIND"
+"""Workers of the policy's backend that only generate: what ``OF_THE_POLICY`` means with ``colocated.enabled: false``."""
 
-def is_engine(backend: object) -> bool:
-    """Whether a backend is an engine beside the policy."""
-    return isinstance(backend, str) and backend not in OF_THE_POLICY
+
+def is_engine(generation: Mapping[str, Any] | None) -> bool:
+    """Whether something beside the policy generates, by a ``policy.generation`` section with its defaults; its types need not be right."""
+    backend = None if generation is None else at(generation, "backend")
+    return isinstance(backend, str) and (backend not in OF_THE_POLICY or at(generation, "colocated.enabled") is False)
+
+
+def kind_of(generation: Mapping[str, Any] | None) -> EngineKind | None:
+    """The kind of engine that a ``policy.generation`` section asks for; None where the policy itself generates.
+
+    Raises:
+        ConfigError: as ``engine_kind``.
+    """
+    return engine_kind(at(generation, "backend")) if generation is not None and is_engine(generation) else None
 
 
 def engine_kind(backend: str) -> EngineKind:
@@ -30,7 +45,7 @@ def engine_kind(backend: str) -> EngineKind:
     Raises:
         ConfigError: nothing can be imported under that name, or it is no ``EngineKind``.
     """
-    path = ENGINES.get(backend, backend)
+    path = APART if backend in OF_THE_POLICY else ENGINES.get(backend, backend)
     found = load_object(path, KEY) if is_import_path(path) else None
     if not isinstance(found, EngineKind):
         bound = f"it must be {', '.join((*OF_THE_POLICY, *ENGINES))} or the import path of an EngineKind"

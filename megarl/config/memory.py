@@ -264,7 +264,7 @@ def _scoring(layers: _Layers, logits: _Logits) -> int:
 
 def generation_cache_bytes(layers: int, policy: PolicyConfig, facts: ModelFacts, layout: Layout, element: int) -> int:
     """Keys and values of the sequences that are generated at a time; none where an engine has them."""
-    if policy["generation"] is None or is_engine(policy["generation"]["backend"]):
+    if policy["generation"] is None or is_engine(policy["generation"]):
         return 0
     tokens = policy["generation_batch_size"] * policy["max_total_sequence_length"]
     # of latent attention keys and values of all heads, not what they are projected up from

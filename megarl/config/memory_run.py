@@ -140,7 +140,7 @@ def host_memory(config: RunConfig, ranks: Sequence[RankMemory], beside: Iterable
     """
     generation = config["policy"]["generation"]
     on_cpu = config["cluster"]["device"] == "cpu"
-    colocated = generation is not None and is_engine(generation["backend"]) and generation["colocated"]["enabled"]
+    colocated = generation is not None and is_engine(generation) and generation["colocated"]["enabled"]
     models = list(beside)
     colocated = colocated or bool(models)
     offloads = (generates(config) and config["policy"]["offload_optimizer_for_logprob"]) or colocated

@@ -12,7 +12,7 @@ from converters.model_config.architecture import ModelFacts
 from megarl.config.algorithms import generates, roles, rows_of_record, step_size
 from megarl.config.arithmetic import BatchPlan
 from megarl.config.backend import enabled_backend, generation_of
-from megarl.config.engines import engine_kind, is_engine
+from megarl.config.engines import kind_of
 from megarl.config.layout import Layout
 from megarl.config.memory import RankMemory, estimate, estimate_sharded
 from megarl.config.memory_run import GIB, Moment, device_gib, device_ledger, process_rest
@@ -107,10 +107,8 @@ def engine_memory_of(config: RunConfig, facts: ModelFacts) -> EngineMemory | Non
     if not generates(config) or config["cluster"]["device"] == "cpu":
         return None
     generation = generation_of(config["policy"])
-    if not is_engine(generation["backend"]):
-        return None
-    memory = engine_kind(generation["backend"]).memory
-    return None if memory is None else memory(config, facts)
+    kind = kind_of(generation)
+    return None if kind is None or kind.memory is None else kind.memory(config, facts)
 
 
 def communicators(layout: Layout, policy: PolicyConfig) -> int:
@@ -250,10 +248,9 @@ def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
     recompute = "policy.activation_checkpointing_enabled" if section is None else f"{section}.activation_checkpointing"
     if not at(config, recompute):
         found[recompute] = [True]
-    if is_engine(at(config, "policy.generation.backend")):
-        share = "policy.generation.vllm_cfg.gpu_memory_utilization"
-        given = at(config, share)
-        found[share] = [part for part in (0.7, 0.6, 0.5, 0.4, 0.3) if given is not None and part < given]
+    share = "policy.generation.vllm_cfg.gpu_memory_utilization"
+    if (given := at(config, share)) is not None:
+        found[share] = [part for part in (0.7, 0.6, 0.5, 0.4, 0.3) if part < given]
     tensor = {"megatron": f"{section}.tensor_model_parallel_size", "dtensor": f"{section}.tensor_parallel_size"}.get(backend)
     if tensor:
         found[tensor] = _doubles(at(config, tensor), cluster["gpus_per_node"])

@@ -35,6 +35,7 @@ SUMMARY = "summary.json"
 BACKENDS = {"megatron": "Megatron tensor parallel 2", "dtensor": "DTensor tensor parallel 2", "fsdp1": "FSDP1 on two ranks"}
 GENERATION: dict[str, list[str]] = {
     "policy": [],
+    "apart": ["apart.yaml"],
     "vllm": ["vllm.yaml"],
     "vllm-apart": ["vllm-apart.yaml"],
 }

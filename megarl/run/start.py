@@ -18,7 +18,7 @@ from megarl.algorithms.algorithm import ACTOR, Role
 from megarl.checkpoint.background import CheckpointMemory
 from megarl.checkpoint.node_memory import OwnMemory
 from megarl.config.algorithms import algorithm_class, generates
-from megarl.config.engines import engine_kind, is_engine
+from megarl.config.engines import kind_of
 from megarl.config.models import model_roles
 from megarl.config.nested import at
 from megarl.config.plan import has_reference_policy, size_text
@@ -51,9 +51,7 @@ def engine_of(config: RunConfig) -> EngineKind | None:
         ConfigError: there is no such engine.
     """
     generation = config["policy"]["generation"]
-    if not generates(config) or generation is None or not is_engine(generation["backend"]):
-        return None
-    return engine_kind(generation["backend"])
+    return kind_of(generation) if generates(config) else None
 
 
 _ray_start = {"seconds": 0.0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config.arithmetic import each_of
-from megarl.config.engines import engine_kind, is_engine
+from megarl.config.engines import engine_kind, is_engine, kind_of
 from megarl.config.environments import faults_of_ranges
 from megarl.config.rules.backends import backend_of
 from megarl.config.rules.parallel import FOR_TRAINING, GENERATION
@@ -32,7 +32,7 @@ def generation_fits_backend(view: View) -> Iterator[Violation]:
 
 def engine_is_known(view: View) -> Iterator[Violation]:
     """What generates is the policy itself, a built-in engine, or one at an import path."""
-    view.require(is_engine(view[f"{GENERATION}.backend"]))
+    view.require(is_engine(view[GENERATION]))
     try:
         engine_kind(view[f"{GENERATION}.backend"])
     except ConfigError as error:
@@ -44,7 +44,7 @@ def engine_takes_its_section(view: View) -> Iterator[Violation]:
     backend, key = view[f"{GENERATION}.backend"], f"{GENERATION}.engine_cfg"
     given = view.get(key, {})
     try:
-        kind = engine_kind(backend) if is_engine(backend) else None
+        kind = kind_of(view[GENERATION])
     except ConfigError:
         return
     if kind is None or kind.section is None:
@@ -84,7 +84,7 @@ def engine_has_the_policy_model(view: View) -> Iterator[Violation]:
     """What generates has the policy's weights, so that it must be the same model."""
     key, model = f"{GENERATION}.model_name", view["policy.model_name"]
     if view[key] != model:
-        who = "the engine gets the policy's weights" if is_engine(view[f"{GENERATION}.backend"]) else "the policy itself generates"
+        who = "the engine gets the policy's weights" if is_engine(view[GENERATION]) else "the policy itself generates"
         bound = f"{who}, so it must be policy.model_name = {model}"
         yield Violation(key, view[key], bound, "remove the line, or write ${policy.model_name}")
 

@@ -273,13 +273,6 @@ ROWS_OF_MODELS = (
 
 ROWS_OF_RUNS = (
     Row(
-        "megatron_generates_in_place",
-        {"policy.generation.colocated.enabled": True},
-        {"policy.generation.backend": ("megatron", "hf")},
-        "the {policy.generation.backend} backend generates on the training ranks",
-        "set it to true",
-    ),
-    Row(
         "shared_devices_need_no_resources",
         {"policy.generation.colocated.resources.gpus_per_node": None, "policy.generation.colocated.resources.num_nodes": None},
         {"policy.generation.colocated.enabled": True},

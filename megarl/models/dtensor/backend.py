@@ -144,11 +144,14 @@ class DTensorBackend(HuggingFaceBackend):
         shard_fully(model, self._meshes.sharding, self._dtype, offload=self.offloads, pin=self.runtime.is_cuda)
         give_memory(model, torch.device("cpu") if self.offloads else self.runtime.device)
         self._parameters = dict(model.named_parameters())
-        for name, parameter in self._own().items():
-            read_block(parameter, source, name)
+        self.load_hf(source)
         if self.adapters is not None:
             self.adapters.fill(self._divided())
         return model
+
+    def load_hf(self, source: HuggingFaceSource) -> None:
+        for name, parameter in self._own().items():
+            read_block(parameter, source, name)
 
     def _undivided(self) -> Any:
         rows, has_score = self._vocabulary_rows, scores(self.policy)

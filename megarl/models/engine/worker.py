@@ -37,6 +37,7 @@ from megarl.models.engine.groups import on_first_rank
 from megarl.models.engine.microbatches import batch_size, chosen_size, move_to, under_mask
 from megarl.models.engine.nonfinite import SkipLimit, on_all_ranks, require_finite
 from megarl.models.engine.offload_state import BaseAsReference, OffloadState, OffloadStates, ReferenceWeights
+from megarl.models.engine.receiving import ReceivingWorker
 from megarl.models.engine.step import logprobs_of_batch, topk_of_batch, train_on_batch, values_of_batch
 from megarl.models.generation.interfaces import Sampling
 from megarl.models.generation.sampling import SamplingSettings
@@ -104,7 +105,7 @@ def begin(seed: int, *, deterministic: bool = False, check_collectives: bool = F
     return here
 
 
-class EngineWorker(ABC):
+class EngineWorker(ReceivingWorker, ABC):
     """One rank of a policy: the worker methods of the NeMo-RL policy API over any backend, which a subclass makes.
 
     Args:
@@ -804,6 +805,7 @@ class EngineWorker(ABC):
         self._sender.close()
         self._handing.close()
         self._leave_collective()
+        self._leave_policy()
         close = getattr(self.backend, "close", None)
         if close is not None:
             close()

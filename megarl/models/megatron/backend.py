@@ -333,6 +333,10 @@ class MegatronBackend:
             if not chunk.remove_forward_pre_hook_handles:
                 chunk.enable_forward_pre_hook()
 
+    def load_hf(self, source: HuggingFaceSource) -> None:
+        hf_state.load_from_hf(self.stages, source, self.architecture, self.groups, self.experts)
+        self.parameters_changed()
+
     def parameters_changed(self) -> None:
         """Parameters were written from outside: a tied output layer and the optimizer's own copies have to follow."""
         self._copy_embedding_to_output_layer()

@@ -337,7 +337,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         generation = self.cfg["generation"]
         if generation is None:
             raise ConfigError("policy.generation = None: this policy cannot generate; add the generation section")
-        if is_engine(generation["backend"]):
+        if is_engine(generation):
             raise ConfigError(
                 f"policy.generation.backend = {generation['backend']!r}: the engines generate, not the policy; call their generate()"
             )

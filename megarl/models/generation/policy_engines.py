@@ -1,0 +1,230 @@
+"""Engines of the policy's own backend: its workers, on ranks of their own, which only generate and get the policy's weights by refits.
+
+So generation apart from training, and with it asynchronous training, runs on any machine, and answers as the policy itself would: tokens
+and log-probabilities of the same code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired
+
+from typing_extensions import TypedDict
+
+from megarl.config.backend import enabled_backend
+from megarl.config.policy import PolicyConfig
+from megarl.config.sections import RunConfig
+from megarl.errors import MegarlError, RefitError
+from megarl.key import AT_LEAST_1, Key
+from megarl.models.generation.engines import EngineKind
+from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec, RolloutEngine, Sampling
+
+if TYPE_CHECKING:
+    import ray
+
+    from megarl.distributed.batched_data_dict import BatchedDataDict
+    from megarl.distributed.virtual_cluster import RayVirtualCluster
+    from megarl.models.generation.interfaces import SharesDevices
+    from megarl.models.policy.lm_policy import Policy
+
+logger = logging.getLogger(__name__)
+
+WORKERS = "generation"
+"""What the group of workers is called."""
+
+LIFE_SECONDS = 60.0
+"""That a worker may take to say that it lives, behind a call that it was in."""
+
+
+class PolicyEnginesConfig(TypedDict):
+    """Layout of engines of the policy's own backend."""
+
+    tensor_parallel_size: NotRequired[
+        Annotated[int, Key("ranks that share each layer; as many copies of the model generate as the places allow.", AT_LEAST_1, default=1)]
+    ]
+
+
+class PolicyEngines(RolloutEngine):
+    """A policy that is never trained, in the place of engines.
+
+    Args:
+        make: builds it.
+    """
+
+    def __init__(self, make: Callable[[], Policy]) -> None:
+        self._make = make
+        self._weights: list[list[Any]] = []
+        self._connected = False
+        self._version: int | None = None
+        self._policy = make()
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights that all ranks have; None where they differ, or have none."""
+        return self._version
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all copies of the model."""
+        return len(self._policy.worker_group.workers)
+
+    @property
+    def connected(self) -> bool:
+        """Whether ``init_collective`` was called for the present workers."""
+        return self._connected
+
+    def disconnect(self) -> None:
+        """Forget the policy's group."""
+        self._connected = False
+
+    def results(self, futures: list[ray.ObjectRef[Any]]) -> list[Any]:
+        """Wait for futures of this object's methods."""
+        return self._policy.worker_group.get_all_worker_results(futures)
+
+    def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
+        """Learn the weights that will arrive."""
+        self._weights = [[name, list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in state_dict_info.items()]
+        self._version = None
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
+        """Join the policy's group; see ``GenerationInterface.init_collective``.
+
+        Raises:
+            RefitError: ``world_size`` is not that of these ranks and one.
+        """
+        if world_size != self.ranks + 1:
+            raise RefitError(f"world_size = {world_size}: {self.ranks} ranks that generate and the policy make {self.ranks + 1}")
+        self._version, self._connected = None, True
+        return self._call("connect", weights=self._weights, address=[ip, port, world_size, 1])
+
+    def update_weights_from_collective(self) -> list[ray.ObjectRef[Any]]:
+        """Take all weights from the policy's group; await the futures with the policy's."""
+        self._version = None
+        return self._call("update_from_broadcast")
+
+    def loaded(self, versions: list[Any]) -> None:
+        """Take note of what the futures of ``update_weights_from_collective`` gave."""
+        found = set(versions)
+        self._version = found.pop() if len(found) == 1 else None
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False, *, sampling: Sampling | None = None
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Complete every prompt, in the order of ``data``; see ``Policy.generate``.
+
+        Raises:
+            RefitError: the workers do not have the weights that were sent last.
+            BatchError: the prompts cannot be used.
+        """
+        if self._version is None:
+            raise RefitError("the workers that generate have no whole weights: refit them before they answer")
+        return self._policy.generate(data, greedy, sampling=sampling)
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Parameters to the device, where they stay."""
+        return self._policy.prepare_for_generation()
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Nothing to do: the devices are their own."""
+        return True
+
+    def is_alive(self) -> bool:
+        """Whether all processes answer, and none hangs in a call that was given up."""
+        try:
+            self._policy.worker_group.get_all_worker_results(self._call("is_alive"), timeout_s=LIFE_SECONDS)
+        except MegarlError:
+            return False
+        return True
+
+    def restart(self, policy: SharesDevices | None = None) -> None:
+        """Start new workers in place of all present ones; they are refused until a whole refit over a new group."""
+        self._version = None
+        self.disconnect()
+        self.shutdown()
+        self._policy = self._make()
+
+    def shutdown(self) -> bool:
+        """End the workers; True when all ended cleanly. May be called more than once."""
+        return self._policy.shutdown()
+
+    def _call(self, method: str, **options: Any) -> list[ray.ObjectRef[Any]]:
+        return self._policy.worker_group.run_all_workers_single_data(method, **options)
+
+
+def engine_policy(policy: PolicyConfig, ranks: int) -> PolicyConfig:
+    """The policy section that workers which only generate are made by.
+
+    Layers are cut over the engines' own ``tensor_parallel_size``, and over nothing else: there is neither a gradient whose memory the other
+    axes would divide, nor a backward pass to hide what they exchange. Weights come merged, so that there are no adapters.
+
+    Args:
+        policy: of the run, complete.
+        ranks: that generate.
+    """
+    generation = policy["generation"]
+    assert generation is not None
+    tensor = generation["engine_cfg"]["tensor_parallel_size"]
+    own: dict[str, Any] = {
+        **policy,
+        "generation": {**generation, "colocated": {"enabled": True}, "engine_cfg": {}},
+        "peft": None,
+        # of batches that are never trained on; they have to fit the ranks
+        "train_global_batch_size": ranks,
+        "train_micro_batch_size": 1,
+        "sequence_packing": {"enabled": False},
+        "dynamic_batching": {"enabled": False},
+    }
+    if enabled_backend(policy) == "megatron":
+        own["megatron_cfg"] = {**policy["megatron_cfg"], **_ONE_STAGE, "tensor_model_parallel_size": tensor}
+    else:
+        # FSDP1 gathers a model only as a whole; engines of any policy of transformers run on DTensor
+        own["dtensor_cfg"] = {"enabled": True, "tensor_parallel_size": tensor}
+        own["dynamic_batching"] = {"enabled": False}
+    return own  # type: ignore[return-value]
+
+
+_ONE_STAGE = {
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "pipeline_model_parallel_layout": None,
+    "context_parallel_size": 1,
+    "sequence_parallel": False,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+}
+
+
+def start(cluster: RayVirtualCluster, config: RunConfig) -> PolicyEngines:
+    """Start the workers of a run that only generate.
+
+    Raises:
+        ConfigError: the layout does not fit the places.
+    """
+    from megarl.data.tokenization import get_tokenizer
+    from megarl.distributed.deadlines import PhaseDeadlines
+    from megarl.models.policy.lm_policy import Policy
+
+    policy, deadlines = config["policy"], config["deadlines"]
+    section = engine_policy(policy, cluster.world_size())
+    tokenizer = get_tokenizer(policy["tokenizer"], policy["trust_remote_code"])
+
+    def make() -> Policy:
+        return Policy(
+            cluster,
+            section,
+            tokenizer,
+            name_prefix=WORKERS,
+            init_optimizer=False,
+            init_reference_model=False,
+            seed=config["seed"],
+            init_timeout_s=deadlines["init_s"],
+            deadlines=PhaseDeadlines.of(deadlines, WORKERS),
+        )
+
+    return PolicyEngines(make)
+
+
+KIND = EngineKind(title="workers that generate", start=start, section=PolicyEnginesConfig)
