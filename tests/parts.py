@@ -69,6 +69,7 @@ PARTS: Mapping[str, Part] = {
     "nodes": Part("checkpoints that wait in the memory of two nodes", ("system/test_saving_nodes.py",), spread="no"),
     "faults": Part("whole runs with one fault of each kind", ("system/test_faults.py",), spread="no"),
     "restarts": Part("workers and engines lost within a launch", ("system/test_restarts.py",), spread="no"),
+    "asynchronous": Part("sampling beside training, against a serial program", ("system/test_asynchronous.py",), spread="no"),
     "gpu": Part("versions, test bodies and the probe for GPUs", ("launch/test_gpu_constraints.py", "system/test_gpu_*.py"), spread="no"),
     "audit": Part("known holes of the pinned versions", ("launch/test_dependencies.py",), PIP_AUDIT, spread="no"),
     "benchmarks": Part("whole cases of the benchmarks, small", ("system/test_benchmarks.py",), spread="no"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.turns import Turns
@@ -48,6 +49,7 @@ class Parts:
         sample_log: keeps samples for people to read; None for none.
         turns: whose turn it is on the devices. A step of a run with several models takes the turn of a model before it calls it, and that
             of the actor before samples are collected.
+        last_step: number of the last step; None where it is not known.
     """
 
     config: RunConfig
@@ -62,6 +64,7 @@ class Parts:
     skipped: SkippedBatches
     sample_log: SampleLog | None = None
     turns: Turns = field(default_factory=lambda: Turns({}))
+    last_step: int | None = None
 
 
 class Algorithm(AlgorithmSpec, ABC):
@@ -89,3 +92,12 @@ class Algorithm(AlgorithmSpec, ABC):
     def validate(self) -> dict[str, float]:
         """Metrics on the validation data; empty without any. Changes nothing."""
         return {}
+
+    def save(self, directory: Path) -> None:
+        """Write into a checkpoint what a resumed run needs beside models and the order of the data."""
+
+    def load(self, directory: Path) -> None:
+        """Read what ``save`` wrote, before the first step of a resumed run."""
+
+    def close(self) -> None:
+        """Leave nothing behind."""

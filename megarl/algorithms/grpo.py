@@ -10,6 +10,7 @@ from typing_extensions import TypedDict
 
 from megarl.algorithms.algorithm import ACTOR, REFERENCE, REWARD_MODEL, ModelSection, Parts, Role
 from megarl.algorithms.sampled import Sampled, SampledConfig, Sampling, answer_metrics, mean
+from megarl.config.asynchrony import AsyncConfig
 from megarl.config.environments import EnvConfig, weights_of_rewards
 from megarl.config.losses import ClippedPGLossConfig
 from megarl.config.models import model_sections
@@ -96,6 +97,16 @@ class RewardedConfig(SampledConfig):
 
 class GRPOConfig(RewardedConfig):
     """Group-relative policy optimisation."""
+
+    async_grpo: NotRequired[
+        Annotated[
+            AsyncConfig,
+            Key(
+                "sample the batches of later steps while a step trains.",
+                default={"enabled": False, "max_trajectory_age_steps": 1, "recompute_logprobs": True},
+            ),
+        ]
+    ]
 
     num_generations_per_prompt: Annotated[
         int,
@@ -194,14 +205,14 @@ class GRPO(Sampled):
         from megarl.rollout.collector import add_metrics, part_metrics
 
         self.turns.take(ACTOR)
-        sampled = self.sample(step)
+        sampled = self.take(step)
         rollouts, judged, samples = sampled.rollouts, sampled.judged, sampled.rollouts.samples
         batch = self.score(samples)
         if self.config["overlong_filtering"]:
             batch["sample_mask"] = batch["sample_mask"] * (~samples["truncated"]).float()
         mismatch: dict[str, float] = {}
         refusal: MismatchError | None = None
-        if self.needs_previous_logprobs:
+        if self.needs_previous_logprobs and not self.anchors_at_engine:
             try:
                 mismatch = self.judge_mismatch(batch, step)
             except MismatchError as error:
@@ -219,8 +230,9 @@ class GRPO(Sampled):
         batch["advantages"] = advantages.expand_as(batch["token_mask"])
         trained = self.train(batch, step, rollouts)
         self.done_steps = step
-        of_samples = {**_sample_metrics(judged, samples, advantages), **part_metrics([judged])}
-        own = {**trained, **of_samples, **sampled.metrics, **mismatch, **of_rewards, "epoch": self.sampler.epoch}
+        self.settle()
+        of_samples = {**_sample_metrics(judged, samples, advantages), **part_metrics([judged]), **self.age_metrics(batch, samples, step)}
+        own = {**trained, **of_samples, **sampled.metrics, **mismatch, **of_rewards, "epoch": sampled.epoch}
         return add_metrics(own, [rollouts.metrics])
 
     def train(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> dict[str, float]:
@@ -355,9 +367,30 @@ class GRPO(Sampled):
     def score(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         """A ``ClippedPGLossDataDict`` but for its advantages, with the log-probabilities of the policy before the update, and of the
         reference, where needed."""
-        return self.batch_of(
-            samples, previous=self.needs_previous_logprobs, reference=bool(self.loss_config["reference_policy_kl_penalty"])
-        )
+        previous = self.needs_previous_logprobs and not self.anchors_at_engine
+        batch = self.batch_of(samples, previous=previous, reference=bool(self.loss_config["reference_policy_kl_penalty"]))
+        if self.anchors_at_engine:
+            batch["prev_logprobs"] = batch["generation_logprobs"]
+        return batch
+
+    @property
+    def anchors_at_engine(self) -> bool:
+        """Whether ratios are to the policy that sampled, as the engine has said its log-probabilities."""
+        return self.ahead is not None and not self.config["async_grpo"]["recompute_logprobs"]
+
+    def age_metrics(self, batch: BatchedDataDict[Any], samples: BatchedDataDict[Any], step: int) -> dict[str, float]:
+        """How old the answers of a step are, where they are sampled beside training: ``rollout_age``, the steps of training between the
+        weights that sampled and those that are trained, and ``effective_sample_share`` of the tokens that count, (sum w)^2 / (n sum w^2)
+        with w the ratio of the policy before the step to the one that sampled."""
+        from megarl.rollout.samples import effective_share
+
+        if self.ahead is None:
+            return {}
+        age = {"rollout_age": float(step - 1 - samples["weight_version"].double().mean())}
+        if self.anchors_at_engine:
+            return age
+        counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
+        return {**age, "effective_sample_share": effective_share(batch["prev_logprobs"] - batch["generation_logprobs"], counts)}
 
 
 def _means_of_rows(advantages: Tensor, batch: BatchedDataDict[Any]) -> Tensor:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 from typing_extensions import TypedDict
 
+from megarl.algorithms.ahead import HeldEngines, Sampling, SamplingAhead, load_batches, save_batches
 from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts, Role
 from megarl.config.nested import at
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
-from megarl.observe.timing import Sequences
+from megarl.observe.timing import PhaseTimer, Sequences
+
+__all__ = ["Sampled", "SampledConfig", "Sampling", "answer_metrics", "mean"]
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megarl.algorithms.refit import Refit
     from megarl.distributed.batched_data_dict import BatchedDataDict
     from megarl.models.policy.lm_policy import Policy
     from megarl.rollout.collector import Rollouts
@@ -85,21 +90,6 @@ class SampledConfig(TypedDict):
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """What a step has sampled.
-
-    Attributes:
-        rollouts: what it trains on.
-        judged: columns [B] of all answers that were judged for it, those that it does not train on among them.
-        metrics: figures of how they were found.
-    """
-
-    rollouts: Rollouts
-    judged: BatchedDataDict[Any]
-    metrics: Mapping[str, float]
-
-
 class Sampled(Algorithm):
     """One step samples answers to some prompts and trains on them; a validation judges answers to those of its own data.
 
@@ -126,9 +116,22 @@ class Sampled(Algorithm):
         self.refit, self.timer, self.skipped = parts.refit, parts.timer, parts.skipped
         self.train_data, self.validation_data = parts.train_data, parts.validation_data
         self.sample_log, self.done_steps = parts.sample_log, 0
+        self._version: int | None = None
         self.empty_steps = EmptySteps(parts.config["policy"]["max_consecutive_skips"], self.section())
-        own = self.policy, parts.tokenizer, parts.environment, parts.timer, parts.refit
-        self.collector = Collector.of_run(parts.config, self.config, *own)
+        # batches that were sampled before the step that trains on them
+        self.waiting: dict[int, Sampling] = {}
+        engine: Refit | HeldEngines | None = parts.refit
+        self.ahead: SamplingAhead | None = None
+        timer = parts.timer
+        lag = at(self.config, "async_grpo.max_trajectory_age_steps") if at(self.config, "async_grpo.enabled") else 0
+        if lag:
+            assert parts.refit is not None, "a rule wants engines apart"
+            engine = held = HeldEngines(parts.refit)
+            timer = PhaseTimer()
+            self.ahead = SamplingAhead(self._sampled, lag, parts.last_step, held, self.waiting, parts.timer, timer)
+        own = self.policy, parts.tokenizer, parts.environment
+        self.collector = Collector.of_run(parts.config, self.config, *own, parts.timer, engine)
+        self._sampling_collector = replace(self.collector, timer=timer)
 
     def validate(self) -> dict[str, float]:
         """Figures of all validation sets (``validation_metrics``)."""
@@ -146,6 +149,35 @@ class Sampled(Algorithm):
             self.sample_log.validation(self.done_steps, validated, self.validation_data.sources)
         return validation_metrics(validated)
 
+    def take(self, step: int) -> Sampling:
+        """The batch that a step trains on: sampled now, or while an earlier step trained."""
+        # what is sampled from here to the next step is sampled with the weights that all steps before this one have made
+        self._version = step - 1
+        if self.ahead is not None:
+            return self.ahead.take(step)
+        return self.waiting.pop(step) if step in self.waiting else self._sampled(step)
+
+    def settle(self) -> None:
+        """At the end of a step, wait for what is sampled beside it."""
+        if self.ahead is not None:
+            self.ahead.settle()
+
+    def save(self, directory: Path) -> None:
+        """Write the batches that wait."""
+        save_batches(directory, self.waiting)
+
+    def load(self, directory: Path) -> None:
+        """Read them; a run that samples and trains in turn trains on them first."""
+        self.waiting.update(load_batches(directory, self.train_data))
+
+    def close(self) -> None:
+        """Begin to sample nothing more."""
+        if self.ahead is not None:
+            self.ahead.close()
+
+    def _sampled(self, step: int) -> Sampling:
+        return replace(self.sample(step), epoch=self.sampler.epoch)
+
     def sample(self, step: int) -> Sampling:
         """Sample answers to the next prompts, all of which the step trains on."""
         from megarl.rollout.samples import sampling_seeds
@@ -157,7 +189,8 @@ class Sampled(Algorithm):
     def collect(self, indices: list[int], seeds: list[int], step: int) -> Rollouts:
         """Answers to some prompts."""
         self.turns.take(ACTOR)
-        return self.collector.collect(self.train_data.select(indices), self.generations, seeds, weight_version=step - 1)
+        version = step - 1 if self._version is None else self._version
+        return self._sampling_collector.collect(self.train_data.select(indices), self.generations, seeds, weight_version=version)
 
     def batch_of(self, samples: BatchedDataDict[Any], *, previous: bool, reference: bool) -> BatchedDataDict[Any]:
         """What the loss reads of samples: the model's inputs and ``generation_logprobs``; where asked for, the log-probabilities of the

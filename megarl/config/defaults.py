@@ -101,7 +101,7 @@ def complete_policy(policy: Mapping[str, Any]) -> PolicyConfig:
     if isinstance(filled["generation"], dict):
         itself = "megatron" if _section(filled, "megatron_cfg").get("enabled") is True else "hf"
         filled["generation"] = fill(filled["generation"], {"backend": itself, **defaults_of(GenerationConfig)})
-        if is_engine(filled["generation"]):
+        if is_engine(cast(GenerationConfig, filled["generation"])):
             filled["generation"] = _complete_engine(filled["generation"], filled)
         if "generation_batch_size" not in filled and "logprob_batch_size" in filled:
             filled["generation_batch_size"] = filled["logprob_batch_size"]

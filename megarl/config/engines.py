@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from typing_extensions import is_typeddict
 
+from megarl.config.generation import GenerationConfig
 from megarl.config.nested import at
 from megarl.config.plugins import EngineKind
 from megarl.errors import ConfigError, Violation
@@ -20,23 +20,25 @@ OF_THE_POLICY = ("megatron", "hf")
 ENGINES: Mapping[str, str] = MappingProxyType({"vllm": "megarl.models.generation.vllm.kind:KIND"})
 """Import paths of the built-in kinds, by the name that the configuration has for them."""
 
-APART = "megarl.models.generation.policy_engines:KIND"
+APART = "megarl.models.policy.policy_engines:KIND"
 """Workers of the policy's backend that only generate: what ``OF_THE_POLICY`` means with ``colocated.enabled: false``."""
 
 
-def is_engine(generation: Mapping[str, Any] | None) -> bool:
+def is_engine(generation: GenerationConfig | None) -> bool:
     """Whether something beside the policy generates, by a ``policy.generation`` section with its defaults; its types need not be right."""
-    backend = None if generation is None else at(generation, "backend")
+    if generation is None:
+        return False
+    backend = at(generation, "backend")
     return isinstance(backend, str) and (backend not in OF_THE_POLICY or at(generation, "colocated.enabled") is False)
 
 
-def kind_of(generation: Mapping[str, Any] | None) -> EngineKind | None:
+def kind_of(generation: GenerationConfig | None) -> EngineKind | None:
     """The kind of engine that a ``policy.generation`` section asks for; None where the policy itself generates.
 
     Raises:
         ConfigError: as ``engine_kind``.
     """
-    return engine_kind(at(generation, "backend")) if generation is not None and is_engine(generation) else None
+    return engine_kind(generation["backend"]) if generation is not None and is_engine(generation) else None
 
 
 def engine_kind(backend: str) -> EngineKind:

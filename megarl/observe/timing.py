@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 GENERATION, TRAIN, TRAIN_CRITIC = "generation", "train", "train_critic"
 """Phases whose work is counted in another way than that of a forward pass."""
+
+ROLLOUT_WAIT, ENGINE_IDLE = "rollout_wait", "engine_idle"
+"""Where engines sample beside training: seconds that a step waits for them, and they for it."""
 
 STEP_SECONDS = "step_s"
 """Name of the wall time of the whole step in ``PhaseTimer.collect``."""
@@ -80,6 +83,15 @@ class PhaseTimer:
         if not self._open:
             raise StateError("sequences are counted for a phase, and none is open. Fix: call passed() inside the block of phase()")
         self._sequences.setdefault(self._open[-1][0], []).append(sequences)
+
+    def merge(self, other: PhaseTimer, seconds: Mapping[str, float]) -> None:
+        """Take over the phases and sequences of another timer, which begins afresh, and ``seconds`` by phase: of what went on beside."""
+        collected = other.collect()
+        del collected[STEP_SECONDS]
+        for name, value in {**{name.removesuffix("_s"): value for name, value in collected.items()}, **seconds}.items():
+            self._add(name, value)
+        for phase, sequences in other.take_sequences().items():
+            self._sequences.setdefault(phase, []).extend(sequences)
 
     def take_sequences(self) -> dict[str, list[Sequences]]:
         """What the phases went through since the last call, by phase (an inner one as ``outer/inner``), and start afresh."""

@@ -77,9 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", choices=BACKENDS, default="megatron", help="what the policy runs on (default: megatron)")
     parser.add_argument("--generation", choices=GENERATION, default="policy", help="what answers the problems (default: policy)")
     parser.add_argument("--adapter", choices=ADAPTERS, default="none", help="what reinforcement trains (default: all weights)")
+    parser.add_argument("--asynchronous", action="store_true", help="answer the next problems while the policy trains on these")
     parser.add_argument("--steps", type=int, nargs=2, metavar=("SFT", "GRPO"), help="steps of the two parts (default: 250 60)")
     parser.add_argument("overrides", nargs="*", help="changes of the reinforcement part, for example grpo.max_num_steps=20")
     chosen = parser.parse_args(arguments)
+    if chosen.asynchronous:
+        # what answers beside training has devices of its own
+        chosen.generation = {"policy": "apart", "vllm": "vllm-apart"}.get(chosen.generation, chosen.generation)
     console = Console()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     with ExitStack() as stack:
@@ -108,7 +112,8 @@ def _run_all(chosen: argparse.Namespace, console: Console, stack: ExitStack) -> 
 
 def _directory(chosen: argparse.Namespace, seed: int) -> Path:
     """Return where this run goes: an unfinished one is continued, a finished one is left alone."""
-    parts = [chosen.task, chosen.backend, chosen.generation, chosen.adapter, f"seed-{seed}"]
+    generation = chosen.generation.replace("apart", "asynchronous") if chosen.asynchronous else chosen.generation
+    parts = [chosen.task, chosen.backend, generation, chosen.adapter, f"seed-{seed}"]
     name, number = "-".join(part for part in parts if part not in {"arithmetic", "megatron", "policy", "none"}), 1
     while True:
         directory = chosen.out / (name if number == 1 else f"{name}.{number}")
@@ -119,20 +124,21 @@ def _directory(chosen: argparse.Namespace, seed: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """Differences of a run from the two recipes: names of ``TASKS``, ``BACKENDS``, ``GENERATION`` and ``ADAPTERS``, and overrides of each
-    part."""
+    """Differences of a run from the two recipes: names of ``TASKS``, ``BACKENDS``, ``GENERATION`` and ``ADAPTERS``, whether answers are
+    sampled beside training, and overrides of each part."""
 
     task: str
     backend: str
     generation: str
     adapter: str
+    asynchronous: bool
     sft: list[str]
     grpo: list[str]
 
 
 def _changes(chosen: argparse.Namespace) -> _Changes:
     sft, grpo = ([], []) if chosen.steps is None else ([f"sft.max_num_steps={chosen.steps[0]}"], [f"grpo.max_num_steps={chosen.steps[1]}"])
-    return _Changes(chosen.task, chosen.backend, chosen.generation, chosen.adapter, sft, [*grpo, *chosen.overrides])
+    return _Changes(chosen.task, chosen.backend, chosen.generation, chosen.adapter, chosen.asynchronous, sft, [*grpo, *chosen.overrides])
 
 
 def run_once(seed: int, directory: Path, changes: _Changes, console: Console) -> Summary:
@@ -162,7 +168,8 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
     grpo = directory / "grpo"
     sources = [f"data.train.path={train}", f"data.validation.path={validation}"]
     overrides = [*common, f"run_dir={grpo}", f"policy.model_name={_export(sft)}", *sources, *changes.grpo]
-    layers += [CONFIGS / layer for layer in (*GENERATION[changes.generation], *ADAPTERS[changes.adapter])]
+    beside = ["asynchronous.yaml"] if changes.asynchronous else []
+    layers += [CONFIGS / layer for layer in (*GENERATION[changes.generation], *beside, *ADAPTERS[changes.adapter])]
     _train(load_config(recipes[1], overrides, layers))
 
     console.rule(f"seed {seed}: plot, and a check of the export by plain transformers")

@@ -88,6 +88,21 @@ def mismatch_metrics(generation: Tensor, policy: Tensor, mask: Tensor) -> dict[s
     }
 
 
+def effective_share(log_weights: Tensor, mask: Tensor) -> float:
+    """The effective sample size of importance weights as a share of their number, (sum w)^2 / (n sum w^2); 1 of none.
+
+    Args:
+        log_weights: [B, S] float, logarithms of the weights.
+        mask: [B, S], not 0 on the tokens that count.
+    """
+    counted = log_weights[mask != 0].double()
+    if not len(counted):
+        return 1.0
+    # the largest is 1, so that none overflows
+    weights = (counted - counted.max()).exp()
+    return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
+
+
 def row_mismatch(generation: Tensor, policy: Tensor, mask: Tensor) -> Tensor:
     """The mean absolute difference of two log-probabilities over the tokens of each row.
 

@@ -158,6 +158,7 @@ class CheckpointWriter:
         estimated_bytes: what a checkpoint takes, where none is there yet.
         memory: checkpoints wait there while training goes on and another process writes them, at most one at a time; None: training waits.
         longest_s: that it may take once it is waited for.
+        beside: writes what else a checkpoint has into its directory.
         turns: bring each model to the devices, where several share them.
         in_flight: the one that is being written.
         seconds: that the last one of them took.
@@ -175,6 +176,7 @@ class CheckpointWriter:
     estimated_bytes: int = 0
     memory: CheckpointMemory | None = None
     longest_s: float = 1800.0
+    beside: Callable[[Path], None] = lambda directory: None
     turns: Turns = field(default_factory=lambda: Turns({}))
     in_flight: list[CheckpointInFlight] = field(default_factory=list)
     seconds: list[float] = field(default_factory=lambda: [0.0])
@@ -251,6 +253,7 @@ class CheckpointWriter:
         memory: CheckpointMemory | None = None
         try:
             path = begun = Path(self.manager.init_tmp_checkpoint(step, info, self.run_config))
+            self.beside(begun)
             memory = None if self.memory is None or is_last() else self._left_in(self.memory)
             if memory is None:
                 self._write_models(lambda role: begun)

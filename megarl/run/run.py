@@ -232,10 +232,13 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
             skipped = SkippedBatches(run_dir / DIRECTORY)
             samples = _open_samples(config, run_dir, start, reporting.sinks, inputs.tokenizer, stack)
         read = inputs.tokenizer, inputs.environment, inputs.train, inputs.validation
-        parts = Parts(launch.placed, models, refit, *read, sampler, reporting.timer, skipped, samples, turns)
+        parts = Parts(launch.placed, models, refit, *read, sampler, reporting.timer, skipped, samples, turns, schedule.total_steps)
         algorithm = cast("type[Algorithm]", algorithm_class(config["algorithm"]))(parts)
+        stack.callback(algorithm.close)
+        if start.checkpoint is not None:
+            algorithm.load(start.checkpoint)
         memory = None if manager is None else _checkpoint_memory(launch, manager, models, stack)
-        writer = _writer(manager, models, turns, config, launch.attempt, samples, memory)
+        writer = _writer(manager, models, turns, config, launch.attempt, samples, memory, algorithm.save)
         if writer is not None:
             stack.push(writer.leave)
 
@@ -342,6 +345,7 @@ def _writer(
     attempt: Attempt,
     samples: SampleLog | None,
     memory: CheckpointMemory | None,
+    beside: Callable[[Path], None],
 ) -> CheckpointWriter | None:
     if manager is None:
         return None
@@ -360,6 +364,7 @@ def _writer(
         estimated_bytes=estimated,
         memory=memory,
         longest_s=config["deadlines"]["save_s"],
+        beside=beside,
         turns=turns,
     )
 

@@ -12,7 +12,7 @@ from converters.model_config.architecture import ModelFacts
 from megarl.config.adapters import adapter_parameters, adapters_of
 from megarl.config.backend import enabled_backend
 from megarl.config.policy import PolicyConfig
-from megarl.observe.timing import GENERATION, STEP_SECONDS, TRAIN, TRAIN_CRITIC, Sequences
+from megarl.observe.timing import ENGINE_IDLE, GENERATION, ROLLOUT_WAIT, STEP_SECONDS, TRAIN, TRAIN_CRITIC, Sequences
 from megarl.throughput.flops import ModelFlops
 
 WAITING = frozenset({"reward"})
@@ -143,4 +143,6 @@ def _padding(passed: Sequence[Sequences]) -> dict[str, float]:
 def _working(seconds: Mapping[str, float]) -> list[float]:
     """Seconds of the phases of the top level in which devices work."""
     names = {name: name.removesuffix("_s") for name in seconds if name != STEP_SECONDS and "/" not in name}
-    return [seconds[name] for name, phase in names.items() if phase not in WAITING]
+    # what engines apart do while a step trains is not the step's own time
+    beside = {GENERATION, ENGINE_IDLE, ROLLOUT_WAIT} if f"{ENGINE_IDLE}_s" in seconds else set()
+    return [seconds[name] for name, phase in names.items() if phase not in WAITING | beside]

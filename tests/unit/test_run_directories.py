@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from megarl.cli import load_and_check, main
 from megarl.config.defaults import complete_run
-from megarl.config.engines import engine_kind, is_engine
+from megarl.config.engines import kind_of
 from megarl.config.load import load_config
 from megarl.config.recipes import find, misnamed_directory, name_of, recipes
 from megarl.config.resume_changes import check_changes
@@ -163,9 +163,8 @@ def distributions_needed(config: dict[str, Any]) -> Iterator[str]:
     logger = config["logger"]
     yield from ("tensorboard" for _ in range(bool(logger.get("tensorboard_enabled"))))
     yield from ("wandb" for _ in range(bool(logger.get("wandb_enabled"))))
-    backend = (config["policy"]["generation"] or {}).get("backend")
-    if backend is not None and is_engine(backend):
-        yield engine_kind(backend).distributions[0]
+    kind = kind_of(config["policy"]["generation"])
+    yield from () if kind is None else kind.distributions[:1]
     if '"math"' in json.dumps(config.get("env", {})):
         yield "math-verify"
 

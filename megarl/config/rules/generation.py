@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config.arithmetic import each_of
+from megarl.config.asynchrony import SECTION as ASYNC
 from megarl.config.engines import engine_kind, is_engine, kind_of
 from megarl.config.environments import faults_of_ranges
+from megarl.config.plugins import REWARD_MODEL
 from megarl.config.rules.backends import backend_of
 from megarl.config.rules.parallel import FOR_TRAINING, GENERATION
 from megarl.config.rules.view import Rule, View, apply_rules
@@ -137,6 +139,28 @@ def token_ids_exist(view: View) -> Iterator[Violation]:
             yield Violation(key, value, f"{wrong} is outside the vocabulary of {size} tokens", f"write ids from 0 to {size - 1}")
 
 
+def sampling_beside_training_has_devices(view: View) -> Iterator[Violation]:
+    """Engines that sample while the policy trains are not on its devices, nor is a model that scores what they sample."""
+    view.require(view.get(f"{ASYNC}.enabled") is True)
+    key = f"{GENERATION}.colocated.enabled"
+    if view[key]:
+        bound = f"{ASYNC}.enabled is true, and on shared devices sampling and training take turns: there is a lag and no overlap"
+        fix = f"write false, with {GENERATION}.colocated.resources.gpus_per_node, or {ASYNC}.enabled: false"
+        yield Violation(key, True, bound, fix)
+    if view.written(REWARD_MODEL.section):
+        bound = f"{ASYNC}.enabled is true, and a reward model scores on the devices of the policy, which trains meanwhile"
+        yield Violation(REWARD_MODEL.section, "...", bound, f"remove it, or write {ASYNC}.enabled: false")
+
+
+def engine_logprobs_are_not_compared(view: View) -> Iterator[Violation]:
+    """Without a pass of the trainer there is nothing to compare the engine's log-probabilities with."""
+    view.require(view.get(f"{ASYNC}.enabled") is True and not view[f"{ASYNC}.recompute_logprobs"])
+    for key in ("grpo.max_token_mult_prob_error", "grpo.seq_logprob_error_threshold"):
+        if view.get(key) is not None:
+            bound = f"{ASYNC}.recompute_logprobs is false, so that there is nothing to hold against it"
+            yield Violation(key, view[key], bound, f"write null, or {ASYNC}.recompute_logprobs: true")
+
+
 GENERATION_RULES: tuple[Rule, ...] = (
     generation_fits_backend,
     engine_is_known,
@@ -148,4 +172,6 @@ GENERATION_RULES: tuple[Rule, ...] = (
     model_reaches_length,
     stop_strings_say_something,
     token_ids_exist,
+    sampling_beside_training_has_devices,
+    engine_logprobs_are_not_compared,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from megarl.config.asynchrony import SECTION as ASYNC
 from megarl.config.losses import SECTION, ClippedPGLossConfig, DPOLossConfig
 from megarl.config.rules.table import Row, defaults
 from megarl.config.rules.view import Rule, View, apply_rules
@@ -254,4 +255,31 @@ def preference_loss_goes_together(view: View) -> Iterator[Violation]:
     yield from faults_of_preference_loss(view[section], section)
 
 
-LOSS_RULES: tuple[Rule, ...] = (loss_goes_together, preference_loss_goes_together)
+def loss_bounds_old_answers(view: View) -> Iterator[Violation]:
+    """Where answers are old, the ratio of the policies is no rounding: the loss reads it, and bounds it on both sides.
+
+    Without a bound a bad answer that the policy has moved away from counts with weight r, however large: the clip of PPO bounds r only
+    from below where the advantage is negative.
+    """
+    view.require(view.get(f"{ASYNC}.enabled") is True and view[f"{ASYNC}.max_trajectory_age_steps"] > 0)
+    old = f"answers are up to {ASYNC}.max_trajectory_age_steps = {view[f'{ASYNC}.max_trajectory_age_steps']} steps old"
+    key = "loss_fn.force_on_policy_ratio"
+    if view[key]:
+        yield Violation(key, True, f"{old}, and this takes the policy for the one that gave them", "write false")
+    if view[f"{ASYNC}.recompute_logprobs"]:
+        key = "loss_fn.use_importance_sampling_correction"
+        if not view[key]:
+            bound = f"{old}, and with {ASYNC}.recompute_logprobs nothing else corrects for that"
+            yield Violation(key, False, bound, "write true, with truncated_importance_sampling_type: tis and _ratio: 2.0")
+        elif view["loss_fn.truncated_importance_sampling_type"] is None:
+            key = "loss_fn.truncated_importance_sampling_type"
+            bound = f"{old}, and without a bound a single token's importance weight may outweigh the batch"
+            yield Violation(key, None, bound, "write tis, with truncated_importance_sampling_ratio: 2.0")
+        return
+    key = "loss_fn.ratio_clip_c"
+    if view[key] is None and not view["loss_fn.use_cispo"]:
+        bound = f"{old}, and the ratio of a token with a negative advantage has no other bound"
+        yield Violation(key, None, bound, f"write 3.0, or {ASYNC}.recompute_logprobs: true")
+
+
+LOSS_RULES: tuple[Rule, ...] = (loss_goes_together, preference_loss_goes_together, loss_bounds_old_answers)

@@ -1,0 +1,132 @@
+"""Asynchronous training in whole programs on Ray: byte for byte what a serial program does that keeps old weights, however long anything
+takes, and wherever it is killed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.system.whole_runs import ON_TORCH, ROOT, Launch, Launches, Material, comparable, read_rows, write_config
+from tests.tiers import sample_seed, slow
+
+pytestmark = pytest.mark.timeout(1800)
+
+STEPS = 6
+TOYS = ROOT / "tests" / "toys" / "serial_lag.py"
+APART = ["policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}", "cluster.gpus_per_node=3"]
+BOUNDED = [
+    "loss_fn.use_importance_sampling_correction=true",
+    "loss_fn.truncated_importance_sampling_type=tis",
+    "loss_fn.truncated_importance_sampling_ratio=2.0",
+]
+OF_AGE = ("train/rollout_age", "train/effective_sample_share")
+
+
+def beside(lag: int) -> list[str]:
+    return ["grpo.async_grpo.enabled=true", f"grpo.async_grpo.max_trajectory_age_steps={lag}"]
+
+
+class Program:
+    """Runs of one configuration."""
+
+    def __init__(self, directory: Path, material: Material, launches: Launches, backend: str = "megatron") -> None:
+        self.directory, self.launches = directory, launches
+        self.config = directory / "run.yaml"
+        base = write_config(directory / "base.yaml", "grpo", material)
+        self.config.write_text(yaml.safe_dump({"defaults": str(base), **ON_TORCH.get(backend, {})}))
+
+    def start(self, name: str, *overrides: str, **variables: str) -> Launch:
+        arguments = [*APART, *BOUNDED, f"grpo.max_num_steps={STEPS}", *overrides]
+        return self.launches.start(self.config, self.directory / name, arguments, variables)
+
+    def finish(self, name: str, *overrides: str, **variables: str) -> Path:
+        launch = self.start(name, *overrides, **variables)
+        assert launch.finish() == 0, launch.output()[-5000:]
+        return launch.run_dir
+
+
+def without_ages(run_dir: Path) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if name not in OF_AGE} for row in comparable(run_dir)]
+
+
+def weights(run_dir: Path) -> bytes:
+    return (run_dir / f"hf/step_{STEPS}/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("backend", "lag"),
+    [
+        ("megatron", 1),
+        pytest.param("megatron", 2, marks=slow),
+        pytest.param("megatron", 4, marks=slow),
+        pytest.param("dtensor", 1, marks=slow),
+        pytest.param("fsdp1", 2, marks=slow),
+    ],
+)
+def test_it_is_a_serial_program_that_keeps_old_weights(
+    backend: str, lag: int, tmp_path: Path, material: Material, launches: Launches
+) -> None:
+    program = Program(tmp_path, material, launches, backend)
+    beside_training = program.finish("beside", *beside(lag))
+    serial = program.finish("serial", f"algorithm={TOYS}:SerialLag", SERIAL_LAG=str(lag))
+    assert without_ages(beside_training) == without_ages(serial)
+    assert weights(beside_training) == weights(serial)
+    trained = [row for row in read_rows(beside_training) if row["step"] > 0]
+    assert [row["train/rollout_age"] for row in trained] == [min(step, lag) for step in range(STEPS)]
+    assert all(0 < row["train/effective_sample_share"] <= 1 for row in trained)
+    # what the engine said is the policy's word of k steps ago, and not of now
+    assert any(row["train/mismatch_max"] > 1e-3 for row in trained)
+
+
+@slow
+def test_nothing_hangs_on_how_long_anything_takes(tmp_path: Path, material: Material, launches: Launches) -> None:
+    program = Program(tmp_path, material, launches)
+    plain = program.finish("plain", *beside(2))
+    for seed in (sample_seed(), sample_seed() + 1):
+        delayed = program.finish(f"delayed-{seed}", *beside(2), f"algorithm={TOYS}:Delayed", DELAY_SEED=str(seed))
+        assert comparable(delayed) == comparable(plain), seed
+        assert weights(delayed) == weights(plain), seed
+
+
+@slow
+def test_killed_anywhere_it_goes_on_with_the_batches_that_waited(tmp_path: Path, material: Material, launches: Launches) -> None:
+    """Also where the last launch keeps up with no one: a run that goes on in turn trains on what waits first."""
+    program = Program(tmp_path, material, launches)
+    undisturbed = program.finish("undisturbed", *beside(2))
+    seed = sample_seed()
+    draw = random.Random(seed)
+    for step in sorted(draw.sample(range(1, STEPS), 3)):
+        launch = program.start("killed", *beside(2))
+        launch.kill_when(launch.logged(step) if draw.random() < 0.5 else launch.committed(step))
+    killed = program.finish("killed", *beside(2))
+    assert comparable(killed) == comparable(undisturbed), seed
+    assert weights(killed) == weights(undisturbed), seed
+
+
+@slow
+def test_a_run_changes_to_turns_and_back(tmp_path: Path, material: Material, launches: Launches) -> None:
+    program = Program(tmp_path, material, launches)
+    launch = program.start("run", *beside(2))
+    launch.kill_when(launch.committed(2))
+    launch = program.start("run", "grpo.async_grpo.enabled=false")
+    launch.kill_when(launch.committed(4))
+    assert "async_grpo.enabled" in launch.output()
+    run_dir = program.finish("run", *beside(1))
+    ages = [row.get("train/rollout_age") for row in read_rows(run_dir) if row["step"] > 0]
+    # step 5 samples for itself, since nobody did while 4 trained
+    assert ages[:2] == [0.0, 1.0] and ages[-2:] == [0.0, 1.0], ages
+
+
+@slow
+def test_engines_have_a_layout_of_their_own(tmp_path: Path, material: Material, launches: Launches) -> None:
+    """Two pipeline stages train, and two tensor-parallel ranks generate with the weights of both."""
+    program = Program(tmp_path, material, launches)
+    layout = ["policy.megatron_cfg.tensor_model_parallel_size=1", "policy.megatron_cfg.pipeline_model_parallel_size=2"]
+    engines = ["policy.generation.colocated.resources.gpus_per_node=2", "cluster.gpus_per_node=4"]
+    run_dir = program.finish("run", *layout, *engines, "policy.generation.engine_cfg={tensor_parallel_size: 2}")
+    rows = [row for row in read_rows(run_dir) if row["step"] > 0]
+    assert all(row["train/mismatch_max"] < 1e-5 and row["train/grad_norm"] > 0 for row in rows)
