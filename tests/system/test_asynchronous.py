@@ -3,13 +3,17 @@ takes, and wherever it is killed."""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from megarl.distributed.worker_stacks import worker_of
+from megarl.models.policy.policy_engines import WORKERS
 from tests.system.whole_runs import ON_TORCH, ROOT, Launch, Launches, Material, comparable, read_rows, write_config
 from tests.tiers import sample_seed, slow
 
@@ -105,6 +109,22 @@ def test_killed_anywhere_it_goes_on_with_the_batches_that_waited(tmp_path: Path,
     killed = program.finish("killed", *beside(2))
     assert comparable(killed) == comparable(undisturbed), seed
     assert weights(killed) == weights(undisturbed), seed
+
+
+@slow
+def test_lost_engines_cost_a_restart_within_the_launch(tmp_path: Path, material: Material, launches: Launches) -> None:
+    program = Program(tmp_path, material, launches)
+    undisturbed = program.finish("undisturbed", *beside(1))
+    launch = program.start("lost", *beside(1), "++cluster.max_restarts=3")
+    for kills, step in enumerate((2, 4), 1):
+        launch.await_moment(launch.logged(step))
+        [engine] = [pid for pid in launch.processes() if (worker_of(pid) or "").startswith(WORKERS)]
+        os.kill(engine, signal.SIGKILL)
+        launch.await_moment(lambda kills=kills: launch.output().count(f"{STEPS} steps") == kills + 1)  # type: ignore[misc]
+    assert launch.finish() == 0, launch.output()[-5000:]
+    logs = [[{k: v for k, v in row.items() if "restarts" not in k} for row in comparable(each)] for each in (launch.run_dir, undisturbed)]
+    assert logs[0] == logs[1]
+    assert weights(launch.run_dir) == weights(undisturbed)
 
 
 @slow
