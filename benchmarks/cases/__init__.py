@@ -30,6 +30,7 @@ class Case:
 
 CASES = {
     "episodes": Case("conversations at their own pace against a barrier between turns", "benchmarks.cases.episodes", load=1.0),
+    "asynchronous": Case("steps that sample beside training against steps that do it in turn", "benchmarks.cases.asynchronous"),
     "convert.h2m": Case(
         "import of a checkpoint against a plain copy and against transformers", "benchmarks.cases.conversion", "measure_import"
     ),

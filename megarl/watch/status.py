@@ -29,9 +29,11 @@ from megarl.observe.step_line import (
     format_seconds,
     format_share,
 )
+from megarl.observe.timing import ENGINE_IDLE, ROLLOUT_WAIT
 from megarl.watch.run_state import RECENT_STEPS, CheckpointState, RunState, read_run_state
 
 MISMATCH = "train/token_mult_prob_error"
+ROLLOUT_AGE = "train/rollout_age"
 MEMORY, PEAK_MEMORY = "performance/memory_gib", "performance/peak_memory_gib"
 KL = "train/kl_penalty"
 # name, the metrics it may have, and whether more is better (None: neither)
@@ -132,6 +134,8 @@ def facts(state: RunState) -> Iterator[tuple[str, Text]]:
         peak = state.series.get(PEAK_MEMORY, state.series[MEMORY]).values[-1]
         now = state.series[MEMORY].values[-1]
         yield "memory", Text(f"{now:.2f} GiB on the fullest rank, {peak:.2f} GiB at its peak")
+    if ROLLOUT_AGE in state.series:
+        yield "rollouts", Text(_rollouts_text(state))
     if MISMATCH in state.series:
         yield "mismatch", _mismatch(state.series[MISMATCH])
     faults = _reward_faults(state.series)
@@ -140,6 +144,15 @@ def facts(state: RunState) -> Iterator[tuple[str, Text]]:
     if state.not_finite:
         yield "not finite", Text(_not_finite_text(state), style=BAD)
     yield "disk", Text(f"{size_text(state.free_bytes)} free")
+
+
+def _rollouts_text(state: RunState) -> str:
+    """How old the answers are that are sampled beside training, and who waits for whom."""
+    age, step_s = state.series[ROLLOUT_AGE].values[-1], state.step_s or 0.0
+    waits = [(who, state.phases.get(phase, 0.0)) for who, phase in (("training", ROLLOUT_WAIT), ("engines", ENGINE_IDLE))]
+    shares = " and ".join(f"{who} {format_share(min(seconds / step_s, 1.0))}" for who, seconds in waits if step_s)
+    said = "" if age is None else f"sampled {age:g} step{'' if age == 1 else 's'} before they are trained on"
+    return f"{said}; of a step waits: {shares}" if shares else said
 
 
 def _restarts_text(launches: Sequence[Launch]) -> str:

@@ -1,0 +1,149 @@
+"""Steps of asynchronous training against steps that sample and train in turn: stages that only wait, and whole runs.
+
+Generation is to take twice what the rest of a step takes, so that a step beside it can be two thirds as long at best. In the whole runs a
+trainer and an engine of one rank each have a core of their own, in both ways.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.cases.startup import QUICKSTART, ROOT
+from benchmarks.point import Metric, Point
+
+GENERATION_S, TRAINING_S, STEPS = 0.2, 0.1, 40
+REPEATS, QUICK_REPEATS = 5, 1
+PROMPTS, ANSWERS, NEW_TOKENS = 8, 4, 40
+WARM_UP, COUNTED = 3, 8
+_LOOK_EVERY, _LONGEST = 0.1, 300.0
+IN_TURN: tuple[str, ...] = ("grpo.async_grpo.enabled=false",)
+BESIDE: tuple[str, ...] = ("grpo.async_grpo.enabled=true",)
+
+
+def measure(quick: bool) -> Iterator[Point]:
+    """Both kinds of steps, by turns."""
+    repeats = QUICK_REPEATS if quick else REPEATS
+    sleeping = [(_sleeping(0), _sleeping(1)) for _ in range(repeats)]
+    in_turn, beside = zip(*sleeping, strict=True)
+    yield Point({"stages": "sleep"}, _metrics(in_turn, beside))
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        arguments = _material(work)
+        rows: dict[tuple[str, ...], list[dict[str, float]]] = {IN_TURN: [], BESIDE: []}
+        for _ in range(repeats):
+            for way, found in rows.items():
+                found.append(_run(work, [*arguments, *way]))
+        steps = {way: [row["step_s"] for row in found] for way, found in rows.items()}
+        generation = [row["generation_s"] / (row["step_s"] - row["generation_s"]) for row in rows[IN_TURN]]
+        waits = [row.get("rollout_wait_s", 0.0) / row["step_s"] for row in rows[BESIDE]]
+        more = {
+            "generation_over_rest": Metric.of("ratio to the rest of a step in turn", generation),
+            "wait_share": Metric.of("share of a step that waits for rollouts", waits),
+        }
+        yield Point({"stages": "a run"}, {**_metrics(steps[IN_TURN], steps[BESIDE]), **more})
+
+
+def _metrics(in_turn: Sequence[float], beside: Sequence[float]) -> dict[str, Metric]:
+    return {"step": Metric.ratio("a step in turn", beside, in_turn), "step_seconds": Metric.of("s", beside)}
+
+
+def _sleeping(lag: int) -> float:
+    """Seconds of a step whose stages only wait; 0 samples and trains in turn."""
+    from megarl.algorithms.ahead import HeldEngines, SamplingAhead
+    from megarl.observe.timing import PhaseTimer
+
+    class _Refit:
+        def bring_up_to_date(self) -> None:
+            """Nothing is sent."""
+
+    sample: Any = lambda step: time.sleep(GENERATION_S)  # noqa: E731
+    refit: Any = _Refit()
+    ahead = SamplingAhead(sample, lag, STEPS, HeldEngines(refit), {}, PhaseTimer(), PhaseTimer())
+    begun = time.perf_counter()
+    for step in range(1, STEPS + 1):
+        ahead.take(step) if lag else sample(step)
+        time.sleep(TRAINING_S)
+        ahead.settle()
+    ahead.close()
+    return (time.perf_counter() - begun) / STEPS
+
+
+def _material(work: Path) -> list[str]:
+    """A random model of 256 x 4 with the quickstart's vocabulary, and the arguments of a run with it."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from megarl.quickstart.material import make_model, write_problems
+
+    make_model(work / "model", 1)
+    config = Qwen2Config.from_pretrained(work / "model")
+    config.update(
+        {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+    )
+    config.layer_types = ["full_attention"] * 4
+    Qwen2ForCausalLM(config).save_pretrained(work / "model")
+    write_problems(work / "train.jsonl", 1024, 1)
+    return [
+        *(str(QUICKSTART / "grpo.yaml"), "--with", str(QUICKSTART / "apart.yaml"), "--with", str(QUICKSTART / "asynchronous.yaml")),
+        f"policy.model_name={work / 'model'}",
+        f"data.train.path={work / 'train.jsonl'}",
+        "data.validation=null",
+        "cluster.gpus_per_node=2",
+        "policy.megatron_cfg.tensor_model_parallel_size=1",
+        f"grpo.num_prompts_per_step={PROMPTS}",
+        f"grpo.num_generations_per_prompt={ANSWERS}",
+        f"policy.train_global_batch_size={PROMPTS * ANSWERS}",
+        f"policy.generation.max_new_tokens={NEW_TOKENS}",
+        "policy.max_total_sequence_length=96",
+        f"grpo.max_num_steps={WARM_UP + COUNTED}",
+        "grpo.val_period=0",
+        "grpo.val_at_start=false",
+        "grpo.val_at_end=false",
+        "checkpointing.enabled=false",
+    ]
+
+
+def _run(work: Path, arguments: Sequence[str]) -> dict[str, float]:
+    """Medians of the seconds of each phase, over the steps behind the first ones."""
+    with tempfile.TemporaryDirectory(dir=work) as run, tempfile.TemporaryFile() as said:
+        command = [sys.executable, "-m", "megarl.cli", "train", *arguments, f"run_dir={run}"]
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+        begun, pinned = time.perf_counter(), set[int]()
+        while process.poll() is None:
+            assert time.perf_counter() - begun < _LONGEST, f"no end within {_LONGEST:g} s"
+            if len(pinned) < 2:
+                _pin(psutil.Process(process.pid), pinned)
+            time.sleep(_LOOK_EVERY)
+        said.seek(0)
+        assert process.returncode == 0, said.read().decode(errors="replace")[-3000:]
+        assert len(pinned) == 2, "the trainer and the engine were not both seen"
+        lines = (Path(run) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["step"] > WARM_UP]
+    names = {name for row in rows for name in row if name.startswith("timing/")}
+    return {name.removeprefix("timing/"): statistics.median(row.get(name, 0.0) for row in rows) for name in names}
+
+
+def _pin(root: psutil.Process, pinned: set[int]) -> None:
+    """Give the trainer the first core and the engine the second one, all their threads, as soon as each is there."""
+    from megarl.distributed.worker_stacks import worker_of
+    from megarl.models.policy.policy_engines import WORKERS
+
+    with contextlib.suppress(psutil.Error, ProcessLookupError):
+        for child in root.children(recursive=True):
+            name = worker_of(child.pid)
+            if name is None or child.pid in pinned:
+                continue
+            core = int(name.startswith(WORKERS))
+            for thread in child.threads():
+                psutil.Process(thread.id).cpu_affinity([core])
+            pinned.add(child.pid)
