@@ -3,6 +3,7 @@
 * ``algorithms``: every algorithm, and the first seed once more in each other layout, with what its curves then differ by.
 * ``backends``: GRPO on the three backends, each of which generates its own answers. Where two drew a different token, everything after it
   would differ.
+* ``asynchrony``: GRPO on answers that are k steps old, sampled beside training; and without a bound on what old answers weigh.
 * ``generation``: GRPO with answers of the policy, and of vLLM colocated and apart. Two engines draw different random numbers, so that their
   answers, and what is learned from them, are equal in distribution only.
 
@@ -104,7 +105,35 @@ ENGINES = {
     "vLLM": Way(layers=("vllm.yaml",), measures=(ACCURACY, REWARD, *MISMATCH)),
     "vLLM, apart": Way(layers=("vllm-apart.yaml",), measures=(ACCURACY, REWARD, *MISMATCH)),
 }
+AGES = (ACCURACY, REWARD, "train/effective_sample_share")
+BESIDE = ("apart.yaml", "asynchronous.yaml")
+AGE = "grpo.async_grpo.max_trajectory_age_steps"
+UNBOUNDED = (
+    *(
+        "grpo.async_grpo.recompute_logprobs=false",
+        "loss_fn.truncated_importance_sampling_type=null",
+        "loss_fn.truncated_importance_sampling_ratio=null",
+    ),
+    *("loss_fn.ratio_clip_min=1.0", "loss_fn.ratio_clip_max=1.0e9", "loss_fn.ratio_clip_c=1.0e9"),
+)
+ASYNCHRONY = {
+    "k = 0": Way(layers=("apart.yaml",), measures=(ACCURACY, REWARD)),
+    **{f"k = {age}": Way(layers=BESIDE, changes=(f"{AGE}={age}",), measures=AGES) for age in (1, 2, 4, 8)},
+    "k = 8, no bound": Way(layers=BESIDE, changes=(f"{AGE}=8", *UNBOUNDED), measures=(ACCURACY, REWARD)),
+}
 EXPERIMENTS: Mapping[str, Experiment] = {
+    "asynchrony": Experiment(
+        ASYNCHRONY,
+        {
+            "": (
+                "GRPO on answers that are k steps old",
+                {
+                    "greedy validation accuracy": dict.fromkeys(ASYNCHRONY, ACCURACY),
+                    "effective sample share": {name: way.measures[2] for name, way in ASYNCHRONY.items() if len(way.measures) > 2},
+                },
+            )
+        },
+    ),
     "algorithms": Experiment(
         {**SAMPLED, **OTHERS},
         {

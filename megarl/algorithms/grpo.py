@@ -230,8 +230,8 @@ class GRPO(Sampled):
         batch["advantages"] = advantages.expand_as(batch["token_mask"])
         trained = self.train(batch, step, rollouts)
         self.done_steps = step
-        self.settle()
-        of_samples = {**_sample_metrics(judged, samples, advantages), **part_metrics([judged]), **self.age_metrics(batch, samples, step)}
+        beside = {**self.settle(samples, step), **self.age_metrics(batch, samples, step)}
+        of_samples = {**_sample_metrics(judged, samples, advantages), **part_metrics([judged]), **beside}
         own = {**trained, **of_samples, **sampled.metrics, **mismatch, **of_rewards, "epoch": sampled.epoch}
         return add_metrics(own, [rollouts.metrics])
 

@@ -116,6 +116,7 @@ class Refit:
         restarts: how often they were.
         on_restart: told why, each time.
         lost_nodes: names of the nodes that had places of the engines and are lost.
+        check: called when the engines have the policy's weights.
     """
 
     policy: Policy
@@ -126,6 +127,7 @@ class Refit:
     restarts: int = 0
     on_restart: Callable[[MegarlError], None] = lambda error: None
     lost_nodes: Callable[[], Sequence[str]] = tuple
+    check: Callable[[], None] = lambda: None
     _informed: bool = field(default=False, init=False)
 
     def bring_up_to_date(self) -> None:
@@ -138,6 +140,7 @@ class Refit:
         if self.stale or self.generation.version is None:
             refit_policy_generation(self.policy, self.generation, self.colocated)
             self.stale = False
+            self.check()
 
     def replace_lost_engines(self, error: MegarlError) -> None:
         """Start new engines in place of ones that were killed or hang. The policy keeps its weights; the next refit brings them.

@@ -11,6 +11,8 @@ from typing_extensions import TypedDict
 
 from megarl.algorithms.ahead import HeldEngines, Sampling, SamplingAhead, load_batches, save_batches
 from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts, Role
+from megarl.algorithms.served import ServedCheck
+from megarl.config.backend import generation_of
 from megarl.config.nested import at
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
 from megarl.observe.timing import PhaseTimer, Sequences
@@ -118,6 +120,12 @@ class Sampled(Algorithm):
         self.sample_log, self.done_steps = parts.sample_log, 0
         self._version: int | None = None
         self.empty_steps = EmptySteps(parts.config["policy"]["max_consecutive_skips"], self.section())
+        self.served: ServedCheck | None = None
+        section = generation_of(parts.config["policy"])["engine_check"]
+        if parts.refit is not None and not parts.refit.colocated and section["sequences"]:
+            precision = parts.config["policy"]["precision"]
+            self.served = ServedCheck(section, self.policy, parts.refit.generation, precision, self.seed)
+            parts.refit.check = self.served.check
         # batches that were sampled before the step that trains on them
         self.waiting: dict[int, Sampling] = {}
         engine: Refit | HeldEngines | None = parts.refit
@@ -157,10 +165,15 @@ class Sampled(Algorithm):
             return self.ahead.take(step)
         return self.waiting.pop(step) if step in self.waiting else self._sampled(step)
 
-    def settle(self) -> None:
-        """At the end of a step, wait for what is sampled beside it."""
+    def settle(self, samples: BatchedDataDict[Any], step: int) -> dict[str, float]:
+        """At the end of a step, wait for what is sampled beside it. Returns metrics of the last refit."""
+        found: dict[str, float] = {}
+        if self.served is not None:
+            found = self.served.metrics
+            self.served.remember(samples, step)
         if self.ahead is not None:
             self.ahead.settle()
+        return found
 
     def save(self, directory: Path) -> None:
         """Write the batches that wait."""

@@ -15,7 +15,7 @@ from megarl.config.arithmetic import sequence_share
 from megarl.config.data_sources import DataConfig
 from megarl.config.engines import engine_kind, is_engine
 from megarl.config.environments import BUILT_IN_REWARDS, EnvConfig, named_environments
-from megarl.config.generation import GenerationConfig
+from megarl.config.generation import EngineCheckConfig, GenerationConfig
 from megarl.config.losses import ClippedPGLossConfig
 from megarl.config.models import in_full, model_sections
 from megarl.config.nested import at, put
@@ -101,6 +101,8 @@ def complete_policy(policy: Mapping[str, Any]) -> PolicyConfig:
     if isinstance(filled["generation"], dict):
         itself = "megatron" if _section(filled, "megatron_cfg").get("enabled") is True else "hf"
         filled["generation"] = fill(filled["generation"], {"backend": itself, **defaults_of(GenerationConfig)})
+        if isinstance(filled["generation"]["engine_check"], dict):
+            filled["generation"]["engine_check"] = _filled(filled["generation"]["engine_check"], EngineCheckConfig)
         if is_engine(cast(GenerationConfig, filled["generation"])):
             filled["generation"] = _complete_engine(filled["generation"], filled)
         if "generation_batch_size" not in filled and "logprob_batch_size" in filled:

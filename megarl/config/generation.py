@@ -100,6 +100,23 @@ class VllmConfig(TypedDict):
     env_vars: NotRequired[Annotated[dict[str, str] | None, Key("environment variables of the engines.", default={})]]
 
 
+class EngineCheckConfig(TypedDict):
+    """Whether engines apart compute with the weights that they were sent."""
+
+    sequences: NotRequired[
+        Annotated[
+            int,
+            Key(
+                "responses of the last batch that engines and policy both score after a refit, drawn by the seed; where engines are of the "
+                "policy's own backend, all weights are compared too, bit for bit. 0 for no check.",
+                AT_LEAST_0,
+                default=0,
+            ),
+        ]
+    ]
+    on_difference: NotRequired[Annotated[Literal["stop", "warn"], Key("what a difference that is no rounding does.", default="stop")]]
+
+
 class GenerationConfig(TypedDict):
     """Generation of responses."""
 
@@ -179,6 +196,12 @@ class GenerationConfig(TypedDict):
     stop_strings: NotRequired[Annotated[list[str] | None, Key("texts that end an answer.", default=None)]]
     pad_token_id: NotRequired[Annotated[int, Key("fills answers up; the tokenizer's when absent.", AT_LEAST_0)]]
     colocated: NotRequired[Annotated[ColocationConfig, Key("whether training and generation share devices.", default={"enabled": True})]]
+    engine_check: NotRequired[
+        Annotated[
+            EngineCheckConfig,
+            Key("whether engines apart compute with the policy's weights.", default={"sequences": 0, "on_difference": "stop"}),
+        ]
+    ]
     vllm_cfg: NotRequired[Annotated[VllmConfig, Key("vLLM engines; read where ``backend`` is vllm.")]]
     vllm_kwargs: NotRequired[
         Annotated[

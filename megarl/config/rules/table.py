@@ -280,6 +280,13 @@ ROWS_OF_RUNS = (
         "write null, or remove the line",
     ),
     Row(
+        "engines_apart_are_checked",
+        {"policy.generation.engine_check.sequences": 0},
+        {"policy.generation.colocated.enabled": True},
+        "colocated.enabled is true: each batch is sampled with the newest weights, and mismatch_mean compares it with the policy",
+        "write 0, or remove the line",
+    ),
+    Row(
         "examples_are_scored_by_the_model_itself",
         defaults("policy.generation", GenerationConfig, "temperature", "top_p", "top_k"),
         {"generates": False},

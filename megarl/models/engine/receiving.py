@@ -11,6 +11,7 @@ import torch
 from converters.checkpoint.source import HuggingFaceSource
 from megarl.weight_sync.broadcast import WeightListener
 from megarl.weight_sync.manifest import Manifest
+from megarl.weight_sync.plan import checksum
 from megarl.weight_sync.transfer_group import TransferGroup
 
 if TYPE_CHECKING:
@@ -91,6 +92,12 @@ class ReceivingWorker:
         cast("TakesWeights", self.backend).load_hf(ArrivedWeights(Path("the policy's weights"), arrived))
         return version
 
+    def weight_digests(self, first_rank_only: bool = False) -> dict[str, int]:
+        """A number of the bits of each weight by its Hugging Face name, of this rank's copy of the model; with ``first_rank_only`` empty on
+        the others. A collective."""
+        found = {name: checksum(_words(tensor)) for name, tensor in self.backend.export_hf()}
+        return {} if first_rank_only and torch.distributed.get_rank() else found
+
     def is_alive(self) -> bool:
         """Whether this process answers: True, where it does."""
         return True
@@ -99,3 +106,9 @@ class ReceivingWorker:
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, with zeros behind them up to a multiple of 4."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, -len(flat) % 4))

@@ -344,6 +344,28 @@ class EngineGroup(RolloutEngine):
         check_batch(data, required=(), vocab_size=self._vocab_size, max_length=self._longest, max_length_key=self._longest_key)
         stop_strings_of_rows(self.cfg["stop_strings"], data.get("stop_strings"), data.size)
 
+    def score(self, data: BatchedDataDict[Any]) -> torch.Tensor | None:
+        """Log-probabilities of given tokens; see ``RolloutEngine.score``. None where sampling changes the distribution, which engines score
+        before that, and from workers without ``score``."""
+        plain = self.cfg["temperature"] == 1 and self.cfg["top_p"] == 1 and self.cfg["top_k"] is None
+        if not plain or not self.scores:
+            return None
+        self._require_weights()
+        needed: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")})
+        future = self.worker_group.run_all_workers_sharded_data(
+            "score",
+            data=needed.deal(self._workers.engines, allow_uneven_shards=True),
+            in_sharded_axes=["data_parallel"],
+            common_kwargs={"version": self.expected_version},
+        )
+        found: torch.Tensor = BatchedDataDict.from_batches(self._results(future))["logprobs"]
+        return found
+
+    @property
+    def scores(self) -> bool:
+        """Whether workers have ``score``."""
+        return False
+
     def requests(self, stop_token_ids: Iterable[int], pad_token_id: int, *, greedy: bool, sampling: Sampling | None) -> RequestStream:
         """A stream of requests; where the engines' workers have ``exchange``, each engine goes on while further ones come."""
         if not self.takes_requests:

@@ -518,6 +518,10 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """
         return self.worker_group.run_all_workers_single_data("broadcast_weights_for_collective")
 
+    def weight_digests(self) -> dict[str, int]:
+        """A number of the bits of each weight, by its Hugging Face name: equal for equal weights, in whatever layout."""
+        return self._results("weight_digests", first_rank_only=True)[0]
+
     # profiling and the end
 
     def memory_figures(self) -> dict[str, float]:

@@ -22,6 +22,7 @@ from megarl.models.generation.interfaces import GenerationDatumSpec, GenerationO
 
 if TYPE_CHECKING:
     import ray
+    import torch
 
     from megarl.distributed.batched_data_dict import BatchedDataDict
     from megarl.distributed.virtual_cluster import RayVirtualCluster
@@ -120,6 +121,16 @@ class PolicyEngines(RolloutEngine):
         if self._version is None:
             raise RefitError("the workers that generate have no whole weights: refit them before they answer")
         return self._policy.generate(data, greedy, sampling=sampling)
+
+    def score(self, data: BatchedDataDict[Any]) -> torch.Tensor:
+        """Log-probabilities of given tokens; see ``RolloutEngine.score``."""
+        self._policy.prepare_for_lp_inference()
+        found: torch.Tensor = self._policy.get_logprobs(data)["logprobs"]
+        return found
+
+    def weight_digests(self) -> list[dict[str, int]]:
+        """As each rank has it."""
+        return self.results(self._call("weight_digests"))
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Parameters to the device, where they stay."""

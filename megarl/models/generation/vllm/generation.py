@@ -94,6 +94,11 @@ class VllmGeneration(EngineGroup):
         )
 
     @property
+    def scores(self) -> bool:
+        """All do."""
+        return True
+
+    @property
     def takes_requests(self) -> bool:
         """All engines do, but of ``fast_sampling``: who draws which random numbers depends there on what waits together."""
         return not self.cfg["vllm_cfg"]["fast_sampling"]

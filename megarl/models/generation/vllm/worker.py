@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import psutil
 import ray
+import torch
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl import env
@@ -366,6 +367,27 @@ class VllmGenerationWorker:
         outputs = self._engine.call("generate", prompts, params, use_tqdm=False) if seed is None else self._drawn(prompts, params, seed)
         answers = {request.row: answer_of(output.outputs[0]) for request, output in zip(requests, outputs, strict=True)}
         return assembled(data, answers, int(self._config["pad_token_id"]))
+
+    def score(self, data: BatchedDataDict[Any], version: int | None) -> BatchedDataDict[Any]:
+        """``logprobs`` [B, S] float32 of the tokens of ``data``, each given those before it; 0 of the first one and on padding.
+
+        A row leaves room for a token more. vLLM takes no prompt from its cache that it is asked this of.
+
+        Raises:
+            RefitError: the engine has other weights, or none that are whole.
+        """
+        self._require(version)
+        from vllm import SamplingParams
+
+        rows = [ids[:length].tolist() for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)]
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        prompts = [{"prompt_token_ids": row} for row in rows]
+        outputs = self._engine.call("generate", prompts, params, use_tqdm=False)
+        logprobs = torch.zeros(data["input_ids"].shape)
+        for row, output in enumerate(outputs):
+            for place, (token, found) in enumerate(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)):
+                logprobs[row, place] = 0.0 if found is None else found[token].logprob
+        return BatchedDataDict({"logprobs": logprobs})
 
     def _require(self, version: int | None) -> None:
         if self._version is None or self._version != version:
