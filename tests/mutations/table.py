@@ -434,6 +434,30 @@ TABLE: Mapping[str, Row] = {
         "pass",
         ("unit/test_tools.py",),
     ),
+    "asynchrony: engines get new weights while they sample": Row(
+        "megarl/algorithms/ahead.py",
+        "        if not self.held:\n            self.refit.bring",
+        "        if True:\n            self.refit.bring",
+        ("unit/test_sampling_ahead.py",),
+    ),
+    "asynchrony: a step late": Row(
+        "megarl/algorithms/ahead.py", "ahead = step + self._lag", "ahead = step + self._lag + (step > 1)", ("unit/test_sampling_ahead.py",)
+    ),
+    "asynchrony: batches of a checkpoint are sampled again": Row(
+        "megarl/algorithms/ahead.py",
+        "if early not in self._waiting and not",
+        "if not",
+        ("unit/test_sampling_ahead.py",),
+    ),
+    "asynchrony: a weight that one engine rank has wrong is not seen": Row(
+        "megarl/algorithms/served.py",
+        "if any(digests.get(name) != ours[name] for digests in theirs)",
+        "if theirs[0].get(name) != ours[name]",
+        ("unit/test_served.py",),
+    ),
+    "asynchrony: engines that score otherwise are rounding": Row(
+        "megarl/algorithms/served.py", "if self._sum >= _ALARM:", "if False:", ("unit/test_served.py",)
+    ),
     "environments: of several rewards the weights do not count": Row(
         "megarl/rollout/single_turn.py",
         "part.weight * value for part, value",
