@@ -34,6 +34,7 @@ RECIPES: dict[str, tuple[str, str]] = {
     "grpo-gsm8k-qwen2.5-7b-8gpu-megatron": ("gsm8k.jsonl", "qwen2"),
     "grpo-dapo17k-qwen2.5-1.5b-1gpu-megatron": ("dapo-math-17k.jsonl", "qwen2"),
     "grpo-dapo17k-qwen2.5-7b-8gpu-megatron": ("dapo-math-17k.jsonl", "qwen2"),
+    "grpo-dapo17k-asynchronous-qwen2.5-7b-8gpu-megatron": ("dapo-math-17k.jsonl", "qwen2"),
     "grpo-dapo17k-qwen3-30b-a3b-thinking-2x8gpu-megatron": ("dapo-math-17k.jsonl", "qwen3_moe"),
     "grpo-dapo17k-qwen3-30b-a3b-without-thinking-2x8gpu-megatron": ("dapo-math-17k.jsonl", "qwen3_moe"),
     "ppo-gsm8k-qwen2.5-1.5b-1gpu-megatron": ("gsm8k.jsonl", "qwen2"),
@@ -102,6 +103,13 @@ def small(recipe: str, model: Path, directory: Path, ranks: int = 1, **changes: 
             # a step with the actor, whose loss is there then
             layer["ppo"]["critic_warmup_steps"] = 0
         overrides.append("~policy.generation.backend")
+        if "asynchronous" in recipe:
+            # engines are processes of their own, which only whole programs have
+            apart = ranks > 1
+            policy["generation"]["colocated"] = {"enabled": not apart, "resources": {"gpus_per_node": 1 if apart else None}}
+            policy["generation"]["engine_check"] = {"sequences": 3 if apart else 0}
+            layer["grpo"]["async_grpo"] = {"enabled": apart}
+            layer["cluster"]["gpus_per_node"] += apart
         if "dapo" in recipe:
             layer["env"] = {"rewards": {"short": {"overlong_buffer_length": LONGEST_ANSWER // 2}}}
             # a tiny model solves no problem, and would look in vain for one that it solves now and then

@@ -43,6 +43,11 @@ ENGINES = [
     (CONFIGS / "base" / "vllm-apart.yaml", CONFIGS / "grpo-qwen2.5-1.5b-megatron.yaml", [HALF_A_NODE]),
     (CONFIGS / "quickstart" / "vllm.yaml", CONFIGS / "quickstart" / "grpo.yaml", []),
     (CONFIGS / "quickstart" / "vllm-apart.yaml", CONFIGS / "quickstart" / "grpo.yaml", []),
+    (
+        CONFIGS / "quickstart" / "asynchronous.yaml",
+        CONFIGS / "quickstart" / "grpo.yaml",
+        ["--with", str(CONFIGS / "quickstart" / "vllm-apart.yaml")],
+    ),
 ]
 GIB = 2**30
 # 85 % of an H100 with 80 GB (81559 MiB): the rest is for CUDA, NCCL and fragmentation, which the estimate leaves out
@@ -133,7 +138,8 @@ def test_a_dry_run_of_every_recipe_passes_and_estimates_its_memory(recipe: Path,
 def test_a_recipe_generates_with_vllm_and_without_it_when_the_backend_is_taken_away(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "a device that policy and engine share" in dry_run(capsys, recipe)
+    shared, apart = "a device that policy and engine share", "engine's weights, a device"
+    assert (apart if "asynchronous" in recipe.stem else shared) in dry_run(capsys, recipe)
     assert "a device that policy and engine share" not in dry_run(capsys, recipe, "~policy.generation.backend")
 
 

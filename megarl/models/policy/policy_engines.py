@@ -178,7 +178,7 @@ def engine_policy(policy: PolicyConfig, ranks: int) -> PolicyConfig:
     tensor = generation["engine_cfg"]["tensor_parallel_size"]
     own: dict[str, Any] = {
         **policy,
-        "generation": {**generation, "colocated": {"enabled": True}, "engine_cfg": {}},
+        "generation": {**generation, "colocated": {"enabled": True}, "engine_cfg": {}, "engine_check": {"sequences": 0}},
         "peft": None,
         # of batches that are never trained on; they have to fit the ranks
         "train_global_batch_size": ranks,
