@@ -124,12 +124,20 @@ class SamplingAhead:
             if early not in self._waiting and not self._is_behind_the_end(early):
                 self._waiting[early] = self._sample(early)
         with self._timer.phase("refit"):
-            self._engines.bring_up_to_date()
+            self._refit()
         ahead = step + self._lag
         if ahead not in self._waiting and not self._is_behind_the_end(ahead):
             self._engines.held = True
             self._coming = ahead, self._thread.submit(self._timed, ahead)
         return self._waiting.pop(step)
+
+    def _refit(self) -> None:
+        while True:
+            try:
+                return self._engines.bring_up_to_date()
+            except MegarlError as error:
+                # raises where none is lost, or that was done too often
+                self._engines.replace_lost_engines(error)
 
     def settle(self) -> None:
         """Wait for what is being sampled, at the end of a step.

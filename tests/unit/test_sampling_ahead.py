@@ -128,9 +128,27 @@ def test_engines_lost_meanwhile_are_not_given_other_weights() -> None:
     with pytest.raises(WorkerError, match="killed"):
         engines.replace_lost_engines(error)
     refit.alive = False
-    with pytest.raises(WorkerLostError, match="sampled beside training: killed"):
+    with pytest.raises(WorkerLostError, match=r"sampled beside training.* are gone: killed"):
         engines.replace_lost_engines(error)
     assert refit.replaced == [error]
+
+
+def test_engines_lost_between_steps_are_replaced() -> None:
+    """The policy has the weights that they are to have, and nothing of the step is lost."""
+    refit, errors = PlayedRefit(), [WorkerError("killed"), WorkerError("killed again")]
+    up_to_date = refit.bring_up_to_date
+    ahead = ahead_of(lambda step: step, 1, None, refit, {1: "kept"})
+
+    def failing_at_first() -> None:
+        if len(refit.replaced) < len(errors):
+            raise errors[len(refit.replaced)]
+        up_to_date()
+
+    refit.bring_up_to_date = failing_at_first  # type: ignore[method-assign]
+    assert ahead.take(1) == "kept"
+    ahead.settle()
+    assert refit.replaced == errors
+    ahead.close()
 
 
 def test_what_was_timed_beside_is_in_the_step() -> None:
