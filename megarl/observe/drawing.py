@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.errors import MegarlError
 from megarl.observe.series import Series, running_mean, smoothing_window, thinned
-from megarl.observe.timing import STEP_SECONDS
+from megarl.observe.timing import STEP_SECONDS, beside_training
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,9 +117,10 @@ def run_labels(run_dirs: Sequence[str | Path]) -> dict[str | Path, str]:
 
 
 def phase_names(series: Mapping[str, Series]) -> list[str]:
-    """Metrics of the phases of the top level, longest first."""
+    """Metrics of the phases of the top level that make a step long, longest first."""
     names = [name for name in series if name.startswith("timing/") and name.endswith("_s") and name.count("/") == 1 and name != STEP]
-    return sorted(names, key=lambda name: -sum(series[name].values))
+    beside = {f"timing/{name}_s" for name in beside_training([name.removeprefix("timing/").removesuffix("_s") for name in names])}
+    return sorted((name for name in names if name not in beside), key=lambda name: -sum(series[name].values))
 
 
 def of_training(curve: Series) -> Series:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +19,12 @@ GENERATION, TRAIN, TRAIN_CRITIC = "generation", "train", "train_critic"
 
 ROLLOUT_WAIT, ENGINE_IDLE = "rollout_wait", "engine_idle"
 """Where engines sample beside training: seconds that a step waits for them, and they for it."""
+
+
+def beside_training(phases: Collection[str]) -> frozenset[str]:
+    """Those phases of a run that take none of a step's own time: what engines apart do while it trains."""
+    return frozenset({GENERATION, ENGINE_IDLE}) if ENGINE_IDLE in phases else frozenset()
+
 
 STEP_SECONDS = "step_s"
 """Name of the wall time of the whole step in ``PhaseTimer.collect``."""

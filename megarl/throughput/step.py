@@ -12,10 +12,10 @@ from converters.model_config.architecture import ModelFacts
 from megarl.config.adapters import adapter_parameters, adapters_of
 from megarl.config.backend import enabled_backend
 from megarl.config.policy import PolicyConfig
-from megarl.observe.timing import ENGINE_IDLE, GENERATION, ROLLOUT_WAIT, STEP_SECONDS, TRAIN, TRAIN_CRITIC, Sequences
+from megarl.observe.timing import GENERATION, ROLLOUT_WAIT, STEP_SECONDS, TRAIN, TRAIN_CRITIC, Sequences, beside_training
 from megarl.throughput.flops import ModelFlops
 
-WAITING = frozenset({"reward"})
+WAITING = frozenset({"reward", ROLLOUT_WAIT})
 """Phases in which the devices have nothing to do."""
 
 
@@ -143,6 +143,4 @@ def _padding(passed: Sequence[Sequences]) -> dict[str, float]:
 def _working(seconds: Mapping[str, float]) -> list[float]:
     """Seconds of the phases of the top level in which devices work."""
     names = {name: name.removesuffix("_s") for name in seconds if name != STEP_SECONDS and "/" not in name}
-    # what engines apart do while a step trains is not the step's own time
-    beside = {GENERATION, ENGINE_IDLE, ROLLOUT_WAIT} if f"{ENGINE_IDLE}_s" in seconds else set()
-    return [seconds[name] for name, phase in names.items() if phase not in WAITING | beside]
+    return [seconds[name] for name, phase in names.items() if phase not in WAITING | beside_training(names.values())]

@@ -20,7 +20,7 @@ from megarl.observe.launches import FILE_NAME as LAUNCHES_NAME
 from megarl.observe.launches import FINISHED, Launch, read_launches
 from megarl.observe.metrics_file import FILE_NAME, stream_metrics
 from megarl.observe.series import Log, Series, collect_log
-from megarl.observe.timing import ENGINE_IDLE, GENERATION, STEP_SECONDS
+from megarl.observe.timing import STEP_SECONDS, beside_training
 from megarl.watch.configured import Configured, read_configured
 
 RECENT_STEPS = 20
@@ -231,8 +231,7 @@ def _phases(recent: Mapping[str, list[float]]) -> dict[str, float]:
         return {}
     names = [name for name in recent if name.startswith("timing/") and name.count("/") == 1 and name != _STEP_SECONDS]
     seconds = {name.removeprefix("timing/").removesuffix("_s"): sum(recent[name]) / len(steps) for name in names if recent[name]}
-    # what engines apart do while a step trains takes none of its time
-    beside = {GENERATION, ENGINE_IDLE} & seconds.keys() if ENGINE_IDLE in seconds else set()
+    beside = beside_training(seconds)
     own = sum(value for name, value in seconds.items() if name not in beside)
     seconds["other"] = max(sum(steps) / len(steps) - own, 0.0)
     return dict(sorted(seconds.items(), key=lambda item: (item[0] == "other", -item[1])))
