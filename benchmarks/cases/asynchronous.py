@@ -24,7 +24,7 @@ from benchmarks.point import Metric, Point
 
 GENERATION_S, TRAINING_S, STEPS = 0.2, 0.1, 40
 REPEATS, QUICK_REPEATS = 5, 1
-PROMPTS, ANSWERS, NEW_TOKENS = 8, 4, 40
+PROMPTS, ANSWERS, NEW_TOKENS = 8, 2, 64
 WARM_UP, COUNTED = 3, 8
 _LOOK_EVERY, _LONGEST = 0.1, 300.0
 IN_TURN: tuple[str, ...] = ("grpo.async_grpo.enabled=false",)

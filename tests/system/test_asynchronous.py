@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from megarl.distributed.worker_stacks import worker_of
 from megarl.models.policy.policy_engines import WORKERS
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 STEPS = 6
 TOYS = ROOT / "tests" / "toys" / "serial_lag.py"
+GUESS = TOYS.with_name("guess.py")
 APART = ["policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}", "cluster.gpus_per_node=3"]
 BOUNDED = [
     "loss_fn.use_importance_sampling_correction=true",
@@ -84,6 +87,24 @@ def test_it_is_a_serial_program_that_keeps_old_weights(
     assert all(0 < row["train/effective_sample_share"] <= 1 for row in trained)
     # what the engine said is the policy's word of k steps ago, and not of now
     assert any(row["train/mismatch_max"] > 1e-3 for row in trained)
+
+
+@slow
+def test_conversations_of_several_turns_are_sampled_beside_training_too(tmp_path: Path, material: Material, launches: Launches) -> None:
+    program = Program(tmp_path, material, launches)
+    guessing = ["grpo.max_rollout_turns=3", "~env.reward", f"env.environment={GUESS}:Guess", "+env.options={near: 4}"]
+    tokenizer = AutoTokenizer.from_pretrained(shutil.copytree(material.taught, tmp_path / "model"))
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    room = ["policy.max_total_sequence_length=96", f"policy.model_name={tmp_path / 'model'}"]
+    beside_training = program.finish("beside", *beside(1), *guessing, *room)
+    serial = program.finish("serial", f"algorithm={TOYS}:SerialLag", *guessing, *room, SERIAL_LAG="1")
+    assert without_ages(beside_training) == without_ages(serial)
+    assert weights(beside_training) == weights(serial)
+    trained = [row for row in read_rows(beside_training) if row["step"] > 0]
+    assert all(row["train/turns"] > 1 for row in trained) and any(row["train/grad_norm"] > 0 for row in trained)
 
 
 @slow
