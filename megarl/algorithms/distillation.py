@@ -97,10 +97,13 @@ class Distillation(Sampled):
 
     def step(self, step: int) -> dict[str, float]:
         """Sample responses to the next prompts, ask the teachers, and train on them."""
+        from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.collector import add_metrics, part_metrics
+        from megarl.rollout.segment_rows import SegmentRows
 
         rollouts = self.sample(step).rollouts
-        samples, records = rollouts.samples, [record.index for record in rollouts.records]
+        rows = self.rows_of(rollouts)
+        samples, records = rows.samples, [record.index for record in rows.records]
         batch, of_pass = self._own_columns(samples)
         rows_of = dict(self._rows_of_teachers(records))
         teacher_logprobs = self._ask_teachers(batch, rows_of)
@@ -109,18 +112,21 @@ class Distillation(Sampled):
             batch["advantages"], of_advantages = self.advantages(batch, teacher_logprobs)
             of_pass |= of_advantages
         if self.sample_log is not None:
-            means = apart.sum(dim=1) / batch["token_mask"].sum(dim=1).clamp(min=1)
-            self.sample_log.train(step, rollouts, means, batch.get("prev_logprobs"), self.train_data.sources)
+            segments = SegmentRows.of(batch)
+            scored: BatchedDataDict[Any] = BatchedDataDict({**batch, "apart": apart})
+            scored = scored if segments is None else segments.by_response(scored)
+            means = scored["apart"].sum(dim=1) / scored["token_mask"].sum(dim=1).clamp(min=1)
+            self.sample_log.train(step, rollouts, means, scored, self.train_data.sources)
         self.turns.take(ACTOR)
-        self.empty_steps.look(batch, samples, step)
-        trained = self.train_policy(batch, step, rollouts)
+        self.empty_steps.look(batch, rollouts.samples, step)
+        trained = self.train_policy(batch, step, rows)
         self.done_steps = step
         own = {
             **trained,
             **_divergences(-apart, batch, rows_of),
-            **answer_metrics(samples),
+            **answer_metrics(rollouts.samples),
             "num_tokens": int(samples["input_lengths"].sum()),
-            **part_metrics([samples]),
+            **part_metrics([rollouts.samples]),
             **of_pass,
             "epoch": self.sampler.epoch,
         }

@@ -206,7 +206,8 @@ class GRPO(Sampled):
 
         self.turns.take(ACTOR)
         sampled = self.take(step)
-        rollouts, judged, samples = sampled.rollouts, sampled.judged, sampled.rollouts.samples
+        rollouts, judged, rows = sampled.rollouts, sampled.judged, self.rows_of(sampled.rollouts)
+        samples = rows.samples
         batch = self.score(samples)
         if self.config["overlong_filtering"]:
             batch["sample_mask"] = batch["sample_mask"] * (~samples["truncated"]).float()
@@ -218,22 +219,43 @@ class GRPO(Sampled):
             except MismatchError as error:
                 refusal = error
         with self.timer.phase("reward"):
-            advantages, of_rewards = self.advantages(samples, batch)
+            advantages, scored, of_rewards = self._advantages_of_responses(samples, batch)
         if self.sample_log is not None:
             # also where nothing is trained on them: then they are needed most
-            previous, sources = batch.get("prev_logprobs"), self.train_data.sources
-            self.sample_log.train(step, rollouts, _means_of_rows(advantages, batch), previous, sources)
+            self.sample_log.train(step, rollouts, _means_of_rows(advantages, scored), scored, self.train_data.sources)
         if refusal is not None:
             raise refusal
-        self.empty_steps.look(batch, samples, step)
-        warn_of_no_signal(step, samples, advantages, rollouts.records, self.run_config)
-        batch["advantages"] = advantages.expand_as(batch["token_mask"])
-        trained = self.train(batch, step, rollouts)
+        self.empty_steps.look(batch, rollouts.samples, step)
+        warn_of_no_signal(step, rollouts.samples, advantages, rollouts.records, self.run_config)
+        trained = self.train(batch, step, rows)
         self.done_steps = step
         beside = {**self.settle(samples, step), **self.age_metrics(batch, samples, step)}
         of_samples = {**_sample_metrics(judged, samples, advantages), **part_metrics([judged]), **beside}
         own = {**trained, **of_samples, **sampled.metrics, **mismatch, **of_rewards, "epoch": sampled.epoch}
         return add_metrics(own, [rollouts.metrics])
+
+    def _advantages_of_responses(
+        self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]
+    ) -> tuple[Tensor, BatchedDataDict[Any], dict[str, float]]:
+        """Advantages of responses, see ``advantages``, the batch with a row for each response, and metrics of rewards. Gives the batch that
+        is trained on its ``advantages``: segments of a response share what is estimated of it."""
+        from megarl.rollout.segment_rows import SegmentRows
+
+        segments = SegmentRows.of(batch)
+        if segments is None:
+            advantages, metrics = self.advantages(samples, batch)
+            batch["advantages"] = advantages.expand_as(batch["token_mask"])
+            return advantages, batch, metrics
+        scored = segments.by_response(batch)
+        known = {*scored}
+        counted = {**samples, "token_mask": batch["token_mask"] * batch["sample_mask"].unsqueeze(1)}
+        advantages, metrics = self.advantages(segments.by_response(counted), scored)
+        for name in {*batch} & known - {*scored}:
+            del batch[name]
+        for name in {*scored} - known:
+            batch[name] = segments.by_row(scored[name])
+        batch["advantages"] = segments.by_row(advantages).expand_as(batch["token_mask"])
+        return advantages, scored, metrics
 
     def train(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> dict[str, float]:
         """Train on a batch with its advantages, so often; the metrics of that."""
@@ -313,20 +335,24 @@ class GRPO(Sampled):
         return not self.loss_config["force_on_policy_ratio"] or self.loss_config["use_kl_in_reward"] or bounds != [None, None]
 
     def judge_mismatch(self, batch: BatchedDataDict[Any], step: int) -> dict[str, float]:
-        """How far generation and policy are apart. Leaves sequences that are too far apart out of the batch, by its ``sample_mask``.
+        """How far generation and policy are apart. Leaves sequences that are too far apart out of the batch, by its ``sample_mask``, and
+        with a segment all others of its response.
 
         Raises:
             MismatchError: they are too far apart to train.
         """
         from megarl.rollout.samples import check_mismatch, masked_far_apart, mismatch_metrics
+        from megarl.rollout.segment_rows import SegmentRows
 
         generation, previous = batch["generation_logprobs"], batch["prev_logprobs"]
         metrics = mismatch_metrics(generation, previous, batch["token_mask"] * batch["sample_mask"].unsqueeze(1))
         kept, threshold = metrics, self.config["seq_logprob_error_threshold"]
         if threshold is not None:
-            batch["sample_mask"], of_sequences = masked_far_apart(
+            near, of_sequences = masked_far_apart(
                 generation, previous, batch["token_mask"], batch["sample_mask"], threshold, step, self.section()
             )
+            segments = SegmentRows.of(batch)
+            batch["sample_mask"] = near if segments is None else segments.without_some_rows(batch["sample_mask"], near)
             kept = mismatch_metrics(generation, previous, batch["token_mask"] * batch["sample_mask"].unsqueeze(1))
             metrics = {**metrics, **of_sequences}
         check_mismatch(kept, self.config["max_token_mult_prob_error"], step, self.section())

@@ -68,8 +68,9 @@ class LossFunction(Protocol):
         """Loss and metrics of one micro-batch.
 
         Args:
-            data: the micro-batch, tensors [B, S] and [B].
-            global_valid_seqs: 0-d, sum of ``sample_mask`` over the whole global batch.
+            data: the micro-batch, tensors [B, S] and [B]. Where rows are segments of responses, ``response_tokens`` [B] int64 counts the
+                tokens under the masks of all rows of a row's response.
+            global_valid_seqs: 0-d, sum of ``sample_mask`` over the whole global batch; segments of a response add up to 1.
             global_valid_toks: 0-d, sum of ``token_mask[:, 1:] * sample_mask[:, None]`` over the whole global batch.
             next_token_logprobs: [B, S-1] float, column i holds log p(token_{i+1} | tokens up to i).
 

@@ -113,7 +113,8 @@ class ClippedPGLossFn:
 
     ``disable_ppo_ratio`` puts the log-probability itself in the place of r and of its clipped form. The mean runs over the valid tokens
     of the global batch (``token_level_loss``), or first over each row's tokens and then over the valid rows. ``sequence_normalizer``
-    stands for the number of a row's tokens there (Dr.GRPO, arXiv 2503.20783).
+    stands for the number of a row's tokens there (Dr.GRPO, arXiv 2503.20783). Rows that are segments of one response (``response_tokens``)
+    are one row there: the mean runs over the tokens of all of them. A ratio of a sequence is that of a segment.
 
     ``truncated_importance_sampling_type`` bounds w, to [0, ``_ratio``] or [``_ratio_min``, ``_ratio``]: ``tis`` takes min(w, bound)
     (truncated importance sampling), ``icepop`` 0 in the place of a w out of bounds (arXiv 2510.18855), ``seq-mask-tis`` 0 for all tokens of
@@ -216,6 +217,7 @@ class ClippedPGLossFn:
         previous_key = [] if self.force_on_policy_ratio else ["prev_logprobs"]
         _check_batch("ClippedPGLossFn", data, next_token_logprobs, ["advantages", *previous_key, "generation_logprobs"])
         token_mask, sample_mask, mask = _masks(data, next_token_logprobs)
+        tokens_of_response = data.get("response_tokens") if self.sequence_normalizer is None else self.sequence_normalizer
 
         def visible(values: Tensor) -> Tensor:
             return torch.where(mask != 0, values, 0.0)
@@ -223,7 +225,7 @@ class ClippedPGLossFn:
         def mean(values: Tensor) -> Tensor:
             if self.loss_type is LossType.TOKEN_LEVEL:
                 return masked_mean(values, mask, global_normalization_factor=global_valid_toks)
-            by_row = masked_mean(values, token_mask, dim=-1, global_normalization_factor=self.sequence_normalizer)
+            by_row = masked_mean(values, token_mask, dim=-1, global_normalization_factor=tokens_of_response)
             return masked_mean(by_row, sample_mask, global_normalization_factor=global_valid_seqs)
 
         def token_mean(values: Tensor) -> Tensor:
@@ -263,7 +265,7 @@ class ClippedPGLossFn:
             "token_mult_prob_error": token_mean(torch.exp((generation - previous).abs())),
             "sampling_importance_ratio": token_mean(weight),
             "nonfinite_importance_weights": (~finite & (mask != 0)).sum().to(loss.dtype),
-            "num_valid_samples": sample_mask.sum(),
+            "num_valid_samples": _valid_responses(data, sample_mask, mask),
             "approx_entropy": -token_mean(torch.exp(current - generation) * current),
             **of_penalty,
             **of_entropy,
@@ -526,6 +528,13 @@ def _masks(data: BatchedDataDict, next_token_logprobs: Tensor) -> tuple[Tensor, 
     token_mask = data["token_mask"][:, 1:].to(next_token_logprobs.dtype)
     sample_mask = data["sample_mask"].to(next_token_logprobs.dtype)
     return token_mask, sample_mask, token_mask * sample_mask.unsqueeze(-1)
+
+
+def _valid_responses(data: Mapping[str, Any], sample_mask: Tensor, mask: Tensor) -> Tensor:
+    """The number of responses that count, 0-d: a row that is a segment of one is the share of its tokens that it has."""
+    if "response_tokens" not in data:
+        return sample_mask.sum()
+    return (mask.sum(dim=1) / data["response_tokens"].clamp(min=1)).sum()
 
 
 def _row_sums(values: Tensor, mask: Tensor, average: bool) -> Tensor:

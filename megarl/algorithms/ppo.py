@@ -185,9 +185,11 @@ class PPO(GRPO):
         """Train the critic, and behind its first ``critic_warmup_steps`` the actor."""
         from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.samples import MODEL_INPUTS
+        from megarl.rollout.segment_rows import RESPONSE
 
         learned = {key: batch.pop(key) for key in ("prev_values", "returns")}
-        of_critic: BatchedDataDict[Any] = BatchedDataDict({**{key: batch[key] for key in MODEL_INPUTS}, **learned})
+        inputs = [key for key in (*MODEL_INPUTS, RESPONSE) if key in batch]
+        of_critic: BatchedDataDict[Any] = BatchedDataDict({**{key: batch[key] for key in inputs}, **learned})
         epochs_of_critic = self.config["critic_ppo_epochs"]
         with self.timer.phase(TRAIN_CRITIC):
             self.turns.take(CRITIC)

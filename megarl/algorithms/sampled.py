@@ -14,6 +14,7 @@ from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts, Role
 from megarl.algorithms.served import ServedCheck
 from megarl.config.backend import generation_of
 from megarl.config.nested import at
+from megarl.config.policy import PolicyConfig
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
 from megarl.observe.timing import PhaseTimer, Sequences
 
@@ -205,15 +206,23 @@ class Sampled(Algorithm):
         version = step - 1 if self._version is None else self._version
         return self._sampling_collector.collect(self.train_data.select(indices), self.generations, seeds, weight_version=version)
 
+    def rows_of(self, rollouts: Rollouts) -> Rollouts:
+        """Rollouts with a row for each segment of each response."""
+        from megarl.rollout.segment_rows import rows_of_segments
+
+        return rows_of_segments(rollouts, self.collector.tokenizer.pad_token_id)
+
     def batch_of(self, samples: BatchedDataDict[Any], *, previous: bool, reference: bool) -> BatchedDataDict[Any]:
         """What the loss reads of samples: the model's inputs and ``generation_logprobs``; where asked for, the log-probabilities of the
         policy before the update, ``prev_logprobs``, and those of the reference, ``reference_policy_logprobs``."""
         from megarl.algorithms.train_results import scored_tokens
         from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.samples import MODEL_INPUTS
+        from megarl.rollout.segment_rows import RESPONSE
 
         inputs: BatchedDataDict[Any] = BatchedDataDict({key: samples[key] for key in MODEL_INPUTS})
-        batch: BatchedDataDict[Any] = BatchedDataDict({**inputs, "generation_logprobs": samples["generation_logprobs"]})
+        further = {key: samples[key] for key in ("generation_logprobs", RESPONSE) if key in samples}
+        batch: BatchedDataDict[Any] = BatchedDataDict({**inputs, **further})
         if not previous and not reference:
             return batch
         passed = Sequences(samples["input_lengths"].numpy(), scored=scored_tokens(inputs))
@@ -250,13 +259,25 @@ class Sampled(Algorithm):
         metrics."""
         from megarl.algorithms.skipped_batches import filled
         from megarl.algorithms.train_results import metrics_of_epochs
+        from megarl.rollout.segment_rows import RESPONSE, global_batches
 
-        found = filled(batch, at(self.run_config, (role or ACTOR).section)["train_global_batch_size"])
-        records = [rollouts.records[row].index for row in found.rows]
+        section: PolicyConfig = at(self.run_config, (role or ACTOR).section)
+        size, rows, gbs = section["train_global_batch_size"], list(range(batch.size)), None
+        if RESPONSE in batch:
+            batch, size, rows = global_batches(batch, size, rows_of_a_round(section, model.data_parallel_size))
+            gbs = size
+        found = filled(batch, size)
+        records = [rollouts.records[rows[row]].index for row in found.rows]
         results = [
-            self.skipped.train(model, found.batch, loss_fn, step, records, role=role) for _ in range(epochs if len(found.rows) else 0)
+            self.skipped.train(model, found.batch, loss_fn, step, records, gbs, role=role) for _ in range(epochs if len(found.rows) else 0)
         ]
         return found.batch, results, found.with_left_out(metrics_of_epochs(results, loss_fn))
+
+
+def rows_of_a_round(section: PolicyConfig, replicas: int) -> int:
+    """Rows that all data-parallel replicas of a model take at once: a global batch has a multiple of that."""
+    planned = section["sequence_packing"]["enabled"] or section["dynamic_batching"]["enabled"]
+    return replicas * (1 if planned else section["train_micro_batch_size"])
 
 
 def mean(values: Tensor) -> float:
@@ -272,7 +293,7 @@ def answer_metrics(judged: Mapping[str, Tensor]) -> dict[str, float]:
     found = {"accuracy": accuracies[~accuracies.isnan()], "reward": judged["reward"][counted]}
     return {
         **{name: mean(values) for name, values in found.items() if len(values)},
-        **({"turns": float(judged["turns"].double().mean())} if "turns" in judged else {}),
+        **{name: float(judged[name].double().mean()) for name in ("turns", "segments") if name in judged},
         "generation_length": float(judged["generation_lengths"].double().mean()),
         "truncated": float(judged["truncated"].double().mean()),
     }

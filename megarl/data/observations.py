@@ -3,12 +3,16 @@
 The suffix of an observation is what the chat template writes behind a turn of the assistant: a short conversation is rendered with a mark
 in the assistant's turn, the observation behind it, and up to where the assistant speaks next; what stands behind the mark is tokenized.
 Sampled tokens mostly end with the token that ends the turn, which the suffix then does not repeat.
+
+Some templates write an earlier response otherwise once a user's turn follows it: they leave its reasoning out. What the model is shown then
+does not begin with what was sampled, and ``History`` gives the prompt that it is shown instead.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.chat_template import ASKED, FOLLOWING, PROBE, REASONED, ChatMessage, ChatTemplate, special_ids
@@ -28,11 +32,17 @@ class ObservationEncoder:
         tokenizer: from ``get_tokenizer``.
         template: of it, with the run's values.
         stop_token_ids: tokens that end a sampled response.
+        rewritten: what the template makes of an earlier response once a user's turn follows, where that is not the response itself: it may
+            leave reasoning out. None where both are the same.
     """
 
     tokenizer: PreTrainedTokenizerBase
     template: ChatTemplate
     stop_token_ids: Collection[int]
+    rewritten: str | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rewritten", self._find_rewritten())
 
     def encode(self, messages: Sequence[ChatMessage], last: int | None) -> list[int]:
         """Return the tokens that go behind a response, up to where the next one begins.
@@ -45,17 +55,19 @@ class ObservationEncoder:
             RecordError: the template cannot write such messages behind a response.
         """
         if self.template.is_passthrough:
-            return self._tokens("".join(_text(message) for message in messages))
-        ids = self._tokens(self._behind_response(messages))
+            return self.tokens("".join(_text(message) for message in messages))
+        ids = self.tokens(self._behind_response(messages))
         return self._behind_turn(ids, last)
 
     def encode_prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str) -> list[int]:
         """Return the tokens of a conversation up to where the assistant speaks."""
-        return self._tokens(self.template.render(messages, tools, origin, for_generation=True))
+        return self.tokens(self.template.render(messages, tools, origin, for_generation=True))
 
-    def rewritten(self) -> str | None:
-        """Return what the template makes of an earlier response once a user's turn follows, where that is not the response itself: it may
-        leave reasoning out, or end the turn by another token. A conversation keeps what was sampled. None where both are the same."""
+    def history(self, prompt: Sequence[int]) -> History | None:
+        """Return a conversation that begins with a prompt; None where the template keeps earlier responses as they are."""
+        return None if self.rewritten is None else History(self, prompt)
+
+    def _find_rewritten(self) -> str | None:
         if self.template.is_passthrough:
             return None
         for said in (PROBE, f"<think>\n{REASONED}\n</think>\n\n{PROBE}"):
@@ -66,11 +78,13 @@ class ObservationEncoder:
                 later = self.template.render([ASKED, turn, following], origin=_ORIGIN)
             except DataError:
                 continue
-            end = last.rfind(PROBE) + len(PROBE)
-            if last.startswith(before) and not later.startswith(last[:end]):
-                shared = next(place for place, (one, other) in enumerate(zip(last, later, strict=False)) if one != other)
+            # what a response looks like: as the template writes a last one, but for those that never write reasoning, as R1's
+            is_written = last.startswith(before) and (REASONED in last or REASONED not in said)
+            shown = last[: last.rfind(PROBE) + len(PROBE)] if is_written else before + said
+            if not later.startswith(shown):
+                shared = next(place for place, (one, other) in enumerate(zip(shown, later, strict=False)) if one != other)
                 begin = min(len(before), shared)
-                return f"{last[begin:end]!r} becomes {later[begin : later.find(FOLLOWING)]!r}"
+                return f"{shown[begin:]!r} becomes {later[begin : later.find(FOLLOWING)]!r}"
         return None
 
     def _behind_response(self, messages: Sequence[ChatMessage]) -> str:
@@ -109,8 +123,63 @@ class ObservationEncoder:
         is_other_end = last in self.stop_token_ids and bool(ids) and ids[end] in special - set(self.stop_token_ids)
         return ids[end + is_other_end :]
 
-    def _tokens(self, text: str) -> list[int]:
+    def added_places(self, text: str) -> list[int]:
+        """Return where tokens begin in a text that a tokenizer takes whole, whatever stands around them."""
+        names = sorted((str(token) for token in self.tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+        return [match.start() for match in re.finditer("|".join(map(re.escape, names)), text)] if names else []
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens of a part of a rendered text."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class History:
+    """A conversation under a template that writes earlier responses otherwise, followed from turn to turn.
+
+    The conversation's own prompt stays what it is, token by token, but for what the template writes at its end for the response alone, such
+    as the mark that opens reasoning. What follows is what the template writes behind a short prompt in its place.
+
+    Args:
+        encoder: with the template.
+        prompt: tokens that the conversation begins with.
+    """
+
+    def __init__(self, encoder: ObservationEncoder, prompt: Sequence[int]) -> None:
+        self._encoder, self._prompt = encoder, list(prompt)
+        self._asked = encoder.template.render([ASKED], origin=_ORIGIN, for_generation=True)
+        self._messages: list[ChatMessage] = [ASKED]
+        self._shown = self._asked
+
+    def follow(self, said: Sequence[int], messages: Sequence[ChatMessage]) -> list[int] | None:
+        """Return the prompt that the model is shown once messages follow a response.
+
+        Args:
+            said: tokens of the response.
+            messages: what the environment says.
+
+        Returns:
+            None where it begins with all that was sampled since the last prompt, so that the messages only go behind that.
+        """
+        tokenizer = self._encoder.tokenizer
+        kept = said[:-1] if len(said) and said[-1] in self._encoder.stop_token_ids else said
+        text = str(tokenizer.decode(list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        self._messages += [{"role": "assistant", "content": text}, *messages]
+        shown = self._shown + text
+        try:
+            self._shown = self._encoder.template.render(self._messages, origin=_ORIGIN, for_generation=True)
+        except DataError:
+            # a template that cannot write the whole: the suffix alone says what follows
+            self._shown = shown
+            return None
+        return None if self._shown.startswith(shown) else self._rewritten_prompt()
+
+    def _rewritten_prompt(self) -> list[int] | None:
+        # cut where tokens do not depend on what stands before them
+        for begin in reversed(self._encoder.added_places(self._asked)):
+            end_of_prompt = self._encoder.tokens(self._asked[begin:])
+            if self._shown.startswith(self._asked[:begin]) and self._prompt[-len(end_of_prompt) :] == end_of_prompt:
+                return self._prompt[: -len(end_of_prompt)] + self._encoder.tokens(self._shown[begin:])
+        return None
 
 
 def _text(message: ChatMessage) -> str:

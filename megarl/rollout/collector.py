@@ -26,7 +26,7 @@ from megarl.observe.step_line import EPISODES
 from megarl.observe.timing import GENERATION, Sequences
 from megarl.rollout.environment import CUT, Environment, EnvironmentReturn, StopReason
 from megarl.rollout.episodes import Episode, EpisodeLimits, EpisodeRunner
-from megarl.rollout.trajectory import Segment, batch_of
+from megarl.rollout.trajectory import Segment, batch_of, token_rewards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,14 +65,21 @@ class Rollouts:
             the conversation), ``response_text`` (B texts, what rewards read of the last response), ``reward`` [B] float32, ``masked`` [B]
             bool (by the environment: ``sample_mask`` 0 too) and ``weight_version`` [B] int64 (steps of training behind the weights that
             sampled the row). Where the environment says so, ``accuracy`` [B] float32 and, for each part of its rewards, ``reward/NAME``
-            [B] float32; NaN where there is none. Of conversations of several turns, ``turns`` [B] int64 and ``ended`` (``StopReason``, B).
+            [B] float32; NaN where there is none. Of conversations of several turns, ``turns`` [B] int64, ``ended`` (``StopReason``, B),
+            ``turn_rewards`` (B lists, a reward a turn) and ``token_rewards`` [B, S] float32 (these at the last token of each response);
+            where the chat template writes earlier responses otherwise, ``segments`` [B] int64. The tokens of a row are then those of the
+            last segment of its response, and ``generation_lengths`` counts those of all.
         records: B records, one a row.
         metrics: figures of the environment.
+        earlier: columns of ``batch_of`` and ``token_rewards`` of all segments but the last of each response, and ``response`` [E] int64,
+            ascending: the row of ``samples`` that each belongs to; with ``opening`` [E] int64, which ``samples`` then has too: tokens at
+            the end of a segment's prompt that are the observation it begins with. None where every response is one segment.
     """
 
     samples: BatchedDataDict[Any]
     records: Sequence[Example]
     metrics: Mapping[str, float]
+    earlier: BatchedDataDict[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +159,15 @@ class Collector:
             raise BatchError(f"{len(seeds)} sampling seeds for {rows} samples. Fix: pass one seed for each prompt and generation")
         prompts = [np.asarray(record.prompt_ids, np.int64) for record in records]
         episodes = [
-            Episode(record, Segment(prompt), None if seeds is None else seeds[place * generations + generation])
+            Episode(record, [Segment(prompt)], None if seeds is None else seeds[place * generations + generation])
             for place, (record, prompt) in enumerate(zip(records, prompts, strict=True))
             for generation in range(generations)
         ]
         engines = _Engines(self, [len(prompt) for prompt in prompts], greedy=greedy, sampling=sampling)
         runner = EpisodeRunner(engines, self.environment, self.tokenizer, self.timer, self.limits, self.encoder)
         metrics = runner.run(episodes)
-        samples = batch_of([episode.segment for episode in episodes], self.tokenizer.pad_token_id)
+        samples = self._rows([episode.segment for episode in episodes])
+        earlier = self._earlier(episodes, samples)
         samples |= _columns(episodes)
         if weight_version is not None:
             samples["weight_version"] = torch.full((rows,), weight_version, dtype=torch.int64)
@@ -167,8 +175,30 @@ class Collector:
         if self.limits.turns > 1:
             samples["turns"] = torch.tensor([episode.turns for episode in episodes])
             samples["ended"] = [str(episode.reason) for episode in episodes]
+            samples["turn_rewards"] = [episode.rewards for episode in episodes]
             metrics = add_metrics(_ends(episodes), [metrics])
-        return Rollouts(samples, [episode.record for episode in episodes], metrics)
+        if self.encoder is not None and self.encoder.rewritten is not None:
+            samples["segments"] = torch.tensor([len(episode.segments) for episode in episodes])
+        return Rollouts(samples, [episode.record for episode in episodes], metrics, earlier)
+
+    def _rows(self, segments: Sequence[Segment]) -> BatchedDataDict[Any]:
+        batch = batch_of(segments, self.tokenizer.pad_token_id)
+        if self.limits.turns > 1:
+            batch["token_rewards"] = token_rewards(segments, batch["input_ids"].shape[1])
+        return batch
+
+    def _earlier(self, episodes: Sequence[Episode], samples: BatchedDataDict[Any]) -> BatchedDataDict[Any] | None:
+        """All segments but the last of each episode, see ``Rollouts``; samples then count them all."""
+        found = [(row, segment) for row, episode in enumerate(episodes) for segment in episode.segments[:-1]]
+        if not found:
+            return None
+        samples["generation_lengths"] = torch.tensor([sum(each.sampled_length for each in episode.segments) for episode in episodes])
+        samples["sample_mask"] = (samples["generation_lengths"] > 0).float()
+        samples["opening"] = torch.tensor([episode.segment.opening for episode in episodes])
+        earlier = self._rows([segment for _, segment in found])
+        earlier["opening"] = torch.tensor([segment.opening for _, segment in found])
+        earlier["response"] = torch.tensor([row for row, _ in found])
+        return earlier
 
 
 def _limits(policy: PolicyConfig, section: AlgorithmConfig) -> EpisodeLimits:
@@ -182,11 +212,11 @@ def _encoder(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, stops: Se
     day = section.get("template_date")
     date = None if day is None else datetime.date.fromisoformat(day)
     encoder = ObservationEncoder(tokenizer, ChatTemplate(tokenizer, section.get("chat_template_kwargs"), date), stops)
-    if (found := encoder.rewritten()) is not None:
-        logger.warning(
-            "the chat template writes an earlier response otherwise once a user's turn follows: %s. Conversations keep what was sampled, "
-            "token by token, as it is trained on; an engine that is asked with messages would be shown the other text",
-            found,
+    if encoder.rewritten is not None:
+        logger.info(
+            "the chat template writes an earlier response otherwise once a user's turn follows: %s. There a conversation goes on as a "
+            "further segment, with a training row of its own (train/segments)",
+            encoder.rewritten,
         )
     return encoder
 
@@ -229,7 +259,8 @@ class _Engines:
 
     def finish(self, episodes: Sequence[Episode]) -> None:
         self._generation.finish_generation()
-        lengths, prompts = (np.array(list(map(len, each))) for each in zip(*((e.segment, e.segment.prompt) for e in episodes), strict=True))
+        segments = [segment for episode in episodes for segment in episode.segments]
+        lengths, prompts = np.array([len(each) for each in segments]), np.array([len(each.prompt) for each in segments])
         self.collector.timer.passed(Sequences(lengths, prompts, np.array(self.prompts)))
 
 
@@ -238,7 +269,7 @@ def _columns(episodes: Sequence[Episode]) -> dict[str, Any]:
     return {
         "truncated": torch.tensor([episode.truncated or episode.reason in CUT for episode in episodes], dtype=torch.bool),
         "response_text": [episode.response for episode in episodes],
-        "reward": torch.tensor([episode.reward for episode in episodes], dtype=torch.float64).float(),
+        "reward": torch.tensor([sum(episode.rewards) for episode in episodes], dtype=torch.float64).float(),
         **_further_columns(episodes),
         "masked": torch.tensor([episode.masked for episode in episodes], dtype=torch.bool),
     }
@@ -247,7 +278,7 @@ def _columns(episodes: Sequence[Episode]) -> dict[str, Any]:
 def _ends(episodes: Sequence[Episode]) -> dict[str, float]:
     """How many episodes ended for each reason, and the tokens that they observed."""
     counts = Counter(episode.reason for episode in episodes)
-    observed = sum(len(tokens) for episode in episodes for tokens, logprobs in episode.segment.pieces if logprobs is None)
+    observed = sum(each.opening + each.length - each.sampled_length for episode in episodes for each in episode.segments)
     return {**{f"{EPISODES}{reason}": float(counts[reason]) for reason in StopReason}, "observed_tokens": float(observed)}
 
 
@@ -284,7 +315,7 @@ def _further_columns(episodes: Sequence[Episode]) -> dict[str, Tensor]:
         for name, values in answers[id(said)].items():
             if name not in columns:
                 # where some environments say how right a response is, the reward says it for the others
-                columns[name] = [each.reward for each in episodes] if name == "accuracy" else [np.nan] * len(episodes)
+                columns[name] = [sum(each.rewards) for each in episodes] if name == "accuracy" else [np.nan] * len(episodes)
             value = values[row]
             columns[name][place] = np.nan if value is None else float(value)
     return {name: torch.tensor(values, dtype=torch.float32) for name, values in columns.items()}

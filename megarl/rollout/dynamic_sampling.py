@@ -10,7 +10,7 @@ a checkpoint's place in the data is enough to go on exactly.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from megarl.errors import RewardError
 from megarl.rollout.collector import Rollouts, accuracies_of, add_metrics
 
 if TYPE_CHECKING:
+    from megarl.data.datasets import Example
     from megarl.data.sampler import Sampler
 
 
@@ -164,7 +165,10 @@ def joined(
         only_numbers: columns [B] alone, and no records.
     """
     rows = [group * generations + answer for group in groups for answer in range(generations)]
-    first, parts, records = 0, [], []
+    first = 0
+    parts: list[BatchedDataDict[Any]] = []
+    records: list[Example] = []
+    of_segments: list[BatchedDataDict[Any]] = []
     columns = _column_types(batches, only_numbers)
     for rollouts in batches:
         count = len(rollouts.records)
@@ -173,9 +177,25 @@ def joined(
         if mine:
             batch: BatchedDataDict[Any] = BatchedDataDict({name: _column(rollouts, name, kind) for name, kind in columns.items()})
             parts.append(_cut(batch.select_indices(mine)))
-            records += [] if only_numbers else [rollouts.records[row] for row in mine]
+            if not only_numbers:
+                of_segments += _earlier(rollouts, mine, len(records))
+                records += [rollouts.records[row] for row in mine]
     padding = {"input_ids": pad_token_id, "prompt_ids": pad_token_id}
-    return Rollouts(BatchedDataDict.from_batches(parts, padding), records, {})
+    earlier: BatchedDataDict[Any] | None = BatchedDataDict.from_batches(of_segments, padding) if of_segments else None
+    return Rollouts(BatchedDataDict.from_batches(parts, padding), records, {}, earlier)
+
+
+def _earlier(rollouts: Rollouts, rows: Sequence[int], first: int) -> Iterator[BatchedDataDict[Any]]:
+    """Yield the earlier segments of some responses of a batch, which are counted from ``first`` on from now, if there are any."""
+    if rollouts.earlier is None:
+        return
+    places = {row: first + place for place, row in enumerate(rows)}
+    responses = rollouts.earlier["response"].tolist()
+    chosen = [number for number, row in enumerate(responses) if row in places]
+    if chosen:
+        found = _cut(rollouts.earlier.select_indices(chosen))
+        found["response"] = torch.tensor([places[responses[number]] for number in chosen])
+        yield found
 
 
 def _column_types(batches: Sequence[Rollouts], only_numbers: bool) -> dict[str, Any]:
@@ -189,6 +209,8 @@ def _column(rollouts: Rollouts, name: str, kind: Any) -> Any:
     samples = rollouts.samples
     if name in samples:
         return samples[name]
+    if name == "opening":
+        return torch.zeros_like(samples["input_lengths"])
     assert name == "accuracy" or name.startswith(PART), f"a batch of samples lacks {name}"
     return samples["reward"] if name == "accuracy" else torch.full_like(samples["reward"], torch.nan, dtype=kind.dtype)
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.data.datasets import Example
-    from megarl.data.observations import ObservationEncoder
+    from megarl.data.observations import History, ObservationEncoder
     from megarl.observe.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
@@ -68,10 +68,10 @@ class EpisodeLimits:
     tokens: int | None = None
     length: int | None = None
 
-    def left(self, segment: Segment) -> int | None:
+    def left(self, episode: Episode) -> int | None:
         """Tokens that may still follow; None for no bound."""
-        bounds = [] if self.tokens is None else [self.tokens - segment.length]
-        bounds += [] if self.length is None else [self.length - len(segment)]
+        bounds = [] if self.tokens is None else [self.tokens - episode.length]
+        bounds += [] if self.length is None else [self.length - len(episode.segment)]
         return min(bounds, default=None)
 
 
@@ -81,29 +81,44 @@ class Episode:
 
     Attributes:
         record: that it began with.
-        segment: its tokens.
+        segments: its tokens; one segment, or one more each time that the model is shown other tokens than before.
         seed: of the random numbers of its first response; those of later ones follow from it. None where engines draw as they like.
         turns: responses so far.
         metadata: the environment's own, from turn to turn.
-        reward: the sum of its turns' rewards.
         masked: it is left out of training.
         truncated: its last response met a length limit.
         reason: why it ended; None while it goes on.
         last: the environment's answer to its last turn, and the row of it.
         response: text of the last response.
+        history: the conversation as the chat template writes it, where that may be other tokens than before; from the first observation on.
     """
 
     record: Example
-    segment: Segment
+    segments: list[Segment]
     seed: int | None = None
     turns: int = 0
     metadata: Any = None
-    reward: float = 0.0
     masked: bool = False
     truncated: bool = False
     reason: StopReason | None = None
     last: tuple[EnvironmentReturn, int] | None = None
     response: str = ""
+    history: History | None = None
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of each turn."""
+        return [reward for segment in self.segments for reward in segment.rewards]
+
+    @property
+    def segment(self) -> Segment:
+        """The segment that goes on."""
+        return self.segments[-1]
+
+    @property
+    def length(self) -> int:
+        """Tokens behind the conversation's prompt, those of observations among them; each counts once."""
+        return sum(segment.opening + segment.length for segment in self.segments)
 
 
 class Engines(Protocol):
@@ -332,7 +347,7 @@ class EpisodeRunner:
         ids = TokenRows.of_arrays(said)
         decode = functools.partial(decode_rows, self._tokenizer)
         with_special = functools.partial(decode_with_special_tokens, self._tokenizer)
-        asked = functools.cache(lambda: TokenRows.of_arrays([episode.segment.prompt for episode in episodes]))
+        asked = functools.cache(lambda: TokenRows.of_arrays([episode.segments[0].prompt for episode in episodes]))
         return Turn(
             [episode.record for episode in episodes],
             [episode.response for episode in episodes],
@@ -358,7 +373,7 @@ class EpisodeRunner:
                 "algorithm), or return terminated = True"
             )
         elif episode.truncated:
-            left = self._limits.left(episode.segment)
+            left = self._limits.left(episode)
             episode.reason = StopReason.TOKENS if left is not None and left <= 0 else StopReason.LENGTH
         elif episode.turns >= self._limits.turns:
             episode.reason = StopReason.TURNS
@@ -369,27 +384,44 @@ class EpisodeRunner:
     def _reward(self, episode: Episode, said: EnvironmentReturn, row: int) -> None:
         masked = bool(said.masked[row])
         episode.masked |= masked
-        episode.reward += _reward(said.rewards[row], masked)
+        episode.segment.rewards[-1] += _reward(said.rewards[row], masked)
         episode.last = said, row
 
     def _observe(self, episode: Episode, messages: Sequence[Mapping[str, Any]]) -> None:
         """Put an observation behind an episode, or end it where no response would fit behind that."""
         assert self._encoder is not None
-        left = self._limits.left(episode.segment)
+        left = self._limits.left(episode)
         size = sum(len(str(message.get("content") or "")) for message in messages)
         if left is not None and size > _FREE_CHARACTERS + _CHARACTERS_A_TOKEN * left:
             episode.reason = StopReason.TOKENS
             return
         tokens = self._encoder.encode(messages, episode.segment.last_token)
-        if left is not None and len(tokens) >= left:
+        following = self._other_segment(episode, messages, len(tokens))
+        if following is not None:
+            episode.segments.append(following)
+            left = self._limits.left(episode)
+            if left is not None and left <= 0:
+                episode.segments.pop()
+                episode.reason = StopReason.TOKENS
+        elif left is not None and len(tokens) >= left:
             episode.reason = StopReason.TOKENS
-            return
-        episode.segment.observed(np.asarray(tokens, np.int64))
+        else:
+            episode.segment.observed(np.asarray(tokens, np.int64))
+
+    def _other_segment(self, episode: Episode, messages: Sequence[Mapping[str, Any]], observed: int) -> Segment | None:
+        """The segment that an observation begins, where the chat template writes earlier responses otherwise from there on."""
+        assert self._encoder is not None
+        if self._encoder.rewritten is None:
+            return None
+        episode.history = episode.history or self._encoder.history(episode.segment.prompt.tolist())
+        assert episode.history is not None
+        prompt = episode.history.follow(episode.segment.pieces[-1][0].tolist(), messages)
+        return None if prompt is None else Segment(np.asarray(prompt, np.int64), opening=observed)
 
     def _request(self, episode: Episode) -> Request:
         # of one turn the engines know the length that the model allows; where they are told, they get one more column
         bounds = self._limits if self._limits.turns > 1 else EpisodeLimits(tokens=self._limits.tokens)
-        left = bounds.left(episode.segment)
+        left = bounds.left(episode)
         most = None if left is None else max(left, 0)
         seed = episode.seed if episode.seed is None or not episode.turns else seed_of_turn(episode.seed, episode.turns)
         return Request(episode.segment.tokens, seed, most)

@@ -37,7 +37,8 @@ class SampleLog:
     (tokens of the answer), ``truncated``, ``masked`` (left out of training), ``mismatch`` (mean over its tokens of the absolute difference
     of the log-probabilities of engine and policy), ``weight_version`` and, where they are asked for, ``prompt_ids`` and ``answer_ids``.
     Of a conversation of several turns ``answer`` is all that follows the prompt, ``length`` counts what was sampled, and there are
-    ``turns`` (``role``, assistant or environment, and ``text``) and ``ended`` (``StopReason``).
+    ``turns`` (``role``, assistant or environment, and ``text``; of the assistant's also ``reward``; of what the environment says where
+    another segment begins, ``segment``, its number) and ``ended`` (``StopReason``).
     What is not known is null, as reward and accuracy of a sample that the environment masked; an infinite number is the text ``inf``. Texts
     longer than ``max_characters`` lose their middle.
 
@@ -58,7 +59,7 @@ class SampleLog:
         step: int,
         rollouts: Rollouts,
         advantages: Tensor,
-        previous_logprobs: Tensor | None = None,
+        scored: Mapping[str, Tensor] | None = None,
         sources: Sequence[SourceRange] = (),
     ) -> None:
         """Keep the first samples of a step that is due.
@@ -67,16 +68,17 @@ class SampleLog:
             step: of the run.
             rollouts: B samples, those of one prompt next to each other.
             advantages: [B] float.
-            previous_logprobs: [B, S] float, of the policy before its update; None where nobody computed them.
+            scored: a row a sample: ``prev_logprobs`` of the policy before its update, ``generation_logprobs``, ``token_mask`` [B, S] and
+                ``sample_mask`` [B]. Without the first, nobody computed them.
             sources: of the training data.
         """
         if step != 1 and step % self.section["period"]:
             return
-        samples, number = rollouts.samples, self._number("num_train_samples", len(rollouts.records))
+        number = self._number("num_train_samples", len(rollouts.records))
         known: dict[str, Tensor] = {"advantage": advantages[:number]}
-        if previous_logprobs is not None:
-            mask = samples["token_mask"][:number] * samples["sample_mask"][:number].unsqueeze(1)
-            known["mismatch"] = row_mismatch(samples["generation_logprobs"][:number], previous_logprobs[:number], mask)
+        if scored is not None and "prev_logprobs" in scored:
+            mask = scored["token_mask"][:number] * scored["sample_mask"][:number].unsqueeze(1)
+            known["mismatch"] = row_mismatch(scored["generation_logprobs"][:number], scored["prev_logprobs"][:number], mask)
         self._write(TRAIN, step, self._rows(rollouts, number, {"step": step, "set": None}, known, sources))
 
     def validation(self, step: int, validated: Sequence[ValidatedSet], sources: Sequence[SourceRange] = ()) -> None:
@@ -110,7 +112,7 @@ class SampleLog:
 
     def _response(self, samples: Mapping[str, Any], row: int) -> str:
         """Return a response as a person wants to see it: Harmony's with the messages that rewards do not read."""
-        if not is_harmony(self.tokenizer) and "turns" not in samples:
+        if not is_harmony(self.tokenizer):
             return str(samples["response_text"][row])
         start, end = (int(samples[key][row]) for key in ("prompt_lengths", "input_lengths"))
         return self._decoded(samples["input_ids"][row, start:end])
@@ -118,19 +120,36 @@ class SampleLog:
     def _decoded(self, ids: Tensor) -> str:
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
-    def _turns(self, samples: Mapping[str, Any], row: int, limit: int) -> dict[str, Any]:
+    def _conversation(self, rollouts: Rollouts, row: int, limit: int) -> dict[str, Any]:
         """Return what was sampled and observed in turn, of a conversation of several turns."""
-        if "turns" not in samples:
-            return {}
+        samples, earlier = rollouts.samples, rollouts.earlier
+        rows: list[tuple[Mapping[str, Any], int]] = [(samples, row)]
+        if earlier is not None:
+            rows = [(earlier, number) for number in (earlier["response"] == row).nonzero().squeeze(1).tolist()] + rows
+        turns: list[dict[str, Any]] = []
+        for segment, (columns, number) in enumerate(rows):
+            turns += self._turns(columns, number, segment + 1)
+        rewards = iter(samples["turn_rewards"][row])
+        for turn in turns:
+            if turn["role"] == "assistant":
+                turn["reward"] = next(rewards, None)
+        answer = "".join(turn["text"] for turn in turns)
+        shown = [{**turn, "text": shorten(turn["text"], limit)} for turn in turns]
+        return {"answer": shorten(answer, limit), "turns": shown, "ended": samples["ended"][row]}
+
+    def _turns(self, samples: Mapping[str, Any], row: int, segment: int) -> list[dict[str, Any]]:
         start, end = (int(samples[key][row]) for key in ("prompt_lengths", "input_lengths"))
         ids, sampled = samples["input_ids"][row, start:end], samples["token_mask"][row, start:end] != 0
         borders = [0, *((sampled[1:] != sampled[:-1]).nonzero().squeeze(1) + 1).tolist(), len(ids)]
-        turns = [
-            {"role": "assistant" if sampled[first] else "environment", "text": shorten(self._decoded(ids[first:last]), limit)}
+        opening = int(samples["opening"][row]) if segment > 1 else 0
+        text = self._decoded(samples["input_ids"][row, start - opening : start])
+        turns: list[dict[str, Any]] = [{"role": "environment", "text": text, "segment": segment}] if opening else []
+        turns += [
+            {"role": "assistant" if sampled[first] else "environment", "text": self._decoded(ids[first:last])}
             for first, last in pairwise(borders)
             if first < last
         ]
-        return {"turns": turns, "ended": samples["ended"][row]}
+        return turns
 
     def _rows(
         self,
@@ -174,8 +193,8 @@ class SampleLog:
                     **{name: values[row] for name, values in columns.items()},
                     "masked": masked[row],
                     "weight_version": versions[row],
-                    **self._turns(samples, row, limit),
-                    **(_token_ids(samples, row, record) if self.section["token_ids"] else {}),
+                    **(self._conversation(rollouts, row, limit) if "turns" in samples else {}),
+                    **(_token_ids(samples, row) if self.section["token_ids"] else {}),
                 }
             )
         return rows
@@ -186,9 +205,9 @@ _JUDGED = ("reward", "accuracy")
 _FIGURES = (*_JUDGED, "advantage", "mismatch")
 
 
-def _token_ids(samples: BatchedDataDict[Any], row: int, record: Example) -> dict[str, list[int]]:
+def _token_ids(samples: BatchedDataDict[Any], row: int) -> dict[str, list[int]]:
     ids = samples["input_ids"][row, : int(samples["input_lengths"][row])].tolist()
-    begun = len(record.prompt_ids)
+    begun = int(samples["prompt_lengths"][row])
     return {"prompt_ids": ids[:begun], "answer_ids": ids[begun:]}
 
 

@@ -20,17 +20,25 @@ class Segment:
 
     Nothing sampled is decoded and encoded again: the next prompt is these tokens, with the observation's behind them.
 
+    A conversation is one segment, unless what a model is shown at a later turn does not begin with these tokens, as where the chat template
+    leaves reasoning out of earlier responses: then another segment begins.
+
     Attributes:
         prompt: [P] int64.
         pieces: tokens [n] int64, each with the log-probabilities [n] float32 that they were sampled with; None for observed ones.
+        rewards: of each response; what is said of the whole conversation, once it has ended, is added to the last one.
+        opening: tokens at the end of the prompt that are an observation, in a segment that is not the first.
     """
 
     prompt: np.ndarray
     pieces: list[tuple[np.ndarray, np.ndarray | None]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    opening: int = 0
 
     def sampled(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Append what the policy said."""
         self.pieces.append((tokens, logprobs))
+        self.rewards.append(0.0)
 
     def observed(self, tokens: np.ndarray) -> None:
         """Append what the environment said."""
@@ -54,6 +62,11 @@ class Segment:
     def length(self) -> int:
         """Tokens behind the prompt."""
         return sum(len(tokens) for tokens, _ in self.pieces)
+
+    @property
+    def sampled_length(self) -> int:
+        """Tokens that were sampled."""
+        return sum(len(tokens) for tokens, logprobs in self.pieces if logprobs is not None)
 
 
 def batch_of(segments: Sequence[Segment], pad_token_id: int) -> BatchedDataDict[Any]:
@@ -87,3 +100,15 @@ def batch_of(segments: Sequence[Segment], pad_token_id: int) -> BatchedDataDict[
             "prompt_lengths": prompt_lengths,
         }
     )
+
+
+def token_rewards(segments: Sequence[Segment], width: int) -> torch.Tensor:
+    """[B, width] float32: the reward of each response at its last token; of one without tokens nowhere."""
+    found = np.zeros((len(segments), width), np.float32)
+    for row, segment in enumerate(segments):
+        rewards, end = iter(segment.rewards), len(segment.prompt)
+        for tokens, logprobs in segment.pieces:
+            end += len(tokens)
+            if logprobs is not None and (reward := next(rewards)) and len(tokens):
+                found[row, end - 1] = reward
+    return torch.from_numpy(found)

@@ -123,11 +123,13 @@ const answer = (row, title) => {
   for (const turn of row.turns) {
     if (turn.role !== "environment") {
       part.append(make("div", "text answer", turn.text));
+      if (turn.reward) part.append(make("div", "figures", "reward " + short(turn.reward)));
       continue;
     }
     const folded = make("details");
     const first = turn.text.trim().slice(0, 80);
-    folded.append(make("summary", "", "environment: " + first + (turn.text.trim().length > 80 ? "..." : "")));
+    const from = known(turn.segment) ? "environment, segment " + turn.segment + ": " : "environment: ";
+    folded.append(make("summary", "", from + first + (turn.text.trim().length > 80 ? "..." : "")));
     folded.append(make("div", "text prompt", turn.text));
     part.append(folded);
   }

@@ -165,7 +165,11 @@ def _said(row: Sample) -> Iterator[RenderableType]:
         yield _visible(row["answer"])
         return
     for turn in turns:
+        if turn.get("segment") is not None:
+            yield Text(f"segment {_plain(turn['segment'])}: the template writes earlier responses otherwise from here on", style="cyan")
         yield _visible(turn["text"], "dim" if turn.get("role") == "environment" else "")
+        if turn.get("reward"):
+            yield Text(f"reward {_plain(turn['reward'])}", style="green")
 
 
 def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> Iterator[RenderableType]:

@@ -428,6 +428,36 @@ TABLE: Mapping[str, Row] = {
         "return body",
         ("unit/test_tools.py",),
     ),
+    "segments: a history that the template writes otherwise is not followed": Row(
+        "megarl/data/observations.py",
+        "return None if self._shown.startswith(shown) else self._rewritten_prompt()",
+        "return None",
+        ("unit/test_observations.py", "unit/test_segments.py"),
+    ),
+    "segments: normalisers count rows": Row(
+        "megarl/models/engine/normalizers.py",
+        'if "response_tokens" in data:',
+        "if False:",
+        ("unit/test_segments.py",),
+    ),
+    "segments: a mean runs over the tokens of one segment": Row(
+        "megarl/algorithms/loss_functions.py",
+        'data.get("response_tokens") if self.sequence_normalizer is None',
+        "None if self.sequence_normalizer is None",
+        ("unit/test_segments.py",),
+    ),
+    "segments: a segment is compared with the others of its response": Row(
+        "megarl/algorithms/grpo.py",
+        "segments = SegmentRows.of(batch)\n        if segments is None:\n            advantages, metrics",
+        "segments = None\n        if segments is None:\n            advantages, metrics",
+        ("unit/test_segments.py",),
+    ),
+    "segments: a filling row counts": Row(
+        "megarl/rollout/segment_rows.py",
+        'filled["sample_mask"].masked_fill(filling, 0)',
+        'filled["sample_mask"].masked_fill(filling, 1)',
+        ("unit/test_segments.py",),
+    ),
     "conversations: an interpreter outlives its driver": Row(
         "megarl/rollout/tools/python.py",
         "signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)",
@@ -711,7 +741,7 @@ TABLE: Mapping[str, Row] = {
         ("dist/test_transformer_engine.py",),
     ),
     "policy: the first stages do not know which tokens count": Row(
-        "megarl/models/policy/batch_plan.py", '"token_mask", "sample_mask"))', '"sample_mask"))', ("unit/test_batch_plan.py",)
+        "megarl/models/policy/batch_plan.py", '"token_mask", "sample_mask", "response', '"sample_mask", "response', ("unit/test_batch_plan.py",)
     ),
     "attention: a kernel's window is one token wider": Row(
         "megarl/models/engine/attention.py",

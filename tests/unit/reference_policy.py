@@ -28,6 +28,8 @@ class ReferencePolicy:
     the ``optimizer`` (lr, weight_decay, betas, eps, clip_grad) and the ``scheduler`` (warm-up).
     """
 
+    data_parallel_size = 1
+
     def __init__(
         self, config: Mapping[str, Any], tokenizer: Any, weights_path: str | None = None, optimizer_path: str | None = None
     ) -> None:
@@ -217,6 +219,9 @@ class ReferencePolicy:
     ) -> float:
         """Loss of one global batch; its gradient is left on the model."""
         valid_seqs = batch["sample_mask"].sum()
+        if "response_tokens" in batch:
+            counts = (batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(1)).sum(dim=1)
+            valid_seqs = (counts / batch["response_tokens"].clamp(min=1)).sum()
         valid_toks = (batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(1)).sum()
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0

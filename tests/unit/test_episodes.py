@@ -123,7 +123,7 @@ def test_one_turn_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversation that may have several turns and ends with the first has the rows of one that may have one."""
     one, *_ = collected([1, 1, 1], MessageEnvironment(Counting, SECTION), turns=1)
     several, *_ = collected([1, 1, 1], MessageEnvironment(Counting, SECTION), turns=4)
-    assert {*several.samples} - {*one.samples} == {"turns", "ended"}
+    assert {*several.samples} - {*one.samples} == {"turns", "ended", "turn_rewards", "token_rewards"}
     assert all(_equal(one.samples[name], several.samples[name]) for name in one.samples)
 
 

@@ -12,8 +12,8 @@ from megarl.errors import DataError
 from tests.templates import TEMPLATES, stop_ids, tokenizer_of
 from tests.templates.conversations import CONVERSATIONS, REFUSED, TOOLS, assistant, tool, user
 
-REWRITES = frozenset({"qwen3", "qwen3.5", "glm-4.5"})
-"""Templates that leave reasoning, or the empty mark of it, out of responses that a user's turn follows."""
+REWRITES = frozenset({"qwen3", "qwen3.5", "glm-4.5", "deepseek-r1", "deepseek-v3.1", "nemotron"})
+"""Templates that leave reasoning, or the empty mark of it, out of responses that a user's turn follows, or out of all."""
 
 
 def encoder_of(name: str) -> ObservationEncoder:
@@ -76,8 +76,79 @@ def test_most_templates_are_tried() -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_that_rewrite_are_told(name: str) -> None:
-    found = encoder_of(name).rewritten()
-    assert (found is not None) == (name in REWRITES) and (found is None or "think>" in found)
+    encoder = encoder_of(name)
+    assert (encoder.rewritten is not None) == (name in REWRITES) == (encoder.history([1]) is not None)
+    assert encoder.rewritten is None or "think>" in encoder.rewritten or name == "deepseek-v3.1"
+
+
+def sampled_texts(encoder: ObservationEncoder, before: list[Any], content: str) -> tuple[str, list[int]]:
+    """A prompt, and the tokens of a response as a model of the template writes it."""
+    start = encoder.template.render(before, for_generation=True)
+    last = encoder.template.render([*before, assistant(content)])
+    is_written = last.startswith(start) and content in last
+    said = last[len(start) :] if is_written else content.removeprefix("<think>\n" if start.endswith("<think>\n") else "")
+    tokens = encoder.tokens(said)
+    end = next((place for place, token in enumerate(tokens) if token in encoder.stop_token_ids), None)
+    if end is not None:
+        return start, tokens[: end + 1]
+    # of GLM the mark of the next role
+    user_mark = encoder.tokenizer.convert_tokens_to_ids("<|user|>")
+    return start, [*tokens, user_mark if user_mark in encoder.stop_token_ids else encoder.tokenizer.eos_token_id]
+
+
+# what ends a turn of the template of plain text is no token
+@pytest.mark.parametrize("name", sorted({*TEMPLATES} - {"plain-text"}))
+@pytest.mark.parametrize("reasoning", ["", "<think>\nadd both\n</think>\n\n"])
+def test_a_model_is_shown_the_whole_rendering_at_each_turn(name: str, reasoning: str) -> None:
+    """Token by token what the template writes, whichever way a turn is made: by the suffix, or as a new segment."""
+    encoder = encoder_of(name)
+    messages, words = [user("Ask one.")], ["two", "three", "four"]
+    start = encoder.template.render(messages, for_generation=True)
+    tokens, segments = encoder.tokens(start), 1
+    history = encoder.history(tokens)
+    for word in words:
+        _, said = sampled_texts(encoder, messages, f"{reasoning}Said {word}.")
+        observed = [user(f"No, not {word}.")]
+        messages = [*messages, assistant(f"{reasoning}Said {word}."), *observed]
+        prompt = None if history is None else history.follow(said, observed)
+        segments += prompt is not None
+        tokens = [*tokens, *said, *encoder.encode(observed, said[-1])] if prompt is None else prompt
+        whole = encoder.template.render(messages, for_generation=True)
+        made = encoder.tokenizer.decode(tokens)
+        if name == "gpt-oss":
+            made = made.replace("<|return|>", "<|end|>")
+        assert made == whole
+        assert name == "gpt-oss" or prompt is None or tokens == encoder.tokens(whole)
+    if name not in REWRITES or (name in {"nemotron", "deepseek-v3.1"} and not reasoning):
+        assert segments == 1
+    else:
+        assert segments == 4 or (name == "glm-4.5" and not reasoning)
+
+
+@pytest.mark.parametrize("name", sorted(REWRITES - {"nemotron", "deepseek-r1"}))
+def test_what_a_tool_says_goes_behind_the_reasoning(name: str) -> None:
+    """Reasoning stays until a user speaks, where the template has it so; then that of calls is left out too."""
+    encoder = encoder_of(name)
+    prompt = encoder.tokens(encoder.template.render([user("How warm?")], for_generation=True))
+    history = encoder.history(prompt)
+    assert history is not None
+    opened = encoder.template.render([user("x")], for_generation=True).endswith("<think>\n")
+    end = encoder.tokenizer.eos_token_id
+    call = encoder.tokens(f"{'' if opened else '<think>' + chr(10)}look\n</think>\n\nI call.")
+    first = history.follow([*call, end], [tool("20")])
+    kept = name in {"qwen3", "qwen3.5"}
+    assert (first is None) == kept
+    second = history.follow([*encoder.tokens(f"{'' if opened else '<think>' + chr(10)}warm\n</think>\n\nMild."), end], [user("Sure?")])
+    assert second is not None and second[: len(prompt) - 8] == prompt[: len(prompt) - 8]
+    text = encoder.tokenizer.decode(second)
+    assert "look" not in text and "warm\n" not in text and "I call." in text and "Mild." in text and "Sure?" in text
+
+
+def test_a_prompt_that_does_not_end_as_the_template_does_keeps_what_was_sampled() -> None:
+    encoder = encoder_of("qwen3")
+    history = encoder.history(encoder.tokens("Some text without a template"))
+    assert history is not None
+    assert history.follow(encoder.tokens("<think>\na\n</think>\n\nb<|im_end|>"), [user("c")]) is None
 
 
 @pytest.mark.parametrize("last", [None, "other"])
@@ -102,4 +173,4 @@ def test_messages_are_joined_without_a_template() -> None:
     tokenizer.chat_template = PASSTHROUGH_TEMPLATE
     encoder = ObservationEncoder(tokenizer, ChatTemplate(tokenizer), {tokenizer.eos_token_id})
     assert tokenizer.decode(encoder.encode([user("one"), tool("two")], tokenizer.eos_token_id)) == "onetwo"
-    assert encoder.rewritten() is None and assistant("x")["role"] == "assistant"
+    assert encoder.rewritten is None and assistant("x")["role"] == "assistant"

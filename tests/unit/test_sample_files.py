@@ -341,6 +341,7 @@ def rollouts_of(prompts: int, generations: int, first: int = 0) -> Rollouts:
         {
             "input_ids": torch.arange(count * 6).reshape(count, 6),
             "input_lengths": torch.tensor([5] * (count - 1) + [3]),
+            "prompt_lengths": torch.full((count,), 3),
             "token_mask": mask,
             "sample_mask": torch.tensor([1.0] * (count - 2) + [0.0, 0.0]),
             "generation_logprobs": torch.full((count, 6), -1.0),
@@ -368,7 +369,13 @@ def test_what_is_not_known_is_null_and_numbers_are_those_of_the_batch(tmp_path: 
     previous = torch.full((4, 6), -1.0)
     previous[0, 4], previous[1, 3], previous[1, 5] = -1.5, math.nan, 100.0
     with files:
-        log.train(9, rollouts, torch.tensor([0.3, -0.3, 0.0, 0.0]), previous, [SourceRange("one", 0, 4), SourceRange("two", 4, 9)])
+        log.train(
+            9,
+            rollouts,
+            torch.tensor([0.3, -0.3, 0.0, 0.0]),
+            {**rollouts.samples, "prev_logprobs": previous},
+            [SourceRange("one", 0, 4), SourceRange("two", 4, 9)],
+        )
     first, second, third, last = read_samples(tmp_path / "samples/train_step_9.jsonl")
     assert first == {
         "step": 9,

@@ -16,7 +16,8 @@ class Normalizers:
     """Counts over the whole global batch, 0-d float32 tensors.
 
     Attributes:
-        valid_sequences: sum of ``sample_mask``.
+        valid_sequences: sum of ``sample_mask``. Rows that are segments of a response, with its ``response_tokens``, count as the share of
+            its tokens that they have, so that each response counts once.
         valid_tokens: sum of ``token_mask[:, 1:] * sample_mask``; without a token mask, valid sequences times the batch's sequence length.
     """
 
@@ -32,6 +33,9 @@ def global_normalizers(data: Mapping[str, Any], groups: ParallelGroups) -> Norma
     sequences = sample_mask.sum()
     tokens = sequences * data["input_ids"].shape[1]
     if "token_mask" in data:
-        tokens = (data["token_mask"][:, 1:].to(torch.float64) * sample_mask[:, None]).sum()
+        counts = data["token_mask"][:, 1:].to(torch.float64) * sample_mask[:, None]
+        tokens = counts.sum()
+        if "response_tokens" in data:
+            sequences = (counts.sum(dim=1) / data["response_tokens"].clamp(min=1)).sum()
     totals = groups.sum_over_data(torch.stack([sequences, tokens]))
     return Normalizers(totals[0].float(), totals[1].float())

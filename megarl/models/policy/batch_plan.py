@@ -25,8 +25,8 @@ DEFAULT_ROUND = 64
 DEFAULT_HIDDEN_SIZE = 2048
 
 
-STAGE_KEYS = frozenset(("input_ids", "input_lengths", "token_mask", "sample_mask"))
-"""Columns of a training batch that every pipeline stage reads: tokens, where they end, and the masks that normalisers count. All else is
+STAGE_KEYS = frozenset(("input_ids", "input_lengths", "token_mask", "sample_mask", "response_tokens"))
+"""Columns of a training batch that every pipeline stage reads: tokens, where they end, and what normalisers count. All else is
 the loss's, which the last stage computes."""
 
 
