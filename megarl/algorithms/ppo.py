@@ -54,6 +54,16 @@ class PPOConfig(RewardedConfig):
             ),
         ]
     ]
+    rewards_by_turn: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "with ``max_rollout_turns``: the reward of each turn stands at the last token of its response, so that what comes before "
+                "it alone is judged by it; false for all rewards at the last token of the conversation.",
+                default=False,
+            ),
+        ]
+    ]
     value_clip: NotRequired[
         Annotated[
             float | None,
@@ -167,8 +177,10 @@ class PPO(GRPO):
                 "critic.precision=float32"
             )
         penalties, metrics = self.penalties_of(samples, batch)
+        of_turns = self._rewards_of_turns(samples, counts)
+        at_end = samples["reward"].double() - of_turns.sum(dim=1)
         advantages, returns = generalized_advantages(
-            rewards_of_tokens(samples["reward"], counts, penalties),
+            of_turns + rewards_of_tokens(at_end, counts, penalties),
             before,
             counts,
             discount=self.config["gae_gamma"],
@@ -180,6 +192,16 @@ class PPO(GRPO):
         if self.config["normalize_advantages"]:
             advantages = whitened(advantages, counts)
         return advantages.float(), metrics
+
+    def _rewards_of_turns(self, samples: BatchedDataDict[Any], counts: Tensor) -> Tensor:
+        """[B, S] float64, what stands at the tokens that end turns; nothing where rewards stand at the end of the conversation. What is
+        said of a conversation as a whole, as by a reward model, always does."""
+        import torch
+
+        if not self.config["rewards_by_turn"]:
+            return torch.zeros(counts.shape, dtype=torch.float64)
+        weight = 1.0 if self.reward_model is None else self.config["env_reward_weight"]
+        return weight * samples["token_rewards"].double().where(counts, 0.0)
 
     def train(self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1) -> dict[str, float]:
         """Train the critic, and behind its first ``critic_warmup_steps`` the actor."""

@@ -129,7 +129,7 @@ def _algorithm(case: Case) -> Any:
     }
     if kind == "gae":
         (gamma,), (trace,) = (numbers_of(case.advantages, name) for name in ("gamma", "lambda"))
-        own = {"gae_gamma": gamma, "gae_lambda": trace, "normalize_advantages": "white" in options}
+        own = {"gae_gamma": gamma, "gae_lambda": trace, "normalize_advantages": "white" in options, "rewards_by_turn": False}
         algorithm.config |= {**own, "bootstrap_truncated": "bootstrap" in options}
     algorithm.reward_weights = PART_WEIGHTS
     # of a critic's loss there is an actor's beside it

@@ -741,7 +741,10 @@ TABLE: Mapping[str, Row] = {
         ("dist/test_transformer_engine.py",),
     ),
     "policy: the first stages do not know which tokens count": Row(
-        "megarl/models/policy/batch_plan.py", '"token_mask", "sample_mask", "response', '"sample_mask", "response', ("unit/test_batch_plan.py",)
+        "megarl/models/policy/batch_plan.py",
+        '"token_mask", "sample_mask", "response',
+        '"sample_mask", "response',
+        ("unit/test_batch_plan.py",),
     ),
     "attention: a kernel's window is one token wider": Row(
         "megarl/models/engine/attention.py",

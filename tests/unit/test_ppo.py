@@ -258,6 +258,7 @@ def advantages_of_a_critic(values: Tensor, truncated: list[bool]) -> Tensor:
     """Advantages of three responses of two tokens behind a prompt of one, the last of which is not trained on."""
     algorithm: Any = object.__new__(PPO)
     algorithm.config = {"gae_gamma": 1.0, "gae_lambda": 1.0, "normalize_advantages": False, "bootstrap_truncated": True}
+    algorithm.config["rewards_by_turn"] = False
     algorithm.loss_config = {"use_kl_in_reward": False}
     mask = torch.tensor([[0.0, 1.0, 1.0]] * 3)
     batch = {"token_mask": mask, "sample_mask": torch.tensor([1.0, 1.0, 0.0]), "values": values}

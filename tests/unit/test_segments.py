@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -419,3 +420,35 @@ def test_runs_train_on_segments(algorithm: str, tmp_path: Path, model: str, data
     assert run(stopped, PolicyMaker()) == 0 and run(config(tmp_path / "b"), PolicyMaker()) == 0
     check_same(tmp_path / "a", tmp_path / "b")
     assert comparable(tmp_path / "a")[-1]["step"] == 4
+
+
+@pytest.mark.parametrize("by_turn", [False, True])
+def test_rewards_stand_at_the_turns_that_they_are_of(
+    by_turn: bool, tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a discount, and without the critic's word, a token's return is all that is rewarded from it on."""
+    sampled, makers = list[Any](), Watched()
+    monkeypatch.setattr(segment_rows, "rows_of_segments", lambda *given: (sampled.append(rows_of_segments(*given)), sampled[-1])[1])
+    own = {"gae_gamma": 1.0, "gae_lambda": 1.0, "rewards_by_turn": by_turn, "max_num_steps": 1, "val_period": 0}
+    assert run(nagging("ppo", tmp_path, model, data, **own), makers) == 0
+    [rollouts] = sampled
+    columns = {tuple(ids[:length].tolist()): row for row, (ids, length) in _sequences(rollouts.samples)}
+    [(of_critic, _)] = [each for each in makers.trained if "returns" in each[0]]
+    tried = set()
+    for place, (ids, length) in _sequences(of_critic):
+        if not of_critic["sample_mask"][place]:
+            continue
+        row = columns[tuple(ids[:length].tolist())]
+        samples = rollouts.samples
+        response = samples["response"] == samples["response"][row]
+        later = response & (torch.arange(len(response)) > row)
+        for token in (of_critic["token_mask"][place] != 0).nonzero().squeeze(1).tolist():
+            to_come = float(samples["token_rewards"][row, token:].sum() + samples["token_rewards"][later].sum())
+            expected = to_come if by_turn else float(samples["reward"][row])
+            assert float(of_critic["returns"][place, token]) == pytest.approx(expected, abs=1e-5)
+            tried.add(round(expected, 4))
+    assert len(tried) > 5 and int(samples["segments"].max()) > 1
+
+
+def _sequences(batch: Any) -> Iterator[tuple[int, tuple[torch.Tensor, int]]]:
+    return enumerate(zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True))

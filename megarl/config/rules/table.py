@@ -79,6 +79,7 @@ _FACTS: Mapping[str, Callable[[View], object]] = {
     "section": lambda view: view.algorithm.section(),
     "generates": lambda view: view.algorithm.GENERATES,
     "single_turn": _single_turn,
+    "turns": lambda view: view.get(f"{view.algorithm.section()}.max_rollout_turns"),
     "has_policy_loss": lambda view: view.algorithm.SECTIONS.get("loss_fn") is ClippedPGLossConfig,
 }
 """What conditions and texts name besides keys."""
@@ -306,6 +307,13 @@ ROWS_OF_RUNS = (
         {"single_turn": True},
         "env.environment is single_turn, which ends a conversation with its first response, so that it would do nothing",
         "write 1, or name an environment that goes on",
+    ),
+    Row(
+        "rewards_of_turns_have_turns",
+        {"{section}.rewards_by_turn": False},
+        {"turns": 1},
+        "{section}.max_rollout_turns is 1, so that it would do nothing",
+        "write false, or let conversations have several turns",
     ),
     Row(
         "entropy_can_be_raised",
