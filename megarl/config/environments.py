@@ -291,6 +291,17 @@ REQUIRED_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 BUILT_IN_REWARDS = tuple(OPTIONS)
 
 
+def is_nemo_rl(kind: Any) -> bool:
+    """Whether a class has the interface of NeMo-RL's environments; one that Ray has made an actor of counts as itself."""
+    return callable(getattr(class_of_actor(kind), "global_post_process_and_metrics", None))
+
+
+def class_of_actor(kind: Any) -> Any:
+    """The class that Ray has made an actor of; any other class itself."""
+    actor = getattr(kind, "__ray_metadata__", None)
+    return kind if actor is None else actor.modified_class
+
+
 def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
     """The class at an import path that an environment is made by.
 
@@ -298,6 +309,8 @@ def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
         ConfigError: there is none, or it lacks a method.
     """
     kind = load_object(name, key)
+    if is_nemo_rl(kind):
+        return kind  # megarl.rollout.nemo_rl has the other methods
     missing = [method for method in ("step", "fault_of_reference", "close") if not callable(getattr(kind, method, None))]
     if not callable(kind) or missing:
         bound = f"it lacks {', '.join(missing)}" if missing else "it cannot be called"

@@ -83,6 +83,7 @@ class EnvironmentReturn:
         accuracies: B numbers from 0 to 1, how right each response is, where that is not the reward; None where it is not known.
         parts: name of each part of the rewards to B numbers, without weights; None for a conversation that has no such part.
         reasons: B, why each conversation that ends does so, ``StopReason``; None for done.
+        stop_strings: B lists of texts that end the next response of each conversation too; None for none.
     """
 
     rewards: Sequence[float | None]
@@ -94,6 +95,7 @@ class EnvironmentReturn:
     accuracies: Sequence[float | None] = ()
     parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     reasons: Sequence[str | None] = ()
+    stop_strings: Sequence[Sequence[str] | None] = ()
 
 
 class Environment(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megarl.config.environments import ENVIRONMENT, TOOLS, EnvConfig, environment_class, named_environments
+from megarl.config.environments import ENVIRONMENT, TOOLS, EnvConfig, environment_class, is_nemo_rl, named_environments
 from megarl.errors import BatchError, RewardError
 from megarl.import_path import is_import_path
 from megarl.rollout.environment import Environment, EnvironmentReturn, Turn, environment_name
@@ -103,7 +103,7 @@ class _Merged:
     def __init__(self, rows: int) -> None:
         self.rewards: list[float | None] = [None] * rows
         self.terminated, self.masked = [True] * rows, [False] * rows
-        self.onwards: dict[str, list[Any]] = {name: [None] * rows for name in ("observations", "metadata", "reasons")}
+        self.onwards: dict[str, list[Any]] = {name: [None] * rows for name in ("observations", "metadata", "reasons", "stop_strings")}
         self.accuracies: list[float | None] = [None] * rows
         self.says_accuracy = False
         self.metrics: dict[str, float] = {}
@@ -271,6 +271,10 @@ def _made(section: EnvConfig, key: str) -> Environment:
     if not is_import_path(name):
         return SingleTurn(section)
     kind: Any = environment_class(name, key)
+    if is_nemo_rl(kind):
+        from megarl.rollout.nemo_rl import NemoRLEnvironment  # brings torch, which the check of a configuration does without
+
+        return NemoRLEnvironment(kind, section)
     if isinstance(kind, type) and issubclass(kind, MessageEnv):
         return MessageEnvironment(kind, section, fault_of_reference=kind.fault_of_reference)
     environment: Environment = kind(section)

@@ -91,6 +91,7 @@ class Episode:
         last: the environment's answer to its last turn, and the row of it.
         response: text of the last response.
         history: the conversation as the chat template writes it, where that may be other tokens than before; from the first observation on.
+        stop_strings: texts that end its next response too.
     """
 
     record: Example
@@ -104,6 +105,7 @@ class Episode:
     last: tuple[EnvironmentReturn, int] | None = None
     response: str = ""
     history: History | None = None
+    stop_strings: Sequence[str] | None = None
 
     @property
     def rewards(self) -> list[float]:
@@ -364,6 +366,7 @@ class EpisodeRunner:
         """Take what the environment says to an episode; whether it goes on, with the observation behind it."""
         self._reward(episode, said, row)
         episode.metadata = said.metadata[row] if len(said.metadata) else episode.metadata
+        episode.stop_strings = said.stop_strings[row] if len(said.stop_strings) else None
         reason = said.reasons[row] if len(said.reasons) else None
         if said.terminated[row]:
             episode.reason = StopReason(reason or StopReason.DONE)
@@ -424,7 +427,7 @@ class EpisodeRunner:
         left = bounds.left(episode)
         most = None if left is None else max(left, 0)
         seed = episode.seed if episode.seed is None or not episode.turns else seed_of_turn(episode.seed, episode.turns)
-        return Request(episode.segment.tokens, seed, most)
+        return Request(episode.segment.tokens, seed, most, episode.stop_strings)
 
 
 def messages_of(observation: Any) -> Sequence[Mapping[str, Any]]:
@@ -453,7 +456,7 @@ def check_answer(said: EnvironmentReturn, rows: int) -> None:
     if not isinstance(said, EnvironmentReturn):
         raise BatchError(f"the environment returned a {type(said).__name__}. Fix: return an EnvironmentReturn (megarl.rollout.environment)")
     sizes = {"rewards": len(said.rewards), "terminated": len(said.terminated), "masked": len(said.masked)}
-    further = {"observations": said.observations, "metadata": said.metadata, "reasons": said.reasons}
+    further = {"observations": said.observations, "metadata": said.metadata, "reasons": said.reasons, "stop_strings": said.stop_strings}
     sizes |= {name: len(values) for name, values in further.items() if len(values)}
     wrong = {name: size for name, size in sizes.items() if size != rows}
     if wrong:

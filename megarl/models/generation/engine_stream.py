@@ -136,5 +136,7 @@ class EngineStream:
         )
         if all(request.seed is not None for request in requests):
             data["sampling_seeds"] = torch.tensor([request.seed for request in requests], dtype=torch.int64)
+        if any(request.stop_strings for request in requests):
+            data["stop_strings"] = [list(request.stop_strings or ()) for request in requests]
         self._check(data)
         return data

@@ -22,11 +22,13 @@ class Request:
         prompt: [P] int64, its tokens.
         seed: of its random numbers; None where the engine may draw as it likes.
         max_new_tokens: most tokens of the completion, on top of the configured bounds; None for those alone.
+        stop_strings: texts that end the completion, on top of the configured ones; None for those alone.
     """
 
     prompt: np.ndarray
     seed: int | None = None
     max_new_tokens: int | None = None
+    stop_strings: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,8 @@ class Waves:
         if any(request.max_new_tokens is not None for request in requests):
             most = [np.iinfo(np.int64).max if request.max_new_tokens is None else request.max_new_tokens for request in requests]
             data["max_new_tokens"] = torch.tensor(most, dtype=torch.int64)
+        if any(request.stop_strings for request in requests):
+            data["stop_strings"] = [list(request.stop_strings or ()) for request in requests]
         # a generator without that parameter serves where nobody asks for another distribution
         options: dict[str, Any] = {} if self._sampling is None else {"sampling": self._sampling}
         output = self._engine.generate(data, greedy=self._greedy, **options)

@@ -1,0 +1,246 @@
+"""Environments that are written for NeMo-RL: classes with its ``EnvironmentInterface``, as ``env.environment: path/to/file.py:Name``.
+
+Such a class steps a batch of conversations, given as messages and what it returned for each at the turn before. It is called for all that
+wait, together. ``EnvironmentInterface`` and ``EnvironmentReturn`` can be imported from here where NeMo-RL is not installed.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from megarl.config.environments import EnvConfig, class_of_actor
+from megarl.errors import BatchError
+from megarl.rollout import environment
+from megarl.rollout.environment import StopReason, Turn
+from megarl.rollout.message_env import LOST
+
+logger = logging.getLogger(__name__)
+
+MetadataT = TypeVar("MetadataT")
+
+_TOLD = 3
+"""Failures that are reported one by one."""
+
+_ROLES = frozenset({"user", "assistant", "system", "tool"})
+"""Roles that chat templates know; what an environment says under another one, as ``environment``, the user says."""
+
+
+class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
+    """What ``EnvironmentInterface.step`` returns for B conversations.
+
+    Attributes:
+        observations: B messages, ``{"role": ..., "content": ...}``.
+        metadata: B objects for the next turn; None for a conversation that ends.
+        next_stop_strings: B lists of texts that end the next response, or None each.
+        rewards: [B] float, or [B, parts].
+        terminateds: [B] bool.
+        answers: B final answers, or None.
+    """
+
+    observations: list[dict[str, str]]
+    metadata: list[MetadataT | None]
+    next_stop_strings: list[list[str] | None] | list[None]
+    rewards: Tensor
+    terminateds: Tensor
+    answers: list[str | None] | None = None
+
+
+class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
+    """What NeMo-RL asks of an environment."""
+
+    @abc.abstractmethod
+    def step(self, message_log_batch: list[list[dict[str, str]]], metadata: list[MetadataT]) -> EnvironmentReturn[MetadataT]:
+        """Answer the last message of each conversation."""
+
+    @abc.abstractmethod
+    def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """Not called: figures of rewards and ends are this library's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """The messages of a conversation so far, and what its environment returned for it."""
+
+    messages: list[dict[str, str]]
+    metadata: Any
+
+
+class NemoRLEnvironment:
+    """An ``Environment`` around a class of NeMo-RL's.
+
+    It is made with ``env.options``. The metadata of a conversation are at first ``ground_truth``, the reference answer, and the fields of
+    the record (``data.extra_keys``).
+
+    Args:
+        kind: the class.
+        section: of the environment.
+    """
+
+    def __init__(self, kind: Any, section: EnvConfig) -> None:
+        self._environment = class_of_actor(kind)(dict(section["options"]))
+        self._timeout_s, self._ends = float(section["step_timeout_s"]), section["on_tool_error"] == "end"
+        self._told = 0
+
+    def step(self, turn: Turn) -> environment.EnvironmentReturn:
+        """What the environment says to a batch; where it fails on the whole, to each conversation by itself."""
+        conversations = [self._followed(turn, row) for row in range(len(turn.records))]
+        try:
+            return self._asked(conversations, turn)
+        except TimeoutError as error:
+            self._tell(error)
+            return _left_out(conversations, StopReason.LATE)
+        except BatchError:
+            raise
+        except Exception as error:
+            if len(conversations) == 1:
+                return self._failed(conversations, error)
+        return _joined([self.step(_row_of(turn, row)) for row in range(len(conversations))])
+
+    def fault_of_reference(self, answer: str) -> str | None:
+        """Of each record something can be asked."""
+        return None
+
+    def close(self) -> None:
+        """Shut the environment down, where it can be."""
+        shutdown = getattr(self._environment, "shutdown", None)
+        if callable(shutdown):
+            shutdown()
+
+    def _followed(self, turn: Turn, row: int) -> _Conversation:
+        before = turn.metadata[row]
+        if before is None:
+            record = turn.records[row]
+            asked = [{"role": "user", "content": str(turn.prompts[row])}] if turn.prompts else []
+            before = _Conversation(asked, {"ground_truth": record.answer, **record.fields})
+        return _Conversation([*before.messages, {"role": "assistant", "content": turn.responses[row]}], before.metadata)
+
+    def _asked(self, conversations: Sequence[_Conversation], turn: Turn) -> environment.EnvironmentReturn:
+        # messages of its own: an environment may change what it is given
+        logs = [[dict(message) for message in each.messages] for each in conversations]
+        metadata = [each.metadata for each in conversations]
+        found = _within(lambda: self._environment.step(logs, metadata), self._timeout_s)
+        return _converted(found, conversations)
+
+    def _failed(self, conversations: Sequence[_Conversation], error: Exception) -> environment.EnvironmentReturn:
+        self._tell(error)
+        if isinstance(error, LOST):
+            return _left_out(conversations, StopReason.LOST)
+        counts = {"tool_errors": 1.0}
+        if self._ends:
+            return environment.EnvironmentReturn([0.0], [True], [False], metadata=conversations, metrics=counts, reasons=[StopReason.ERROR])
+        said = {"role": "user", "content": f"Error: {type(error).__name__}: {error}"}
+        return environment.EnvironmentReturn([0.0], [False], [False], [said], _with(conversations, [said]), counts)
+
+    def _tell(self, error: Exception) -> None:
+        self._told += 1
+        if self._told <= _TOLD:
+            logger.warning("the environment %s failed: %s: %s", type(self._environment).__name__, type(error).__name__, error)
+
+
+def _within(call: Callable[[], Any], seconds: float) -> Any:
+    """The result of a call, in a thread that is left alone when it takes too long.
+
+    Raises:
+        TimeoutError: it takes too long. Whatever the call raises otherwise.
+    """
+    done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            done.put((call(), None))
+        except BaseException as error:
+            done.put((None, error))
+
+    threading.Thread(target=work, name="environment", daemon=True).start()
+    try:
+        found, error = done.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"step did not come back within {seconds:g} s (env.step_timeout_s)") from None
+    if isinstance(error, TimeoutError):
+        # its own, as of a server: not that of this call
+        raise OSError(str(error)) from error
+    if error is not None:
+        raise error
+    return found
+
+
+def _converted(found: Any, conversations: Sequence[_Conversation]) -> environment.EnvironmentReturn:
+    """An answer in the terms of this library.
+
+    Raises:
+        BatchError: it is none, or does not fit the conversations.
+    """
+    missing = [name for name in ("observations", "metadata", "rewards", "terminateds") if not hasattr(found, name)]
+    if missing:
+        raise BatchError(f"step returned a {type(found).__name__} without {', '.join(missing)}. Fix: return NeMo-RL's EnvironmentReturn")
+    rows = len(conversations)
+    rewards = torch.as_tensor(found.rewards, dtype=torch.float64)
+    sizes = {"observations": len(found.observations), "metadata": len(found.metadata), "rewards": len(rewards)}
+    sizes["terminateds"] = len(found.terminateds)
+    stops = getattr(found, "next_stop_strings", None) or [None] * rows
+    wrong = {name: size for name, size in {**sizes, "next_stop_strings": len(stops)}.items() if size != rows}
+    if wrong:
+        raise BatchError(f"step returned {wrong} for {rows} conversations. Fix: return one of each a conversation, in their order")
+    parts: Mapping[str, list[float]] = {}
+    if rewards.ndim == 2:
+        parts = {f"reward{place + 1}": column for place, column in enumerate(rewards.T.tolist())}
+        rewards = rewards.sum(dim=1)
+    ended = [bool(each) for each in found.terminateds]
+    observations = [None if end else _message(each) for each, end in zip(found.observations, ended, strict=True)]
+    following = [
+        _Conversation(each.messages if said is None else [*each.messages, said], metadata)
+        for each, said, metadata in zip(conversations, observations, found.metadata, strict=True)
+    ]
+    return environment.EnvironmentReturn(rewards.tolist(), ended, [False] * rows, observations, following, parts=parts, stop_strings=stops)
+
+
+def _message(said: Any) -> dict[str, str]:
+    if not isinstance(said, Mapping) or not isinstance(said.get("content"), str):
+        raise BatchError(
+            f"step goes on with the observation {repr(said)[:80]}. Fix: return a message with role and content, or terminateds = True"
+        )
+    role = said.get("role")
+    return {**said, "role": role if role in _ROLES else "user"}
+
+
+def _with(conversations: Sequence[_Conversation], said: Sequence[dict[str, str]]) -> list[_Conversation]:
+    return [_Conversation([*each.messages, message], each.metadata) for each, message in zip(conversations, said, strict=True)]
+
+
+def _left_out(conversations: Sequence[_Conversation], reason: StopReason) -> environment.EnvironmentReturn:
+    rows = len(conversations)
+    return environment.EnvironmentReturn([None] * rows, [True] * rows, [True] * rows, metadata=conversations, reasons=[reason] * rows)
+
+
+def _row_of(turn: Turn, row: int) -> Turn:
+    def one(column: Sequence[Any]) -> list[Any]:
+        return [column[row]] if column else []
+
+    return Turn(
+        one(turn.records), one(turn.responses), one(turn.response_ids), one(turn.metadata), one(turn.prompts), turns=one(turn.turns)
+    )
+
+
+def _joined(answers: Sequence[environment.EnvironmentReturn]) -> environment.EnvironmentReturn:
+    """Answers to one conversation each, as one."""
+
+    def column(name: str) -> list[Any]:
+        return [next(iter(getattr(each, name)), None) for each in answers]
+
+    metrics: dict[str, float] = {}
+    for each in answers:
+        for name, value in each.metrics.items():
+            metrics[name] = metrics.get(name, 0.0) + value
+    names = dict.fromkeys(name for each in answers for name in each.parts)
+    parts = {name: [each.parts[name][0] if name in each.parts else None for each in answers] for name in names}
+    further = {name: column(name) for name in ("observations", "metadata", "reasons", "stop_strings")}
+    return environment.EnvironmentReturn(column("rewards"), column("terminated"), column("masked"), metrics=metrics, parts=parts, **further)
