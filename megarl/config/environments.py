@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NotRequired, cast
 
@@ -289,6 +289,26 @@ REQUIRED_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Options without which a built-in reward is of no use."""
 
 BUILT_IN_REWARDS = tuple(OPTIONS)
+
+
+def faults_of_schemas(tools: object, key: str, name: str) -> Iterator[Violation]:
+    """Yield what is wrong with the tools that an environment of one's own tells the policy of."""
+    fix = 'give {"type": "function", "function": {"name": ..., "description": ..., "parameters": {a JSON schema of an object}}}'
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        yield Violation(key, name, f"its tools are {type(tools).__name__}, not a list", "make tools a list of schemas")
+        return
+    seen: set[str] = set()
+    for place, tool in enumerate(tools):
+        said = tool.get("function") if isinstance(tool, Mapping) else None
+        function = said if isinstance(said, Mapping) else {}
+        parameters, called = function.get("parameters", {"type": "object"}), function.get("name")
+        if not isinstance(called, str) or not called:
+            yield Violation(key, name, f"tools[{place}] = {repr(tool)[:60]} names no function", fix)
+        elif called in seen:
+            yield Violation(key, name, f"two of its tools are called {called!r}", "give each a name of its own")
+        elif not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties", {}), Mapping):
+            yield Violation(key, name, f"the parameters of its tool {called!r} are no JSON schema of an object", fix)
+        seen.add(str(called))
 
 
 def is_nemo_rl(kind: Any) -> bool:

@@ -40,6 +40,7 @@ class ObservationEncoder:
     template: ChatTemplate
     stop_token_ids: Collection[int]
     rewritten: str | None = field(init=False)
+    _written_roles: set[str] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rewritten", self._find_rewritten())
@@ -56,8 +57,26 @@ class ObservationEncoder:
         """
         if self.template.is_passthrough:
             return self.tokens("".join(_text(message) for message in messages))
+        for message in messages:
+            self.check_role(str(message.get("role")))
         ids = self.tokens(self._behind_response(messages))
         return self._behind_turn(ids, last)
+
+    def check_role(self, role: str) -> None:
+        """Refuse a template that leaves out, without a word, what is said under a role behind a response.
+
+        Raises:
+            RecordError: it does, or cannot write it.
+        """
+        if role in self._written_roles or self.template.is_passthrough:
+            return
+        said = {"role": role, "content": FOLLOWING, **({"name": "look_up", "tool_call_id": "call00001"} if role == "tool" else {})}
+        if FOLLOWING not in self._behind_response([said]):
+            raise RecordError(
+                f"policy.tokenizer.chat_template writes nothing of what {role!r} says behind a response: it begins "
+                f"{self.template.text[:60]!r}. Fix: take the template of a model that is trained on such turns, or have it said as the user"
+            )
+        self._written_roles.add(role)
 
     def encode_prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str) -> list[int]:
         """Return the tokens of a conversation up to where the assistant speaks."""

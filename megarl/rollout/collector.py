@@ -126,7 +126,7 @@ class Collector:
         """
         stops = generation_of(config["policy"])["stop_token_ids"]
         limits = _limits(config["policy"], section)
-        encoder = _encoder(config["policy"], tokenizer, stops or ()) if limits.turns > 1 else None
+        encoder = observation_encoder(config["policy"], tokenizer, stops or ()) if limits.turns > 1 else None
         return cls(policy, tokenizer, environment, timer, stops, engine, limits, encoder)
 
     def collect(
@@ -207,18 +207,18 @@ def _limits(policy: PolicyConfig, section: AlgorithmConfig) -> EpisodeLimits:
     return EpisodeLimits(section.get("max_rollout_turns", 1), section.get("max_rollout_tokens"), length)
 
 
-def _encoder(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> ObservationEncoder:
+def observation_encoder(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> ObservationEncoder:
+    """What makes tokens of observations in a run.
+
+    Args:
+        policy: its section, complete.
+        tokenizer: of the policy.
+        stops: tokens that end a response.
+    """
     section = policy["tokenizer"]
     day = section.get("template_date")
     date = None if day is None else datetime.date.fromisoformat(day)
-    encoder = ObservationEncoder(tokenizer, ChatTemplate(tokenizer, section.get("chat_template_kwargs"), date), stops)
-    if encoder.rewritten is not None:
-        logger.info(
-            "the chat template writes an earlier response otherwise once a user's turn follows: %s. There a conversation goes on as a "
-            "further segment, with a training row of its own (train/segments)",
-            encoder.rewritten,
-        )
-    return encoder
+    return ObservationEncoder(tokenizer, ChatTemplate(tokenizer, section.get("chat_template_kwargs"), date), stops)
 
 
 @dataclass(slots=True)

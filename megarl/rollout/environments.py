@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megarl.config.environments import ENVIRONMENT, TOOLS, EnvConfig, environment_class, is_nemo_rl, named_environments
-from megarl.errors import BatchError, RewardError
+from megarl.config.environments import ENVIRONMENT, TOOLS, EnvConfig, environment_class, faults_of_schemas, is_nemo_rl, named_environments
+from megarl.errors import BatchError, ConfigError, RewardError
 from megarl.import_path import is_import_path
 from megarl.rollout.environment import Environment, EnvironmentReturn, Turn, environment_name
 from megarl.rollout.message_env import MessageEnv, MessageEnvironment
@@ -276,6 +276,9 @@ def _made(section: EnvConfig, key: str) -> Environment:
 
         return NemoRLEnvironment(kind, section)
     if isinstance(kind, type) and issubclass(kind, MessageEnv):
+        faults = list(faults_of_schemas(kind.tools, key, name))
+        if faults:
+            raise ConfigError(faults)
         return MessageEnvironment(kind, section, fault_of_reference=kind.fault_of_reference)
     environment: Environment = kind(section)
     return environment

@@ -135,7 +135,7 @@ class MessageEnvironment:
             conversation = self._make(self._section)
             conversation.record = record
             return conversation, conversation.reset(record)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._tell(record, "cannot begin", error)
             return None, None
 
@@ -157,7 +157,7 @@ class MessageEnvironment:
         except LOST as error:
             self._tell(record, "is lost", error)
             return EnvironmentReturn([None], [True], [True], metadata=[conversation], reasons=[StopReason.LOST])
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._tell(record, "failed on a response", error)
             if self._section["on_tool_error"] == "end":
                 return _answer(conversation, Step(done=True), StopReason.ERROR, {"tool_errors": 1})

@@ -120,6 +120,9 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
     sections = at(config, "env") or {}
     names = any(isinstance(value, Mapping) for key, value in sections.items() if key != "options")
     pairs = algorithm_class(config["algorithm"]).PAIRS
+    told = tools_told(environment)
+    if (at(config, f"{algorithm_class(config['algorithm']).section()}.max_rollout_turns") or 1) > 1:
+        _check_observations(policy, tokenizer, stops, with_tools=any(told.values()))
     reading = Reading(
         data,
         tokenizer,
@@ -131,7 +134,7 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
         pairs,
         stops,
         _template_date(policy, tokenizer),
-        tools_told(environment),
+        told,
     )
 
     def load(sources: DataSource | Sequence[DataSource]) -> Dataset:
@@ -140,6 +143,25 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
         return dataset
 
     return tokenizer, environment, load
+
+
+def _check_observations(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int], *, with_tools: bool) -> None:
+    """Refuse a chat template that does not write what an environment says, and say where it writes earlier responses otherwise.
+
+    Raises:
+        DataError: it does not.
+    """
+    from megarl.rollout.collector import observation_encoder
+
+    encoder = observation_encoder(policy, tokenizer, stops)
+    for role in ("user", "tool") if with_tools else ("user",):
+        encoder.check_role(role)
+    if encoder.rewritten is not None:
+        logger.info(
+            "the chat template writes an earlier response otherwise once a user's turn follows: %s. There a conversation goes on as a "
+            "further segment, with a training row of its own (train/segments)",
+            encoder.rewritten,
+        )
 
 
 def _template_date(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> datetime.date | None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -204,6 +205,8 @@ class Odd(MessageEnv):
         how = self.record.fields["how"]
         if how == "raises":
             raise ValueError("odd move")
+        if how == "exits":
+            raise SystemExit(3)
         if how == "gone":
             raise ConnectionError("the server is gone")
         if how == "lost":
@@ -260,10 +263,59 @@ def test_failures_are_observed_masked_or_end_a_conversation(caplog: pytest.LogCa
     assert "record 1: its environment failed on a response: ValueError: odd move" in caplog.text
 
 
+def test_a_conversation_that_ends_twice_ends_once() -> None:
+    """What a call that was given up says at last, an end and a reward, changes nothing; nor does an end that ``close`` repeats."""
+    released, came_back = threading.Event(), threading.Event()
+
+    class Twice(Counting):
+        def step(self, message: Any) -> Step:
+            if self.record.index == 1:
+                released.wait(20)
+                came_back.set()
+                return Step("late", reward=100.0, done=True)
+            if self.record.index == 0:
+                step = super().step(message)
+                self.close()
+                return Step("a word more", reward=step.reward, done=True)
+            if len(self.heard) == 2:
+                released.set()
+                assert came_back.wait(20)
+            return super().step(message)
+
+        def close(self) -> None:
+            self.closed = getattr(self, "closed", 0) + 1
+            if self.closed > 1:
+                raise RuntimeError("closed already")
+
+    section = {**SECTION, "step_timeout_s": 0.3}
+    rollouts, *_ = collected([1, 1, 4], MessageEnvironment(Twice, section), 1, stream=lambda engine: ScriptedStream(engine, lambda: 0.4))
+    samples = rollouts.samples
+    assert samples["ended"] == ["done", "late", "done"] and samples["masked"].tolist() == [False, True, False]
+    assert samples["reward"].tolist() == [0.125, 0.0, 10 / 8] and samples["turns"].tolist() == [1, 1, 4]
+    assert "a word" not in _heard(rollouts, tokenizer_of("qwen2.5"))[0]
+
+
+def test_rewards_of_conversations_that_have_ended_are_refused() -> None:
+    """An environment of batches that answers for all it ever knew, as if those that ended went on."""
+
+    class Stubborn(Batched):
+        def __init__(self) -> None:
+            super().__init__()
+            self.known = 0
+
+        def step(self, turn: Turn) -> EnvironmentReturn:
+            said = super().step(turn)
+            self.known = max(self.known, len(turn.records))
+            return replace(said, rewards=[1.0] * self.known, terminated=[*said.terminated, *[True] * (self.known - len(turn.records))])
+
+    with pytest.raises(BatchError, match=r"returned \{'rewards': 6, 'terminated': 6\} for 4 responses. Fix: return one of each a response"):
+        collected([1, 3, 2], Stubborn())
+
+
 def test_an_error_may_end_a_conversation() -> None:
-    rollouts, _ = odd("raises", "fine", on_tool_error="end")
-    assert rollouts.samples["turns"].tolist() == [1, 3] and not rollouts.samples["masked"].any()
-    assert rollouts.metrics["episodes/error"] == 1
+    rollouts, _ = odd("raises", "fine", "exits", on_tool_error="end")
+    assert rollouts.samples["turns"].tolist() == [1, 3, 1] and not rollouts.samples["masked"].any()
+    assert rollouts.metrics["episodes/error"] == 2
 
 
 def test_answers_that_are_none_are_named() -> None:

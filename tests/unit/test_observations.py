@@ -168,6 +168,23 @@ def test_templates_of_one_turn_are_refused() -> None:
         ObservationEncoder(tokenizer, ChatTemplate(tokenizer), {tokenizer.eos_token_id}).encode([user("x")], None)
 
 
+WITHOUT_TOOLS = frozenset(
+    {"gemma2", "gemma3", "phi-3.5", "phi-4", "mistral-v0.1", "vicuna", "llama2", "olmo2", "command-r", "chatglm", "ernie"}
+)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_that_leaves_out_what_a_tool_says_is_refused(name: str) -> None:
+    encoder = encoder_of(name)
+    encoder.check_role("user")
+    if name not in WITHOUT_TOOLS:
+        encoder.check_role("tool")
+        return
+    for call in (lambda: encoder.check_role("tool"), lambda: encoder.encode([user("and"), {**tool("20"), "name": "look"}], None)):
+        with pytest.raises(DataError, match=r"chat_template (writes nothing of what 'tool' says|cannot be applied).*Fix: "):
+            call()
+
+
 def test_messages_are_joined_without_a_template() -> None:
     tokenizer = tokenizer_of("qwen2.5")
     tokenizer.chat_template = PASSTHROUGH_TEMPLATE

@@ -264,7 +264,7 @@ def called(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def conversed(said: list[str], turns: int = 4, **changes: Any) -> tuple[Any, list[str], Any]:
+def conversed(said: list[str], turns: int = 4, limit: int | None = None, **changes: Any) -> tuple[Any, list[str], Any]:
     """The samples of one conversation in which the policy says this, what it was shown, and the figures."""
     environment = make_environment(section(**changes))
     tokenizer = tokenizer_of("qwen2.5")
@@ -273,7 +273,7 @@ def conversed(said: list[str], turns: int = 4, **changes: Any) -> tuple[Any, lis
         text = tokenizer.decode(prompt)
         return [*tokenizer(said[text.count("<|im_start|>assistant") - 1], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
-    collector, engine, _ = collector_of(environment, script, turns=turns)
+    collector, engine, _ = collector_of(environment, script, turns=turns, tokens=limit)
     ids = tokenizer("<|im_start|>user\n6*7?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
     try:
         rollouts = collector.collect([Example(0, tuple(ids), (), "42")], 1, [5])
@@ -299,6 +299,53 @@ def test_what_is_wrong_with_a_call_is_told_or_ends_it() -> None:
     for said, key in ((wrong[0], "on_tool_error"), (wrong[1], "on_bad_call"), (wrong[2], "on_bad_call")):
         samples, shown, metrics = conversed([said, "42"], **{key: "end"})
         assert len(shown) == 1 and samples["ended"] == ["error"] and samples["reward"].tolist() == [0.0] and not samples["masked"].any()
+
+
+@pytest.mark.parametrize("on_bad_call", ["observe", "end"])
+def test_a_call_that_the_length_limit_cuts_is_not_made(on_bad_call: str) -> None:
+    """Behind the first turn the limit of the conversation is met in the middle of a call, in front of its last mark."""
+    whole = called("calculator", expression="6*7")
+    samples, shown, metrics = conversed([whole, whole, "42"], on_bad_call=on_bad_call)
+    assert len(shown) == 3 and metrics["tool_calls"] == 2
+    tokenizer = tokenizer_of("qwen2.5")
+    size = len(tokenizer(whole, add_special_tokens=False)["input_ids"])
+    behind_prompt = int(samples["input_lengths"][0] - samples["prompt_lengths"][0])
+    answer = len(tokenizer(shown[2][len(shown[1]) :], add_special_tokens=False)["input_ids"]) - size - 1
+    cut, shown, metrics = conversed([whole, whole, "42"], on_bad_call=on_bad_call, limit=2 * (size + 1) + answer - 3)
+    assert behind_prompt > 2 * size and len(shown) == 2 and metrics["tool_calls"] == 1 and metrics["bad_tool_calls"] == 1
+    assert cut["truncated"].tolist() == [True] and cut["reward"].tolist() == [0.0] and not cut["masked"].any()
+    assert cut["ended"] == (["tokens"] if on_bad_call == "observe" else ["error"])
+    kept = cut["input_ids"][0, : cut["input_lengths"][0]].tolist()
+    assert kept == samples["input_ids"][0, : len(kept)].tolist(), "what was sampled of it is trained on as it is"
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ("look_up", "its tools are str, not a list"),
+        ([{"type": "function"}], r"tools\[0\] = .* names no function"),
+        (["look_up"], r"tools\[0\] = 'look_up' names no function"),
+        ([{"function": {"name": "a", "parameters": []}}], "the parameters of its tool 'a' are no JSON schema"),
+        ([{"function": {"name": "a", "parameters": {"properties": ["b"]}}}], "the parameters of its tool 'a' are no JSON schema"),
+        ([{"function": {"name": "a"}}] * 2, "two of its tools are called 'a'"),
+    ],
+)
+def test_tools_of_ones_own_with_a_wrong_schema_are_refused(tools: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(f"from megarl.rollout.message_env import MessageEnv\nclass Own(MessageEnv):\n    tools = {tools!r}\n")
+    with pytest.raises(ConfigError, match=message):
+        make_environment(section(environment=f"{path}:Own", tools={}))
+
+
+def test_arguments_of_a_wrong_kind_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        'def half(number: int) -> float:\n    """Halve.\n\n    Args:\n        number: a number.\n    """\n    return number / 2\n'
+    )
+    calls = [called("half", number="three"), called("half", numbers=3), called("half", number=84), "42"]
+    samples, shown, metrics = conversed(calls, tools={"half": {"tool": f"{path}:half"}}, turns=5)
+    assert "Error: unsupported operand type" in shown[1] and "half takes number, not numbers" in shown[2] and "42.0" in shown[3]
+    assert samples["reward"].tolist() == [1.0] and metrics["tool_errors"] == metrics["bad_tool_calls"] == 1
 
 
 def test_calls_are_bounded_and_the_last_turn_is_judged() -> None:

@@ -395,3 +395,15 @@ def test_algorithms_that_sample_have_conversations(tmp_path: Path, model: str, d
     assert run({**config, "algorithm": algorithm, algorithm: section}, PolicyMaker()) == 0
     logged = [row for row in rows(tmp_path / "run") if row["step"]]
     assert all(1 < row["train/turns"] <= 3 and row["train/observed_tokens"] > 0 and row["train/grad_norm"] >= 0 for row in logged)
+
+
+def test_a_template_without_turns_of_tools_is_refused_before_anything_starts(tmp_path: Path, model: str, data: str) -> None:
+    """What the tools say would be left out without a word."""
+    template = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}<eos>{% endif %}{% endfor %}"
+    config = make_config("grpo", tmp_path / "run", model, data, max_rollout_turns=3)
+    config["policy"]["tokenizer"] = {"name": model, "chat_template": template}
+    config["env"] = {"environment": "tools", "reward": "exact_match", "tool_parser": "hermes", "tools": {"calculator": {}}}
+    makers = PolicyMaker()
+    with pytest.raises(DataError, match=r"chat_template writes nothing of what 'tool' says.*Fix: take the template of a model"):
+        run(config, makers)
+    assert not makers.policies
