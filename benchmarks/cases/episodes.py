@@ -2,10 +2,14 @@
 
 256 conversations of 1 to 8 turns; the environment answers after an exponential time of mean 0.25 s, at most 2 s, drawn by fixed seeds, and
 the engine, which is a script, each request after 5 ms. Nothing can end before the longest chain of one conversation's answers.
+
+The driver's CPU seconds are those of 256 conversations of four turns of 256 sampled tokens, whose environment answers at once, against as
+many responses to conversations of one turn.
 """
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,18 +19,23 @@ import numpy as np
 
 from benchmarks.point import Metric, Point
 from megarl.config.environments import EnvConfig
+from megarl.data.chat_template import ChatTemplate
 from megarl.data.datasets import Example
+from megarl.data.observations import ObservationEncoder
 from megarl.key import defaults_of
 from megarl.models.generation.stream import Completion, Request
 from megarl.observe.timing import PhaseTimer
 from megarl.rollout.episodes import Episode, EpisodeLimits, EpisodeRunner
 from megarl.rollout.message_env import MessageEnv, MessageEnvironment, Step
-from megarl.rollout.trajectory import Segment
+from megarl.rollout.trajectory import Segment, batch_of
 
 EPISODES, TURNS, MEAN_S, MOST_S, ENGINE_S = 256, 8, 0.25, 2.0, 0.005
 REPEATS, QUICK_REPEATS = 3, 1
-WORDS = 24
-"""Tokens of a response."""
+WORDS, ALL_TURNS = 256, 4
+"""Tokens of a response, and turns of the conversations whose CPU seconds are measured."""
+CPU_REPEATS = 5
+
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
 def delays_of(episode: int) -> list[float]:
@@ -46,15 +55,27 @@ class _Slow(MessageEnv):
         return Step("go on", reward=1.0, done=self._answered == len(self._delays))
 
 
-class _Stream:
-    """Completes each request ``ENGINE_S`` after it came; in waves, all of them together."""
+class _Quick(MessageEnv):
+    turns, answered = ALL_TURNS, 0
 
-    def __init__(self, *, in_waves: bool) -> None:
-        self.in_waves = in_waves
+    def step(self, message: Mapping[str, Any]) -> Step:
+        self.answered += 1
+        return Step(f"answer {self.answered}", reward=1.0, done=self.answered == self.turns)
+
+
+class _One(_Quick):
+    turns = 1
+
+
+class _Stream:
+    """Completes each request so many seconds after it came; in waves, all of them together."""
+
+    def __init__(self, *, in_waves: bool, seconds: float = ENGINE_S) -> None:
+        self.in_waves, self._seconds = in_waves, seconds
         self._waiting: dict[int, float] = {}
 
     def submit(self, requests: Mapping[int, Request]) -> None:
-        self._waiting |= dict.fromkeys(requests, time.monotonic() + ENGINE_S)
+        self._waiting |= dict.fromkeys(requests, time.monotonic() + self._seconds)
 
     def abort(self, numbers: Iterable[int]) -> None:
         """Nothing is aborted here."""
@@ -71,8 +92,8 @@ class _Stream:
 
 
 class _Engines:
-    def __init__(self, *, in_waves: bool) -> None:
-        self.stream = _Stream(in_waves=in_waves)
+    def __init__(self, stream: _Stream) -> None:
+        self.stream = stream
 
     def ready(self) -> _Stream:
         return self.stream
@@ -84,52 +105,63 @@ class _Engines:
         """Nothing is held."""
 
 
-class _Encoder:
-    def encode(self, messages: Any, last: int | None) -> list[int]:
-        return [5, 6, 7]
-
-
 class _Words:
-    """Decodes without a tokenizer: the case is about waiting."""
+    """Decodes without a tokenizer: this is about what stands between engine and environment."""
 
     def batch_decode(self, rows: Any, skip_special_tokens: bool = True) -> list[str]:
         return ["word"] * len(rows)
 
 
+def _encoder() -> ObservationEncoder:
+    from megarl.quickstart.material import make_tokenizer
+
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return ObservationEncoder(tokenizer, ChatTemplate(tokenizer), {int(tokenizer.eos_token_id)})
+
+
+def _led(kind: type[MessageEnv], stream: _Stream, count: int, turns: int, encoder: ObservationEncoder) -> tuple[float, float]:
+    """Wall and CPU seconds of so many conversations, to the batch that is made of them."""
+    environment = MessageEnvironment(kind, {**defaults_of(EnvConfig), "environment": "own"})  # type: ignore[typeddict-item]
+    words: Any = _Words()
+    runner = EpisodeRunner(_Engines(stream), environment, words, PhaseTimer(), EpisodeLimits(turns), encoder)
+    prompt = np.arange(5, 25)
+    episodes = [Episode(Example(number, (), (), ""), [Segment(prompt)], number) for number in range(count)]
+    begun, spent = time.perf_counter(), time.process_time()
+    runner.run(episodes)
+    batch_of([episode.segment for episode in episodes], 0)
+    seconds = time.perf_counter() - begun, time.process_time() - spent
+    wanted = turns * count if kind is not _Slow else sum(len(delays_of(number)) for number in range(count))
+    if sum(sum(episode.rewards) for episode in episodes) != wanted:
+        raise RuntimeError("a conversation has not had all of its turns")
+    return seconds
+
+
 def measure(quick: bool) -> Iterator[Point]:
-    """Wall and CPU seconds of both ways."""
-    section = {**defaults_of(EnvConfig), "environment": "own"}
+    """Wall seconds of both ways, and CPU seconds of several turns and of one."""
     chains = [sum(delays) + ENGINE_S * len(delays) for delays in map(delays_of, range(EPISODES))]
-    tokens = WORDS * sum(len(delays_of(episode)) for episode in range(EPISODES))
+    encoder = _encoder()
     wall: dict[bool, list[float]] = {False: [], True: []}
-    cpu: list[float] = []
     for _ in range(QUICK_REPEATS if quick else REPEATS):
         for in_waves in (False, True):
-            environment = MessageEnvironment(_Slow, section)
-            runner = EpisodeRunner(
-                _Engines(in_waves=in_waves),
-                environment,
-                _Words(),
-                PhaseTimer(),
-                EpisodeLimits(TURNS),
-                _Encoder(),  # type: ignore[arg-type]
-            )
-            prompt = np.arange(5, 25)
-            episodes = [Episode(Example(number, (), (), ""), Segment(prompt), number) for number in range(EPISODES)]
-            begun, spent = time.perf_counter(), time.process_time()
-            runner.run(episodes)
-            wall[in_waves].append(time.perf_counter() - begun)
-            if not in_waves:
-                cpu.append(time.process_time() - spent)
-            if sum(episode.reward for episode in episodes) * WORDS != tokens:
-                raise RuntimeError("a conversation has not had all of its turns")
+            wall[in_waves].append(_led(_Slow, _Stream(in_waves=in_waves), EPISODES, TURNS, encoder)[0])
     longest = [max(chains)] * len(wall[False])
+    responses = EPISODES * ALL_TURNS
+    several: list[float] = []
+    one: list[float] = []
+    # a collection of all that torch and transformers hold takes longer than a whole run of these
+    gc.disable()
+    for _ in range(CPU_REPEATS):
+        several.append(_led(_Quick, _Stream(in_waves=True, seconds=0), EPISODES, ALL_TURNS, encoder)[1])
+        one.append(_led(_One, _Stream(in_waves=True, seconds=0), responses, 1, encoder)[1])
+    gc.enable()
     yield Point(
         {"episodes": EPISODES, "turns": f"1 to {TURNS}"},
         {
             "pace": Metric.ratio("the longest chain", wall[False], longest),
             "barrier": Metric.ratio("each at its own pace", wall[True], wall[False]),
             "longest_seconds": Metric.of("s", longest),
-            "cpu": Metric.of("CPU us of the driver a sampled token", [1e6 * each / tokens for each in cpu]),
+            "cpu": Metric.of("CPU us of the driver a sampled token", [1e6 * each / (responses * WORDS) for each in several]),
+            "cpu_turns": Metric.ratio("as many responses of one turn", several, one),
         },
     )

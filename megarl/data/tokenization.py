@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -236,6 +236,30 @@ class PromptEncoder:
 def encode_answers(tokenizer: PreTrainedTokenizerBase, answers: Sequence[str]) -> list[list[int]]:
     """Token ids of answers, each with the end-of-sequence token at its end."""
     return [[*row, tokenizer.eos_token_id] for row in _tokens(tokenizer, answers)]
+
+
+def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
+    """Return what gives the token ids of one text, as the tokenizer does without special tokens of its own.
+
+    transformers takes longer for one short text than the tokenizers library, which is asked itself where nothing stands between them.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    kind: Any = type(tokenizer)
+    names = ("__call__", "_encode_plus", "_batch_encode_plus")
+    inherited = all(getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name, None) for name in names)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or not inherited:
+        return lambda text: _tokens(tokenizer, [text])[0]
+    backend = tokenizer.backend_tokenizer
+
+    def encode(text: str) -> list[int]:
+        if backend.truncation is not None or backend.padding is not None:
+            # somebody has asked for them at another call, and transformers takes them back
+            return _tokens(tokenizer, [text])[0]
+        found: list[int] = backend.encode(text, add_special_tokens=False).ids
+        return found
+
+    return encode
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

@@ -51,6 +51,10 @@ _CHARACTERS_A_TOKEN, _FREE_CHARACTERS = 32, 4096
 _NOT_JUDGED = frozenset({StopReason.LOST, StopReason.LATE, StopReason.ERROR})
 """Conversations that nobody can judge, and those that score 0."""
 
+_NEEDED = ("rewards", "terminated", "masked")
+_COLUMNS = (*_NEEDED, "observations", "metadata", "reasons", "stop_strings")
+"""What an environment says of each conversation; what is not needed may be missing as a whole."""
+
 _LARGEST = float(torch.finfo(torch.float32).max)
 
 
@@ -70,9 +74,11 @@ class EpisodeLimits:
 
     def left(self, episode: Episode) -> int | None:
         """Tokens that may still follow; None for no bound."""
-        bounds = [] if self.tokens is None else [self.tokens - episode.length]
-        bounds += [] if self.length is None else [self.length - len(episode.segment)]
-        return min(bounds, default=None)
+        of_conversation = None if self.tokens is None else self.tokens - episode.length
+        if self.length is None:
+            return of_conversation
+        of_model = self.length - len(episode.segment)
+        return of_model if of_conversation is None else min(of_model, of_conversation)
 
 
 @dataclass(slots=True)
@@ -283,7 +289,9 @@ class EpisodeRunner:
         """Begin the conversations of environments that hold something for each."""
         for number, episode in enumerate(self._episodes):
             owner: Any = environment_of(self._environment, episode.record)
-            if hasattr(owner, "begin"):
+            if getattr(owner, "begins_at_once", False):
+                episode.metadata, _ = owner.begin(episode.record)
+            elif hasattr(owner, "begin"):
                 call = functools.partial(owner.begin, episode.record)
                 self._threads.start(Call(number, call, owner, owner.threads, owner.step_timeout_s))
         for ended in self._threads.take(wait=True, all_of_them=True):
@@ -312,7 +320,7 @@ class EpisodeRunner:
         """End all conversations, in threads, as any of them may hang or fail."""
         for number, episode in enumerate(self._episodes):
             owner: Any = environment_of(self._environment, episode.record)
-            if episode.metadata is not None and hasattr(owner, "end"):
+            if episode.metadata is not None and hasattr(owner, "end") and not getattr(owner, "ends_at_once", False):
                 call = functools.partial(owner.end, episode.metadata)
                 self._threads.start(Call(number, call, owner, owner.threads, min(owner.step_timeout_s, _END_SECONDS)))
         try:
@@ -349,7 +357,10 @@ class EpisodeRunner:
         ids = TokenRows.of_arrays(said)
         decode = functools.partial(decode_rows, self._tokenizer)
         with_special = functools.partial(decode_with_special_tokens, self._tokenizer)
-        asked = functools.cache(lambda: TokenRows.of_arrays([episode.segments[0].prompt for episode in episodes]))
+
+        def asked() -> TokenRows:
+            return TokenRows.of_arrays([episode.segments[0].prompt for episode in episodes])
+
         return Turn(
             [episode.record for episode in episodes],
             [episode.response for episode in episodes],
@@ -455,20 +466,23 @@ def check_answer(said: EnvironmentReturn, rows: int) -> None:
     """
     if not isinstance(said, EnvironmentReturn):
         raise BatchError(f"the environment returned a {type(said).__name__}. Fix: return an EnvironmentReturn (megarl.rollout.environment)")
-    sizes = {"rewards": len(said.rewards), "terminated": len(said.terminated), "masked": len(said.masked)}
-    further = {"observations": said.observations, "metadata": said.metadata, "reasons": said.reasons, "stop_strings": said.stop_strings}
-    sizes |= {name: len(values) for name, values in further.items() if len(values)}
-    wrong = {name: size for name, size in sizes.items() if size != rows}
+    wrong: dict[str, int] = {}
+    for name in _COLUMNS:
+        size = len(getattr(said, name))
+        if size != rows and (size or name in _NEEDED):
+            wrong[name] = size
     if wrong:
         raise BatchError(f"the environment returned {wrong} for {rows} responses. Fix: return one of each a response, in their order")
-    odd = next((value for value in said.masked if not isinstance(value, bool | np.bool_)), None)
-    if odd is not None:
-        raise BatchError(f"the environment returned masked = {odd!r}. Fix: return True or False")
+    for value in said.masked:
+        if value is not False and not isinstance(value, bool | np.bool_):
+            raise BatchError(f"the environment returned masked = {value!r}. Fix: return True or False")
 
 
 def _reward(value: Any, masked: bool) -> float:
     if value is None and masked:
         return 0.0
+    if type(value) is float and abs(value) <= _LARGEST:
+        return value
     if isinstance(value, Number | np.number | torch.Tensor) and not isinstance(value, complex):
         number = float(cast("float", value))
         if abs(number) <= _LARGEST:

@@ -125,6 +125,9 @@ class MessageEnvironment:
         self.threads, self.step_timeout_s = int(section["threads"]), float(section["step_timeout_s"])
         self.fault_of_reference = fault_of_reference
         self._parse = parser_of(section["tool_parser"])
+        # what a class inherits need not be called in a thread for every conversation
+        self.begins_at_once = all(getattr(make, name, None) is getattr(MessageEnv, name) for name in ("__init__", "reset"))
+        self.ends_at_once = getattr(make, "close", None) is MessageEnv.close
         self._told = 0
         if judge is not None:
             self.judge = judge

@@ -28,21 +28,27 @@ class Segment:
         pieces: tokens [n] int64, each with the log-probabilities [n] float32 that they were sampled with; None for observed ones.
         rewards: of each response; what is said of the whole conversation, once it has ended, is added to the last one.
         opening: tokens at the end of the prompt that are an observation, in a segment that is not the first.
+        length, sampled_length: tokens behind the prompt, and those of them that were sampled; counted as they come.
     """
 
     prompt: np.ndarray
     pieces: list[tuple[np.ndarray, np.ndarray | None]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     opening: int = 0
+    length: int = field(default=0, init=False)
+    sampled_length: int = field(default=0, init=False)
 
     def sampled(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Append what the policy said."""
         self.pieces.append((tokens, logprobs))
         self.rewards.append(0.0)
+        self.length += len(tokens)
+        self.sampled_length += len(tokens)
 
     def observed(self, tokens: np.ndarray) -> None:
         """Append what the environment said."""
         self.pieces.append((tokens, None))
+        self.length += len(tokens)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -57,16 +63,6 @@ class Segment:
         """The last token of the last piece; None where that has none."""
         tokens = self.pieces[-1][0] if self.pieces else self.prompt
         return int(tokens[-1]) if len(tokens) else None
-
-    @property
-    def length(self) -> int:
-        """Tokens behind the prompt."""
-        return sum(len(tokens) for tokens, _ in self.pieces)
-
-    @property
-    def sampled_length(self) -> int:
-        """Tokens that were sampled."""
-        return sum(len(tokens) for tokens, logprobs in self.pieces if logprobs is not None)
 
 
 def batch_of(segments: Sequence[Segment], pad_token_id: int) -> BatchedDataDict[Any]:

@@ -168,6 +168,24 @@ def test_templates_of_one_turn_are_refused() -> None:
         ObservationEncoder(tokenizer, ChatTemplate(tokenizer), {tokenizer.eos_token_id}).encode([user("x")], None)
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_is_written_without_rendering_is_what_would_be_rendered(name: str) -> None:
+    """A template that writes contents in another form, as JSON for example, is rendered each time."""
+    encoder = encoder_of(name)
+    contents = ["Go on.", 'a "b" {c}', "[1, 2]", '{"a": 1}', "  led", "", "é\n\nx", "<think>a</think>b", "1 < 2", "|x|: [/INST]"]
+    kinds = [user("x"), {**tool("20"), "name": "look"}, {**tool("20"), "name": "other"}][: 1 if name in WITHOUT_TOOLS else 3]
+    framed = 0
+    for kind in kinds:
+        for content in contents:
+            messages = [{**kind, "content": content}]
+            found = encoder._framed(messages)
+            framed += found is not None
+            assert found is None or found == encoder._behind_response(messages)
+    assert framed == 4 * (1 if name in {"gpt-oss", "llama3.1", "llama3.2", "command-a"} else len(kinds)), (
+        "contents that are plain, or that a template writes as they are"
+    )
+
+
 WITHOUT_TOOLS = frozenset(
     {"gemma2", "gemma3", "phi-3.5", "phi-4", "mistral-v0.1", "vicuna", "llama2", "olmo2", "command-r", "chatglm", "ernie"}
 )
