@@ -173,7 +173,7 @@ class SamplingAhead:
 DIRECTORY = "rollouts"
 """Of a checkpoint, where there are any."""
 
-_SAMPLES, _JUDGED = "samples/", "judged/"
+_SAMPLES, _JUDGED, _EARLIER = "samples/", "judged/", "earlier/"
 
 
 def save_batches(directory: Path, batches: Mapping[int, Sampling]) -> None:
@@ -194,6 +194,7 @@ def save_batches(directory: Path, batches: Mapping[int, Sampling]) -> None:
         tensors = {f"{_SAMPLES}{name}": value for name, value in samples.items() if isinstance(value, torch.Tensor)}
         if judged is not samples:
             tensors |= {f"{_JUDGED}{name}": value for name, value in judged.items() if isinstance(value, torch.Tensor)}
+        tensors |= {f"{_EARLIER}{name}": value for name, value in (batch.rollouts.earlier or {}).items()}
         save_file({name: value.clone().contiguous() for name, value in tensors.items()}, place / f"step_{step}.safetensors")
         told = {
             "records": [record.index for record in batch.rollouts.records],
@@ -237,5 +238,6 @@ def _read(path: Path, data: Dataset) -> Sampling:
     found = {name: tensors[f"{_SAMPLES}{name}"] if f"{_SAMPLES}{name}" in tensors else told["others"][name] for name in told["columns"]}
     samples: BatchedDataDict[Any] = BatchedDataDict(found)
     judged = {name.removeprefix(_JUDGED): value for name, value in tensors.items() if name.startswith(_JUDGED)}
-    rollouts = Rollouts(samples, data.select(told["records"]), told["metrics"])
+    earlier = {name.removeprefix(_EARLIER): value for name, value in tensors.items() if name.startswith(_EARLIER)}
+    rollouts = Rollouts(samples, data.select(told["records"]), told["metrics"], BatchedDataDict(earlier) if earlier else None)
     return Sampling(rollouts, BatchedDataDict(judged) if judged else samples, told["sampling"], told["epoch"])

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from megarl.algorithms.advantages import generalized_advantages, rewards_of_tokens, values_before
+from megarl.algorithms.ahead import load_batches, save_batches
 from megarl.algorithms.loss_functions import ClippedPGLossFn
+from megarl.algorithms.sampled import Sampling
 from megarl.config.losses import ClippedPGLossConfig
 from megarl.data.datasets import Example
 from megarl.distributed.batched_data_dict import BatchedDataDict
@@ -169,6 +171,20 @@ def test_joined_batches_keep_the_segments_of_their_responses() -> None:
     lengths = [length for samples, responses in wanted for length, response in _lengths(samples) if response in responses]
     assert rows_together["input_lengths"].tolist() == lengths
     assert together.samples["reward"].tolist() == [*one.samples["reward"][2:4], *other.samples["reward"]]
+
+
+def test_batches_that_wait_keep_the_segments_of_their_responses(tmp_path: Path) -> None:
+    class Data:
+        def select(self, indices: list[int]) -> list[Example]:
+            return [asked()[index] for index in indices]
+
+    rollouts = collected()
+    save_batches(tmp_path, {3: Sampling(rollouts, rollouts.samples, {})})
+    found = load_batches(tmp_path, Data())[3].rollouts  # type: ignore[arg-type]
+    expected, again = (rows_of_segments(each, 0).samples for each in (rollouts, found))
+    assert expected.keys() == again.keys() and "response" in again
+    assert all(torch.equal(values, again[name]) for name, values in expected.items() if isinstance(values, torch.Tensor))
+    assert all(values == again[name] for name, values in expected.items() if isinstance(values, list))
 
 
 def _lengths(samples: Any) -> list[tuple[int, int]]:
