@@ -23,12 +23,31 @@ def token_batch(case: Case) -> Batch:
     rows, columns = case.total_rows, case.length
     lengths = torch.randint(1, columns + 1, (rows,), generator=generator)
     inside = torch.arange(columns)[None] < lengths[:, None]
-    return {
+    batch = {
         "input_ids": torch.randint(0, case.vocab, (rows, columns), generator=generator) * inside,
         "input_lengths": lengths,
         "token_mask": ((torch.rand(rows, columns, generator=generator) < 0.7) & inside).float(),
         "sample_mask": _sample_mask(case, generator),
     }
+    if case.segments > 1:
+        response = responses_of_rows(case)
+        counts = (batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]).sum(dim=1).long()
+        batch["response_tokens"] = torch.zeros_like(counts).index_add(0, response, counts)[response]
+    return batch
+
+
+def responses_of_rows(case: Case) -> Tensor:
+    """[B] int64, the number of the response that each row is a segment of: consecutive rows of a global batch, in each of which there is
+    one of several rows at least."""
+    generator = torch.Generator().manual_seed(case.seed + 6)
+    found: list[int] = []
+    for _ in range(case.steps):
+        left, most = case.global_batch, case.segments
+        while left:
+            size = min(left, most if left == case.global_batch else int(torch.randint(1, most + 1, (1,), generator=generator)))
+            found += [found[-1] + 1 if found else 0] * size
+            left -= size
+    return torch.tensor(found)
 
 
 def _sample_mask(case: Case, generator: torch.Generator) -> Tensor:
@@ -77,6 +96,9 @@ def with_signals(case: Case, batch: Batch, logprobs: Tensor) -> Batch:
         # where all tokens of a sequence have one advantage, the two have one gradient
         of_tokens = torch.Generator().manual_seed(case.seed + 3)
         advantages = advantages + 0.5 * torch.randn(logprobs.shape, generator=of_tokens)
+    if case.segments > 1:
+        # of the first so many rows: whichever they are, the segments of a response have one
+        advantages = advantages[responses_of_rows(case)]
     signals = {
         **batch,
         "advantages": advantages.expand_as(logprobs) * inside,

@@ -100,6 +100,7 @@ class Case:
         rows: rows whose log-probabilities are asked for; 0 for all.
         lpbs: rows a micro-batch for log-probabilities.
         masked: which samples are masked out: none, some, all of one data-parallel rank, all.
+        segments: rows of one response at most, which share its advantage; 1 for a response a row.
         together: all global batches in one ``train()`` call.
         evaluate: evaluate first; it must report the loss of the first step and change nothing.
         reference: keep a reference policy; afterwards its log-probabilities must be those from before training.
@@ -175,6 +176,7 @@ class Case:
     rows: int = 0
     lpbs: int = 1
     masked: str = "none"
+    segments: int = 1
     together: bool = False
     evaluate: bool = False
     reference: bool = False
@@ -363,11 +365,11 @@ _FOREIGN: dict[str, tuple[str, ...]] = {
     "packed": ("round",),
     "sgd": ("eps",),
     "plain": ("chunk",),
-    "nll": ("advantages",),
-    "dpo": ("advantages",),
-    "distill": ("advantages", "keep", "nucleus"),
-    "rm": ("advantages", *_OF_LANGUAGE),
-    "value": _OF_LANGUAGE,
+    "nll": ("advantages", "segments"),
+    "dpo": ("advantages", "segments"),
+    "distill": ("advantages", "segments", "keep", "nucleus"),
+    "rm": ("advantages", "segments", *_OF_LANGUAGE),
+    "value": ("segments", *_OF_LANGUAGE),
 }
 """What a backend, a family, a way of batching or an optimizer has no use for."""
 

@@ -120,6 +120,7 @@ def _table(case: Case) -> dict[str, bool]:
         "top-k": case.keep > 0,
         "top-p": case.nucleus < 1,
         "masked samples": case.masked == "some",
+        "segments that share an advantage": case.segments > 1,
         "samples in groups, not trained on": case.masked == "some" and case.compares_answers,
         "zero valid tokens on a rank": case.masked == "rank" and case.dp > 1,
         "zero valid tokens": case.masked == "all",

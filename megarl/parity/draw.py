@@ -43,7 +43,7 @@ PACKERS = (
 ATTEMPTS = 2000
 PATIENCE = 100
 """Attempts at a case of one backend and kind of model; many layouts are refused for a mixture, and it should not be the rarer for that."""
-SPARSE_SHARE, HALF_SHARE, ADAPTED_SHARE = 0.45, 0.3, 0.25
+SPARSE_SHARE, HALF_SHARE, ADAPTED_SHARE, SEGMENTED_SHARE = 0.45, 0.3, 0.25, 0.5
 # small worlds are faster and find most; large ones are needed for products of three kinds of parallelism
 WORLDS = (1, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 6, 8, 8)
 HALF_RATES = {"adam": 0.02, "sgd": 0.2}
@@ -106,6 +106,7 @@ class Drawer:
         for drawn in (_model, _stages, _training, _optimizer, _batch, _paths):
             fields |= drawn(generator, fields) | fixed
         fields |= _adapters(random.Random(f"{fields['seed']}/lora"), fields) | fixed
+        fields |= _segments(random.Random(f"{fields['seed']}/segments"), fields) | fixed
         unused = fields_without_use(fields["loss"].split("+")[0])
         return Case(**{name: value for name, value in fields.items() if name in fixed or name not in unused})
 
@@ -286,6 +287,13 @@ def _adapters(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, 
     possible = fields["backend"] != "fsdp1" and not fields.get("layout") and fields.get("eps") != RECIPE_EPSILON
     drawn = generator.random() < ADAPTED_SHARE
     return {"lora": generator.randint(1, 4) if drawn and possible and fields.get("plan", "built-in") == "built-in" else 0}
+
+
+def _segments(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Segments where advantages are given and a global batch has several rows, by a generator of its own, like adapters."""
+    rows = fields["mbs"] * fields["micro"] * fields.get("dp", 1)
+    possible = fields["loss"].split("+")[0] == "pg" and fields["advantages"].split("+")[0] == "given" and rows > 1
+    return {"segments": generator.randint(2, 4) if possible and generator.random() < SEGMENTED_SHARE else 1}
 
 
 def _paths(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:

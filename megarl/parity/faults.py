@@ -166,6 +166,18 @@ _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             'token_mask = data["token_mask"][:, :-1]',
             "mbs=4 length=9 masked=some",
         ),
+        "segments-count-as-responses": (
+            f"{_ENGINE}.normalizers",
+            'if "response_tokens" in data:',
+            "if False:",
+            "loss=pg+seq segments=3 dp=2 mbs=3 length=9",
+        ),
+        "mean-over-a-segment": (
+            _LOSSES,
+            'data.get("response_tokens") if self.sequence_normalizer is None',
+            "None if self.sequence_normalizer is None",
+            "loss=pg+seq segments=2 mbs=4 length=9",
+        ),
         "ratio-not-clipped": (
             _LOSSES,
             "return ratio, ratio.clamp(1.0 - self.ratio_clip_min, 1.0 + self.ratio_clip_max)",

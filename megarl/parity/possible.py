@@ -106,6 +106,11 @@ def _faults_of_family(case: Case) -> list[Violation]:
 def _faults_of_advantages(case: Case) -> list[Violation]:
     """What advantages are made of, and what they are made for, do not go together."""
     kind, found = case.advantages_kind, []
+    if case.segments > 1 and kind != "given":
+        bound = f"segments share an advantage that is given, and {kind} makes one of each row"
+        found.append(Violation("case.segments", case.segments, bound, "write 1, or advantages=given"))
+    if case.segments > 1 and case.global_batch == 1:
+        found.append(Violation("case.segments", case.segments, "a global batch has one row", "write 1, or a larger mbs"))
     if case.loss_kind == "value" and kind not in ("given", "gae"):
         found.append(Violation("case.advantages", case.advantages, "returns of a value loss are given, or gae's", "write gae"))
     if case.takes_divergence_from_rewards and kind in ("given", "gdpo", "teacher"):

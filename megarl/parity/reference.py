@@ -20,7 +20,7 @@ from megarl.parity.batches import Batch, calls_of
 from megarl.parity.case import CLASS_IN_TRANSFORMERS, Case
 from megarl.parity.errors import BOUND, ROUNDING
 from megarl.parity.losses import rows_together
-from megarl.parity.reference_losses import reference_loss
+from megarl.parity.reference_losses import reference_loss, responses
 from megarl.parity.routers import Routers
 from megarl.parity.settings import ADAPTER_SCALE, BETAS, MOMENTUM, Hyperparameters, adapter_directory, hyperparameters
 
@@ -235,7 +235,7 @@ class ReferenceTrainer:
         expected.scales.append(self._over_batches([step.scales for step in steps]))
 
     def _step(self, data: Mapping[str, Any], rate: float, decay: float) -> _Step:
-        sequences = data["sample_mask"].sum()
+        sequences = torch.tensor(float(responses(data)))
         tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
         self.model.zero_grad()
         self._routers.forget()

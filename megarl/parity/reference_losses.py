@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -53,8 +54,23 @@ class _Call:
 
     @property
     def samples(self) -> float:
-        """Rows that count."""
-        return float(self.data["sample_mask"].sum())
+        """Responses that count."""
+        return float(responses(self.data))
+
+    def tokens_of_response(self, row: int, own: int) -> int:
+        """Tokens that count of the response that a row is a segment of; its own where it is the whole."""
+        return int(self.data["response_tokens"][row]) if "response_tokens" in self.data else own
+
+
+def responses(data: Mapping[str, Any]) -> Fraction:
+    """The number of responses that count in a batch: rows, or the shares of their tokens that segments have."""
+    if "response_tokens" not in data:
+        return Fraction(int(data["sample_mask"].sum()))
+    total = Fraction(0)
+    for row, counted in enumerate(data["sample_mask"].tolist()):
+        own = int(data["token_mask"][row, 1:].sum()) if counted else 0
+        total += Fraction(own, max(int(data["response_tokens"][row]), 1))
+    return total
 
 
 Loss = tuple[Tensor, dict[str, Any]]
@@ -319,7 +335,7 @@ def _policy_gradient(call: _Call, logprobs: Tensor, entropies: Tensor | None = N
         within = _within_bounds(correction, previous - generation, case)
         if "is" in options:
             objective = objective * within
-        share = _share(len(places), call)
+        share = _share(call.tokens_of_response(row, len(places)), call)
         total = total - share * objective.sum()
         if in_loss:
             reference = call.at("reference_policy_logprobs", row, places)
@@ -399,7 +415,7 @@ def _objective(advantage: Tensor, ratio: Tensor, clipped: Tensor, current: Tenso
 
 
 def _share(length: int, call: _Call) -> float:
-    """How much a token of a sequence of that length counts."""
+    """How much a token of a response of that length counts."""
     if "seq" not in call.case.loss_options:
         return 1 / call.tokens
     return 1 / ((_number(call.case, "constant") if "constant" in call.case.loss_options else length) * call.sequences)

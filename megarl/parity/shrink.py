@@ -33,7 +33,7 @@ _ORDER = [
         "warmup",
     ),
     *("schedule", "decay", "steps", "eps", "lr", "clip", "optimizer"),
-    *("nucleus", "keep", "temperature", "masked", "packer", "round", "pad", "room", "batching"),
+    *("nucleus", "keep", "temperature", "masked", "segments", "packer", "round", "pad", "room", "batching"),
     *("advantages", "loss", "rope", "window", "tied"),
     *("family", "dispatcher", "balance", "zloss", "freeze", "router", "experts", "topk", "expert"),
     *("rows", "lpbs", "micro", "mbs", "layers", "length", "group", "kv", "head", "width", "ffn", "vocab"),

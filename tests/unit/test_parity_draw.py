@@ -112,6 +112,7 @@ def test_coverage_keeps_16_bit_apart() -> None:
     [
         (Case(masked="rank", dp=2), "zero valid tokens on a rank"),
         (Case(masked="all"), "zero valid tokens"),
+        (Case(loss="pg", segments=3, mbs=2), "segments that share an advantage"),
         (Case(family="mixtral", experts=2, topk=2), "expert dispatch: alltoall"),
         (Case(loss="dpo+sft"), "loss: DPO"),
         (Case(pp=2, first=1), "uneven stages"),
