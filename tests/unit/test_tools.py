@@ -383,6 +383,25 @@ def test_what_the_template_is_told() -> None:
 
 
 @needs_sandbox
+@pytest.mark.parametrize("in_a_call", [False, True])
+def test_an_interpreter_whose_host_is_killed_is_no_fault_of_the_code(in_a_call: bool) -> None:
+    """Nor does it take the conversation for one that scores 0; code that ends its interpreter is told so."""
+    [tool] = tools_of({"tools": {"python": {"timeout_s": 20.0}}})
+    python: Any = tool.begin()
+    with pytest.raises(ValueError, match="the code ended the interpreter"):
+        python("import os\nos._exit(3)")
+    assert python("1").strip() == "1"
+    killer = threading.Timer(1.0 if in_a_call else 0.0, python._process.kill)
+    killer.start()
+    if not in_a_call:
+        python._process.wait(20)
+    with pytest.raises(EnvironmentLostError, match="the host of the interpreter was killed"):
+        python("import time\ntime.sleep(15)")
+    assert python("2").strip() == "2"
+    python.close()
+
+
+@needs_sandbox
 def test_an_interpreter_ends_with_a_driver_that_was_killed(tmp_path: Path) -> None:
     """Also in the middle of code that never ends."""
     program = (

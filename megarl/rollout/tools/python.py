@@ -82,7 +82,7 @@ class Python:
 
         Raises:
             ValueError: it takes too long, or ends the interpreter.
-            EnvironmentLostError: no interpreter can be started.
+            EnvironmentLostError: no interpreter can be started, or its host was killed, which no code in it can do.
         """
         process = self._process = self._process or self._started()
         assert process.stdin is not None
@@ -91,7 +91,7 @@ class Python:
             process.stdin.flush()
         except OSError as error:
             self.close()
-            raise ValueError("the interpreter had ended, and its variables are gone") from error
+            raise EnvironmentLostError("the host of the interpreter was killed") from error
         answer = self._line(process, self.timeout_s)
         if answer is None:
             self.close()
@@ -125,7 +125,7 @@ class Python:
                     return None
                 piece = process.stdout.read1(1 << 16)  # type: ignore[attr-defined]
                 if not piece:
-                    return {"ended": "the code ended the interpreter, and its variables are gone"}
+                    return {"lost": "the host of the interpreter was killed"}
                 read += piece
         found: dict[str, Any] = json.loads(read)
         return found
