@@ -123,7 +123,11 @@ const answer = (row, title) => {
   for (const turn of row.turns) {
     if (turn.role !== "environment") {
       part.append(make("div", "text answer", turn.text));
-      if (turn.reward) part.append(make("div", "figures", "reward " + short(turn.reward)));
+      if (turn.reward) {
+        const line = make("div", "figures");
+        line.append(make("span", "", "reward " + short(turn.reward)));
+        part.append(line);
+      }
       continue;
     }
     const folded = make("details");

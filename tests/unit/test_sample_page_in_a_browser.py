@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,3 +136,31 @@ def test_validation_sets_are_chosen_and_nothing_of_a_model_runs(page: Browser, r
     choose(page, "step", 0)
     assert page.value(SHOWN) == [row["answer"] for row in rows["validation"][0] if row["set"] == "aime"], "the set stays chosen"
     assert page.faults == []
+
+
+def test_what_an_environment_says_is_folded_until_it_is_asked_for(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    turns = [
+        {"role": "assistant", "text": "Let me look.", "reward": 0.25},
+        {"role": "environment", "text": "<b>20 degrees</b>"},
+        {"role": "assistant", "text": "Mild.", "reward": 0.0},
+        {"role": "environment", "text": "Sure?", "segment": 2},
+        {"role": "assistant", "text": "Yes.", "reward": 1.0},
+    ]
+    run_dir = make_run(tmp_path / "run")
+    add_samples(run_dir, 1, [{**sample(1, 0), "turns": turns, "ended": "done"}], "train")
+    report = write_report([run_dir], run_dir / "report.html")
+    profile = tmp_path / "profile"
+    profile.mkdir()
+    with browser(profile) as page:
+        page.open(report)
+        said = "[...document.querySelectorAll('#samples .sample .answer')].map(one => one.textContent)"
+        assert page.value(said) == ["Let me look.", "Mild.", "Yes."]
+        summaries = "[...document.querySelectorAll('#samples summary')].map(one => one.textContent)"
+        assert page.value(summaries) == ["environment: <b>20 degrees</b>", "environment, segment 2: Sure?"]
+        heights = "[...document.querySelectorAll('#samples details .text')].map(one => one.checkVisibility())"
+        assert page.value(heights) == [False, False]
+        page.value("document.querySelector('#samples summary').click()")
+        assert page.value(heights) == [True, False]
+        rewards = page.value("[...document.querySelectorAll('#samples .sample .figures')].map(one => one.textContent)")
+        assert rewards[1:] == ["reward 0.25", "reward 1"] and not page.faults
