@@ -22,6 +22,7 @@ NAMED_SETS: Mapping[str, str] = MappingProxyType(
         "AIME2026": "megarl.data.sets.aime_2026",
         "DeepScaler": "megarl.data.sets.deepscaler",
         "OpenMathInstruct-2": "megarl.data.sets.openmathinstruct_2",
+        "HotpotQA": "megarl.data.sets.hotpot_qa",
     }
 )
 """Modules of the sets that need no keys, by the name that a source has for them. NeMo-RL's names, where it has the set."""

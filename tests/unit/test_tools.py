@@ -177,6 +177,23 @@ def test_search_finds_what_fits_best(tmp_path: Path) -> None:
         DocumentIndex(str(tmp_path / "none"), "env.tools.search.documents")
 
 
+def test_the_paragraphs_of_a_named_set_are_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows in its published form, from a file or by its name; each paragraph once."""
+    path = Path(__file__).parents[2] / "configs" / "quickstart" / "hotpot-qa.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    monkeypatch.setattr("megarl.data.rows.rows_of", lambda source: iter((source["name"], row) for row in rows))
+    for place in (str(path), "HotpotQA"):
+        index = DocumentIndex(place, "env.tools.search.documents")
+        assert (
+            index.search("Where does the ferry Alma leave from", 1)
+            == "[1] Alma (ferry)\nThe Alma is a ferry. She leaves from the harbour of Vik."
+        )
+        assert index.search("harbour in Norway", 9).count("Vik is a harbour in Norway.") == 1
+    monkeypatch.setattr("megarl.data.rows.rows_of", lambda source: iter([("row 0", {"context": "none"})]))
+    with pytest.raises(ConfigError, match="row 0 is no object with a text"):
+        DocumentIndex("HotpotQA", "env.tools.search.documents")
+
+
 @pytest.fixture
 def service() -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):

@@ -6,11 +6,12 @@ import json
 import re
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import ConfigError, Violation
+from megarl.config.data_sources import NAMED_SETS
+from megarl.errors import ConfigError, DataError, Violation
 
 _WORD = re.compile(r"\w+")
 _TEXT_KEYS = ("text", "content", "contents", "body", "passage")
@@ -23,7 +24,8 @@ class DocumentIndex:
 
     Args:
         path: JSON lines, an object a document: its text under ``text`` (or ``content``, ``contents``, ``body``, ``passage``), and a
-            ``title`` where it has one.
+            ``title`` where it has one; or rows as HotpotQA has them, whose paragraphs are the documents, each once. Or the name of a set of
+            such rows (``megarl.config.data_sources.NAMED_SETS``).
         key: dotted key that names it, for messages.
 
     Raises:
@@ -35,8 +37,8 @@ class DocumentIndex:
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize='porter unicode61')")
         try:
-            rows = list(_documents(Path(path).expanduser()))
-        except (OSError, ValueError) as error:
+            rows = list(dict.fromkeys(_documents(path)))
+        except (OSError, ValueError, DataError) as error:
             raise ConfigError([Violation(key, path, str(error), "give JSON lines, each an object with a text")]) from error
         self._index.executemany("INSERT INTO documents VALUES (?, ?)", rows)
 
@@ -55,15 +57,26 @@ class DocumentIndex:
         return "\n\n".join(f"[{place}] {text}" for place, text in enumerate(shown, start=1)) or "nothing was found"
 
 
-def _documents(path: Path) -> Iterator[tuple[str, str]]:
-    with path.open(encoding="utf-8") as lines:
+def _documents(path: str) -> Iterator[tuple[str, str]]:
+    if path in NAMED_SETS:
+        from megarl.data.rows import rows_of
+
+        for origin, row in rows_of({"name": path}):
+            yield from _documents_of(row, origin)
+        return
+    with Path(path).expanduser().open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _document(json.loads(line), number)
+                yield from _documents_of(json.loads(line), f"line {number}")
 
 
-def _document(row: Any, number: int) -> tuple[str, str]:
-    text = next((row[key] for key in _TEXT_KEYS if isinstance(row.get(key), str)), None) if isinstance(row, dict) else None
+def _documents_of(row: Any, origin: str) -> Iterator[tuple[str, str]]:
+    context = row.get("context") if isinstance(row, Mapping) else None
+    if isinstance(context, Mapping) and {"title", "sentences"} <= context.keys():
+        for title, sentences in zip(context["title"], context["sentences"], strict=True):
+            yield str(title), "".join(map(str, sentences))
+        return
+    text = next((row[key] for key in _TEXT_KEYS if isinstance(row.get(key), str)), None) if isinstance(row, Mapping) else None
     if text is None:
-        raise ValueError(f"line {number} is no object with a text under {', '.join(_TEXT_KEYS)}")
-    return str(row.get("title") or ""), text
+        raise ValueError(f"{origin} is no object with a text under {', '.join(_TEXT_KEYS)}")
+    yield str(row.get("title") or ""), text
