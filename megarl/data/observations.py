@@ -94,6 +94,11 @@ class ObservationEncoder:
         """Return the tokens of a conversation up to where the assistant speaks."""
         return self.tokens(self.template.render(messages, tools, origin, for_generation=True))
 
+    @property
+    def is_harmony(self) -> bool:
+        """Whether a response is messages of several channels, which the template writes from fields."""
+        return "<|channel|>" in self.template.text
+
     def history(self, prompt: Sequence[int]) -> History | None:
         """Return a conversation that begins with a prompt; None where the template keeps earlier responses as they are."""
         return None if self.rewritten is None else History(self, prompt)
@@ -101,8 +106,10 @@ class ObservationEncoder:
     def _find_rewritten(self) -> str | None:
         if self.template.is_passthrough:
             return None
-        for said in (PROBE, f"<think>\n{REASONED}\n</think>\n\n{PROBE}"):
-            turn, following = {"role": "assistant", "content": said}, {"role": "user", "content": FOLLOWING}
+        for said, fields in ((PROBE, {}), (f"<think>\n{REASONED}\n</think>\n\n{PROBE}", {}), (PROBE, {"thinking": REASONED})):
+            if fields and not self.is_harmony:
+                continue
+            turn, following = {"role": "assistant", "content": said, **fields}, {"role": "user", "content": FOLLOWING}
             try:
                 before = self.template.render([ASKED], origin=_ORIGIN, for_generation=True)
                 last = self.template.render([ASKED, turn], origin=_ORIGIN)
@@ -205,6 +212,7 @@ class History:
         self._asked = encoder.template.render([ASKED], origin=_ORIGIN, for_generation=True)
         self._messages: list[ChatMessage] = [ASKED]
         self._shown = self._asked
+        self._is_apart = False
 
     def follow(self, said: Sequence[int], messages: Sequence[ChatMessage]) -> list[int] | None:
         """Return the prompt that the model is shown once messages follow a response.
@@ -219,7 +227,8 @@ class History:
         tokenizer = self._encoder.tokenizer
         kept = said[:-1] if len(said) and said[-1] in self._encoder.stop_token_ids else said
         text = str(tokenizer.decode(list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        self._messages += [{"role": "assistant", "content": text}, *messages]
+        turn = _harmony_turn(text) if self._encoder.is_harmony else {"role": "assistant", "content": text}
+        self._messages += [turn, *messages]
         shown = self._shown + text
         try:
             self._shown = self._encoder.template.render(self._messages, origin=_ORIGIN, for_generation=True)
@@ -227,7 +236,12 @@ class History:
             # a template that cannot write the whole: the suffix alone says what follows
             self._shown = shown
             return None
-        return None if self._shown.startswith(shown) else self._rewritten_prompt()
+        if self._encoder.is_harmony and all(message.get("role") == "tool" for message in messages):
+            # its models write a call otherwise than its template does, and have reasoning before them until they have answered
+            self._is_apart = True
+            return None
+        goes_on, self._is_apart = self._shown.startswith(shown) and not self._is_apart, False
+        return None if goes_on else self._rewritten_prompt()
 
     def _rewritten_prompt(self) -> list[int] | None:
         # cut where tokens do not depend on what stands before them
@@ -236,6 +250,21 @@ class History:
             if self._shown.startswith(self._asked[:begin]) and self._prompt[-len(end_of_prompt) :] == end_of_prompt:
                 return self._prompt[: -len(end_of_prompt)] + self._encoder.tokens(self._shown[begin:])
         return None
+
+
+_FINAL = re.compile(r"<\|channel\|>final<\|message\|>(.*?)(?=<\||\Z)", re.DOTALL)
+_ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>(.*?)(?=<\||\Z)", re.DOTALL)
+_CALL = re.compile(r"to=functions\.([\w.-]+).*?<\|message\|>(.*?)(?=<\||\Z)", re.DOTALL)
+
+
+def _harmony_turn(text: str) -> ChatMessage:
+    """Return a response of channels as the template takes it: the final message, or the call, and the reasoning before it."""
+    final, call, analysis = _FINAL.findall(text), _CALL.search(text), _ANALYSIS.findall(text)
+    thinking = {"thinking": analysis[-1]} if analysis else {}
+    if final or call is None:
+        return {"role": "assistant", "content": final[-1] if final else "", **thinking}
+    named = {"name": call[1], "arguments": call[2].strip() or "{}"}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": named}], **thinking}
 
 
 def _text(message: ChatMessage) -> str:

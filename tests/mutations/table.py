@@ -430,7 +430,7 @@ TABLE: Mapping[str, Row] = {
     ),
     "segments: a history that the template writes otherwise is not followed": Row(
         "megarl/data/observations.py",
-        "return None if self._shown.startswith(shown) else self._rewritten_prompt()",
+        "return None if goes_on else self._rewritten_prompt()",
         "return None",
         ("unit/test_observations.py", "unit/test_segments.py"),
     ),

@@ -12,7 +12,7 @@ from megarl.errors import DataError
 from tests.templates import TEMPLATES, stop_ids, tokenizer_of
 from tests.templates.conversations import CONVERSATIONS, REFUSED, TOOLS, assistant, tool, user
 
-REWRITES = frozenset({"qwen3", "qwen3.5", "glm-4.5", "deepseek-r1", "deepseek-v3.1", "nemotron"})
+REWRITES = frozenset({"qwen3", "qwen3.5", "glm-4.5", "deepseek-r1", "deepseek-v3.1", "nemotron", "gpt-oss"})
 """Templates that leave reasoning, or the empty mark of it, out of responses that a user's turn follows, or out of all."""
 
 
@@ -78,7 +78,7 @@ def test_most_templates_are_tried() -> None:
 def test_templates_that_rewrite_are_told(name: str) -> None:
     encoder = encoder_of(name)
     assert (encoder.rewritten is not None) == (name in REWRITES) == (encoder.history([1]) is not None)
-    assert encoder.rewritten is None or "think>" in encoder.rewritten or name == "deepseek-v3.1"
+    assert encoder.rewritten is None or "think>" in encoder.rewritten or name in {"deepseek-v3.1", "gpt-oss"}
 
 
 def sampled_texts(encoder: ObservationEncoder, before: list[Any], content: str) -> tuple[str, list[int]]:
@@ -119,13 +119,35 @@ def test_a_model_is_shown_the_whole_rendering_at_each_turn(name: str, reasoning:
             made = made.replace("<|return|>", "<|end|>")
         assert made == whole
         assert name == "gpt-oss" or prompt is None or tokens == encoder.tokens(whole)
-    if name not in REWRITES or (name in {"nemotron", "deepseek-v3.1"} and not reasoning):
+    if name not in REWRITES or (name in {"nemotron", "deepseek-v3.1"} and not reasoning) or name == "gpt-oss":
         assert segments == 1
     else:
         assert segments == 4 or (name == "glm-4.5" and not reasoning)
 
 
-@pytest.mark.parametrize("name", sorted(REWRITES - {"nemotron", "deepseek-r1"}))
+def test_harmony_leaves_reasoning_out_once_it_has_answered() -> None:
+    """Not behind a call: what its models sample of calls, which its template writes otherwise, stays as it is."""
+    encoder = encoder_of("gpt-oss")
+    asked = [user("How warm?")]
+    prompt = encoder.tokens(encoder.template.render(asked, for_generation=True))
+    history = encoder.history(prompt)
+    assert history is not None
+    final = "<|channel|>final<|message|>Mild.<|return|>"
+    thought = "<|channel|>analysis<|message|>why not<|end|><|start|>assistant"
+    assert history.follow(encoder.tokens(final), [user("Sure?")]) is None
+    found = history.follow(encoder.tokens(thought + final), [user("Really?")])
+    messages = [*asked, assistant("Mild."), user("Sure?"), assistant("Mild."), user("Really?")]
+    assert found is not None and encoder.tokenizer.decode(found) == encoder.template.render(messages, for_generation=True)
+    call = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
+    assert history.follow(encoder.tokens(thought + call), [{**tool("20"), "name": "look"}]) is None
+    found = history.follow(encoder.tokens(final), [user("Now?")])
+    called = {"type": "function", "function": {"name": "look", "arguments": {"city": "Rome"}}}
+    messages += [assistant("", tool_calls=[called], thinking="why not"), tool("20"), assistant("Mild."), user("Now?")]
+    assert found is not None and encoder.tokenizer.decode(found) == encoder.template.render(messages, for_generation=True)
+    assert history.follow(encoder.tokens(final), [user("And now?")]) is None
+
+
+@pytest.mark.parametrize("name", sorted(REWRITES - {"nemotron", "deepseek-r1", "gpt-oss"}))
 def test_what_a_tool_says_goes_behind_the_reasoning(name: str) -> None:
     """Reasoning stays until a user speaks, where the template has it so; then that of calls is left out too."""
     encoder = encoder_of(name)
