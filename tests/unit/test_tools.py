@@ -318,6 +318,18 @@ def test_what_is_wrong_with_a_call_is_told_or_ends_it() -> None:
         assert len(shown) == 1 and samples["ended"] == ["error"] and samples["reward"].tolist() == [0.0] and not samples["masked"].any()
 
 
+def test_an_environment_with_tools_of_its_own_makes_the_calls_itself() -> None:
+    """As configs/README.md has it."""
+    toy = Path(__file__).parents[1] / "toys" / "two_tools.py"
+    both = called("product", left=6, right=7) + "\n" + called("length", text="four")
+    said = [both, called("product", left=6), called("abacus"), "42"]
+    samples, shown, metrics = conversed(said, environment=f"{toy}:TwoTools", tools={}, turns=5)
+    assert "<tool_response>\n42\n</tool_response>\n<tool_response>\n4\n</tool_response>" in shown[1]
+    assert "missing 1 required positional argument: 'right'" in shown[2] and "Error: KeyError: 'abacus'" in shown[3]
+    assert samples["turn_rewards"] == [[0.1, 0.0, 0.0, 1.0]] and samples["ended"] == ["done"]
+    assert metrics["calls"] == 2 and metrics["tool_errors"] == 2
+
+
 @pytest.mark.parametrize("on_bad_call", ["observe", "end"])
 def test_a_call_that_the_length_limit_cuts_is_not_made(on_bad_call: str) -> None:
     """Behind the first turn the limit of the conversation is met in the middle of a call, in front of its last mark."""
