@@ -46,4 +46,5 @@ class TwoTools(MessageEnv):
             answers.append({"role": "tool", "name": name, "tool_call_id": call["id"], "content": str(said)})
         if answers:
             return Step(answers, reward=0.1, metrics={"calls": len(answers)})
-        return Step(reward=float(message["content"].strip() == self.record.answer), done=True)
+        right = float(message["content"].strip() == self.record.answer)
+        return Step(reward=right, accuracy=right, done=True)  # without accuracy, the sum of all rewards is reported as it

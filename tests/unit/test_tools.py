@@ -326,7 +326,7 @@ def test_an_environment_with_tools_of_its_own_makes_the_calls_itself() -> None:
     samples, shown, metrics = conversed(said, environment=f"{toy}:TwoTools", tools={}, turns=5)
     assert "<tool_response>\n42\n</tool_response>\n<tool_response>\n4\n</tool_response>" in shown[1]
     assert "missing 1 required positional argument: 'right'" in shown[2] and "Error: KeyError: 'abacus'" in shown[3]
-    assert samples["turn_rewards"] == [[0.1, 0.0, 0.0, 1.0]] and samples["ended"] == ["done"]
+    assert samples["turn_rewards"] == [[0.1, 0.0, 0.0, 1.0]] and samples["ended"] == ["done"] and samples["accuracy"].tolist() == [1.0]
     assert metrics["calls"] == 2 and metrics["tool_errors"] == 2
 
 
