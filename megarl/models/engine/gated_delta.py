@@ -1,0 +1,315 @@
+"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464) as pure functions: in chunks, step by step, packed, and context parallel.
+
+A head keeps a state S, [K, V]. A token with query q, key k, value v, log decay g <= 0 and step size b (0 to 1) changes and reads it:
+
+    S <- exp(g) (I - b k k') S + b k v',    o = S' q
+
+Inside a chunk of C tokens, with c the cumulative sum of g, the corrections x of all its tokens solve one triangular system,
+
+    x_i + b_i sum_{j<i} exp(c_i - c_j) (k_i . k_j) x_j = b_i (v_i - exp(c_i) S' k_i),
+
+and with them o_i = exp(c_i) S' q_i + sum_{j<=i} exp(c_i - c_j) (q_i . k_j) x_j, and S <- exp(c_C) S + sum_j exp(c_C - c_j) k_j x_j'. Only
+exponents that are at most 0 are ever taken. Chunks begin anew with every run, so that no state crosses a border.
+
+A run maps the state at its beginning to that at its end, S -> M S + U. Context-parallel ranks exchange U and M of their runs, [K, V + K]
+numbers a head whatever the length, and put them together in order: the result is exact. M and what the outputs owe to the state at the
+beginning come out of the same pass, as K more columns of values that are 0 behind a state that is the identity.
+
+Legend: t tokens, R runs (one sequence each, or two of each sequence that context-parallel ranks share), H key heads, G value heads (a
+multiple of H), n chunks, W width of the convolution.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+from megarl.distributed.device import sent_to
+from megarl.models.engine.context import ContextShare, gather_shared
+
+CHUNK = 64
+EPSILON = 1e-6
+ALONE = ContextShare()
+"""One rank holds the sequences."""
+
+
+def unit_norm(heads: torch.Tensor) -> torch.Tensor:
+    """Heads [..., K] divided by their length, in float32 at least."""
+    wide = heads.to(wide_dtype(heads))
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)
+
+
+def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype of states and decays: float32, or float64 if the tensor is."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def log_decays(inputs: torch.Tensor, log_rates: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """``-exp(A_log) softplus(inputs + dt_bias)`` in float32 at least, [..., G] of inputs [..., G] and parameters [G]."""
+    dtype = wide_dtype(inputs)
+    return -log_rates.to(dtype).exp() * F.softplus(inputs.to(dtype) + bias.to(dtype))
+
+
+def gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    step_size: torch.Tensor,
+    starts: tuple[int, ...],
+    context: ContextShare = ALONE,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of all tokens, and the state behind each run. Differentiable. A collective over context-parallel ranks.
+
+    Args:
+        query, key: [t, H, K], the part of this context-parallel rank; keys of at most unit length. Queries are scaled by 1/sqrt(K) here.
+        value: [t, G, V].
+        log_decay, step_size: [t, G].
+        starts: where sequences begin over all context-parallel ranks; the last entry is the end.
+        context: the ranks that share every sequence.
+
+    Returns:
+        [t, G, V] and [R, G, K, V], both in float32, or float64 if the values are.
+    """
+    dtype, width = wide_dtype(value), value.shape[-1]
+    keys = key.shape[-1]
+    plan = _plan(run_lengths(starts, context), value.device)
+    initial = value.new_zeros(1, value.shape[1], keys, width, dtype=dtype)
+    if context.size > 1:
+        value = F.pad(value, (0, keys))
+        identity = torch.eye(keys, dtype=dtype, device=value.device).expand(1, value.shape[1], keys, keys)
+        initial = torch.cat((initial, identity), dim=-1)
+    # places without a token have gates of 0: they neither decay the state nor write to it
+    query, key, value = (plan.in_chunks(tensor.to(dtype)) for tensor in (query * keys**-0.5, key, value))
+    log_decay, step_size = (plan.in_chunks(tensor.to(dtype), fill=0) for tensor in (log_decay, step_size))
+    outputs, states = _scan(query, key, value, log_decay, step_size, initial, plan)
+    if context.size > 1:
+        entering = _entering_states(states, width, context)
+        outputs = outputs[..., :width] + outputs[..., width:] @ entering.index_select(0, plan.run_of_chunk)
+        states = states[..., :width] + states[..., width:] @ entering
+    return plan.in_tokens(outputs), states
+
+
+def _scan(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    step_size: torch.Tensor,
+    initial: torch.Tensor,
+    plan: _Plan,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [n, G, C, V] of chunks, and states [R, G, K, V].
+
+    Args:
+        query, key: [n, H, C, K].
+        value: [n, G, C, V].
+        log_decay, step_size: [n, G, C].
+        initial: [1, G, K, V], the state before each run.
+        plan: of the chunks.
+    """
+    group, size, heads = value.shape[1] // key.shape[1], value.shape[2], value.shape[1]
+    decay = log_decay.cumsum(-1)
+    causal = torch.ones(size, size, dtype=torch.bool, device=value.device).tril()
+    # masked before the exponential: above the diagonal it would overflow
+    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
+    system = (key @ key.mT).repeat_interleave(group, dim=1) * between * step_size.unsqueeze(-1)
+    inside = (query @ key.mT).repeat_interleave(group, dim=1) * between
+    query, key = query.repeat_interleave(group, dim=1), key.repeat_interleave(group, dim=1)
+    since_start, until_end = decay.exp(), (decay[..., -1:] - decay).exp()
+    tensors = (
+        system,
+        value * step_size.unsqueeze(-1),
+        key * (step_size * since_start).unsqueeze(-1),
+        (key * until_end.unsqueeze(-1)).mT,
+        since_start[..., -1, None, None],
+    )
+    by_step = zip(*(tensor.flatten(0, 1).split([heads * going for going in plan.going]) for tensor in tensors), strict=True)
+    state = initial.expand(plan.runs, *initial.shape[1:]).flatten(0, 1)
+    before, corrections, ended = [], [], []
+    for triangle, wanted, read, written, kept in by_step:
+        if len(triangle) < len(state):
+            ended.append(state[len(triangle) :])
+            state = state[: len(triangle)]
+        rest = torch.baddbmm(wanted, read, state, alpha=-1)
+        # reads what is below the diagonal alone
+        correction = torch.linalg.solve_triangular(triangle, rest, upper=False, unitriangular=True)
+        before.append(state)
+        corrections.append(correction)
+        state = torch.baddbmm(kept * state, written, correction)
+    ended.append(state)
+    outputs = (query * since_start.unsqueeze(-1)).flatten(0, 1) @ torch.cat(before) + inside.flatten(0, 1) @ torch.cat(corrections)
+    states = torch.cat(ended[::-1]).unflatten(0, (plan.runs, heads))
+    return outputs.unflatten(0, (-1, heads)), states.index_select(0, plan.place_of_run)
+
+
+def _entering_states(states: torch.Tensor, width: int, context: ContextShare) -> torch.Tensor:
+    """[R, G, K, V]: the state before each run of this rank.
+
+    Args:
+        states: [R, G, K, V + K], of each run U and M.
+        width: V.
+        context: the ranks that share every sequence.
+    """
+    chunks = 2 * context.size
+    starts = tuple(range(0, len(states) * context.size + 1, chunks))
+    whole = gather_shared(states, starts, context).unflatten(0, (-1, chunks))
+    # the first run of a sequence begins with nothing
+    state = torch.zeros_like(whole[:, 0, ..., :width])
+    entering = [state]
+    for run in whole[:, :-1].unbind(1):
+        state = run[..., :width] + run[..., width:] @ state
+        entering.append(state)
+    return torch.stack((entering[context.rank], entering[chunks - 1 - context.rank]), dim=1).flatten(0, 1)
+
+
+def gated_delta_step(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, step_size: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and state after one more token of each row.
+
+    Args:
+        query, key: [b, H, K], as of ``gated_delta_rule``.
+        value: [b, G, V].
+        log_decay, step_size: [b, G].
+        state: [b, G, K, V] in float32 at least.
+
+    Returns:
+        [b, G, V] and [b, G, K, V] in the dtype of ``state``.
+    """
+    dtype, group = state.dtype, value.shape[1] // key.shape[1]
+    query, key = ((heads.to(dtype)).repeat_interleave(group, dim=1).unsqueeze(-2) for heads in (query * key.shape[-1] ** -0.5, key))
+    kept = log_decay.to(dtype).exp()[..., None, None] * state
+    correction = step_size.to(dtype)[..., None, None] * (value.to(dtype).unsqueeze(-2) - key @ kept)
+    state = kept + key.mT @ correction
+    return (query @ state).squeeze(-2), state
+
+
+def causal_convolution(inputs: torch.Tensor, weight: torch.Tensor, starts: tuple[int, ...], context: ContextShare = ALONE) -> torch.Tensor:
+    """Each channel convolved over the ``W`` last tokens of its own sequence. Differentiable. A collective over context-parallel ranks.
+
+    Args:
+        inputs: [t, channels], the part of this context-parallel rank.
+        weight: [channels, W]; the last column is of the token itself.
+        starts, context: as of ``gated_delta_rule``.
+
+    Returns:
+        [t, channels].
+    """
+    width = weight.shape[1]
+    plan = _tail_plan(starts, context.rank, context.size, width, inputs.device)
+    earlier = inputs
+    if context.size > 1:
+        earlier = gather_shared(inputs.index_select(0, plan.tails), plan.starts, context)
+    # in front of every run the tokens before it, which are 0 where its sequence begins
+    source = torch.cat((inputs.new_zeros(1, inputs.shape[1]), *((earlier,) if context.size > 1 else ()), inputs))
+    laid = source.index_select(0, plan.order)
+    total = len(laid) - width + 1
+    convolved = laid[width - 1 :] * weight[:, width - 1]
+    for column in range(width - 1):
+        convolved = torch.addcmul(convolved, laid[column : column + total], weight[:, column])
+    return convolved.index_select(0, plan.outputs)
+
+
+def run_lengths(starts: tuple[int, ...], context: ContextShare) -> tuple[int, ...]:
+    """Lengths of the runs that this rank holds, one behind the other."""
+    runs = (run for start, end in itertools.pairwise(starts) for run in context.chunks(start, end))
+    return tuple(end - start for start, end in runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Chunks of runs. The first chunks of all runs come first, then the second ones, and so on, each time of the longest runs first.
+
+    Attributes:
+        runs: R.
+        going: of each step, how many runs have a chunk in it.
+        slots: [n * C] int64, the token of each place in a chunk; any where there is none.
+        is_token: [n * C, 1] bool; None where all are.
+        places: [t] int64, the place of each token in the chunks.
+        run_of_chunk: [n] int64.
+        place_of_run: [R] int64, where each run is in the order of lengths.
+    """
+
+    runs: int
+    going: tuple[int, ...]
+    slots: torch.Tensor
+    is_token: torch.Tensor | None
+    places: torch.Tensor
+    run_of_chunk: torch.Tensor
+    place_of_run: torch.Tensor
+
+    def in_chunks(self, tokens: torch.Tensor, fill: int | None = None) -> torch.Tensor:
+        """[t, heads, ...] as [n, heads, C, ...]; ``fill`` where there is no token, or None for anything."""
+        laid = tokens.index_select(0, self.slots)
+        if fill is not None and self.is_token is not None:
+            laid = laid.masked_fill(~self.is_token, fill)
+        return laid.unflatten(0, (len(self.run_of_chunk), -1)).transpose(1, 2).contiguous()
+
+    def in_tokens(self, chunks: torch.Tensor) -> torch.Tensor:
+        """[n, heads, C, ...] as [t, heads, ...]."""
+        return chunks.transpose(1, 2).flatten(0, 1).index_select(0, self.places)
+
+
+# every layer of a micro-batch asks for the same one
+@lru_cache(maxsize=32)
+def _plan(lengths: tuple[int, ...], device: torch.device) -> _Plan:
+    # shorter than a chunk, sequences would be filled up for nothing
+    size = min(CHUNK, max(lengths))
+    counts = [-(-length // size) for length in lengths]
+    begins = [0, *itertools.accumulate(lengths)]
+    order = sorted(range(len(lengths)), key=lambda run: -counts[run])
+    going = tuple(sum(count > step for count in counts) for step in range(max(counts)))
+    runs = torch.tensor([run for going_now in going for run in order[:going_now]])
+    step = torch.tensor([step for step, going_now in enumerate(going) for _ in range(going_now)])
+    column = step[:, None] * size + torch.arange(size)
+    is_token = (column < torch.tensor(lengths)[runs, None]).flatten()
+    slots = torch.where(is_token, (torch.tensor(begins)[runs, None] + column).flatten(), 0)
+    places = torch.empty(begins[-1], dtype=torch.int64)
+    places[slots[is_token]] = torch.arange(len(slots))[is_token]
+    sent = [sent_to(tensor, device) for tensor in (slots, places, runs, torch.tensor(order).argsort(), is_token[:, None])]
+    slots, places, runs, place_of_run, filled = sent
+    return _Plan(len(lengths), going, slots, None if bool(is_token.all()) else filled, places, runs, place_of_run)
+
+
+@dataclass(frozen=True, slots=True)
+class _TailPlan:
+    """Where the tokens before each run are, for a convolution.
+
+    Attributes:
+        tails: [tokens] int64, the last tokens of each run of this rank, which other runs may need.
+        starts: where sequences begin in the tails of all ranks.
+        order: [t + R (W - 1)] int64, the runs, each behind the W - 1 tokens before it, in one zero, the tails of all ranks and the tokens.
+        outputs: [t] int64, where the result of each token is.
+    """
+
+    tails: torch.Tensor
+    starts: tuple[int, ...]
+    order: torch.Tensor
+    outputs: torch.Tensor
+
+
+@lru_cache(maxsize=32)
+def _tail_plan(starts: tuple[int, ...], rank: int, size: int, width: int, device: torch.device) -> _TailPlan:
+    context, reach = ContextShare(rank, size), width - 1
+    # a run that is shorter than the reach of the convolution is all tail
+    kept = [min(reach, context.chunks(start, end)[0][1] - context.chunks(start, end)[0][0]) for start, end in itertools.pairwise(starts)]
+    per_sequence = 1 if context.size == 1 else 2 * context.size
+    tail_starts = (0, *itertools.accumulate(per_sequence * count for count in kept))
+    of_runs = (0,) if context.size == 1 else (context.rank, per_sequence - 1 - context.rank)
+    first_token = 1 + (tail_starts[-1] if context.size > 1 else 0)
+    tails, order, outputs, begin, laid = [], [], [], 0, 0
+    for sequence, (start, end) in enumerate(itertools.pairwise(starts)):
+        for chunk, (first, last) in zip(of_runs, context.chunks(start, end), strict=True):
+            length = last - first
+            tails.append(torch.arange(begin + length - kept[sequence], begin + length))
+            before = torch.arange(chunk * kept[sequence] - reach, chunk * kept[sequence])
+            order += [torch.where(before < 0, 0, 1 + tail_starts[sequence] + before), torch.arange(length) + first_token + begin]
+            outputs.append(torch.arange(laid, laid + length))
+            begin, laid = begin + length, laid + length + reach
+    joined = [sent_to(torch.cat(parts), device) for parts in (tails, order, outputs)]
+    return _TailPlan(joined[0], tail_starts, joined[1], joined[2])
