@@ -211,9 +211,9 @@ class Conversion(ABC):
         part = rows.part
         for first, last in row_ranges(target.shape, self._plan.model.dtype(part).itemsize, READ_BYTES):
             values = self._plan.model.read(part, rows.start + first, rows.start + last)
-            self._held.update(before, part.name, values)
+            self._held.update(before, part.name, values, rows.start + first)
             values = self._narrowing.cast(part.name, values, self._plan.dtypes[part.name])
-            hashes.update(part.name, values)
+            hashes.update(part.name, values, rows.start + first)
             target[first:last].copy_(cast(values, target.dtype))
 
     def check(self, workers: int, progress: TextIO | None, records: Records) -> None:
@@ -226,7 +226,7 @@ class Conversion(ABC):
                 for number, chunk in enumerate(self.chunks(name)):
                     tensor = self.read_chunk(record, number, chunk)
                     for rows in chunk.rows:
-                        hashes.update(rows.part.name, cast(rows.of(tensor), self._plan.dtypes[rows.part.name]))
+                        hashes.update(rows.part.name, cast(rows.of(tensor), self._plan.dtypes[rows.part.name]), rows.start)
             except ConversionError:  # damaged or cut off meanwhile: written again
                 return
             if hashes.digests() == record["digests"]:

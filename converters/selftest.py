@@ -41,7 +41,7 @@ from converters.families.read import read_architecture, unread_keys, with_defaul
 from converters.family_file import load_family_file
 from converters.files.reading import read_json_object
 from converters.importing import import_model, plan_import
-from converters.mapping.layouts import padded_vocab_size
+from converters.mapping.layouts import padded_vocab_size, shard_layout
 from converters.mapping.rule import Kind, Rule
 from converters.mapping.rules import all_rules, rule_for
 from converters.mapping.shards import load_shard, to_hf
@@ -86,7 +86,7 @@ def rule_problems(architecture: Architecture) -> Iterator[str]:
 
 def _part_problems(rule: Rule, architecture: Architecture) -> Iterator[str]:
     shapes = [part.shape for part in rule.parts]
-    wanted = {Kind.QKV: _HEADS, Kind.GATED: _GATE_AND_UP}.get(rule.kind, _ONE_PART)
+    wanted = {Kind.QKV: _HEADS, Kind.GATED: _GATE_AND_UP, Kind.GROUPED: len(shapes)}.get(rule.kind, _ONE_PART)
     if len(shapes) != wanted:
         yield f"{rule.megatron_name}: {rule.kind} is made of {wanted} tensors, not of {len(shapes)}"
         return
@@ -96,6 +96,11 @@ def _part_problems(rule: Rule, architecture: Architecture) -> Iterator[str]:
         yield f"{rule.megatron_name}: {rule.kind} is cut by columns, and {rule.hf_names[0]} has none"
     if rule.kind is Kind.VOCAB and shapes[0][0] != architecture.vocab_size:
         yield f"{rule.megatron_name}: {rule.kind} has {architecture.vocab_size} rows, {rule.hf_names[0]} has {shapes[0][0]}"
+    if rule.kind is Kind.GROUPED:
+        spans = shard_layout(rule, architecture.head_dim, 0, 1, 0).spans
+        taken = Counter((span.part, row) for span in spans for row in range(span.start, span.stop))
+        if taken != Counter((part, row) for part, shape in enumerate(shapes) for row in range(shape[0])):
+            yield f"{rule.megatron_name}: its groups do not have each row of its tensors once"
     if rule.kind is Kind.QKV:
         query, key, value = (shape[0] for shape in shapes)
         if key != value or key % architecture.head_dim or query % key:

@@ -40,3 +40,23 @@ def add_prediction_layers(directory: Path, count: int = 1, copies: bool = True) 
     save_file(tensors | added, file, metadata={"format": "pt"})
     path.write_text(json.dumps({**config, "num_nextn_predict_layers": count}))
     return added
+
+
+def add_mtp_layer(directory: Path) -> dict[str, torch.Tensor]:
+    """Put the prediction layer of Qwen3-Next and Qwen3.5, of random weights, beside a checkpoint of one file, whose config need not say it.
+
+    Returns:
+        The tensors that were added.
+    """
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    norm = tensors["model.norm.weight"]
+    last = max(int(name.split(".")[2]) for name in tensors if ".self_attn." in name)
+    of_layer = f"model.layers.{last}."
+    like = {f"layers.0.{name.removeprefix(of_layer)}": tensor for name, tensor in tensors.items() if name.startswith(of_layer)}
+    like |= {f"{name}.weight": norm for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    like["fc.weight"] = norm.new_zeros(len(norm), 2 * len(norm))
+    generator = torch.Generator().manual_seed(6)
+    added = {f"mtp.{name}": torch.randn(tensor.shape, generator=generator).to(tensor.dtype) for name, tensor in like.items()}
+    save_file(tensors | added, file, metadata={"format": "pt"})
+    return added

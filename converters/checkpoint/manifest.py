@@ -171,7 +171,7 @@ def dtype_called(name: str) -> torch.dtype:
 
 
 class TensorHashes:
-    """Hashes of several tensors whose rows come one after another, each tensor's in order.
+    """Hashes of several tensors whose rows come one after another; those that come before their turn are held until it comes.
 
     Attributes:
         not_finite: names of the tensors in which a value was NaN or infinite.
@@ -179,11 +179,18 @@ class TensorHashes:
 
     def __init__(self, names: Mapping[str, Any] | list[str] | tuple[str, ...]) -> None:
         self._hashes = {name: hashlib.sha256() for name in names}
+        self._taken = dict.fromkeys(self._hashes, 0)
+        self._held: dict[str, dict[int, Tensor]] = {name: {} for name in self._hashes}
         self.not_finite: set[str] = set()
 
-    def update(self, name: str, rows: Tensor) -> None:
-        """Take further rows of a tensor into its hash."""
-        self._hashes[name].update(bytes_of(rows.contiguous()))
+    def update(self, name: str, rows: Tensor, start: int | None = None) -> None:
+        """Take further rows of a tensor into its hash, those from ``start`` on or, without it, the next ones."""
+        held = self._held[name]
+        held[self._taken[name] if start is None else start] = rows.contiguous()
+        while self._taken[name] in held:
+            turn = held.pop(self._taken[name])
+            self._hashes[name].update(bytes_of(turn))
+            self._taken[name] += len(turn)
         # the extremes are not finite where any value is not, and take no memory
         # (8-bit types have no kernel for it)
         if (
@@ -227,10 +234,10 @@ class HeldAgainst:
         """Hashes of those tensors that are written in another dtype than the manifest says."""
         return TensorHashes([name for name in names if name in self._cast])
 
-    def update(self, hashes: TensorHashes, name: str, rows: Tensor) -> None:
-        """Take rows of a tensor, as they were read, into its hash, where it has one in ``hashes``."""
+    def update(self, hashes: TensorHashes, name: str, rows: Tensor, start: int) -> None:
+        """Take rows of a tensor from ``start`` on, as they were read, into its hash, where it has one in ``hashes``."""
         if name in self._cast:
-            hashes.update(name, cast(rows, self._cast[name]))
+            hashes.update(name, cast(rows, self._cast[name]), start)
 
     def refuse_changed(self, written: Mapping[str, str], before: Mapping[str, str]) -> None:
         """Refuse a source that is not what its manifest says.

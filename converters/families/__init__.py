@@ -22,6 +22,7 @@ from converters.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
 )
 from converters.families.base import Family
@@ -43,6 +44,7 @@ _FAMILIES = (
     qwen2_moe.FAMILY,
     qwen3.FAMILY,
     qwen3_moe.FAMILY,
+    qwen3_next.FAMILY,
     seed_oss.FAMILY,
 )
 _BUILT_IN = frozenset(family.model_type for family in _FAMILIES)

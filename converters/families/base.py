@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from converters.families import dense
 from converters.mapping.rule import Rule
+from converters.model_config.gated_delta import GatedDeltaNet
 from converters.model_config.latent_attention import LatentAttention
 from converters.model_config.mixture import MixtureOfExperts
 from converters.model_config.sizes import Config
@@ -25,6 +26,7 @@ class Features:
     mlp_bias: bool = False
     qk_norm: bool = False
     sinks: bool = False
+    output_gate: bool = False
 
 
 PLAIN = Features()
@@ -41,7 +43,8 @@ def features_of(config: Config, **keys: str | bool) -> Features:
     return Features(**{name: key if isinstance(key, bool) else bool(config.get(key)) for name, key in keys.items()})
 
 
-def _read_nothing(*_: object) -> None:
+def read_nothing(*_: object) -> None:
+    """Read what a family does not have."""
     return None
 
 
@@ -86,8 +89,11 @@ class Family:
         has_uniform_window: ``sliding_window``, when it is set, holds for every layer; with ``has_layer_windows``, for those that
             ``layer_types`` says, and for every layer where it says nothing.
         read_latent_attention: the latent attention, from the config; what is wrong is appended to the list.
+        read_gated_delta: the gated delta nets, from the config and the number of layers; what is wrong is appended to the list.
+        zero_centered_norms: norms multiply by 1 + weight.
         may_predict_further: behind its layers a model may have layers that predict further tokens
             (``converters.model_config.prediction_layers``).
+        predicts_in_mtp: these have Qwen's names and number (``read_mtp_layers``).
         has_layer_windows: ``sliding_window`` holds for the layers that ``layer_types`` says.
         read_gate_limit: bound of what the gated MLP multiplies, from the config (``Architecture``).
         rotates_partly: rotary embedding may leave a part of each head alone (``partial_rotary_factor``).
@@ -103,12 +109,15 @@ class Family:
     read_features: Callable[[Config], Features] = features_of
     model_rules: Callable[[ModelFacts], tuple[Rule, ...]] = dense.model_rules
     layer_rules: Callable[[ModelFacts, int], tuple[Rule, ...]] = dense.layer_rules
-    read_mixture: Callable[[Config, int, list[str]], MixtureOfExperts | None] = _read_nothing
+    read_mixture: Callable[[Config, int, list[str]], MixtureOfExperts | None] = read_nothing
     has_uniform_window: bool = False
-    read_latent_attention: Callable[[Config, list[str]], LatentAttention | None] = _read_nothing
+    read_latent_attention: Callable[[Config, list[str]], LatentAttention | None] = read_nothing
+    read_gated_delta: Callable[[Config, int, list[str]], GatedDeltaNet | None] = read_nothing
+    zero_centered_norms: bool = False
     may_predict_further: bool = False
+    predicts_in_mtp: bool = False
     has_layer_windows: bool = False
-    read_gate_limit: Callable[[Config, list[str]], float | None] = _read_nothing
+    read_gate_limit: Callable[[Config, list[str]], float | None] = read_nothing
     rotates_partly: bool = False
     config_like: str | None = None
     defaults: Config = field(default_factory=dict)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from converters.families import latent
-from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, module_rules
+from converters.families import gated_delta, latent
+from converters.mapping.rule import GroupRows, HuggingFaceTensor, Kind, Rule, module_rules
 
 if TYPE_CHECKING:
     from converters.model_config.architecture import ModelFacts
@@ -33,25 +34,46 @@ def layer_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
 
 
 def attention_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
-    """Yield the rules of the attention, with the norms before it and behind it."""
-    hidden, head_dim = facts.hidden_size, facts.head_dim
-    query, key = facts.num_attention_heads * head_dim, facts.num_key_value_heads * head_dim
-    megatron, prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+    """Yield the rules of the layer's mixer, with the norms before it and behind it."""
+    hidden, megatron, prefix = facts.hidden_size, f"decoder.layers.{layer}.", f"model.layers.{layer}."
     yield from module_rules(f"{megatron}input_layernorm", Kind.REPLICATED, {f"{prefix}input_layernorm": (hidden,)})
-    if facts.latent_attention is not None:
-        yield from latent.attention_rules(facts, layer)
-    else:
-        heads = {f"{prefix}self_attn.{letter}_proj": (width, hidden) for letter, width in (("q", query), ("k", key), ("v", key))}
-        yield from module_rules(f"{megatron}self_attention.linear_qkv", Kind.QKV, heads, bias=facts.qkv_bias)
-        for letter in "qk" if facts.qk_norm else "":
-            norm = {f"{prefix}self_attn.{letter}_norm": (head_dim,)}
-            yield from module_rules(f"{megatron}self_attention.{letter}_layernorm", Kind.REPLICATED, norm)
-        output = {f"{prefix}self_attn.o_proj": (hidden, query)}
-        yield from module_rules(f"{megatron}self_attention.linear_proj", Kind.ROW, output, bias=facts.attention_output_bias)
+    yield from MIXERS[facts.kind_of(layer).mixer](facts, layer)
     if facts.sinks:
         sinks = HuggingFaceTensor(f"{prefix}self_attn.sinks", (facts.num_attention_heads,))
         yield Rule(f"{megatron}self_attention.core_attention.softmax_offset", Kind.COLUMN, (sinks,))
     yield from module_rules(f"{megatron}pre_mlp_layernorm", Kind.REPLICATED, {f"{prefix}post_attention_layernorm": (hidden,)})
+
+
+def _grouped_query_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
+    hidden, head_dim = facts.hidden_size, facts.head_dim
+    query, key = facts.num_attention_heads * head_dim, facts.num_key_value_heads * head_dim
+    megatron, prefix = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.self_attn."
+    heads = {"q": query * (1 + facts.output_gate), "k": key, "v": key}
+    projections = {f"{prefix}{letter}_proj": (width, hidden) for letter, width in heads.items()}
+    rules = module_rules(f"{megatron}linear_qkv", Kind.QKV, projections, bias=facts.qkv_bias)
+    yield from (_with_gates(rule, facts) for rule in rules) if facts.output_gate else rules
+    for letter in "qk" if facts.qk_norm else "":
+        yield from module_rules(f"{megatron}{letter}_layernorm", Kind.REPLICATED, {f"{prefix}{letter}_norm": (head_dim,)})
+    yield from module_rules(f"{megatron}linear_proj", Kind.ROW, {f"{prefix}o_proj": (hidden, query)}, bias=facts.attention_output_bias)
+
+
+def _with_gates(rule: Rule, facts: ModelFacts) -> Rule:
+    """The rule of queries, keys and values of attention whose output is gated: behind each query head stands its gate, where Megatron-Core
+    has the gates of a group behind all its query heads."""
+    groups, width = facts.num_key_value_heads, facts.head_dim
+    heads = facts.num_attention_heads // groups
+    ordered = [2 * head * width for head in range(heads)] + [(2 * head + 1) * width for head in range(heads)]
+    queries = [GroupRows(0, start, width, 2 * heads * width) for start in ordered]
+    rows = (*queries, GroupRows(1, 0, width, width), GroupRows(2, 0, width, width))
+    return replace(rule, kind=Kind.GROUPED, groups=groups, group_rows=rows)
+
+
+MIXERS: Mapping[str, Callable[[ModelFacts, int], Iterator[Rule]]] = {
+    "attention": _grouped_query_rules,
+    "latent": latent.attention_rules,
+    "gated_delta": gated_delta.mixer_rules,
+}
+"""Rules of what mixes the tokens of a layer, by ``LayerKind.mixer``."""
 
 
 def _mlp_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:

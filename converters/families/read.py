@@ -10,7 +10,7 @@ from typing import Any
 
 from converters.errors import ConversionError
 from converters.families import family_of
-from converters.families.base import Family
+from converters.families.base import Family, read_nothing
 from converters.families.hf_config import config_class_name
 from converters.families.plain import filled_config
 from converters.files.reading import check_depth
@@ -18,7 +18,7 @@ from converters.model_config.architecture import Architecture
 from converters.model_config.foreign_keys import refusal_of_key, shown
 from converters.model_config.heads import read_head
 from converters.model_config.inert_keys import INERT_KEYS
-from converters.model_config.prediction_layers import read_prediction_layers
+from converters.model_config.prediction_layers import read_mtp_layers, read_prediction_layers
 from converters.model_config.rope import read_rope, rotated_fraction, unread_rope_parameters
 from converters.model_config.sizes import SIZE_NEEDED, is_off, read_number
 
@@ -163,7 +163,9 @@ def _read(config: Mapping[str, Any], ignored: frozenset[str], config_class: type
         window_layers=window_layers,
         gate_limit=gate_limit,
         latent_attention=family.read_latent_attention(config, problems),
-        prediction_layers=read_prediction_layers(config, problems) if family.may_predict_further else 0,
+        gated_delta=family.read_gated_delta(config, dimensions["num_layers"], problems),
+        zero_centered_norms=family.zero_centered_norms,
+        prediction_layers=_prediction_layers(config, family, problems),
         head=head,
     )
     if problems:
@@ -175,6 +177,12 @@ def _read(config: Mapping[str, Any], ignored: frozenset[str], config_class: type
             problems,
         )
     return architecture
+
+
+def _prediction_layers(config: Mapping[str, Any], family: Family, problems: list[str]) -> int:
+    if family.predicts_in_mtp:
+        return read_mtp_layers(config, problems)
+    return read_prediction_layers(config, problems) if family.may_predict_further else 0
 
 
 def unread_keys(config: Mapping[str, Any], family: Family) -> list[str]:
@@ -259,7 +267,8 @@ def _refused_keys(config: Mapping[str, Any], family: Family, ignored: frozenset[
     problems += [f"{key} = {config[key]!r}: a number from 0 to 1 is needed" for key in _DROPOUTS if not _is_rate(config.get(key))]
     if config.get("is_causal") is False:
         problems.append("is_causal = False: transformers then lets tokens see those behind them; only causal attention is supported")
-    windows = [kind for kind in config.get("layer_types") or () if kind != "full_attention"] if "layer_types" in family.config_keys else []
+    known = {"full_attention", *(["linear_attention"] if family.read_gated_delta is not read_nothing else [])}
+    windows = [kind for kind in config.get("layer_types") or () if kind not in known] if "layer_types" in family.config_keys else []
     if windows and not family.has_layer_windows:
         problems.append(f"layer_types has {len(windows)} layers of {windows[0]!r}: only full attention is supported (use_sliding_window)")
     if config.get("quantization_config"):

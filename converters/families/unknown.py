@@ -39,7 +39,6 @@ UNKNOWN: Mapping[str, str] = MappingProxyType(
         "phimoe": "like Mixtral, but for LayerNorm with biases and a router of its own (sparsemixer)",
         "qwen3_5": _LINEAR,
         "qwen3_5_moe": _LINEAR,
-        "qwen3_next": _LINEAR,
         "smollm3": "like Llama, but for layers without rotary embeddings (no_rope_layers)",
         "starcoder2": "not gated: LayerNorm and biases",
     }

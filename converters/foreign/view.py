@@ -18,7 +18,7 @@ from torch import Tensor
 
 from converters.checkpoint.boxes import Box, intersection, part, relative, shape_of, whole
 from converters.errors import ConversionError
-from converters.mapping.rule import FUSED_NORMS
+from converters.mapping.rule import PORTABLE_NORMS
 from converters.torch_dist.reader import StoredTensors
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -224,7 +224,7 @@ def _find(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry | N
 
 def _other_norms(key: str) -> Iterator[str]:
     """Other names of a norm."""
-    for one, other in FUSED_NORMS.items():
+    for one, other in PORTABLE_NORMS.items():
         for name, instead in ((one, other), (other, one)):
             if key.endswith(f".{name}"):
                 yield key.removesuffix(name) + instead

@@ -16,7 +16,7 @@ _MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "embed_tokens": (("vocab_size",), ("hidden_size",)),
     "lm_head": (("vocab_size",), ("hidden_size",)),
     "score": (("num_labels",), ("hidden_size",)),
-    "q_proj": ((_HEADS, _QUERIES), ("hidden_size",)),
+    "q_proj": ((_HEADS, _QUERIES, f"2 * {_HEADS}"), ("hidden_size",)),
     "k_proj": ((_GROUPS,), ("hidden_size",)),
     "v_proj": ((_GROUPS,), ("hidden_size",)),
     "o_proj": (("hidden_size",), (_HEADS, "num_attention_heads * v_head_dim")),
@@ -29,6 +29,21 @@ _MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "k_norm": (("head_dim",), ()),
     "sinks": (("num_attention_heads",), ()),
 }
+_LINEAR_KEYS, _LINEAR_VALUES = "linear_num_key_heads * linear_key_head_dim", "linear_num_value_heads * linear_value_head_dim"
+_CONVOLVED = f"2 * {_LINEAR_KEYS} + {_LINEAR_VALUES}"
+_GATED_DELTA: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "in_proj_qkvz": ((f"2 * {_LINEAR_KEYS} + 2 * {_LINEAR_VALUES}",), ("hidden_size",)),
+    "in_proj_ba": (("2 * linear_num_value_heads",), ("hidden_size",)),
+    "in_proj_qkv": ((_CONVOLVED,), ("hidden_size",)),
+    "in_proj_z": ((_LINEAR_VALUES,), ("hidden_size",)),
+    "in_proj_a": (("linear_num_value_heads",), ("hidden_size",)),
+    "in_proj_b": (("linear_num_value_heads",), ("hidden_size",)),
+    "conv1d": ((_CONVOLVED,), ()),
+    "out_proj": (("hidden_size",), (_LINEAR_VALUES,)),
+    "A_log": (("linear_num_value_heads",), ()),
+    "dt_bias": (("linear_num_value_heads",), ()),
+}
+"""The same inside gated delta nets."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -45,8 +60,9 @@ def formula_of_parameter(rule: Rule, architecture: Architecture) -> str:
 
 def _expressions(name: str, shape: Sequence[int], architecture: Architecture) -> list[str]:
     values = _values(name, architecture)
-    module = next((part for part in reversed(name.split(".")) if part in _MODULES), None)
-    hints = _MODULES[module] if module is not None and len(shape) <= len(_MODULES[module]) else ()
+    modules = {**_MODULES, **_GATED_DELTA} if ".linear_attn." in name else _MODULES
+    module = next((part for part in reversed(name.split(".")) if part in modules), None)
+    hints = modules[module] if module is not None and len(shape) <= len(modules[module]) + 1 else ()
     said = []
     for axis, size in enumerate(shape):
         likely = [*(hints[axis] if axis < len(hints) else ()), *values]
@@ -74,6 +90,7 @@ def _values(name: str, architecture: Architecture) -> dict[str, int]:
     values |= {"num_attention_heads": heads, "head_dim": architecture.head_dim}
     if latent is None:
         values |= {_HEADS: heads * architecture.head_dim, _GROUPS: architecture.num_key_value_heads * architecture.head_dim}
+        values |= {f"2 * {_HEADS}": 2 * heads * architecture.head_dim} if architecture.output_gate else {}
     else:
         values |= {
             "kv_lora_rank": latent.kv_lora_rank,
@@ -83,4 +100,16 @@ def _values(name: str, architecture: Architecture) -> dict[str, int]:
             "num_attention_heads * v_head_dim": heads * latent.v_head_dim,
         }
         values |= {} if latent.q_lora_rank is None else {"q_lora_rank": latent.q_lora_rank}
+    net = architecture.gated_delta
+    if net is not None and ".linear_attn." in name:
+        keys = net.key_heads * net.key_width
+        values |= {
+            _CONVOLVED: net.convolved,
+            f"2 * {_LINEAR_KEYS} + 2 * {_LINEAR_VALUES}": 2 * keys + 2 * net.values,
+            _LINEAR_VALUES: net.values,
+            "linear_num_value_heads": net.value_heads,
+            "2 * linear_num_value_heads": 2 * net.value_heads,
+            "linear_value_head_dim": net.value_width,
+            "linear_conv_kernel_dim": net.convolution,
+        }
     return values if head is None else {**values, "num_labels": head.labels}

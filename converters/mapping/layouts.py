@@ -93,9 +93,11 @@ def shard_layout(rule: Rule, head_dim: int, tp_rank: int, tp_size: int, padded_v
         return ShardLayout((first[0], stop - start), 1, (Span(0, start, stop),))
     if rule.kind is Kind.VOCAB:
         return _vocab_layout(rule, tp_rank, tp_size, padded_vocab)
-    if rule.kind is Kind.QKV:
+    if rule.kind in (Kind.QKV, Kind.GROUPED):
         rows = sum(part.shape[0] for part in rule.parts)
         start, stop = _cut(rule, rows, tp_rank, tp_size)
+        if rule.kind is Kind.GROUPED:
+            return ShardLayout((stop - start, *first[1:]), 0, tuple(_clip(_group_spans(rule), start, stop)))
         spans = tuple(_clip(_qkv_spans(rule, head_dim), start, stop))
         return ShardLayout((stop - start, *first[1:]), 0, spans)
     parts: list[Span] = []
@@ -136,6 +138,14 @@ def _qkv_spans(rule: Rule, head_dim: int) -> Iterator[Span]:
         yield Span(0, group * per_group, (group + 1) * per_group)
         yield Span(1, group * head_dim, (group + 1) * head_dim)
         yield Span(2, group * head_dim, (group + 1) * head_dim)
+
+
+def _group_spans(rule: Rule) -> Iterator[Span]:
+    """The full tensor, group behind group."""
+    for group in range(rule.groups):
+        for rows in rule.group_rows:
+            start = rows.start + group * rows.stride
+            yield Span(rows.part, start, start + rows.count)
 
 
 def _clip(spans: Iterator[Span], start: int, stop: int) -> Iterator[Span]:

@@ -129,7 +129,8 @@ class MegatronModel(LogicalModel):
         """See ``LogicalModel``."""
         rule, part = self._rules[tensor.name]
         pieces = []
-        for run in runs_of(rule, self.architecture.head_dim, self.padded_vocab(rule)):
+        # by their place in the tensor: a parameter may have its rows in another order
+        for run in sorted(runs_of(rule, self.architecture.head_dim, self.padded_vocab(rule)), key=lambda run: run.start):
             low, high = max(start, run.start), min(stop, run.stop)
             if run.part == part and low < high:
                 first = run.position + low - run.start

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from converters.errors import ConversionError
+from converters.model_config.layer_kind import LayerKind
 
 
 class Kind(StrEnum):
@@ -30,6 +31,8 @@ class Kind(StrEnum):
     """Query, key and value rows interleaved by key-value group, then cut by rows. Weights and biases alike."""
     GATED = "gated"
     """Rank t holds the t-th part of the gate rows, then the t-th part of the up rows. Weights and biases alike."""
+    GROUPED = "grouped"
+    """Rows of the parts interleaved by group, as ``Rule.group_rows`` says, then cut by rows."""
     VOCAB = "vocab"
     """Rows padded with zeros to the padded vocabulary, then cut by rows."""
 
@@ -90,6 +93,16 @@ class HuggingFaceTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupRows:
+    """Rows that a group has of one part: ``count`` rows, those of group g from ``start + g * stride`` on."""
+
+    part: int
+    start: int
+    count: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """Rule by which one Megatron-Core parameter is made of Hugging Face tensors.
 
@@ -99,12 +112,16 @@ class Rule:
         kind: the layout.
         parts: the tensors it is made of, in the order the layout wants (query, key, value; gate, up).
         emits: False for a copy of a parameter that another rule already writes (the output layer of a tied model).
+        groups: that ``Kind.GROUPED`` interleaves.
+        group_rows: what a group has, in order; of ``Kind.GROUPED`` alone. Each row of each part belongs to one group.
     """
 
     megatron_name: str
     kind: Kind
     parts: tuple[HuggingFaceTensor, ...]
     emits: bool = True
+    groups: int = 1
+    group_rows: tuple[GroupRows, ...] = ()
 
     @property
     def hf_names(self) -> tuple[str, ...]:
@@ -182,21 +199,18 @@ def _split(megatron_name: str) -> tuple[str, str, str]:
 
 
 _BEFORE_ATTENTION = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight"}
+_BEFORE_GATED_DELTA = {"input_layernorm.weight": "self_attention.in_proj.layer_norm_weight"}
 _BEFORE_MLP = {"pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
 _INSIDE_LATENT_ATTENTION = {
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
-FUSED_NORMS = _BEFORE_ATTENTION | _BEFORE_MLP | _INSIDE_LATENT_ATTENTION
-"""Names behind the prefix of a layer: those of the portable layer spec, with those of Transformer Engine."""
+_OF_MIXER = {"attention": _BEFORE_ATTENTION, "latent": _INSIDE_LATENT_ATTENTION, "gated_delta": _BEFORE_GATED_DELTA}
+PORTABLE_NORMS = {fused: norm for names in (*_OF_MIXER.values(), _BEFORE_MLP) for norm, fused in names.items()}
+"""Names behind the prefix of a layer: those of Transformer Engine, with those of the portable layer spec."""
 
 
-def fused_norms(*, latent: bool, sparse: bool) -> dict[str, str]:
-    """The part of ``FUSED_NORMS`` that holds for a layer: nothing is fused with the norm before the first projections of latent attention,
-    nor with that before experts.
-
-    Args:
-        latent: the attention is latent attention.
-        sparse: the layer has experts in place of the MLP.
-    """
-    return (_INSIDE_LATENT_ATTENTION if latent else _BEFORE_ATTENTION) | ({} if sparse else _BEFORE_MLP)
+def fused_norms(kind: LayerKind) -> dict[str, str]:
+    """The norms of a layer, by their names in the portable layer spec, with those of Transformer Engine: nothing is fused with the norm
+    before the first projections of latent attention, nor with that before experts."""
+    return _OF_MIXER[kind.mixer] | ({} if kind.sparse else _BEFORE_MLP)

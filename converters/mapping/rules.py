@@ -9,12 +9,11 @@ from functools import lru_cache
 from converters.errors import ConversionError
 from converters.families import family_of
 from converters.families.head import head_rules
-from converters.mapping.rule import FUSED_NORMS, HuggingFaceTensor, Rule, expert_index, is_expert, sequential_name
+from converters.mapping.rule import PORTABLE_NORMS, HuggingFaceTensor, Rule, expert_index, is_expert, sequential_name
 from converters.model_config.architecture import Architecture
 from converters.model_config.prediction_layers import prediction_rules, usual_name
 
 _LAYER = re.compile(r"((decoder|mtp)\.layers\.(0|[1-9]\d*)\.(?:transformer_layer\.)?)(.+)")
-_PORTABLE_NAMES = {fused: norm for norm, fused in FUSED_NORMS.items()}
 
 
 def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
@@ -44,7 +43,7 @@ def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
         # prediction layers are counted on behind the others
         layer += 0 if block == "decoder" else architecture.num_layers
         rules = _layer_rules(architecture, layer)
-        suffix = sequential_name(_PORTABLE_NAMES.get(suffix, suffix))
+        suffix = sequential_name(PORTABLE_NORMS.get(suffix, suffix))
         rule = rules.get(f"{prefix}{suffix}")
         if rule is None and is_expert(megatron_name) and architecture.mixture is not None and architecture.is_sparse(layer):
             experts = architecture.mixture.num_experts
@@ -87,9 +86,10 @@ def _model_rules(architecture: Architecture) -> dict[str, Rule]:
 
 @lru_cache(maxsize=1024)
 def _layer_rules(architecture: Architecture, layer: int) -> dict[str, Rule]:
-    rules = family_of(architecture.family).layer_rules(architecture, layer)
+    family = family_of(architecture.family)
+    rules = family.layer_rules(architecture, layer)
     if layer >= architecture.num_layers:
-        rules = prediction_rules(architecture, layer - architecture.num_layers, rules)
+        rules = prediction_rules(architecture, layer - architecture.num_layers, rules, in_mtp=family.predicts_in_mtp)
     return {rule.megatron_name: rule for rule in rules}
 
 

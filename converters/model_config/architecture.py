@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from converters.model_config.gated_delta import GatedDeltaNet
 from converters.model_config.heads import ScoreHead
 from converters.model_config.latent_attention import LatentAttention
+from converters.model_config.layer_kind import LayerKind, Mixer
 from converters.model_config.mixture import MixtureOfExperts
 
 
@@ -28,10 +30,13 @@ class ModelFacts:
         qkv_bias, attention_output_bias, mlp_bias: which linear layers have a bias.
         qk_norm: RMS norms over each query and key head.
         sinks: each head has a learnt logit beside those of the keys, which takes its share of the softmax and has no value.
+        output_gate: the output of attention is multiplied by the sigmoid of a gate that the query projection gives beside each query head.
         sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None for all before it.
         window_layers: for each layer, whether ``sliding_window`` holds for it; None for every layer.
         mixture: the experts; None for a dense model.
         latent_attention: the projections of latent attention; None for ordinary attention.
+        gated_delta: the gated delta nets, which some layers have in the place of attention; None where all have attention.
+        zero_centered_norms: norms multiply by 1 + weight, but for those inside gated delta nets.
         prediction_layers: layers behind the others that predict further tokens (``converters.model_config.prediction_layers``).
         head: the layer that scores in place of the output layer (``converters.model_config.heads``); None for a language model.
     """
@@ -51,10 +56,13 @@ class ModelFacts:
     mlp_bias: bool
     qk_norm: bool
     sinks: bool = False
+    output_gate: bool = False
     sliding_window: int | None = None
     window_layers: tuple[bool, ...] | None = None
     mixture: MixtureOfExperts | None = None
     latent_attention: LatentAttention | None = None
+    gated_delta: GatedDeltaNet | None = None
+    zero_centered_norms: bool = False
     prediction_layers: int = 0
     head: ScoreHead | None = None
 
@@ -78,6 +86,13 @@ class ModelFacts:
         """Whether the layer of that global index has experts instead of a dense MLP. Prediction layers, which are counted on behind the
         others, are like the last of these."""
         return self.mixture is not None and self.mixture.sparse_layers[min(layer, self.num_layers - 1)]
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """The kind of the layer of that global index. Prediction layers have attention."""
+        mixer: Mixer = "attention" if self.latent_attention is None else "latent"
+        if self.gated_delta is not None and layer < self.num_layers and self.gated_delta.layers[layer]:
+            mixer = "gated_delta"
+        return LayerKind(mixer, self.is_sparse(layer))
 
 
 @dataclass(frozen=True, kw_only=True)

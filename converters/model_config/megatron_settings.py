@@ -154,10 +154,20 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
         transformer["window_attn_skip_freq"] = [int(windowed) for windowed in architecture.window_layers]
     if architecture.sinks:
         transformer["softmax_type"] = "learnable"
+    if architecture.output_gate:
+        transformer["attention_output_gate"] = True
+    if architecture.zero_centered_norms:
+        transformer["layernorm_zero_centered_gamma"] = True
     if architecture.gate_limit is not None:
         transformer |= {"activation_func_clamp_value": architecture.gate_limit, "glu_linear_offset": 1.0}
     transformer |= latent_settings(architecture)
     model, attributes = _rotary(architecture)
+    if architecture.gated_delta is not None:
+        # not for the constructor, which then would want Megatron-Core's own gated delta net, that packs nothing
+        attributes |= {
+            "gated_delta": architecture.gated_delta,
+            "linear_attention_freq": [int(linear) for linear in architecture.gated_delta.layers],
+        }
     if architecture.mixture is not None:
         transformer |= _mixture(architecture.mixture)
         if _has_constant_weight(architecture.mixture):

@@ -4,6 +4,8 @@ Hugging Face checkpoints number them on behind the others, ``model.layers.{num_h
 norms, of the embedding of the next token (``enorm``) and of the hidden state (``hnorm``), a projection of both together (``eh_proj``) and a
 norm before the output layer (``shared_head.norm``). transformers computes logits without them. A config that counts them may come with
 weights that leave all of them out, as transformers itself saves them; but not with some of their tensors.
+
+Qwen3-Next and Qwen3.5 have one such layer, with attention, under names of its own (``mtp.``) and not always in the config.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from converters.mapping.rule import Kind, Rule, module_rules
+from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, module_rules
 from converters.model_config.sizes import Config
 
 if TYPE_CHECKING:
@@ -22,7 +24,11 @@ if TYPE_CHECKING:
 CONFIG_KEYS = frozenset({"num_nextn_predict_layers", "num_mtp_layers"})
 """Config keys that ``read_prediction_layers`` consumes; the second is the first by another name."""
 
+MTP_KEYS = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
+"""Config keys that ``read_mtp_layers`` consumes."""
+
 _OUTSIDE = (("enorm", "enorm"), ("hnorm", "hnorm"), ("eh_proj", "eh_proj"), ("shared_head.norm", "final_layernorm"))
+_OUTSIDE_MTP = (("pre_fc_norm_embedding", "enorm"), ("pre_fc_norm_hidden", "hnorm"), ("fc", "eh_proj"), ("norm", "final_layernorm"))
 # what earlier and later releases of Megatron-Core call the layer inside; checkpoints of both say transformer_layer
 _INNER = "transformer_layer"
 _NAME = re.compile(r"(mtp\.layers\.(?:0|[1-9]\d*)\.)mtp_model_layer(\..+)")
@@ -39,26 +45,46 @@ def read_prediction_layers(config: Config, problems: list[str]) -> int:
     return value
 
 
-def prediction_rules(facts: ModelFacts, index: int, layer_rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+def read_mtp_layers(config: Config, problems: list[str]) -> int:
+    """Return how many prediction layers a model of Qwen's has, one where its config does not say; what is wrong is appended to
+    ``problems``."""
+    value = config.get("mtp_num_hidden_layers", 1)
+    if isinstance(value, bool) or value not in (0, 1):
+        problems.append(f"mtp_num_hidden_layers = {value!r}: only 0 or 1 is supported")
+        return 0
+    if config.get("mtp_use_dedicated_embeddings"):
+        problems.append("mtp_use_dedicated_embeddings = True: only a prediction layer that shares the embedding is supported")
+    return int(str(value))
+
+
+def prediction_rules(facts: ModelFacts, index: int, layer_rules: tuple[Rule, ...], *, in_mtp: bool = False) -> tuple[Rule, ...]:
     """All parameters of one prediction layer.
 
     Args:
         facts: the model.
         index: of the prediction layer, from 0.
         layer_rules: of the ordinary layer of index ``num_layers + index``.
+        in_mtp: its tensors have Qwen's names.
     """
     layer, hidden = facts.num_layers + index, facts.hidden_size
-    megatron, prefix = f"mtp.layers.{index}.", f"model.layers.{layer}."
+    megatron, counted = f"mtp.layers.{index}.", f"model.layers.{layer}."
     rules: list[Rule] = []
-    for theirs, ours in _OUTSIDE:
-        shape = (hidden, 2 * hidden) if theirs == "eh_proj" else (hidden,)
-        kind = Kind.COLUMN if theirs == "eh_proj" else Kind.REPLICATED
-        rules += module_rules(f"{megatron}{ours}", kind, {f"{prefix}{theirs}": shape})
-    inner = [
-        replace(rule, megatron_name=rule.megatron_name.replace(f"decoder.layers.{layer}.", f"{megatron}{_INNER}.", 1))
-        for rule in layer_rules
-    ]
+    for theirs, ours in _OUTSIDE_MTP if in_mtp else _OUTSIDE:
+        shape = (hidden, 2 * hidden) if ours == "eh_proj" else (hidden,)
+        kind = Kind.COLUMN if ours == "eh_proj" else Kind.REPLICATED
+        rules += module_rules(f"{megatron}{ours}", kind, {f"{'mtp.' if in_mtp else counted}{theirs}": shape})
+    inner = []
+    for rule in layer_rules:
+        name = rule.megatron_name.replace(f"decoder.layers.{layer}.", f"{megatron}{_INNER}.", 1)
+        parts = tuple(_renamed(part, counted, megatron) for part in rule.parts) if in_mtp else rule.parts
+        inner.append(replace(rule, megatron_name=name, parts=parts))
     return (*rules[:-1], *inner, rules[-1])
+
+
+def _renamed(tensor: HuggingFaceTensor, old: str, new: str) -> HuggingFaceTensor:
+    """The tensor and all its places under names that begin with ``new``."""
+    places = tuple(replace(place, name=place.name.replace(old, new, 1)) for place in tensor.alternatives)
+    return replace(tensor, name=tensor.name.replace(old, new, 1), alternatives=places)
 
 
 def usual_name(megatron_name: str) -> str:

@@ -37,7 +37,8 @@ class StoredPlace:
 
 def is_stacked(architecture: Architecture) -> bool:
     """Whether Megatron-Core stacks the layers of such a model: all of one kind, with experts or without."""
-    return architecture.mixture is None or all(architecture.mixture.sparse_layers)
+    uniform = architecture.mixture is None or all(architecture.mixture.sparse_layers)
+    return uniform and architecture.gated_delta is None
 
 
 def are_stacked(keys: Iterable[str]) -> bool:
@@ -69,7 +70,7 @@ def _place_in_layer(
         assert architecture.mixture is not None
         suffix = f"mlp.experts.experts.{expert.group(2)}"
         return StoredPlace(prefix + suffix, (*index, int(expert.group(1))), (*grid, architecture.mixture.num_experts))
-    fused = fused_norms(latent=architecture.latent_attention is not None, sparse=architecture.is_sparse(layer))
+    fused = fused_norms(architecture.kind_of(layer))
     return StoredPlace(prefix + fused.get(suffix, suffix), index, grid)
 
 

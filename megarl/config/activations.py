@@ -11,10 +11,14 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from converters.model_config.architecture import ModelFacts
+from converters.model_config.layer_kind import Mixer
 
 _SCALE = 4
 """Of a norm a float32 factor a token, and of attention a float32 normaliser a token and head."""
 _INDEX = 8
+_UNFUSED_NORM = 8
+GATED_DELTA_CHUNK = 64
+"""Tokens of a chunk of a gated delta net (``megarl.models.engine.gated_delta``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +55,26 @@ def operations(backend: str, device: str, element: int) -> Operations:
 
 
 def layer_activation_bytes(
-    facts: ModelFacts, tokens: int, tensor: int, sequence_parallel: bool, kept: Operations, recomputed: Collection[str] = ()
+    facts: ModelFacts,
+    tokens: int,
+    tensor: int,
+    sequence_parallel: bool,
+    kept: Operations,
+    recomputed: Collection[str] = (),
+    mixer: Mixer = "attention",
 ) -> int:
     """Return what one layer keeps of one micro-batch, but for its parts that are ``recomputed``.
 
     Of the two norms and of the products that read them tensor ranks have a part each only with sequence parallelism.
     """
-    outside, inside = _attention_bytes(facts, kept, "core_attn" in recomputed)
-    outside += 2 * (facts.hidden_size * (kept.norm + kept.element) + _SCALE)
+    outside, inside = 0, 0
+    if mixer == "gated_delta":
+        inside = _gated_delta_bytes(facts, kept)
+    else:
+        outside, inside = _attention_bytes(facts, kept, "core_attn" in recomputed)
+    # zero-centred norms are not fused: they keep two float32 tensors
+    norm = _UNFUSED_NORM if facts.zero_centered_norms else kept.norm
+    outside += 2 * (facts.hidden_size * (norm + kept.element) + _SCALE)
     if "mlp" not in recomputed:
         inside += kept.gated * facts.ffn_hidden_size * kept.element
     return tokens * (outside // (tensor if sequence_parallel else 1) + inside // tensor)
@@ -78,8 +94,23 @@ def _attention_bytes(facts: ModelFacts, kept: Operations, recomputed: bool) -> t
     query, key = heads * facts.head_dim, facts.num_key_value_heads * facts.head_dim
     # queries and keys after their rotation, values, output; and beside the values those before it
     numbers = 3 * (query + key) if kept.joined else 2 * (query + key)
-    norms = kept.norm * (query + key) + _SCALE * (heads + facts.num_key_value_heads) if facts.qk_norm else 0
-    return 0, numbers * kept.element + norms + normaliser
+    norm = _UNFUSED_NORM if facts.zero_centered_norms else kept.norm
+    norms = norm * (query + key) + _SCALE * (heads + facts.num_key_value_heads) if facts.qk_norm else 0
+    # its sigmoid in float32, the product, and the gate as a part of the joined tensor
+    gate = query * (4 + 2 * kept.element) if facts.output_gate else 0
+    return 0, numbers * kept.element + norms + gate + normaliser
+
+
+def _gated_delta_bytes(facts: ModelFacts, kept: Operations) -> int:
+    """Return what a gated delta net keeps of a token, divided over the tensor ranks: of queries, keys and values what the projection, the
+    convolution and the norms work with in the layers' dtype and in float32; of each value head in float32 five times its keys, six times
+    what a token has with those of its chunk, and of each chunk two states. The element-wise part was counted and rounded up."""
+    net = facts.gated_delta
+    assert net is not None, facts.family
+    key_heads, keys = net.key_heads * net.key_width, net.value_heads * net.key_width
+    chunk = (6 * 4 + 1) * GATED_DELTA_CHUNK * net.value_heads
+    states = 2 * 4 * keys * net.value_width // GATED_DELTA_CHUNK
+    return (8 * kept.element + 9) * key_heads + (6 * kept.element + 22) * net.values + 5 * 4 * keys + chunk + states
 
 
 def sparse_layer_activation_bytes(
@@ -90,6 +121,7 @@ def sparse_layer_activation_bytes(
     expert_tensor: int,
     kept: Operations,
     recomputed: Collection[str] = (),
+    mixer: Mixer = "attention",
 ) -> int:
     """Return the same for one layer with experts, when the router spreads the tokens evenly.
 
@@ -101,13 +133,13 @@ def sparse_layer_activation_bytes(
     assert mixture is not None, facts.family
     sizes, attention = (tokens, tensor, sequence_parallel, kept), [part for part in recomputed if part == "core_attn"]
     if "moe" in recomputed:
-        return layer_activation_bytes(replace(facts, ffn_hidden_size=0), *sizes, attention)
+        return layer_activation_bytes(replace(facts, ffn_hidden_size=0), *sizes, attention, mixer)
     dense = replace(facts, ffn_hidden_size=mixture.shared_ffn_hidden_size)
     own = tokens // tensor if sequence_parallel else tokens
     chosen = (facts.hidden_size * expert_tensor + kept.weighed * mixture.ffn_hidden_size + 1) * kept.element + 2 * _INDEX + _SCALE
     shared = (facts.hidden_size + 1) * kept.element if mixture.has_shared_gate else 0
     router = mixture.num_experts * (_SCALE + 1 + kept.element)
-    return layer_activation_bytes(dense, *sizes, attention) + own * (mixture.experts_per_token * chosen + router + shared)
+    return layer_activation_bytes(dense, *sizes, attention, mixer) + own * (mixture.experts_per_token * chosen + router + shared)
 
 
 def head_activation_bytes(facts: ModelFacts, tokens: int, tensor: int, sequence_parallel: bool, kept: Operations) -> int:

@@ -5,10 +5,11 @@ The torch backends shard parameters, gradients and optimizer state over all rank
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from converters.model_config.architecture import ModelFacts
+from converters.model_config.layer_kind import LayerKind
 from megarl.config.activations import (
     Operations,
     head_activation_bytes,
@@ -22,7 +23,7 @@ from megarl.config.arithmetic import BatchPlan, padded_vocabulary
 from megarl.config.backend import enabled_backend
 from megarl.config.engines import is_engine
 from megarl.config.layout import Layout, stage_layer_counts
-from megarl.config.parameters import expert_layer_parameters, layer_parameters, stage_layers, stage_parameters
+from megarl.config.parameters import expert_layer_parameters, layer_parameters, sparse_layers, stage_layers, stage_parameters
 from megarl.config.policy import MegatronConfig, MegatronOptimizerConfig, PolicyConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -115,8 +116,8 @@ def _stage_memory(
     gradient = 4 if megatron["distributed_data_parallel_config"]["grad_reduce_in_fp32"] else element
     shared = stage_parameters(facts, layout.tensor, stage, layers)
     expert, expert_tensor = _expert_sizes(megatron)
-    dense, sparse = stage_layers(facts, stage, layers)
-    experts = sparse * expert_layer_parameters(facts, expert, expert_tensor)
+    kinds = stage_layers(facts, stage, layers)
+    experts = sparse_layers(kinds) * expert_layer_parameters(facts, expert, expert_tensor)
     parameters = shared + experts
     each = optimizer_bytes(megatron["optimizer"], element, gradient)
     trained_parameters, adapters = parameters, adapters_of(policy)
@@ -132,7 +133,7 @@ def _stage_memory(
         state = -(-shared * each // copies) - (-experts * each // expert_copies)
     tokens, scored = (-(-count // layout.context) for count in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan)))
     sizes = (facts, layout.tensor, megatron["sequence_parallel"], expert_tensor, kept)
-    trained = _Layers(dense, sparse, tokens, *sizes)
+    trained = _Layers(kinds, tokens, *sizes)
     logits, last = _Logits(), stage == layout.pipeline - 1
     if last:
         logits = logit_bytes(policy, facts, layout, plan, BYTES["float32"] if megatron["float32_logits"] else element)
@@ -147,8 +148,8 @@ def _stage_memory(
         activations=in_flight(stage, layout.pipeline, plan.micro_batches) * activations,
         recomputed=recomputed,
         logits=logits.training + trained.head * last,
-        scoring=_scoring(_Layers(dense, sparse, scored, *sizes), logits),
-        generation_cache=generation_cache_bytes(layers[stage], policy, facts, layout, element),
+        scoring=_scoring(_Layers(kinds, scored, *sizes), logits),
+        generation_cache=generation_cache_bytes(kinds, policy, facts, layout, element),
         reference_weights=parameters * element if reference else 0,
     )
 
@@ -163,7 +164,7 @@ class _Layers:
     """What the layers of a stage keep of one micro-batch.
 
     Attributes:
-        dense, sparse: how many are dense, and how many have experts.
+        kinds: how many there are of each kind.
         tokens: of the micro-batch on a rank.
         facts: sizes of the model.
         tensor: tensor-parallel ranks.
@@ -172,8 +173,7 @@ class _Layers:
         kept: what the operations keep.
     """
 
-    dense: int
-    sparse: int
+    kinds: Mapping[LayerKind, int]
     tokens: int
     facts: ModelFacts
     tensor: int
@@ -181,22 +181,25 @@ class _Layers:
     expert_tensor: int
     kept: Operations
 
-    def each(self, recomputed: Collection[str] = ()) -> tuple[int, int]:
-        """Return the bytes of a dense layer and of one with experts; 0 where there is none."""
+    def each(self, recomputed: Collection[str] = ()) -> list[int]:
+        """Return the bytes of a layer of each kind."""
         sizes = (self.facts, self.tokens, self.tensor, self.sequence_parallel)
-        with_experts = sparse_layer_activation_bytes(*sizes, self.expert_tensor, self.kept, recomputed) if self.sparse else 0
-        return layer_activation_bytes(*sizes, self.kept, recomputed) if self.dense else 0, with_experts
+        return [
+            sparse_layer_activation_bytes(*sizes, self.expert_tensor, self.kept, recomputed, kind.mixer)
+            if kind.sparse
+            else layer_activation_bytes(*sizes, self.kept, recomputed, kind.mixer)
+            for kind in self.kinds
+        ]
 
     def whole(self, recomputed: Collection[str] = ()) -> int:
         """Return the bytes of all layers."""
-        dense, sparse = self.each(recomputed)
-        return self.dense * dense + self.sparse * sparse
+        return sum(count * kept for count, kept in zip(self.kinds.values(), self.each(recomputed), strict=True))
 
     @property
     def inputs(self) -> int:
         """Bytes of the inputs of all layers, which is all that stays where whole layers are recomputed."""
         divided = self.tensor if self.sequence_parallel else 1
-        return (self.dense + self.sparse) * (self.tokens * self.facts.hidden_size * self.kept.element // divided)
+        return sum(self.kinds.values()) * (self.tokens * self.facts.hidden_size * self.kept.element // divided)
 
     @property
     def head(self) -> int:
@@ -262,14 +265,21 @@ def _scoring(layers: _Layers, logits: _Logits) -> int:
     return max(*layers.each(), logits.scoring)
 
 
-def generation_cache_bytes(layers: int, policy: PolicyConfig, facts: ModelFacts, layout: Layout, element: int) -> int:
-    """Keys and values of the sequences that are generated at a time; none where an engine has them."""
+def generation_cache_bytes(kinds: Mapping[LayerKind, int], policy: PolicyConfig, facts: ModelFacts, layout: Layout, element: int) -> int:
+    """Keys and values of the sequences that are generated at a time, and states of gated delta nets in float32; none where an engine has
+    them."""
     if policy["generation"] is None or is_engine(policy["generation"]):
         return 0
     tokens = policy["generation_batch_size"] * policy["max_total_sequence_length"]
     # of latent attention keys and values of all heads, not what they are projected up from
     width = 2 * facts.head_dim if facts.latent_attention is None else facts.latent_attention.qk_head_dim + facts.latent_attention.v_head_dim
-    return int(layers * facts.num_key_value_heads * width // layout.tensor * element * tokens)
+    layers = sum(count for kind, count in kinds.items() if kind.mixer != "gated_delta")
+    cached = int(layers * facts.num_key_value_heads * width // layout.tensor * element * tokens)
+    net = facts.gated_delta
+    if net is not None:
+        state = 4 * net.values * net.key_width + (net.convolution - 1) * net.convolved * element
+        cached += (sum(kinds.values()) - layers) * state // layout.tensor * policy["generation_batch_size"]
+    return cached
 
 
 MOMENTS = 2
@@ -308,7 +318,8 @@ def estimate_sharded(policy: PolicyConfig, facts: ModelFacts, layout: Layout, pl
     recomputes = policy["dtensor_cfg"]["activation_checkpointing"] if dtensor else policy["activation_checkpointing_enabled"]
     tokens, scored = (-(-count // layout.context) for count in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan)))
     sizes = (facts, layout.tensor, divided, 1, operations(backend, "", element))
-    trained = _Layers(facts.num_layers, 0, tokens, *sizes)
+    kinds = {LayerKind("attention", False): facts.num_layers}
+    trained = _Layers(kinds, tokens, *sizes)
     logits, (activations, recomputed) = logit_bytes(policy, facts, layout, plan, element), _activations(trained, None if recomputes else ())
     return RankMemory(
         stage=0,
@@ -320,8 +331,8 @@ def estimate_sharded(policy: PolicyConfig, facts: ModelFacts, layout: Layout, pl
         activations=activations,
         recomputed=recomputed,
         logits=logits.training + trained.head,
-        scoring=_scoring(_Layers(facts.num_layers, 0, scored, *sizes), logits),
-        generation_cache=generation_cache_bytes(facts.num_layers, policy, facts, layout, element),
+        scoring=_scoring(_Layers(kinds, scored, *sizes), logits),
+        generation_cache=generation_cache_bytes(kinds, policy, facts, layout, element),
         reference_weights=4 * parameters if reference else 0,
     )
 

@@ -132,6 +132,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
     config = {**family.defaults, **text, "model_type": model_type}
     problems: list[str] = []
     mixture, latent = family.read_mixture(config, num_layers, problems), family.read_latent_attention(config, problems)
+    gated_delta = family.read_gated_delta(config, num_layers, problems)
     # what else there is to say is about Megatron-Core, which another backend need not care about
     sizes = [problem for problem in problems if problem.endswith(SIZE_NEEDED)]
     if sizes:
@@ -153,6 +154,8 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         window_layers=tuple(window is not None for window in windows) if any(windows) and not all(windows) else None,
         mixture=mixture,
         latent_attention=latent,
+        gated_delta=gated_delta,
+        zero_centered_norms=family.zero_centered_norms,
     )
 
 

@@ -14,6 +14,7 @@ from converters.families.head import head_rules
 from converters.families.usual import USUAL
 from converters.mapping.rule import Kind, Rule, expert_index, is_expert
 from converters.model_config.architecture import ModelFacts
+from converters.model_config.layer_kind import LayerKind
 from megarl.config.arithmetic import padded_vocabulary
 
 # a buffer, which no gradient reaches
@@ -21,11 +22,20 @@ _NO_PARAMETER = ".router.expert_bias"
 _NUMBER = re.compile(r"\.layers\.\d+\.")
 
 
-def stage_layers(facts: ModelFacts, stage: int, layers: list[int]) -> tuple[int, int]:
-    """Dense layers of one pipeline stage, and those with experts."""
+def stage_layers(facts: ModelFacts, stage: int, layers: list[int]) -> Counter[LayerKind]:
+    """Layers of one pipeline stage by kind."""
     first = sum(layers[:stage])
-    sparse = sum(facts.is_sparse(layer) for layer in range(first, first + layers[stage]))
-    return layers[stage] - sparse, sparse
+    return Counter(map(facts.kind_of, range(first, first + layers[stage])))
+
+
+def sparse_layers(kinds: Counter[LayerKind]) -> int:
+    """Layers with experts among some."""
+    return sum(count for kind, count in kinds.items() if kind.sparse)
+
+
+def first_layer(facts: ModelFacts, kind: LayerKind) -> int:
+    """The first layer of a kind."""
+    return next(layer for layer in range(facts.num_layers) if facts.kind_of(layer) == kind)
 
 
 def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: list[int]) -> int:
@@ -63,7 +73,8 @@ def expert_layer_parameters(facts: ModelFacts, expert: int, expert_tensor: int) 
 def model_parameters(facts: ModelFacts, tensor: int = 1) -> int:
     """Parameters of the whole model, or of one of the ``tensor`` ranks that share it."""
     layers = [facts.num_layers]
-    return stage_parameters(facts, tensor, 0, layers) + stage_layers(facts, 0, layers)[1] * expert_layer_parameters(facts, 1, tensor)
+    sparse = sparse_layers(stage_layers(facts, 0, layers))
+    return stage_parameters(facts, tensor, 0, layers) + sparse * expert_layer_parameters(facts, 1, tensor)
 
 
 def rules_of_layer(facts: ModelFacts, layer: int) -> list[Rule]:
@@ -76,11 +87,11 @@ def rules_of_layer(facts: ModelFacts, layer: int) -> list[Rule]:
 
 
 def multiplied(facts: ModelFacts, layer: int) -> Counter[str]:
-    """Elements of the matrices that a token is multiplied with in a layer: of ``attention``, ``dense`` MLP, ``experts`` (those that it goes
-    to, and the shared one) and ``router``."""
+    """Elements of the matrices that a token is multiplied with in a layer: of ``attention`` (or another mixer, with its convolution),
+    ``dense`` MLP, ``experts`` (those that it goes to, and the shared one) and ``router``."""
     found: Counter[str] = Counter()
     for rule in _layer_rules(facts, layer):
-        elements = sum(math.prod(part.shape) for part in rule.parts if len(part.shape) == 2)
+        elements = sum(math.prod(part.shape) for part in rule.parts if len(part.shape) > 1)
         if _is_of_first_expert(rule):
             assert facts.mixture is not None
             found["experts"] += elements * facts.mixture.experts_per_token
@@ -119,9 +130,8 @@ def _model_rules(facts: ModelFacts) -> tuple[Rule, ...]:
 
 
 def _layer_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
-    """The rules of one layer; dense layers are alike, and so are those with experts."""
-    sparse = facts.is_sparse(layer)
-    return _rules_of_kind(facts, next(each for each in range(facts.num_layers) if facts.is_sparse(each) == sparse))
+    """The rules of one layer; layers of one kind are alike."""
+    return _rules_of_kind(facts, first_layer(facts, facts.kind_of(layer)))
 
 
 @lru_cache(maxsize=16)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from converters.model_config.architecture import ModelFacts
-from megarl.config.parameters import multiplied
+from megarl.config.parameters import first_layer, multiplied
 
 Lengths = NDArray[np.float64]
 
@@ -59,13 +59,16 @@ class ModelFlops:
     def of(cls, facts: ModelFacts) -> ModelFlops:
         """The operations of a model of these sizes.
 
-        Source: the mapping rules; latent attention as in DeepSeek-V2 (arXiv 2405.04434, section 2.1) with keys and values projected up.
+        Source: the mapping rules; latent attention as in DeepSeek-V2 (arXiv 2405.04434, section 2.1) with keys and values projected up;
+        gated delta nets as the recurrence (arXiv 2412.06464, equation 10), whose chunks are a way to compute it.
         """
         matrices: Counter[str] = Counter()
-        for is_sparse, layers in Counter(map(facts.is_sparse, range(facts.num_layers))).items():
-            layer = next(each for each in range(facts.num_layers) if facts.is_sparse(each) == is_sparse)
-            matrices.update({part: layers * elements for part, elements in multiplied(facts, layer).items()})
-        windows = Counter(facts.windows)
+        kinds = [facts.kind_of(layer) for layer in range(facts.num_layers)]
+        for kind, layers in Counter(kinds).items():
+            matrices.update({part: layers * elements for part, elements in multiplied(facts, first_layer(facts, kind)).items()})
+            if kind.mixer == "gated_delta":
+                matrices["attention"] += layers * _state_products(facts)
+        windows = Counter(window for window, kind in zip(facts.windows, kinds, strict=True) if kind.mixer != "gated_delta")
         query_width, value_width = _head_widths(facts)
         pair = 2 * facts.num_attention_heads * (query_width + value_width)
         return cls(
@@ -128,6 +131,14 @@ class ModelFlops:
         decoded = float((read - starts).sum())
         first = self.forward(prompts, logits=float(np.size(prompts)))
         return first + decoded * (self.token + self.routers + self.logits) + self.attention(read) - self.attention(starts)
+
+
+def _state_products(facts: ModelFacts) -> int:
+    """Elements of the states of a gated delta net that a token is multiplied with: to read what its key finds, to write, and to read what
+    its query finds."""
+    net = facts.gated_delta
+    assert net is not None, facts.family
+    return 3 * net.values * net.key_width
 
 
 def _head_widths(facts: ModelFacts) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from converters.model_config.architecture import ModelFacts
+from converters.model_config.gated_delta import GatedDeltaNet
 from converters.model_config.mixture import MixtureOfExperts
 from megarl.config import complete_run
 
@@ -133,6 +134,12 @@ def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def complete(raw: dict[str, Any], changes: dict[str, Any] | None = None) -> dict[str, Any]:
     """A changed run with its defaults."""
     return complete_run(changed(raw, changes or {}))
+
+
+def gated_delta(*, num_layers: int = 10, **changes: Any) -> GatedDeltaNet:
+    """Gated delta nets of 4 key and 8 value heads in three layers of four."""
+    sizes = {"key_heads": 4, "value_heads": 8, "key_width": 24, "value_width": 20, "convolution": 4}
+    return GatedDeltaNet(**{"layers": tuple(bool((layer + 1) % 4) for layer in range(num_layers)), **sizes, **changes})
 
 
 def mixture(*, num_layers: int = 10, dense_layers: Collection[int] = (), **changes: Any) -> MixtureOfExperts:

@@ -79,6 +79,15 @@ def drawn_models(draw: st.DrawFn) -> DrawnModel:
         ranks = {"q_lora_rank": architecture.latent_attention.q_lora_rank and 3 * tensor_size, "kv_lora_rank": 4 * tensor_size}
         latent = dataclasses.replace(architecture.latent_attention, **ranks, qk_rope_head_dim=2 * tensor_size)
         architecture = dataclasses.replace(architecture, latent_attention=latent)
+    if architecture.gated_delta is not None:
+        key_heads = tensor_size * draw(st.integers(1, 2))
+        net = dataclasses.replace(
+            architecture.gated_delta,
+            key_heads=key_heads,
+            value_heads=key_heads * draw(st.integers(1, 3)),
+            layers=(draw(st.booleans()), True),
+        )
+        architecture = dataclasses.replace(architecture, gated_delta=net)
     if (heads + 2 * groups) * architecture.head_dim % tensor_size:
         architecture = dataclasses.replace(architecture, head_dim=2 * tensor_size)
     padded = padded_vocab_size(architecture.vocab_size, tensor_size, draw(st.integers(1, 5)))

@@ -25,6 +25,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
 )
 
@@ -48,6 +49,18 @@ QWEN2_MOE: dict[str, Any] = {
     "moe_intermediate_size": 22,
     "shared_expert_intermediate_size": 32,
 }
+
+GATED_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 7,
+    "linear_value_head_dim": 9,
+    "partial_rotary_factor": 0.4,
+    # transformers saves no prediction layers
+    "mtp_num_hidden_layers": 0,
+}
+QWEN3_NEXT: dict[str, Any] = {**QWEN2_MOE, **GATED_DELTA, "norm_topk_prob": True}
 
 GLM4_MOE: dict[str, Any] = {
     "n_routed_experts": 12,
@@ -185,6 +198,12 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
     "qwen3_moe": (Qwen3MoeConfig, QWEN3_MOE),
     "qwen3_moe_mixed": (Qwen3MoeConfig, {**QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [1]}),
+    "qwen3_next": (Qwen3NextConfig, QWEN3_NEXT),
+    "qwen3_next_mixed_tied": (
+        Qwen3NextConfig,
+        {**QWEN3_NEXT, "layer_types": ["full_attention", "linear_attention", "linear_attention"], "mlp_only_layers": [1]}
+        | {"norm_topk_prob": False, "num_key_value_heads": 3, "linear_num_value_heads": 2, "tie_word_embeddings": True},
+    ),
     "seed_oss": (SeedOssConfig, {**SEED_OSS, "attention_bias": True}),
     "seed_oss_all_biases_tied": (
         SeedOssConfig,

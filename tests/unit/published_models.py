@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tests.prediction_layers import add_prediction_layers
+from tests.prediction_layers import add_mtp_layer, add_prediction_layers
 from tests.unit.converters_tiny import stored_tensors
 
 TEXTS = Path(__file__).parents[1] / "data" / "published_configs"
@@ -34,6 +34,10 @@ SIZES: dict[str, int] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
     "head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 14,
+    "linear_value_head_dim": 10,
 }
 # what transformers knows under another name
 CLASS_OF = {"kimi_k2": "deepseek_v3"}
@@ -55,6 +59,8 @@ def cut(content: dict[str, Any]) -> dict[str, Any]:
     for key in ("num_experts_per_tok", "experts_per_token"):
         if key in content:
             small[key] = min(content[key], 4)
+    if "linear_key_head_dim" in content:
+        small["head_dim"] = 16  # of which a quarter is rotated
     if content.get("topk_group", 1) > 1:  # of eight groups of two experts
         small["num_experts_per_tok"] = 4
     if "first_k_dense_replace" in content:
@@ -78,6 +84,8 @@ def save_published(directory: Path, name: str, **changes: Any) -> dict[str, Tens
     _save_plain(directory, text)
     if text.get("num_nextn_predict_layers"):
         add_prediction_layers(directory, text["num_nextn_predict_layers"])
+    if text["model_type"].startswith(("qwen3_next", "qwen3_5")):
+        add_mtp_layer(directory)
     tensors = stored_tensors(directory)
     expected = tensors
     method = (text.get("quantization_config") or {}).get("quant_method")

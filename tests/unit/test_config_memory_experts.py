@@ -31,7 +31,7 @@ from megarl.config.arithmetic import BatchPlan
 from megarl.config.layout import Layout
 from megarl.config.memory import estimate
 from megarl.config.model_facts import facts_of, read_model_facts
-from megarl.config.parameters import expert_layer_parameters, layer_parameters, stage_layers, stage_parameters
+from megarl.config.parameters import expert_layer_parameters, layer_parameters, sparse_layers, stage_layers, stage_parameters
 from megarl.errors import ConfigError
 from tests.tiers import sampled
 from tests.unit.config_samples import complete, raw_grpo
@@ -143,7 +143,7 @@ def test_ranks_and_stages_hold_each_parameter_once(
     if facts.tied_embeddings and len(stages) > 1:
         outside += padded * facts.hidden_size
     assert outside == sum(stage_parameters(facts, tensor, stage, stages) * tensor for stage in range(len(stages)))
-    sparse = sum(stage_layers(facts, stage, stages)[1] for stage in range(len(stages)))
+    sparse = sum(sparse_layers(stage_layers(facts, stage, stages)) for stage in range(len(stages)))
     if facts.mlp_bias:  # such experts are not cut
         expert_tensor = 1
     assert inside == sparse * expert_layer_parameters(facts, expert, expert_tensor) * expert * expert_tensor

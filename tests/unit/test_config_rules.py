@@ -18,7 +18,7 @@ from megarl.config.rules.view import NotApplicableError, View, apply_rules
 from megarl.models.generation.vllm.configuration import RULES as VLLM_RULES
 from tests.tables import read_table
 from tests.tiers import sampled
-from tests.unit.config_samples import FACTS, complete, mixture, raw_distillation, raw_dpo, raw_grpo, raw_ppo, raw_rm, raw_sft
+from tests.unit.config_samples import FACTS, complete, gated_delta, mixture, raw_distillation, raw_dpo, raw_grpo, raw_ppo, raw_rm, raw_sft
 
 MEGATRON = "policy.megatron_cfg"
 DTENSOR = "policy.dtensor_cfg"
@@ -56,6 +56,8 @@ def facts_of(case: dict[str, Any]) -> ModelFacts:
     sizes = dict(case.get("sizes", {}))
     if "mixture" in sizes:
         sizes["mixture"] = mixture(**sizes["mixture"])
+    if "gated_delta" in sizes:
+        sizes["gated_delta"] = gated_delta(**sizes["gated_delta"])
     return dataclasses.replace(FACTS, **sizes)
 
 

@@ -189,11 +189,11 @@ def test_an_interrupted_run_goes_on(direction: str, after: int, tmp_path: Path, 
 
     original, calls = TensorHashes.update, []
 
-    def dying(self: TensorHashes, name: str, rows: torch.Tensor) -> None:
+    def dying(self: TensorHashes, name: str, rows: torch.Tensor, start: int | None = None) -> None:
         calls.append(name)
         if len(calls) > after:
             raise Killed
-        original(self, name, rows)
+        original(self, name, rows, start)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(TensorHashes, "update", dying)

@@ -104,11 +104,11 @@ def test_an_interrupted_export_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     export_model(plan_export(open_megatron(tmp_path / "mcore")), tmp_path / "expected")
     original, calls = TensorHashes.update, []
 
-    def dying(self: TensorHashes, name: str, rows: Tensor) -> None:
+    def dying(self: TensorHashes, name: str, rows: Tensor, start: int | None = None) -> None:
         calls.append(name)
         if name.startswith("model.layers.2.mlp.experts.3.up_proj.weight"):
             raise Killed
-        original(self, name, rows)
+        original(self, name, rows, start)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(TensorHashes, "update", dying)

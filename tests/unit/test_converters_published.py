@@ -31,7 +31,6 @@ REFUSED: dict[str, str] = {
     "Qwen2.5-1M": r"dual_chunk_attention_config",
     "Qwen2.5-7B-Instruct-AWQ": r"quantization_config.*awq",
     "Qwen3-8B__yarn_attention_factor": r"attention_factor = 1\.0: Megatron-Core computes it from factor and mscale",
-    "Qwen3-Next-80B-A3B": r"model_type = 'qwen3_next'.*linear attention",
     "Qwen3.5-35B-A3B": r"model_type = 'qwen3_5_moe'.*linear attention",
     "Qwen3.5-9B": r"model_type = 'qwen3_5'.*linear attention",
     "Yarn-Llama-2-7b-64k": r"auto_map",

@@ -44,8 +44,20 @@ def reference_shard(rule: Rule, tensors: dict[str, Tensor], architecture: Archit
         rows = list(parts[0])
     elif rule.kind is Kind.VOCAB:
         rows = [parts[0][row] if row < parts[0].shape[0] else torch.zeros_like(parts[0][0]) for row in range(padded)]
+    elif rule.megatron_name.endswith(("in_proj.weight", "conv1d.weight")):
+        rows = gated_delta_rows(rule, parts, architecture)
     else:
         heads_per_group = architecture.num_attention_heads // architecture.num_key_value_heads
+        if architecture.output_gate:
+            # each query head has its gate behind it; Megatron-Core wants the gates of a group behind its query heads
+            width = architecture.head_dim
+            heads = [parts[0][head * width : (head + 1) * width] for head in range(2 * architecture.num_attention_heads)]
+            for group in range(architecture.num_key_value_heads):
+                own = heads[2 * group * heads_per_group : 2 * (group + 1) * heads_per_group]
+                for block in [*own[::2], *own[1::2], *(part[group * width : (group + 1) * width] for part in parts[1:])]:
+                    rows += list(block)
+            share = len(rows) // size
+            return torch.stack(rows[rank * share : (rank + 1) * share])
         for group in range(architecture.num_key_value_heads):
             for head in range(heads_per_group):
                 for index in range(architecture.head_dim):
@@ -55,6 +67,23 @@ def reference_shard(rule: Rule, tensors: dict[str, Tensor], architecture: Archit
                     rows.append(part[group * architecture.head_dim + index])
     share = len(rows) // size
     return torch.stack(rows[rank * share : (rank + 1) * share])
+
+
+def gated_delta_rows(rule: Rule, parts: list[Tensor], architecture: Architecture) -> list[Tensor]:
+    """Rows key head by key head: query, key, values and, of the projection, gates, step sizes and decays of its value heads."""
+    net = architecture.gated_delta
+    assert net is not None
+    values, gates = net.values // net.key_heads, net.value_heads // net.key_heads
+    if net.stored_by_head and len(parts) == 2:
+        blocks = [list(part.split(len(part) // net.key_heads)) for part in parts]
+    else:
+        widths = [net.key_width, net.key_width, values, *([values, gates, gates] if len(parts) > 1 else [])]
+        blocks = []
+        rest = torch.cat(parts)
+        for width in widths:
+            own, rest = rest[: width * net.key_heads], rest[width * net.key_heads :]
+            blocks.append(list(own.split(width)))
+    return [row for head in range(net.key_heads) for block in blocks for row in block[head]]
 
 
 def check_both_ways(architecture: Architecture, tp_size: int, padded: int, expert_tp_size: int = 1) -> None:

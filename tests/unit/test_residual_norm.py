@@ -18,6 +18,11 @@ from megarl.models.megatron.specs import PortableRMSNorm
 EPSILON = 1e-5
 
 
+def config_of(dtype: torch.dtype) -> SimpleNamespace:
+    """What a norm reads of Megatron-Core's configuration."""
+    return SimpleNamespace(params_dtype=dtype, sequence_parallel=False, layernorm_zero_centered_gamma=False)
+
+
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What torch.compile is given, as it is."""
@@ -59,7 +64,7 @@ def test_numbers_are_those_of_float64_within_the_dtype(dtype: torch.dtype) -> No
 
 def test_a_weight_that_is_on_its_way_is_waited_for() -> None:
     """As Megatron-Core's ``overlap_param_gather`` has it: a hook before the module's call brings what other ranks keep of the weight."""
-    norm = PortableRMSNorm(SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False), 7, EPSILON)
+    norm = PortableRMSNorm(config_of(torch.float32), 7, EPSILON)
     tokens, residual, weight = inputs(torch.float32, 3, 2)
 
     def arrives(module: torch.nn.Module, given: object) -> None:
@@ -91,7 +96,7 @@ def test_it_is_compiled_once_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def norm_of(weight: Tensor) -> PortableRMSNorm:
-    norm = PortableRMSNorm(SimpleNamespace(params_dtype=weight.dtype, sequence_parallel=False), len(weight), EPSILON)
+    norm = PortableRMSNorm(config_of(weight.dtype), len(weight), EPSILON)
     with torch.no_grad():
         norm.weight.copy_(weight)
     return norm

@@ -43,6 +43,24 @@ def unbuilt_models(view: View) -> Iterator[Violation]:
         yield Violation("policy.model_name", view["policy.model_name"], bound, f"take a dense model, or set {MEGATRON}.enabled to true")
 
 
+def unbuilt_hybrids(view: View) -> Iterator[Violation]:
+    """What a model with gated delta nets is not offered: packed sequences leak in transformers' own, and what exports, adapts or fuses its
+    projections has not been shown."""
+    view.require(view.facts.gated_delta is not None)
+    backend, generates = backend_of(view), "policy.generation.backend"
+    if backend != "megatron" and view.facts.num_experts == 0:
+        bound = f"the model has gated delta nets, which on the {backend} backend are {NOT_YET}"
+        yield Violation("policy.model_name", view["policy.model_name"], bound, f"take another model, or set {MEGATRON}.enabled to true")
+    if view.get(generates) == "vllm":
+        bound = f"a refit of vLLM's model with gated delta nets is {NOT_YET}"
+        yield Violation(generates, "vllm", bound, "write megatron: the policy generates, with recurrent caches")
+    if view.get("policy.peft.enabled", False):
+        yield Violation("policy.peft.enabled", True, f"adapters of a model with gated delta nets are {NOT_YET}", "set it to false")
+    if view.get(f"{MEGATRON}.transformer_engine") is True:
+        bound = f"layers of Transformer Engine beside gated delta nets are {NOT_YET}"
+        yield Violation(f"{MEGATRON}.transformer_engine", True, bound, "write auto or false, for the portable layers")
+
+
 def unbuilt_share(view: View) -> Iterator[Violation]:
     """Nothing can be a share of what is not there."""
     key = f"{MEGATRON}.optimizer.optimizer_offload_fraction"
@@ -69,6 +87,7 @@ def float32_logits_in_chunks(view: View) -> Iterator[Violation]:
 NOT_YET_RULES: tuple[Rule, ...] = (
     unbuilt_flags,
     unbuilt_models,
+    unbuilt_hybrids,
     unbuilt_share,
     precision_aware_optimizer_on_cpu,
     float32_logits_in_chunks,

@@ -196,6 +196,8 @@ def widths_divide(view: View) -> Iterator[Violation]:
     if facts.latent_attention is not None and key == TENSOR:
         widths["columns of latent keys and values"] = facts.latent_attention.kv_lora_rank + facts.latent_attention.qk_rope_head_dim
         widths["columns of latent queries"] = facts.latent_attention.q_lora_rank or 0
+    if facts.gated_delta is not None:
+        widths["key heads of gated delta nets"] = facts.gated_delta.key_heads
     if facts.has_dense_layers:
         widths["MLP columns"] = facts.ffn_hidden_size
     if facts.mixture is not None and facts.mixture.shared_ffn_hidden_size:

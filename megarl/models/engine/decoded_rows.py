@@ -44,6 +44,7 @@ class DecodedRows:
         self.place = torch.empty(1, dtype=torch.int64, device=device)
         self._size = (0, 0)
         self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._states: dict[int, tuple[torch.Tensor, ...]] = {}
         self._prompts: _Prompts | None = None
         self._step: _Step | None = None
 
@@ -106,6 +107,18 @@ class DecodedRows:
         values.index_copy_(0, self._step.place, value)
         return keys, values
 
+    def store_states(self, layer: int, *states: torch.Tensor) -> None:
+        """Keep what a layer without keys and values knows of each prompt of this pass, each [p, ...], for the rows of that prompt."""
+        assert self._prompts is not None, "a pass over prompts"
+        if layer not in self._states:
+            self._states[layer] = tuple(state.new_zeros(self._size[1], *state.shape[1:]) for state in states)
+        for kept, new in zip(self._states[layer], states, strict=True):
+            self._prompts.write_rows(kept, new)
+
+    def states(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """[b, ...] of the rows of the batch, which a step changes in their place."""
+        return tuple(kept[: self.count] for kept in self._states[layer])
+
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         """[b, 1, 1, P], what ``megarl.models.engine.attention.cached_attention`` adds to scores; None in a pass over prompts."""
         return None if self._step is None else self._step.mask(window, dtype)
@@ -116,6 +129,9 @@ class DecodedRows:
         for pair in self._cache.values():
             for cached in pair:
                 cached[: self._end, : self.count] = cached[: self._end, rows]
+        for states in self._states.values():
+            for kept in states:
+                kept[: self.count] = kept[rows]
 
 
 class _Prompts:
@@ -127,6 +143,9 @@ class _Prompts:
     def write(self, cached: torch.Tensor, new: torch.Tensor) -> None:
         rows = slice(self._first, self._first + len(self._prompt_of))
         cached[self._end - new.shape[0] : self._end, rows] = new[:, self._prompt_of]
+
+    def write_rows(self, kept: torch.Tensor, new: torch.Tensor) -> None:
+        kept[self._first : self._first + len(self._prompt_of)] = new[self._prompt_of]
 
 
 class _Step:

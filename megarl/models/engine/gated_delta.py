@@ -28,10 +28,11 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
+from megarl.config.activations import GATED_DELTA_CHUNK
 from megarl.distributed.device import sent_to
 from megarl.models.engine.context import ContextShare, gather_shared
 
-CHUNK = 64
+CHUNK = GATED_DELTA_CHUNK
 EPSILON = 1e-6
 ALONE = ContextShare()
 """One rank holds the sequences."""

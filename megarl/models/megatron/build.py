@@ -40,7 +40,8 @@ def build_chunks(policy: PolicyConfig, architecture: Architecture, groups: Paral
     to be loaded before anything else. A collective over the world.
 
     A model that is to score has a ``ScoreLayer`` in the place, and under the name, of its output layer."""
-    fused = uses_transformer_engine(policy, has_experts=architecture.mixture is not None)
+    # gated delta nets stand in the portable layers alone
+    fused = architecture.gated_delta is None and uses_transformer_engine(policy, has_experts=architecture.mixture is not None)
     head = architecture.head if scores(policy) else None
     if head is not None:
         architecture = replace(architecture, head=None)

@@ -17,6 +17,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megarl.models.engine.decoded_rows import DecodedRows
+from megarl.models.megatron.gated_delta import GatedDeltaMixer
 from megarl.models.megatron.rotary import rotate, rotation
 
 
@@ -107,6 +108,9 @@ def decoding(stages: Sequence[torch.nn.Module], rows: DecodedRows, portable: Cal
                 for part in (attention, attention.core_attention):
                     part.rows = rows
                     stack.callback(setattr, part, "rows", None)
+            elif isinstance(attention, GatedDeltaMixer):
+                attention.rows = rows
+                stack.callback(setattr, attention, "rows", None)
             if isinstance(attention, MLASelfAttention):
                 rotary = attention.rotary_pos_emb
                 # one for all layers of a stage

@@ -26,6 +26,7 @@ from megarl.models.engine.graphs import Graphs, graphs_on
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.step import evaluation_mode
 from megarl.models.megatron.cached_attention import decoding
+from megarl.models.megatron.gated_delta import GatedDeltaMixer
 from megarl.models.megatron.moe_decoding import fixed_shapes
 from megarl.models.megatron.specs import PortableAttention, portable_core
 from megarl.patched import patched
@@ -219,7 +220,7 @@ def _whole_sequences(stages: Sequence[torch.nn.Module]) -> Iterator[None]:
     for module in (module for stage in stages for module in stage.modules()):
         replace(module, "sequence_parallel", False)
         replace(module, "reduce_scatter_embeddings", False)
-        if isinstance(module, PortableAttention):
+        if isinstance(module, PortableAttention | GatedDeltaMixer):
             replace(module, "context", alone)
         if isinstance(module, RotaryEmbedding):
             replace(module, "cp_group", None)

@@ -120,7 +120,9 @@ class JoinedAdd:
 
 def joins_norms(config: TransformerConfig, *, fused: bool) -> bool:
     """Whether norms are made with the sums before them: where functions are compiled, without Transformer Engine (``fused``), unless norms
-    are computed anew in the backward pass."""
+    are computed anew in the backward pass or are zero-centred."""
+    if config.layernorm_zero_centered_gamma:
+        return False
     return settings.compiles() and not fused and "layernorm" not in (config.recompute_modules or ())
 
 

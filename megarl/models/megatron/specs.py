@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +33,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from converters.mapping.rule import fused_norms
+from converters.model_config.layer_kind import LayerKind, Mixer
 from megarl.distributed.device import runtime
 from megarl.errors import ModelError
 from megarl.models.engine.attention import ROWS, SequenceLayout, attention, cached_attention
 from megarl.models.engine.context import ContextShare
 from megarl.models.engine.decoded_rows import DecodedRows
 from megarl.models.megatron.cached_attention import RowSelfAttention
+from megarl.models.megatron.gated_delta import gated_delta_spec
 from megarl.models.megatron.grouped_experts import GroupedExperts
 from megarl.models.megatron.latent_attention import LatentSelfAttention
 from megarl.models.megatron.moe_router import BalancedRouter
@@ -148,13 +150,14 @@ def portable_core(attention: Any) -> PortableAttention:
 
 class PortableRMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm whose weight takes part in the sequence-parallel gradient reduction, and whose result may be there already, made with
-    the sum that it is the norm of (``megarl.models.megatron.residual_norm``)."""
+    the sum that it is the norm of (``megarl.models.megatron.residual_norm``). Zero-centred, it multiplies by 1 + weight."""
 
     _ready: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=runtime().device)
         self.weight.sequence_parallel = config.sequence_parallel
+        self.zero_centered = config.layernorm_zero_centered_gamma
 
     def leave(self, total: torch.Tensor, norm: torch.Tensor) -> None:
         """Have the norm of ``total`` for who asks for it next."""
@@ -169,6 +172,10 @@ class PortableRMSNorm(torch.nn.RMSNorm):
         # what came out of a recomputed layer is the same tensor with another history, in which the norm has no part
         if ready is not None and ready[0] is x and ready[1].grad_fn is x.grad_fn and torch.is_grad_enabled() == ready[1].requires_grad:
             return ready[1]
+        if self.zero_centered:
+            # in float32: near 1, 16 bits would lose most of a small weight
+            wide = torch.promote_types(x.dtype, torch.float32)
+            return torch.nn.functional.rms_norm(x.to(wide), self.normalized_shape, 1 + self.weight.to(wide), self.eps).to(x.dtype)
         return super().forward(x)
 
 
@@ -210,7 +217,7 @@ def _attention(config: TransformerConfig) -> ModuleSpec:
     )
 
 
-def _latent_attention() -> ModuleSpec:
+def _latent_attention(config: TransformerConfig) -> ModuleSpec:
     return ModuleSpec(
         module=LatentSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -228,20 +235,27 @@ def _latent_attention() -> ModuleSpec:
     )
 
 
-def _portable_layer(config: TransformerConfig, *, sparse: bool) -> ModuleSpec:
-    """One layer, ``sparse`` with experts."""
+_MIXERS: Mapping[str, Callable[[TransformerConfig], ModuleSpec]] = {
+    "attention": _attention,
+    "latent": _latent_attention,
+    "gated_delta": lambda config: gated_delta_spec(),
+}
+"""Portable specs of what mixes the tokens of a layer, by ``LayerKind.mixer``."""
+
+
+def _portable_layer(config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
+    """One layer."""
     dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
     # checkpoints name these norms as Transformer Engine's fused layers do, so that both specs read each other's
-    fused = fused_norms(latent=config.multi_latent_attention, sparse=sparse)
-    names = {norm.removesuffix("weight"): inside.removesuffix("weight") for norm, inside in fused.items()}
+    names = {norm.removesuffix("weight"): inside.removesuffix("weight") for norm, inside in fused_norms(kind).items()}
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=PortableRMSNorm,
-            self_attention=_latent_attention() if config.multi_latent_attention else _attention(config),
+            self_attention=_MIXERS[kind.mixer](config),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=PortableRMSNorm,
-            mlp=_portable_experts(config) if sparse else dense,
+            mlp=_portable_experts(config) if kind.sparse else dense,
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=names,
         ),
@@ -257,25 +271,27 @@ def _layers_of_chunk(config: TransformerConfig, chunk: int | None) -> list[int]:
     return list(range(first, first + get_num_layers_to_build(config, vp_stage=chunk)))
 
 
-def _is_sparse(config: TransformerConfig, layer: int) -> bool:
-    if config.num_moe_experts is None:
-        return False
+def _kind_of(config: TransformerConfig, layer: int) -> LayerKind:
+    mixer: Mixer = "latent" if config.multi_latent_attention else "attention"
+    linear = config.linear_attention_freq
+    if linear is not None and linear[layer]:
+        mixer = "gated_delta"
     frequency = config.moe_layer_freq
-    return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
+    sparse = bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
+    return LayerKind(mixer, config.num_moe_experts is not None and sparse)
 
 
 def decoder_spec(config: TransformerConfig, chunk: int | None, *, fused: bool) -> TransformerBlockSubmodules:
     """The layers of one model chunk of this pipeline stage; None where a stage is one chunk. ``fused``: those of Transformer Engine."""
-    sparse = [_is_sparse(config, layer) for layer in _layers_of_chunk(config, chunk)]
+    kinds = [_kind_of(config, layer) for layer in _layers_of_chunk(config, chunk)]
     if fused:
         logger.info("layer spec: Transformer Engine")
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
-        for layer, has_experts in zip(block.layer_specs, sparse, strict=True):
-            latent = config.multi_latent_attention
-            layer.submodules.self_attention.module = LatentSelfAttention if latent else RowSelfAttention
-            if has_experts:
+        for layer, kind in zip(block.layer_specs, kinds, strict=True):
+            layer.submodules.self_attention.module = LatentSelfAttention if kind.mixer == "latent" else RowSelfAttention
+            if kind.sparse:
                 with_our_router(layer.submodules.mlp)
         return block
     logger.info("layer spec: portable (Transformer Engine: %s)", find().reason or f"not taken, see {KEY}")
-    layers = [_portable_layer(config, sparse=has_experts) for has_experts in sparse]
+    layers = [_portable_layer(config, kind) for kind in kinds]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=PortableRMSNorm)

@@ -1,0 +1,97 @@
+"""Gated delta nets (Yang et al. 2024, arXiv:2412.06464): what a config says of the layers that have one in the place of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from converters.model_config.sizes import Config, read_size
+
+LINEAR = "linear_attention"
+FULL = "full_attention"
+CONFIG_KEYS = frozenset(
+    {
+        "full_attention_interval",
+        "layer_types",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+    }
+)
+"""Config keys that ``read_gated_delta`` consumes."""
+_INTERVAL = 4
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNet:
+    """Sizes of a gated delta net, and which layers have one.
+
+    Attributes:
+        key_heads: heads of queries and keys.
+        value_heads: heads of values, a multiple of ``key_heads``; those of one key head are neighbours.
+        key_width: width of a head's query and key.
+        value_width: width of a head's value.
+        convolution: tokens that the causal convolution of queries, keys and values reaches over, the token itself among them.
+        layers: for each layer, whether it has a gated delta net; the others have attention.
+        stored_by_head: Hugging Face checkpoints store the projections key head by key head (Qwen3-Next); else part by part.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    convolution: int
+    layers: tuple[bool, ...]
+    stored_by_head: bool = False
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_width + self.values
+
+    @property
+    def values(self) -> int:
+        """Width of all values together."""
+        return self.value_heads * self.value_width
+
+    @property
+    def projected(self) -> int:
+        """Rows of the input projection: queries, keys, values, the output's gate, and two gates of each value head."""
+        return self.convolved + self.values + 2 * self.value_heads
+
+
+def read_gated_delta(config: Config, num_layers: int, problems: list[str], *, stored_by_head: bool = False) -> GatedDeltaNet | None:
+    """The gated delta nets of a config.
+
+    Args:
+        config: flat; ``layer_types`` may be missing, where every ``full_attention_interval``-th layer has attention.
+        num_layers: of the model.
+        problems: what is wrong is appended here.
+        stored_by_head: see ``GatedDeltaNet``.
+
+    Returns:
+        None where all layers have attention.
+    """
+    kinds = config.get("layer_types")
+    if kinds is None:
+        interval = _INTERVAL if config.get("full_attention_interval") is None else read_size(config, "full_attention_interval", problems)
+        kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
+    if not isinstance(kinds, list | tuple) or len(kinds) != num_layers or not set(kinds) <= {LINEAR, FULL}:
+        problems.append(f"layer_types = {kinds!r}: {LINEAR} or {FULL} is needed for each of the {num_layers} layers")
+        return None
+    layers = tuple(kind == LINEAR for kind in kinds)
+    if not any(layers):
+        return None
+    found = GatedDeltaNet(
+        key_heads=read_size(config, "linear_num_key_heads", problems),
+        value_heads=read_size(config, "linear_num_value_heads", problems),
+        key_width=read_size(config, "linear_key_head_dim", problems),
+        value_width=read_size(config, "linear_value_head_dim", problems),
+        convolution=read_size(config, "linear_conv_kernel_dim", problems),
+        layers=layers,
+        stored_by_head=stored_by_head,
+    )
+    if found.value_heads % found.key_heads:
+        problems.append(f"linear_num_value_heads = {found.value_heads}: no multiple of linear_num_key_heads = {found.key_heads}")
+    return found

@@ -1,0 +1,201 @@
+"""A gated delta net in the place of attention in Megatron's GPT layers: Megatron's own parallel linear layers around the engine's functions
+(``megarl.models.engine.gated_delta``).
+
+Megatron-Core has a gated delta net of its own, which wants kernels that are not here, and neither packs sequences nor shares them over
+context-parallel ranks. Parameters have its names; the rows of projection and convolution stand key head by key head
+(``converters.families.gated_delta``).
+
+Legend: S positions here, B rows; H key heads and G value heads of this tensor-parallel rank; K and V their widths; W width of the
+convolution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+
+from megarl.errors import ModelError
+from megarl.models.engine.context import ContextShare
+from megarl.models.engine.decoded_rows import DecodedRows
+from megarl.models.engine.gated_delta import (
+    causal_convolution,
+    gated_delta_rule,
+    gated_delta_step,
+    log_decays,
+    unit_norm,
+    wide_dtype,
+)
+
+
+@dataclass
+class GatedDeltaSubmodules:
+    """The linear layers of a ``GatedDeltaMixer``."""
+
+    in_proj: type = ColumnParallelLinear
+    out_proj: type = RowParallelLinear
+
+
+class GatedNorm(torch.nn.Module):
+    """RMS norm of each value head, times the SiLU of its gate. The weight is the same for all heads, and not zero-centred."""
+
+    def __init__(self, config: TransformerConfig, width: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.epsilon, self.group = config.layernorm_epsilon, group
+        self.weight = torch.nn.Parameter(torch.empty(width, dtype=config.params_dtype, device=torch.cuda.current_device()))
+
+    def forward(self, heads: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """[..., V] of heads and gates."""
+        # each tensor-parallel rank has other heads: their gradients of the weight add up
+        weight = copy_to_tensor_model_parallel_region(self.weight, group=self.group)
+        wide = wide_dtype(heads)
+        normed = F.rms_norm(heads.to(wide), (heads.shape[-1],), eps=self.epsilon).to(heads.dtype)
+        return (weight * normed * F.silu(gate.to(wide))).to(heads.dtype)
+
+
+class GatedDeltaMixer(MegatronModule):
+    """The ``self_attention`` of a layer that has a gated delta net.
+
+    Attributes:
+        context: the ranks that share every sequence.
+        rows: that are being decoded; set by ``megarl.models.megatron.cached_attention.decoding``.
+
+    Raises:
+        ModelError: the key heads cannot be divided over the tensor-parallel ranks.
+    """
+
+    rows: DecodedRows | None = None
+
+    def __init__(
+        self, config: TransformerConfig, submodules: GatedDeltaSubmodules, layer_number: int, pg_collection: Any, **unused: Any
+    ) -> None:
+        super().__init__(config=config)
+        net, self.layer_number = config.gated_delta, layer_number
+        self.net = net
+        tensor, context = pg_collection.tp, pg_collection.cp
+        ranks = dist.get_world_size(tensor)
+        if net.key_heads % ranks:
+            raise ModelError(
+                f"linear_num_key_heads = {net.key_heads}: gated delta nets cannot be divided over {ranks} tensor-parallel ranks; choose a "
+                "tensor_model_parallel_size that divides the key heads"
+            )
+        self.key_heads, self.value_heads = net.key_heads // ranks, net.value_heads // ranks
+        size = dist.get_world_size(context)
+        self.context = ContextShare(dist.get_rank(context), size, context) if size > 1 else ContextShare()
+        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": tensor}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            net.projected,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            **linear,
+        )
+        channels = net.convolved // ranks
+        options = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.conv1d = torch.nn.Conv1d(channels, channels, net.convolution, groups=channels, bias=False, **options)
+        # whatever the dtype of the model: rounded to 16 bits, a decay near 1 would be another one over thousands of tokens
+        options["dtype"] = wide_dtype(self.conv1d.weight)
+        self.dt_bias = torch.nn.Parameter(torch.empty(self.value_heads, **options))
+        self.A_log = torch.nn.Parameter(torch.empty(self.value_heads, **options))
+        for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        self.out_norm = GatedNorm(config, net.value_width, tensor)
+        self.out_proj = build_module(
+            submodules.out_proj,
+            net.values,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **linear,
+        )
+
+    def forward(
+        self, hidden_states: torch.Tensor, *unused: Any, packed_seq_params: Any = None, **ignored: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[S, B, hidden] to the same, S divided over the tensor-parallel ranks under sequence parallelism; B is 1 of packed sequences.
+
+        Masks are not needed: sequences are padded on the right only, where nothing that comes later is read.
+        """
+        projected, _ = self.in_proj(hidden_states)
+        length, rows = projected.shape[:2]
+        heads, net = self.key_heads, self.net
+        values = net.values // net.key_heads
+        # one row behind the other
+        tokens = projected.transpose(0, 1).reshape(length * rows, heads, -1)
+        gates = net.value_heads // net.key_heads
+        mixed, gate, step, decay = tokens.split([2 * net.key_width + values, values, gates, gates], dim=-1)
+        mixed, step = mixed.flatten(1), step.flatten(1).to(wide_dtype(step)).sigmoid()
+        decay = log_decays(decay.flatten(1), self.A_log, self.dt_bias)
+        if self.rows is None:
+            starts = None if packed_seq_params is None else packed_seq_params.layout.starts
+            if starts is None:
+                whole = length * self.context.size
+                starts = tuple(range(0, whole * rows + 1, whole))
+            convolved = causal_convolution(mixed, self.conv1d.weight.squeeze(1), starts, self.context)
+            outputs, _ = gated_delta_rule(*self._heads(convolved), decay, step, starts, self.context)
+        elif self.rows.is_step:
+            outputs = self._step(mixed, decay, step, self.rows)
+        else:
+            outputs = self._read_prompts(mixed, decay, step, length, self.rows)
+        outputs = outputs.to(projected.dtype)
+        normed = self.out_norm(outputs, gate.reshape(outputs.shape))
+        return self.out_proj(normed.reshape(rows, length, -1).transpose(0, 1).contiguous())
+
+    def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query and key [t, H, K] of unit length, and value [t, G, V], of what comes out of the convolution, [t, channels]."""
+        net = self.net
+        by_head = F.silu(convolved).unflatten(1, (self.key_heads, -1))
+        query, key, value = by_head.split([net.key_width, net.key_width, net.values // net.key_heads], dim=-1)
+        return unit_norm(query), unit_norm(key), value.reshape(len(value), self.value_heads, net.value_width)
+
+    def _read_prompts(self, mixed: torch.Tensor, decay: torch.Tensor, step: torch.Tensor, length: int, rows: DecodedRows) -> torch.Tensor:
+        """Outputs [p * length, G, V] of p prompts that are padded on the left; keeps the state of each."""
+        prompts, reach = len(mixed) // length, self.net.convolution - 1
+        if rows.row_lengths is not None:
+            # padding that is 0 is what a sequence begins with: it writes nothing to the state
+            is_padding = torch.arange(length, device=mixed.device) < length - rows.row_lengths[:, None]
+            mixed = mixed.masked_fill(is_padding.flatten()[:, None], 0)
+        starts = tuple(range(0, prompts * length + 1, length))
+        convolved = causal_convolution(mixed, self.conv1d.weight.squeeze(1), starts)
+        outputs, states = gated_delta_rule(*self._heads(convolved), decay, step, starts)
+        tails = F.pad(mixed.unflatten(0, (prompts, length)), (0, 0, reach, 0))[:, length:]
+        rows.store_states(self.layer_number, tails, states)
+        return outputs
+
+    def _step(self, mixed: torch.Tensor, decay: torch.Tensor, step: torch.Tensor, rows: DecodedRows) -> torch.Tensor:
+        """Outputs [b, G, V] of one more token a row; changes the states in their place."""
+        tails, states = rows.states(self.layer_number)
+        seen = torch.cat((tails, mixed[:, None]), dim=1)
+        convolved = (seen * self.conv1d.weight.squeeze(1).t()).sum(1)
+        outputs, after = gated_delta_step(*self._heads(convolved), decay, step, states)
+        tails.copy_(seen[:, 1:])
+        states.copy_(after)
+        return outputs
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """All of it; what Megatron's modules do not describe themselves is cut by rows."""
+        cut = {"dt_bias": self.dt_bias, "A_log": self.A_log, "conv1d.weight": self.conv1d.weight}
+        own = {**cut, "out_norm.weight": self.out_norm.weight}
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(cut, 0), sharded_offsets)
+        for name in ("in_proj", "out_proj"):
+            sharded |= sharded_state_dict_default(getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata)
+        return sharded
+
+
+def gated_delta_spec() -> ModuleSpec:
+    """The layer spec of a gated delta net."""
+    return ModuleSpec(module=GatedDeltaMixer, submodules=GatedDeltaSubmodules())
