@@ -28,7 +28,8 @@ def tiny_config(family: str, *, tied: bool, layers: int = LAYERS) -> Any:
     normalised. Those of GLM-4.5 have 16 experts in 4 groups, of which a token goes to 2; it goes through 4 experts, and in
     ``glm4_moe_mixed``, whose first layer is dense, which has two shared experts and whose scores are not normalised, through 3.
     In ``qwen3_next`` every second layer has attention and the others gated delta nets of 2 key and 6 value heads; the first layer is dense,
-    in ``qwen3_next_dense`` all of them are, and a token goes through 3 of 8 experts.
+    in ``qwen3_next_dense`` all of them are, as in ``qwen3_5_text``, and in ``qwen3_5_moe_text`` none is; a token goes through 3 of 8
+    experts.
     In ``gpt_oss`` every second layer has a window of ``WINDOW`` tokens, and a token goes through 3 of 8 experts.
     """
     from transformers import (
@@ -39,6 +40,8 @@ def tiny_config(family: str, *, tied: bool, layers: int = LAYERS) -> Any:
         MixtralConfig,
         Qwen2Config,
         Qwen2MoeConfig,
+        Qwen3_5MoeTextConfig,
+        Qwen3_5TextConfig,
         Qwen3Config,
         Qwen3MoeConfig,
         Qwen3NextConfig,
@@ -95,7 +98,7 @@ def tiny_config(family: str, *, tied: bool, layers: int = LAYERS) -> Any:
         experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "norm_topk_prob": mixed}
         experts |= {"shared_expert_intermediate_size": 32, "mlp_only_layers": [0] if mixed else []}
         return Qwen2MoeConfig(**sizes, **experts, head_dim=10, rope_parameters=rope)
-    if family in {"qwen3_next", "qwen3_next_dense"}:
+    if family in {"qwen3_next", "qwen3_next_dense", "qwen3_5_text", "qwen3_5_moe_text"}:
         nets = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 7, "linear_value_head_dim": 11}
         kinds = ["full_attention" if layer % 2 else "linear_attention" for layer in range(layers)]
         dense = list(range(layers)) if family == "qwen3_next_dense" else [0]
@@ -103,6 +106,11 @@ def tiny_config(family: str, *, tied: bool, layers: int = LAYERS) -> Any:
         options = {**nets, **experts, "layer_types": kinds, "mlp_only_layers": dense, "partial_rotary_factor": 0.4}
         # of first tokens, whose query and key are nearly orthogonal, the output norm makes noise large in any float32 implementation
         options["rms_norm_eps"] = 1e-2
+        if family.startswith("qwen3_5"):
+            text_config = Qwen3_5TextConfig if family == "qwen3_5_text" else Qwen3_5MoeTextConfig
+            unread = {"mlp_only_layers", *(experts if family == "qwen3_5_text" else ["intermediate_size"])}
+            options = {key: value for key, value in {**sizes, **options}.items() if key not in unread}
+            return text_config(**options, head_dim=10, rope_parameters=rope)
         return Qwen3NextConfig(**{**sizes, **options}, head_dim=10, rope_parameters=rope)
     if family.startswith("deepseek_"):
         return _deepseek_config(family, sizes)

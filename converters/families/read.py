@@ -291,6 +291,9 @@ def _is_rate(value: object) -> bool:
 def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int]:
     """All sizes, checked against each other."""
     filled = dict(config)
+    if filled.get("intermediate_size") is None and "moe_intermediate_size" in filled:
+        # a model without dense layers need not say it
+        filled["intermediate_size"] = filled["moe_intermediate_size"]
     if filled.get("num_key_value_heads") is None:
         filled["num_key_value_heads"] = filled.get("num_attention_heads")
     heads, hidden = filled.get("num_attention_heads"), filled.get("hidden_size")

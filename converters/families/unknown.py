@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_LINEAR = "like Qwen3 and Qwen3-MoE, but for linear attention (gated delta nets) in three layers of four and a gate on the attention output"
+_SEES = "a model that also sees, of which the text part is converted: load it with AutoModelForCausalLM of transformers and save it"
 _GEMMA = "like Llama, but for norms behind each block, zero-centred norms, scaled embeddings and a window in some layers"
 UNKNOWN: Mapping[str, str] = MappingProxyType(
     {
@@ -37,8 +37,8 @@ UNKNOWN: Mapping[str, str] = MappingProxyType(
         "phi": "not gated: LayerNorm, biases and blocks side by side",
         "phi3": "like Llama, but for fused weights (qkv_proj, gate_up_proj), which have to be taken apart",
         "phimoe": "like Mixtral, but for LayerNorm with biases and a router of its own (sparsemixer)",
-        "qwen3_5": _LINEAR,
-        "qwen3_5_moe": _LINEAR,
+        "qwen3_5": _SEES,
+        "qwen3_5_moe": _SEES,
         "smollm3": "like Llama, but for layers without rotary embeddings (no_rope_layers)",
         "starcoder2": "not gated: LayerNorm and biases",
     }

@@ -138,6 +138,8 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
     if sizes:
         raise ValueError("; ".join(sizes))
     windows = _windows(config, family, num_layers)
+    # a model without dense layers need not say how wide they are
+    width = "intermediate_size" if "intermediate_size" in text or mixture is None else "moe_intermediate_size"
     return ModelFacts(
         family=model_type,
         num_layers=num_layers,
@@ -145,7 +147,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         num_attention_heads=heads,
         num_key_value_heads=int(text.get("num_key_value_heads") or heads),
         head_dim=latent.qk_rope_head_dim if latent else int(text.get("head_dim") or int(text["hidden_size"]) // heads),
-        ffn_hidden_size=int(text["intermediate_size"]),
+        ffn_hidden_size=int(text[width]),
         vocab_size=int(text["vocab_size"]),
         tied_embeddings=bool(text.get("tie_word_embeddings", content.get("tie_word_embeddings", False))),
         max_position=_max_position(text),

@@ -69,3 +69,17 @@ def test_greedy_equals_transformers(pool: WorkerPool, models: dict[int, Path], l
     for stop in ([], [likely_stop(model, batch)]):
         config = policy_config(model, generation={"stop_token_ids": stop}, **changes)
         check_generated(pool, world, config, batch, True, transformers_greedy(model, batch, 8, stop))
+
+
+@sampled(1)
+@pytest.mark.parametrize("layout", ["tp2-sp", "cp2", "pp2"])
+def test_projections_stored_part_by_part_are_the_same(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+    """Qwen3.5's text part, whose projections are four matrices."""
+    model = make_tiny(tmp_path / "model", "qwen3_5_text", tied=True, seed=68)
+    world, changes = LAYOUTS[layout]
+    config = policy_config(model, mbs=2, clip=0.5, **changes)
+    batches = [make_batch(rows=8, length=14, seed=seed) for seed in (1, 2, 3)]
+    check_trained(
+        pool.run(world, jobs.train, config, batches, ClippedPGLossFn(PG_LOSS)),
+        *run_reference(model, config, batches, ClippedPGLossFn(PG_LOSS)),
+    )

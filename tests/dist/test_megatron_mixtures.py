@@ -72,6 +72,7 @@ PLACED = [
     ("qwen3_next", "pp2-ep2", "fixed", "allgather", "none"),
     ("qwen3_next", "tp2-sp-ep2", "fixed", "alltoall", "none"),
     ("qwen3_next", "pp2-vpp2-ep2", "packed", "alltoall", "none"),
+    ("qwen3_5_moe_text", "tp2-sp-ep2", "packed", "alltoall", "none"),
     pytest.param("deepseek_v3", "pp3", "packed", "alltoall", "none", marks=slow),
 ]
 

@@ -23,6 +23,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -198,6 +200,9 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
     "qwen3_moe": (Qwen3MoeConfig, QWEN3_MOE),
     "qwen3_moe_mixed": (Qwen3MoeConfig, {**QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [1]}),
+    "qwen3_5_text": (Qwen3_5TextConfig, GATED_DELTA),
+    "qwen3_5_text_tied": (Qwen3_5TextConfig, {**GATED_DELTA, "num_key_value_heads": 3, "tie_word_embeddings": True}),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, {**QWEN2_MOE, **GATED_DELTA}),
     "qwen3_next": (Qwen3NextConfig, QWEN3_NEXT),
     "qwen3_next_mixed_tied": (
         Qwen3NextConfig,

@@ -58,7 +58,9 @@ def test_every_size_lands_in_its_field(name: str) -> None:
         assert (architecture.rope_theta, architecture.rope_scaling, architecture.activation) == (12345.0, None, "silu")
     assert architecture.tied_embeddings == name.endswith("tied")
     assert architecture.qk_norm == (
-        config.model_type in {"qwen3", "qwen3_moe", "qwen3_next", "dots1"} or name == "glm4_moe_all_experts_tied"
+        config.model_type in {"qwen3", "qwen3_moe", "qwen3_next", "dots1"}
+        or config.model_type.startswith("qwen3_5")
+        or name == "glm4_moe_all_experts_tied"
     )
     assert architecture.sliding_window == (9 if "window" in name or name in WINDOWED else None)
     assert architecture.qkv_bias == ("all_biases" in name or name in {"glm4_moe", "seed_oss"} or config.model_type in BIASED)

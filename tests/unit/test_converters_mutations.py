@@ -46,6 +46,8 @@ MODELS: dict[str, dict[str, object]] = {
     "qwen2_moe_mixed_tied": {"num_experts": 3, "num_experts_per_tok": 2, "tie_word_embeddings": False},
     "qwen3": {},
     "qwen3_moe_mixed": {"num_experts": 3, "num_experts_per_tok": 2},
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {"num_experts": 3, "num_experts_per_tok": 2},
     "qwen3_next": {"num_experts": 3, "num_experts_per_tok": 2},
     "seed_oss": {},
 }

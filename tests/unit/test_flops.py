@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from converters.families.read import read_architecture
@@ -87,6 +88,7 @@ def by_kind(model: PreTrainedModel) -> dict[str, list[Any]]:
 NAMES = (
     "qwen3_next",
     "qwen3_next_mixed_tied",
+    "qwen3_5_text",
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe",
@@ -110,8 +112,9 @@ def test_forward_and_training_are_what_torch_counts(name: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         # of a convolution channel by channel torch counts a backward pass of all channels with all: sums of products are not counted
-        patch.setattr(modeling_qwen3_next, "causal_conv1d_fn", convolution)
-        patch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", recurrence)
+        for modeling in (modeling_qwen3_next, modeling_qwen3_5):
+            patch.setattr(modeling, "causal_conv1d_fn", convolution)
+            patch.setattr(modeling, "torch_chunk_gated_delta_rule", recurrence)
         with torch.no_grad():
             found = counted(lambda: model(input_ids=tokens(), use_cache=False))
         trained = counted(train)

@@ -1,0 +1,51 @@
+"""The text part of Qwen3.5, dense or with experts: as Qwen3-Next, but for projections of gated delta nets that are stored part by part.
+
+Published checkpoints are of models that also see. transformers loads the text part of one (``AutoModelForCausalLM``), which it saves under
+the ``model_type`` of the families here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from converters.families import dense, qwen3_next
+from converters.families.base import read_nothing
+from converters.families.sparse import layer_rules
+from converters.model_config import gated_delta
+from converters.model_config.mixture import MixtureOfExperts, read_mixture
+from converters.model_config.prediction_layers import MTP_KEYS
+from converters.model_config.sizes import Config
+
+# what is said of pictures, which a text has none of, and of a gate that there always is
+_TEXT_KEYS = gated_delta.CONFIG_KEYS | MTP_KEYS | frozenset({"attention_bias", "attn_output_gate", "mamba_ssm_dtype"})
+_EXPERT_KEYS = frozenset(
+    {
+        "moe_intermediate_size",
+        "num_experts",
+        "num_experts_per_tok",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "shared_expert_intermediate_size",
+    }
+)
+
+
+def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
+    """Experts in all layers; their probabilities are normalised always."""
+    shared = "shared_expert_intermediate_size"
+    every = (True,) * num_layers
+    return read_mixture(config, problems, width_key="moe_intermediate_size", normalized=True, sparse_layers=every, shared_width_key=shared)
+
+
+_TEXT = replace(qwen3_next.FAMILY, config_keys=_TEXT_KEYS, read_gated_delta=gated_delta.read_gated_delta, defaults={})
+DENSE = replace(
+    _TEXT, model_type="qwen3_5_text", architecture_class="Qwen3_5ForCausalLM", layer_rules=dense.layer_rules, read_mixture=read_nothing
+)
+SPARSE = replace(
+    _TEXT,
+    model_type="qwen3_5_moe_text",
+    architecture_class="Qwen3_5MoeForCausalLM",
+    config_keys=_TEXT_KEYS | _EXPERT_KEYS,
+    layer_rules=layer_rules,
+    read_mixture=_read_mixture,
+)
