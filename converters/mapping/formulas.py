@@ -102,10 +102,10 @@ def _values(name: str, architecture: Architecture) -> dict[str, int]:
         values |= {} if latent.q_lora_rank is None else {"q_lora_rank": latent.q_lora_rank}
     net = architecture.gated_delta
     if net is not None and ".linear_attn." in name:
-        width = net.key_heads * net.key_width
+        projected = net.key_heads * net.key_width
         values |= {
             _CONVOLVED: net.convolved,
-            f"2 * {_LINEAR_KEYS} + 2 * {_LINEAR_VALUES}": 2 * width + 2 * net.values,
+            f"2 * {_LINEAR_KEYS} + 2 * {_LINEAR_VALUES}": 2 * projected + 2 * net.values,
             _LINEAR_VALUES: net.values,
             "linear_num_value_heads": net.value_heads,
             "2 * linear_num_value_heads": 2 * net.value_heads,

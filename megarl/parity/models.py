@@ -10,7 +10,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from megarl.models.engine.precision import dtype_of
-from megarl.parity.case import CLASS_IN_TRANSFORMERS, GROUPED, LATENT, SPARSE, Case
+from megarl.parity.case import CLASS_IN_TRANSFORMERS, GROUPED, HYBRID, LATENT, SPARSE, Case
 from megarl.parity.settings import ADAPTER_SCALE, adapter_directory
 
 transformers_logging.disable_progress_bar()
@@ -57,7 +57,7 @@ def model_config(case: Case) -> Any:
         "eos_token_id": 2,
         "rope_parameters": {"rope_theta": 500.0, **_SCALINGS[case.rope]},
     }
-    sizes |= _mixture(case) | _window(case) | _attention(case)
+    sizes |= _mixture(case) | _window(case) | _attention(case) | _hybrid(case)
     if case.scores:
         sizes["num_labels"] = 1
     return AutoConfig.for_model(CLASS_IN_TRANSFORMERS.get(case.family, case.family), **sizes)
@@ -72,6 +72,8 @@ def _mixture(case: Case) -> dict[str, Any]:
     if case.family not in SPARSE:
         return {}
     sizes = {"num_experts": case.experts, "num_experts_per_tok": case.topk, "moe_intermediate_size": case.expert}
+    if case.family == "qwen3_next":
+        return sizes | {"shared_expert_intermediate_size": 2 * case.expert, "norm_topk_prob": True}
     if case.family == "qwen2_moe":
         return sizes | {"shared_expert_intermediate_size": 2 * case.expert, "norm_topk_prob": False}
     return sizes | {"norm_topk_prob": True}
@@ -123,13 +125,29 @@ def _attention(case: Case) -> dict[str, Any]:
             if case.rope == "yarn"
             else {}
         )
-    if case.family == "glm4_moe":
+    if case.family == "glm4_moe" or case.family in HYBRID:
         part = 0.5 if case.head % 4 == 0 else 1.0
         rope = {"rope_theta": 500.0, **_SCALINGS[case.rope], "partial_rotary_factor": part}
-        return {"attention_bias": True, "partial_rotary_factor": part, "rope_parameters": rope}
+        return {"attention_bias": case.family == "glm4_moe", "partial_rotary_factor": part, "rope_parameters": rope}
     if case.family == "seed_oss":
         return {"attention_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0}
     return {"swiglu_limit": 2.0} if case.family == "gpt_oss" else {}
+
+
+def _hybrid(case: Case) -> dict[str, Any]:
+    """Gated delta nets of widths of their own, with as many heads as attention."""
+    if case.family not in HYBRID:
+        return {}
+    return {
+        # transformers' cache wants a layer of attention
+        "layer_types": ["full_attention" if layer % 2 or case.layers == 1 else "linear_attention" for layer in range(case.layers)],
+        "linear_num_key_heads": case.kv,
+        "linear_num_value_heads": case.heads,
+        "linear_key_head_dim": case.head - 3,
+        "linear_value_head_dim": case.head + 1,
+        # of first tokens, whose query and key are nearly orthogonal, the output norm makes noise large in any float32 implementation
+        "rms_norm_eps": 1e-2,
+    }
 
 
 class ModelShelf:

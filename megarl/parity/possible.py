@@ -18,7 +18,7 @@ from megarl.errors import BatchError, ConfigError, PackingError, Violation
 from megarl.key import defaults_of
 from megarl.models.policy.batch_plan import shard_batch
 from megarl.parity.batches import calls_of, logprob_shards, token_batch
-from megarl.parity.case import CLASS_IN_TRANSFORMERS, DENSE, HEAD_NORMS, SPARSE, Case, idle_fields
+from megarl.parity.case import CLASS_IN_TRANSFORMERS, DENSE, HEAD_NORMS, HYBRID, SPARSE, Case, idle_fields
 from megarl.parity.losses import make_loss, policy_gradient_settings, preference_settings, rows_together
 from megarl.parity.models import ModelShelf, model_config
 from megarl.parity.settings import policy_config
@@ -92,7 +92,9 @@ def _faults_of_family(case: Case) -> list[Violation]:
     found = []
     if case.backend != "megatron":
         found.append(Violation("case.family", case.family, f"{case.backend} is not compared with it", f"write one of {', '.join(DENSE)}"))
-    if case.scores and CLASS_IN_TRANSFORMERS.get(case.family, case.family) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+    if case.scores and case.family in HYBRID:
+        found.append(Violation("case.loss", case.loss, f"{case.family} is not compared with scores", "write nll"))
+    elif case.scores and CLASS_IN_TRANSFORMERS.get(case.family, case.family) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         found.append(Violation("case.loss", case.loss, f"transformers has no {case.family} that scores", "write nll"))
     if not found:
         # what a model of scores has in place of its output layer is no matter of these settings

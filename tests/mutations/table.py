@@ -1121,6 +1121,42 @@ TABLE: Mapping[str, Row] = {
         "real = sequences >= -1",
         cases=("family=mixtral experts=4 topk=2 kv=2 group=2 ffn=20 mbs=4 length=9 masked=some",),
     ),
+    "state-crosses-a-packed-border": Row(
+        "megarl/models/megatron/gated_delta.py",
+        "packed_seq_params.layout.starts",
+        "None",
+        cases=("family=qwen3_5_text head=12 layers=2 batching=packed room=30 micro=8 length=8",),
+    ),
+    "state-reset-at-a-shard-border": Row(
+        "megarl/models/engine/gated_delta.py",
+        "state = run[..., :width] + run[..., width:] @ state",
+        "state = torch.zeros_like(state)",
+        cases=("family=qwen3_5_text head=12 layers=2 cp=2 mbs=2 length=9",),
+    ),
+    "convolution-without-its-tail": Row(
+        "megarl/models/engine/gated_delta.py",
+        "torch.where(before < 0, 0, 1 + tail_starts[sequence] + before)",
+        "torch.zeros_like(before)",
+        cases=("family=qwen3_5_text head=12 layers=2 cp=2 mbs=2 length=9",),
+    ),
+    "projection-cut-whole": Row(
+        "converters/mapping/layouts.py",
+        "for group in range(rule.groups):\n        for rows in rule.group_rows:",
+        "for rows in rule.group_rows:\n        for group in range(rule.groups):",
+        cases=("family=qwen3_5_text head=12 layers=2 tp=2 kv=2 ffn=6 mbs=2 length=6",),
+    ),
+    "decay-in-bfloat16": Row(
+        "megarl/models/megatron/gated_delta.py",
+        "decay = log_decays(decay.flatten(1), self.A_log, self.dt_bias)",
+        "decay = log_decays(decay.flatten(1), self.A_log, self.dt_bias).bfloat16()",
+        cases=("family=qwen3_5_text head=12 layers=2 mbs=2 length=9",),
+    ),
+    "zero-centred-norm-without-its-one": Row(
+        "megarl/models/megatron/specs.py",
+        "1 + self.weight.to(wide)",
+        "self.weight.to(wide)",
+        cases=("family=qwen3_5_text head=12 layers=2 mbs=2 length=6",),
+    ),
     "fsdp1-gradients-not-reduced": Row(
         "megarl/models/fsdp1/sharded.py",
         "dist.reduce_scatter_tensor(shard, whole, group=group)",
