@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, distributed_data_parallel
+from megatron.core.distributed.param_and_grad_buffer import partition_buckets
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import layers
@@ -226,12 +227,22 @@ def _mend_expert_biases(chunks: Sequence[torch.nn.Module]) -> None:
                 module.explicit_expert_comm = True
 
 
+def _groups_of_one_type(buffers: Sequence[Any], force_single_bucket_group: bool = False) -> list[Any]:
+    """Groups of buckets that are reduced together, those of each buffer by themselves: beside 16-bit weights a gated delta net has float32
+    ones, and gloo reduces tensors of one type at a time. Megatron-Core puts all buffers of a chunk beyond the first into one group."""
+    groups: list[Any] = []
+    for buffer in buffers:
+        groups += partition_buckets([buffer], force_single_bucket_group)
+    return groups
+
+
 def wrap_for_data_parallel(chunks: Sequence[GPTModel], policy: PolicyConfig, groups: ParallelGroups) -> list[DistributedDataParallel]:
     """``chunks`` with Megatron's gradient and parameter buffers; their config learns how the schedules have to synchronise gradients."""
     config: TransformerConfig = chunks[0].config
     distribution = ddp_config(policy, groups.data_size * groups.context_size)
     # chunks beyond the first have time to reduce their gradients while the others run
-    wrapped = [DistributedDataParallel(config, distribution, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
+    with patched((distributed_data_parallel, "partition_buckets", _groups_of_one_type)):
+        wrapped = [DistributedDataParallel(config, distribution, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
     if distribution.overlap_grad_reduce:
         config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
