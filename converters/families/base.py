@@ -97,6 +97,7 @@ class Family:
         has_layer_windows: ``sliding_window`` holds for the layers that ``layer_types`` says.
         read_gate_limit: bound of what the gated MLP multiplies, from the config (``Architecture``).
         rotates_partly: rotary embedding may leave a part of each head alone (``partial_rotary_factor``).
+        rotates_in_sections: of a model that also sees: see ``read_rope``.
         config_like: ``model_type`` of the transformers config class that fills in what a ``config.json`` leaves out, for a family that
             transformers does not know; without it, such a config has to say everything.
         defaults: what that class fills in for keys that decide which tensors there are, for those who read a ``config.json`` without
@@ -119,5 +120,6 @@ class Family:
     has_layer_windows: bool = False
     read_gate_limit: Callable[[Config, list[str]], float | None] = read_nothing
     rotates_partly: bool = False
+    rotates_in_sections: bool = False
     config_like: str | None = None
     defaults: Config = field(default_factory=dict)

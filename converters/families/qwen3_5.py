@@ -37,7 +37,9 @@ def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> Mixtu
     return read_mixture(config, problems, width_key="moe_intermediate_size", normalized=True, sparse_layers=every, shared_width_key=shared)
 
 
-_TEXT = replace(qwen3_next.FAMILY, config_keys=_TEXT_KEYS, read_gated_delta=gated_delta.read_gated_delta, defaults={})
+_TEXT = replace(
+    qwen3_next.FAMILY, config_keys=_TEXT_KEYS, read_gated_delta=gated_delta.read_gated_delta, rotates_in_sections=True, defaults={}
+)
 DENSE = replace(
     _TEXT, model_type="qwen3_5_text", architecture_class="Qwen3_5ForCausalLM", layer_rules=dense.layer_rules, read_mixture=read_nothing
 )

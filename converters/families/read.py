@@ -145,7 +145,7 @@ def _read(config: Mapping[str, Any], ignored: frozenset[str], config_class: type
     problems = _refused_keys(config, family, ignored, config_class)
     head = read_head(config, family.architecture_class, problems)
     dimensions = _dimensions(config, problems)
-    rope_theta, rope_scaling = read_rope(config, problems, partly=family.rotates_partly)
+    rope_theta, rope_scaling = read_rope(config, problems, partly=family.rotates_partly, in_sections=family.rotates_in_sections)
     gate_limit = family.read_gate_limit(config, problems)
     window, window_layers = _windows(config, family, dimensions["num_layers"], problems)
     architecture = Architecture(

@@ -29,12 +29,14 @@ _OF_OTHERS = frozenset({"alpha", "long_factor", "long_mscale", "mrope_interleave
 _COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
-def read_rope(config: Config, problems: list[str], *, partly: bool = False) -> tuple[float, dict[str, object] | None]:
+def read_rope(
+    config: Config, problems: list[str], *, partly: bool = False, in_sections: bool = False
+) -> tuple[float, dict[str, object] | None]:
     """Base and scaling of the rotary embedding.
 
     Reads ``rope_parameters`` and, where that is absent, the older ``rope_theta`` and ``rope_scaling``. What cannot be represented is
     appended to ``problems``; so is a rotation of a part of the head (``rotated_fraction``), unless ``partly`` says that the family
-    does that.
+    does that. ``in_sections``: frequencies may be divided over time, height and width, which are the same position in a text.
 
     Returns:
         The base (theta), and None or one of
@@ -53,7 +55,7 @@ def read_rope(config: Config, problems: list[str], *, partly: bool = False) -> t
         return 0.0, None
     problems += rotary_disagreements(config)
     for key in _unread(parameters, kind):
-        if key not in _OF_VLLM and key in frozenset().union(_OF_OTHERS, *_KEYS.values()):
+        if not (in_sections and key.startswith("mrope_")) and key not in _OF_VLLM and key in frozenset().union(_OF_OTHERS, *_KEYS.values()):
             problems.append(f"rope parameter {key} = {parameters[key]!r} has no meaning for rope type {kind!r}")
     partial = parameters.get("partial_rotary_factor")
     if not partly and partial not in (None, 1, 1.0):

@@ -101,3 +101,13 @@ def test_a_model_that_cannot_be_carried_over_is_refused_with_the_reason(name: st
 
 def cut_if_flat(content: dict[str, Any]) -> dict[str, Any]:
     return cut(content) if "num_attention_heads" in content else content
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-9B", "Qwen3.5-35B-A3B"])
+def test_the_text_part_of_a_published_model_that_sees_is_read(name: str) -> None:
+    """With positions in three sections, which are one in a text, and without a width of dense layers where there are none."""
+    text = published(name)["text_config"]
+    architecture = read_architecture(text)
+    assert architecture.rotary_fraction == 0.25 and architecture.output_gate and architecture.zero_centered_norms
+    assert architecture.gated_delta is not None and architecture.gated_delta.layers.count(False) * 4 == architecture.num_layers
+    assert (architecture.prediction_layers, architecture.num_experts) == (1, text.get("num_experts", 0))
