@@ -18,5 +18,5 @@ setup(
     long_description_content_type="text/markdown",
     packages=[*find_packages(include=["megarl", "megarl.*", "converters", "converters.*"]), *RECIPES],
     package_dir=RECIPES,
-    package_data={"megarl": ["py.typed"], "megarl.config": ["*.json"], **{package: ["*.yaml", "*.jsonl"] for package in RECIPES}},
+    package_data={"megarl": ["py.typed", "*.pyi"], "megarl.config": ["*.json"], **{package: ["*.yaml", "*.jsonl"] for package in RECIPES}},
 )

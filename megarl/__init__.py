@@ -1,6 +1,31 @@
 """megarl: reinforcement learning of language models on Megatron-Core, at any scale, provable on a CPU.
 
-Importing this package imports neither torch nor ray; each room imports what it needs.
+``megarl.train``, ``megarl.eval``, ``megarl.convert`` and ``megarl.Run`` are the library. Importing this package imports neither torch nor
+ray; each package below it imports what it needs.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+
+_LIBRARY = {
+    "train": ("megarl.library.calls", "train"),
+    "eval": ("megarl.library.calls", "evaluate"),
+    "convert": ("megarl.library.calls", "convert"),
+    "Run": ("megarl.library.run", "Run"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a function of the library when it is asked for, so that the command starts without them."""
+    if name not in _LIBRARY:
+        raise AttributeError(f"module 'megarl' has no attribute {name!r}")
+    module, attribute = _LIBRARY[name]
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_LIBRARY]

@@ -1,4 +1,8 @@
-"""Objects that a configuration names by import path: ``path/to/file.py:name`` or ``package.module:name``."""
+"""Objects that a configuration names: by import path, ``path/to/file.py:name`` or ``package.module:name``, or ``given:name``.
+
+``given:name`` is an object of the program that called ``megarl.train``. It exists in the processes that the object was sent to, and in no
+file: whoever reads the configuration later is told to give it again.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +40,51 @@ def load_object(path: str, key: str) -> Any:
     Raises:
         ConfigError: there is no such file or module, it fails, or has no such name.
     """
+    # not kept below: another call of the same process may give another object by the same name
+    if path in _given:
+        return _given[path][0]
     if (path, key) not in _loaded:
         _loaded[path, key] = _load(path, key)
     return _loaded[path, key]
 
 
 _loaded: dict[tuple[str, str], Any] = {}
+
+GIVEN = "given:"
+_given: dict[str, tuple[Any, bytes]] = {}
+
+
+def give_object(name: str, value: Any, pickled: bytes) -> None:
+    """Let ``given:NAME`` stand for an object in this process.
+
+    Args:
+        name: an identifier.
+        value: the object.
+        pickled: the same by cloudpickle, to send to processes that need it too.
+    """
+    _given[f"{GIVEN}{name}"] = value, pickled
+
+
+def unpickle_object(path: str, pickled: bytes) -> None:
+    """Let ``given:NAME`` stand for the object in a pickle. It comes from the parent process through a pipe, never from a file.
+
+    Raises:
+        ConfigError: it cannot be made here, for want of a module for example.
+    """
+    import cloudpickle
+
+    try:
+        value = cloudpickle.loads(pickled)
+    # what a user's object does when it is made again may fail in any way
+    except (Exception, SystemExit) as error:
+        bound = f"it cannot be made again in another process: {type(error).__name__}: {error}"
+        raise _refused(path, path, bound, "let it use modules that can be imported by their names alone") from error
+    give_object(path.removeprefix(GIVEN), value, pickled)
+
+
+def pickled_object(path: str) -> bytes | None:
+    """Return the pickle of a given object; None for a path of another kind, or one that nobody has given."""
+    return _given[path][1] if path in _given else None
 
 
 def forget_objects() -> None:
@@ -50,6 +93,10 @@ def forget_objects() -> None:
 
 
 def _load(path: str, key: str) -> Any:
+    if path.startswith(GIVEN):
+        bound = "it is an object of the program that called megarl.train, which this process does not have"
+        fix = "call megarl.train with it again and the same run_dir, or write it into a file and give path/to/file.py:name"
+        raise _refused(key, path, bound, fix)
     source, _, name = path.rpartition(":")
     if not source or not name.isidentifier():
         raise _refused(key, path, "it is no import path", "write path/to/file.py:name or package.module:name")

@@ -11,6 +11,7 @@ a function leaves behind, threads and children of its process group, ends with i
 
 from __future__ import annotations
 
+import base64
 import builtins
 import contextlib
 import ctypes
@@ -41,7 +42,7 @@ from typing import IO, Any, Literal
 from megarl import env
 from megarl.config.environments import REWARD
 from megarl.errors import ConfigError, RewardError, RewardOutageError, StateError, Violation
-from megarl.import_path import is_import_path
+from megarl.import_path import is_import_path, pickled_object, unpickle_object
 from megarl.redaction import LineRedactor, learn, redact_log, redacted_text
 from megarl.rollout.mathematics import JudgementTimeoutError, math_verify
 from megarl.rollout.mathematics import fault_of_reference as fault_of_mathematics
@@ -277,6 +278,26 @@ class RewardPool:
             raise
 
 
+def _as_told(spec: RewardSpec) -> list[Any]:
+    """Return a reward as a process is told of it, with the function itself where ``megarl.train`` was given one."""
+    pickled = pickled_object(spec.name)
+    return [spec.name, dict(spec.options), spec.timeout_s, None if pickled is None else base64.b64encode(pickled).decode()]
+
+
+def _read_told(line: bytes) -> list[RewardSpec]:
+    """Read the first line that a process is told.
+
+    Raises:
+        ConfigError: a function that ``megarl.train`` was given cannot be made again here.
+    """
+    specs = []
+    for name, options, timeout_s, pickled in json.loads(line):
+        if pickled is not None:
+            unpickle_object(name, base64.b64decode(pickled))
+        specs.append(RewardSpec(name, options, timeout_s))
+    return specs
+
+
 @dataclass(frozen=True, slots=True)
 class _Given:
     """A task that a process was given.
@@ -333,7 +354,7 @@ class _Process:
         teller = threading.Thread(target=_pass_on, args=(child.stderr,), name=f"prints of {child.pid}", daemon=True)
         teller.start()
         # not on its command line, which everybody on the machine may read: an address may hold a password
-        told = json.dumps([[spec.name, dict(spec.options), spec.timeout_s] for spec in specs]).encode() + b"\n"
+        told = json.dumps([_as_told(spec) for spec in specs]).encode() + b"\n"
         process = cls(child, specs, teller, unsent=told)
         os.set_blocking(process.input, False)
         os.set_blocking(process.output, False)
@@ -587,16 +608,15 @@ def main() -> None:
         while line:
             line = line[results.write(line) :]
 
-    rewards = []
-    specs = [RewardSpec(*spec) for spec in json.loads(tasks.readline())]
-    for spec in specs:
-        try:
-            rewards.append(get_reward(spec))
-        except ConfigError as error:
-            violation = error.violations[0]
-            tell(-1, _UNUSABLE, [spec.name, violation.bound, violation.fix])
-            return
-        if rewards[-1].fault_of_reference is fault_of_mathematics and not _judges():
+    try:
+        specs = _read_told(tasks.readline())
+        rewards = [get_reward(spec) for spec in specs]
+    except ConfigError as error:
+        violation = error.violations[0]
+        tell(-1, _UNUSABLE, [violation.value, violation.bound, violation.fix])
+        return
+    for spec, reward in zip(specs, rewards, strict=True):
+        if reward.fault_of_reference is fault_of_mathematics and not _judges():
             fix = "install the version that megarl's package asks for"
             tell(-1, _UNUSABLE, [spec.name, "the installed math-verify says that 1 is not 1", fix])
             return

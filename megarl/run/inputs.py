@@ -24,7 +24,7 @@ from megarl.data.datasets import Dataset, Example, Reading, load_dataset
 from megarl.data.stop_tokens import describe_stop_tokens, stop_tokens_of
 from megarl.data.tokenization import get_tokenizer
 from megarl.errors import ConfigError, DataError, Violation
-from megarl.import_path import is_import_path
+from megarl.import_path import is_import_path, pickled_object
 from megarl.models.generation import configure_generation_config
 from megarl.observe.progress import phase
 from megarl.rollout.environment import Environment
@@ -201,7 +201,9 @@ def _judge(config: RunConfig) -> list[Any]:
     places = [text.rpartition(":")[0] for text in _texts_in(section) if is_import_path(text)]
     # the environment has been made, so that the modules that it names have been imported
     files = [Path(getattr(sys.modules.get(place), "__file__", None) or place).expanduser() for place in places]
-    code = [hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() for file in files if file.is_file()]
+    texts = [file.read_bytes() for file in files if file.is_file()]
+    texts += [pickled for text in _texts_in(section) if (pickled := pickled_object(text)) is not None]
+    code = [hashlib.blake2b(text, digest_size=16).hexdigest() for text in texts]
     return [section, code, env.installed_version(env.DISTRIBUTION), env.installed_version("math-verify")]
 
 

@@ -324,6 +324,8 @@ UNCHECKED = {
     "megarl/config/model_facts.py",
     "megarl/models/generation/vllm/configuration.py",
     "megarl/models/generation/vllm/options.py",
+    "megarl/library/arguments.py",
+    "megarl/library/rows.py",
     "megarl/parity/settings.py",
     "megarl/quickstart/__main__.py",
     "megarl/watch/configured.py",

@@ -1,0 +1,410 @@
+"""The arguments of ``megarl.train`` as a configuration, and the faults of a configuration in terms of these arguments."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import os
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megarl.config.algorithms import ALGORITHMS, algorithm_class, run_type
+from megarl.config.data_sources import FIELD_KEYS, PAIR_KEYS
+from megarl.config.nested import at, has, merge, put
+from megarl.config.recipes import find, name_of
+from megarl.config.reward_arguments import ANSWER, SEVERAL, SINGLE, STATE, arguments_of, unknown_parameters
+from megarl.config.schema import known_paths
+from megarl.errors import ConfigError, Violation
+from megarl.import_path import GIVEN, give_object, load_object
+from megarl.library.rows import columns_of, require_columns, source_of, write_empty_answers
+
+Backend = Literal["megatron", "dtensor", "fsdp1"]
+
+OVER_GRPO = ("cispo", "dapo", "dr-grpo", "gdpo", "gspo", "gspo-token", "reinforce-plus-plus", "rloo")
+"""Algorithms that a file of ``configs/base`` makes of GRPO."""
+
+_ALONE = ("grpo", "sft", "dpo", "rm")
+_SOURCE_KEYS = (*FIELD_KEYS, *PAIR_KEYS, "extra_keys")
+_LEARNING_RATE = {
+    "megatron": "policy.megatron_cfg.optimizer.lr",
+    "dtensor": "policy.optimizer.kwargs.lr",
+    "fsdp1": "policy.optimizer.kwargs.lr",
+}
+_STEPS, _PROMPTS, _RESPONSES = 100, 8, 8
+_LONGEST_PROMPT, _LONGEST_RESPONSE = 512, 256
+_SLOWEST_START = ("policy.megatron_cfg.optimizer.min_lr", "policy.megatron_cfg.scheduler.lr_warmup_init")
+"""Learning rates that may not be above the one that is asked for."""
+
+
+@dataclass
+class Call:
+    """A call of the library, made into a configuration file.
+
+    Attributes:
+        written: contents of that file.
+        arguments: name of the argument behind a dotted key; a key belongs to that of the longest prefix.
+        given: pickles of reward functions, by the name under which the configuration has them.
+        functions: names that the caller has for them, likewise.
+        sources: the functions as text, to be read by people.
+        faults: what is wrong so far.
+    """
+
+    written: dict[str, Any]
+    arguments: dict[str, str] = field(default_factory=dict)
+    given: dict[str, bytes] = field(default_factory=dict)
+    functions: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    faults: list[Violation] = field(default_factory=list)
+
+    def put(self, key: str, value: Any, argument: str) -> None:
+        """Write a value into the configuration, which an argument has given."""
+        merged = merge(at(self.written, key), value) if isinstance(value, Mapping) and isinstance(at(self.written, key), Mapping) else value
+        self.written = put(self.written, key, merged)
+        self.arguments[key] = argument
+
+    def default(self, key: str, value: Any) -> None:
+        """Write a value that no argument has given."""
+        if not has(self.written, key):
+            self.written = put(self.written, key, value)
+
+    def named(self, violation: Violation) -> Violation:
+        """Return a violation that names the argument, with the key behind it."""
+        argument = self.argument_of(violation.key)
+        key = f"{argument} ({violation.key})" if argument and argument != violation.key else violation.key
+        value = self.functions.get(str(violation.value), violation.value)
+        return Violation(key, value, violation.bound, violation.fix)
+
+    def argument_of(self, key: str) -> str | None:
+        """Return the argument that has given the value of a key or of a section above it, or else those that are in its section."""
+        above = [each for each in self.arguments if key == each or key.startswith(f"{each}.")]
+        if above:
+            return self.arguments[max(above, key=len)]
+        return ", ".join(argument for each, argument in self.arguments.items() if each.startswith(f"{key}.")) or None
+
+    def in_arguments(self, text: str) -> str:
+        """Return the message of a command with the arguments behind the keys at the beginnings of its lines."""
+
+        def with_argument(match: re.Match[str]) -> str:
+            argument = self.argument_of(match[2])
+            return f"{match[1]}{argument} ({match[2]}) =" if argument and argument != match[2] else match[0]
+
+        for path, name in self.functions.items():
+            text = text.replace(path, name)
+        return re.sub(r"(?m)^( +\d+\. )([\w.]+) =", with_argument, text)
+
+    def require(self) -> None:
+        """Raise ConfigError with every fault found."""
+        if self.faults:
+            raise ConfigError([self.named(fault) for fault in self.faults])
+
+
+def begin(algorithm: str, backend: Backend) -> Call:
+    """Begin a call with what it inherits: the files of an algorithm and a backend, or a recipe.
+
+    Raises:
+        ConfigError: there is neither such an algorithm nor such a recipe.
+    """
+    if algorithm in (*_ALONE, *OVER_GRPO):
+        bases = [algorithm] if algorithm in _ALONE else ["grpo", algorithm]
+        # the torch backends are written over the Megatron one
+        backends = ["megatron"] if backend == "megatron" else ["megatron", backend]
+        return Call({"defaults": [f"base/{name}.yaml" for name in (*bases, *backends, "small")], "recipe": algorithm})
+    if algorithm in ALGORITHMS:
+        fix = f"take a recipe of it (megarl recipes), or one of {', '.join((*_ALONE, *OVER_GRPO))}"
+        raise ConfigError([Violation("algorithm", algorithm, "it trains a second model, which no argument says", fix)])
+    try:
+        path = find(algorithm)
+    except ConfigError as error:
+        known = [*_ALONE, *OVER_GRPO]
+        near = difflib.get_close_matches(algorithm, known, n=1)
+        fix = f"did you mean {near[0]!r}? It may be" if near else "give"
+        fix += f" {', '.join(known)}; or a recipe (megarl recipes) or the path of a YAML file"
+        raise ConfigError([Violation("algorithm", algorithm, "there is no such algorithm or recipe", fix)]) from error
+    if not path.is_file():
+        bound = f"there is no such file in {Path.cwd()}"
+        raise ConfigError([Violation("algorithm", algorithm, bound, "give a file that exists, an algorithm, or a recipe")])
+    return Call({"defaults": str(path.absolute()), "recipe": name_of(path)})
+
+
+def is_of_base(call: Call) -> bool:
+    """Whether a call inherits the files of an algorithm, which leave sizes open, and not a recipe."""
+    return isinstance(call.written["defaults"], list)
+
+
+def add_overrides(call: Call, algorithm: str, backend: Backend, overrides: Mapping[str, Any]) -> None:
+    """Write overrides into a call: a section with a dictionary, a whole dotted key, or the last part of a key that is unique."""
+    known = known_paths(run_type(algorithm))
+    for name, value in overrides.items():
+        if name in _SOURCE_KEYS:
+            continue
+        keys = [name] if "." in name else _keys_of(name, algorithm, backend, known)
+        if len(keys) == 1:
+            call.put(keys[0], _plain(value), name)
+        elif keys:
+            fix = f"write it as a section: {keys[0].partition('.')[0]}={{...}}"
+            call.faults.append(Violation(name, value, f"several keys end so: {', '.join(keys)}", fix))
+        else:
+            ends = {path.rpartition(".")[2] for path in known}
+            near = difflib.get_close_matches(name, [*ends, "model", "data", "validation", "reward", "run_dir", "progress", "backend"], n=3)
+            fix = f"did you mean {' or '.join(near)}?" if near else "megarl keys WORD finds keys"
+            call.faults.append(Violation(name, value, "megarl.train has no such argument, and no key of a configuration ends so", fix))
+
+
+def _keys_of(name: str, algorithm: str, backend: Backend, known: Sequence[str]) -> list[str]:
+    if name == "learning_rate":
+        return [_LEARNING_RATE[backend]]
+    if name in known:
+        return [name]
+    if f"data.{name}" in known:
+        return [f"data.{name}"]
+    own = algorithm_class(algorithm).section()
+    # first the algorithm's own keys, then those of the policy: what a person means who names nothing else
+    for section in (f"{own}.", "policy."):
+        if f"{section}{name}" in known:
+            return [f"{section}{name}"]
+    # keys of data sources are given with the data
+    others = (*ALGORITHMS, "data")
+    return [path for path in known if path.endswith(f".{name}") and path.partition(".")[0] not in others]
+
+
+def add_model(call: Call, model: Any) -> None:
+    """Write the model into a call: a directory, a hub id, or what a run has exported."""
+    model = getattr(model, "model_dir", model)
+    if not isinstance(model, str | os.PathLike):
+        fix = "save it: model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR), and give DIR"
+        call.faults.append(Violation("model", type(model).__name__, "it must be a directory or a hub id", fix))
+        return
+    text = os.fspath(model)
+    call.put("policy.model_name", text, "model")
+    path = Path(text).expanduser()
+    looks_local = path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1
+    if path.is_dir() and not (path / "config.json").is_file():
+        found = f"{path.absolute()} has no config.json"
+        call.faults.append(Violation("model", text, found, "give a directory that save_pretrained or megarl wrote"))
+    elif looks_local and not path.is_dir():
+        call.faults.append(Violation("model", text, f"there is no such directory in {Path.cwd()}", "give one that exists, or a hub id"))
+
+
+def add_data(call: Call, arguments: Mapping[str, Any], directory: Path, kind: Any, overrides: Mapping[str, Any]) -> None:
+    """Write the data of ``data`` and ``validation`` into a call.
+
+    Args:
+        call: that is made.
+        arguments: both, None where nothing is given.
+        directory: that rows are written into.
+        kind: ``megarl.data.columns.Kind``.
+        overrides: of the call, of which the keys of fields are taken.
+    """
+    keys = {name: overrides[name] for name in _SOURCE_KEYS if name in overrides}
+    for argument, key in (("data", "data.train"), ("validation", "data.validation")):
+        data = arguments[argument]
+        if data is None:
+            continue
+        try:
+            source = {**source_of(argument, data, directory), **keys}
+            if "path" in source:
+                _find_columns(call, argument, source, kind, is_written=not isinstance(data, str | os.PathLike | Mapping))
+            call.put(key, source, argument)
+        except ConfigError as error:
+            call.faults += error.violations
+
+
+def _find_columns(call: Call, argument: str, source: dict[str, Any], kind: Any, *, is_written: bool) -> None:
+    try:
+        require_columns(argument, source, kind)
+    except ConfigError as error:
+        # a function of the response alone needs no reference answers, and neither do its rows
+        if not is_written or not call.given or any(_takes_answer(path) for path in call.given):
+            raise
+        write_empty_answers(source)
+        try:
+            require_columns(argument, source, kind)
+        except ConfigError:
+            # answers were not what it lacks
+            raise error from None
+
+
+def _takes_answer(path: str) -> bool:
+    arguments = arguments_of(load_object(path, "env.reward"))
+    meanings = {SEVERAL.get(name) or SINGLE.get(name) for name in (*arguments.positional, *arguments.keywords)}
+    return bool(meanings & {ANSWER, STATE})
+
+
+def add_rewards(call: Call, reward: Any) -> None:
+    """Write rewards into a call: the name of one, a function, a list of these, or a dictionary of sections of ``env.rewards``."""
+    if isinstance(reward, str):
+        call.put("env.reward", reward, "reward")
+    elif callable(reward):
+        call.put("env.reward", _given(call, reward, set()), "reward")
+    elif isinstance(reward, Mapping | Sequence) and reward:
+        names = set[str]()
+        sections = dict(_sections(reward)) if not isinstance(reward, Mapping) else {name: _section(each) for name, each in reward.items()}
+        for section in sections.values():
+            if callable(section.get("reward")):
+                section["reward"] = _given(call, section["reward"], names)
+        call.put("env.rewards", sections, "reward")
+        call.default("env.reward", None)
+    else:
+        fix = "give a function such as lambda response, answer: float(answer in response), a name such as 'math', or a list of these"
+        call.faults.append(Violation("reward", reward, "it is neither a function nor the name of a reward", fix))
+
+
+def _section(reward: Any) -> dict[str, Any]:
+    return dict(reward) if isinstance(reward, Mapping) else {"reward": reward}
+
+
+def _sections(rewards: Sequence[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    names = set[str]()
+    for each in rewards:
+        section = _section(each)
+        yield _free(_name_of(section.get("reward")), names), section
+
+
+def _name_of(reward: Any) -> str:
+    name = reward.rpartition(":")[2] if isinstance(reward, str) else getattr(reward, "__name__", "reward")
+    return name if name.isidentifier() else "reward"
+
+
+def _free(name: str, taken: set[str]) -> str:
+    number, free = 1, name
+    while free in taken:
+        number += 1
+        free = f"{name}_{number}"
+    taken.add(free)
+    return free
+
+
+def _given(call: Call, function: Callable[..., Any], taken: set[str]) -> str:
+    import cloudpickle
+
+    name = _free(_name_of(function), taken)
+    path = f"{GIVEN}{name}"
+    call.functions[path] = getattr(function, "__name__", type(function).__name__)
+    try:
+        pickled = cloudpickle.dumps(function)
+    # whatever a closure holds may refuse in its own way
+    except Exception as error:
+        fix = "let the function make what it needs (a lock, a client, a model) when it is called, or write it into a file"
+        bound = f"it cannot be sent to the processes that compute rewards: {type(error).__name__}: {error}"
+        call.faults.append(Violation("reward", call.functions[path], bound, fix))
+        return path
+    give_object(name, function, pickled)
+    call.given[path] = pickled
+    try:
+        call.sources[path] = textwrap.dedent(inspect.getsource(function))
+    # of a callable object, or of python -c
+    except (OSError, TypeError):
+        call.sources[path] = f"# {function!r}: Python does not know its source\n"
+    return path
+
+
+def require_parameters_in_data(call: Call) -> None:
+    """Keep the columns of the data that reward functions ask for by name, so that they get them."""
+    source = at(call.written, "data.train")
+    functions = [load_object(path, "env.reward") for path in call.given]
+    if not functions or not isinstance(source, Mapping) or "path" not in source or "extra_keys" in source:
+        return
+    columns = columns_of(source)
+    used = {source.get(key) for key in ("prompt_key", "answer_key", "messages_key") if isinstance(source.get(key), str)}
+    wanted = {name for function in functions for name in unknown_parameters(function) if name in columns}
+    if any(arguments_of(function).wants_record for function in functions):
+        wanted |= set(columns) - used
+    if wanted:
+        for key in ("data.train", "data.validation"):
+            if isinstance(at(call.written, key), Mapping):
+                call.default(f"{key}.extra_keys", sorted(wanted))
+
+
+def add_sizes(call: Call, algorithm: str, num_rows: int | None) -> None:
+    """Write sizes that fit a first try into a call, where nobody has said others.
+
+    Args:
+        call: of an algorithm's files.
+        algorithm: its name.
+        num_rows: of the training data; None where that is not known.
+    """
+    kind = algorithm_class(algorithm)
+    own = kind.section()
+    call.default(f"{own}.max_num_steps", _STEPS)
+    if kind.GENERATES:
+        call.default(f"{own}.num_prompts_per_step", max(1, min(_PROMPTS, num_rows or _PROMPTS)))
+        call.default(f"{own}.num_generations_per_prompt", _RESPONSES)
+        sizes = at(call.written, f"{own}.num_prompts_per_step"), at(call.written, f"{own}.num_generations_per_prompt")
+        if all(isinstance(size, int) for size in sizes):
+            call.default("policy.train_global_batch_size", sizes[0] * sizes[1])
+    else:
+        call.default(f"{own}.max_num_epochs", None)
+        call.default("policy.train_global_batch_size", max(1, min(_PROMPTS, num_rows or _PROMPTS)))
+    batch = at(call.written, "policy.train_global_batch_size")
+    if isinstance(batch, int) and batch > 0:
+        # the largest micro-batch up to 4 that divides the batch
+        call.default("policy.train_micro_batch_size", next(size for size in (4, 3, 2, 1) if batch % size == 0))
+    if at(call.written, "data.validation") is None:
+        call.default(f"{own}.val_period", 0)
+        call.default(f"{own}.val_at_start", False)
+    _add_lengths(call, kind.GENERATES)
+    _add_precision(call)
+    rate = at(call.written, _LEARNING_RATE["megatron"])
+    for key in _SLOWEST_START if isinstance(rate, int | float) else ():
+        call.default(key, rate / 10)
+
+
+def _add_lengths(call: Call, generates: bool) -> None:
+    model = call.written.get("policy", {}).get("model_name")
+    longest = _json(Path(str(model)).expanduser() / "config.json").get("max_position_embeddings")
+    response = at(call.written, "policy.generation.max_new_tokens")
+    prompt = at(call.written, "data.max_input_seq_length")
+    total = at(call.written, "policy.max_total_sequence_length")
+    room = min(each for each in (total, longest, 1 << 60) if isinstance(each, int))
+    if not generates:
+        call.default("data.max_input_seq_length", min(_LONGEST_PROMPT + _LONGEST_RESPONSE, room))
+        call.default("policy.max_total_sequence_length", at(call.written, "data.max_input_seq_length"))
+        return
+    if not isinstance(response, int):
+        left = room - prompt if isinstance(prompt, int) else room // 2
+        response = max(1, min(_LONGEST_RESPONSE, left))
+        call.default("policy.generation.max_new_tokens", response)
+    if not isinstance(prompt, int):
+        prompt = max(1, min(_LONGEST_PROMPT, room - response))
+        call.default("data.max_input_seq_length", prompt)
+    call.default("policy.max_total_sequence_length", prompt + response)
+
+
+def _add_precision(call: Call) -> None:
+    from megarl.distributed import nvml
+
+    model = Path(str(at(call.written, "policy.model_name"))).expanduser()
+    if not nvml.count_devices():
+        call.default("policy.precision", "float32")
+    templates = model / "chat_template.jinja", model / "chat_template.json"
+    is_base = (
+        model.is_dir() and not any(path.is_file() for path in templates) and "chat_template" not in _json(model / "tokenizer_config.json")
+    )
+    if is_base:
+        # prompts as they are
+        call.default("policy.tokenizer.chat_template", None)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    # whoever loads the model says what is wrong with it
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as YAML can hold it."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if callable(getattr(value, "item", None)) else value

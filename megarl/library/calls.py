@@ -1,0 +1,276 @@
+"""``megarl.train``, ``megarl.eval`` and ``megarl.convert``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.config.algorithms import algorithm_class
+from megarl.config.nested import at
+from megarl.errors import ConfigError, Violation
+from megarl.library.arguments import (
+    Backend,
+    Call,
+    add_data,
+    add_model,
+    add_overrides,
+    add_rewards,
+    add_sizes,
+    begin,
+    is_of_base,
+    require_parameters_in_data,
+)
+from megarl.library.process import STOPPED, error_of, run_command, show
+from megarl.library.run import Run, new_directory
+from megarl.watch.configured import CONFIG_FILE
+
+_CALL, _REWARDS, _DATA = "call.yaml", "rewards.py", "data"
+
+
+def train(
+    algorithm: str,
+    model: Any = None,
+    data: Any = None,
+    reward: Any = None,
+    *,
+    validation: Any = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    backend: Backend = "megatron",
+    progress: bool = True,
+    **overrides: Any,
+) -> Run:
+    """Train a model, as ``megarl train`` does, and return its run.
+
+    Args:
+        algorithm: ``grpo``, one that is made of it (``dapo``, ``gspo``, ``rloo``, ...), ``sft``, ``dpo`` or ``rm``; or a recipe, or
+            the path of a configuration, whose values the other arguments replace.
+        model: directory or hub id of a Hugging Face model, or a run, whose exported model is taken.
+        data: rows (dictionaries with prompt and answer), a ``datasets.Dataset``, a table of pandas or polars, the path of a file, the name
+            of a set, or a data source as a configuration has it. Rows are written into the run's directory.
+        reward: a function of a response, which says by the names of its parameters what it takes (README, "A custom reward"); the
+            name of a built-in reward; a list of these; or a dictionary of sections of ``env.rewards``, with weights. Functions run in
+            other processes: what they change outside of themselves is not seen here.
+        validation: data like ``data``, to measure by during training.
+        run_dir: of a run to begin or to go on with; None makes ``runs/ALGORITHM-MODEL-N``.
+        backend: ``megatron``, ``dtensor`` or ``fsdp1``; a recipe has its own.
+        progress: show what the command prints.
+        overrides: any key of a configuration by its last part (``max_num_steps=20``, ``learning_rate=1e-5``), a section by a dictionary
+            (``policy={"precision": "bfloat16"}``), or a whole key (``**{"policy.generation.top_k": 50}``).
+
+    Raises:
+        ConfigError: everything that is wrong with the arguments, in one list.
+        KeyboardInterrupt: Ctrl-C, after the run has finished its step and written a checkpoint; the same call with its ``run_dir`` goes on.
+        MegarlError: the run failed.
+    """
+    with _prepared(algorithm, model, data, reward, validation, run_dir, backend, overrides) as (call, directory):
+        words = ["train", str(directory / _CALL)]
+        try:
+            code, text = run_command(words, call.given, shows=progress)
+        except KeyboardInterrupt as error:
+            error.add_note(
+                f"the same call with run_dir={str(directory)!r} goes on from the checkpoint; megarl.Run({str(directory)!r}) reads it"
+            )
+            raise
+        if code not in (0, STOPPED):
+            raise error_of(code, call.in_arguments(text))
+        return Run(directory)
+
+
+def evaluate(
+    model: Any,
+    data: Any,
+    reward: Any = None,
+    *,
+    algorithm: str = "grpo",
+    backend: Backend = "megatron",
+    progress: bool = True,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Sample and score responses of a model, as ``megarl eval`` does, and return what it writes as JSON.
+
+    Args:
+        model: directory or hub id of a Hugging Face model, or a run.
+        data: prompts with reference answers, in any form that ``train`` takes.
+        reward: as of ``train``.
+        algorithm: ``grpo``, or a recipe whose settings of generation are taken.
+        backend: as of ``train``.
+        progress: show what the command prints.
+        overrides: as of ``train``; ``val_num_generations_per_prompt=8`` samples eight responses a prompt.
+
+    Returns:
+        ``metrics`` by the names that a run logs, and ``sets`` with all figures.
+
+    Raises:
+        ConfigError, KeyboardInterrupt, MegarlError: as ``train``.
+    """
+    with tempfile.TemporaryDirectory(prefix="megarl-eval-") as place:
+        prepared = _prepared(algorithm, model, data, reward, data, Path(place) / "eval", backend, overrides)
+        with prepared as (call, directory):
+            result = directory / "result.json"
+            words = ["eval", str(directory / _CALL), "--json", str(result)]
+            code, text = run_command(words, call.given, shows=progress)
+            if code:
+                raise error_of(code, call.in_arguments(text))
+            found: dict[str, Any] = json.loads(result.read_bytes())
+            return found
+
+
+def convert(source: Any, target: str | os.PathLike[str], *, progress: bool = True, **options: Any) -> dict[str, Any]:
+    """Convert a checkpoint between Hugging Face and Megatron-Core, whichever it is not, and return what was done.
+
+    Args:
+        source: a Hugging Face directory or hub id, or a Megatron checkpoint; a run stands for the model that it has exported.
+        target: directory to make.
+        progress: show what the command prints beside its result.
+        options: of ``megarl convert import`` or ``export``: ``dtype="bfloat16"``, ``overwrite=True``, ``hf_config=DIR``.
+
+    Raises:
+        ConfigError: an option or the source cannot be used.
+        KeyboardInterrupt, MegarlError: as ``train``.
+    """
+    from converters.opening import MEGATRON, kind_of
+
+    path = Path(os.fspath(getattr(source, "model_dir", source))).expanduser()
+    is_megatron = path.exists() and kind_of(path) == MEGATRON
+    words = ["convert", "export" if is_megatron else "import", str(path), os.fspath(target), "--json"]
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        for each in value if isinstance(value, list | tuple) else [value]:
+            words += [option] if each is True else [] if each in (None, False) else [option, str(each)]
+    code, text = run_command(words, {}, shows=False)
+    # standard error comes by the same pipe, before or behind the one object
+    begins = f"\n{text}".find("\n{")
+    if code not in (0, 1) or begins < 0:
+        raise error_of(code, text)
+    found: dict[str, Any] = json.JSONDecoder().raw_decode(text, begins)[0]
+    if progress:
+        show(f"{found['target']}: {found['family']}, {found['tensors']} tensors, {found['bytes']:,} bytes in {found['seconds']} s")
+    return found
+
+
+@contextlib.contextmanager
+def _prepared(
+    algorithm: str,
+    model: Any,
+    data: Any,
+    reward: Any,
+    validation: Any,
+    run_dir: str | os.PathLike[str] | None,
+    backend: Backend,
+    overrides: Mapping[str, Any],
+) -> Iterator[tuple[Call, Path]]:
+    """Write the configuration of a call into the directory of its run; what is refused leaves nothing of it behind."""
+    call = begin(algorithm, backend)
+    name = "-".join(filter(None, [call.written["recipe"], _name_of_model(model)]))
+    is_new = run_dir is None or not Path(run_dir).exists()
+    directory = new_directory(name) if run_dir is None else Path(run_dir)
+    before = set(directory.rglob("*"))
+    is_ready = False
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _write(call, algorithm, {"data": data, "validation": validation}, model, reward, directory, backend, overrides)
+        is_ready = True
+        yield call, directory
+    finally:
+        # the command writes its configuration there as soon as nothing more is refused
+        if not is_ready or not (directory / CONFIG_FILE).exists():
+            _remove_new(directory, before, whole=is_new)
+
+
+def _remove_new(directory: Path, before: set[Path], *, whole: bool) -> None:
+    """Remove what was not in a directory before, and with ``whole`` the directory too."""
+    made = sorted((path for path in directory.rglob("*") if path not in before), reverse=True)
+    for path in [*made, *([directory] if whole else [])]:
+        with contextlib.suppress(OSError):
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink()
+
+
+def _write(
+    call: Call,
+    algorithm: str,
+    data: Mapping[str, Any],
+    model: Any,
+    reward: Any,
+    directory: Path,
+    backend: Backend,
+    overrides: Mapping[str, Any],
+) -> None:
+    """Make the configuration of a call, check it, and write it with the data and the text of its rewards.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    from megarl.cli import load_and_check
+    from megarl.config.load import load_config_with_inheritance
+    from megarl.data.columns import Kind
+
+    path = directory / f".{_CALL}.tmp.yaml"
+    call.written["run_dir"] = str(directory)
+    _dump(call.written, path)
+    inherited = load_config_with_inheritance(path)
+    kind = algorithm_class(str(inherited.get("algorithm", "grpo")))
+    name = str(inherited.get("algorithm", "grpo"))
+    add_overrides(call, name, backend, overrides)
+    is_base = is_of_base(call)
+    if model is not None:
+        add_model(call, model)
+    elif is_base:
+        call.faults.append(Violation("model", None, "there is nothing to train", "give a directory or a hub id"))
+    if reward is not None and not kind.GENERATES:
+        call.faults.append(Violation("reward", reward, f"{name} samples no responses to reward", "leave it out"))
+    elif reward is not None:
+        add_rewards(call, reward)
+    elif is_base and kind.GENERATES and at(call.written, "env.reward") is None:
+        call.faults.append(Violation("reward", None, "nothing would score the responses", "give a function or a name such as 'math'"))
+    wanted = Kind.PAIRS if kind.PAIRS else Kind.REFERENCES if kind.GENERATES else Kind.ANSWERS
+    add_data(call, data, directory / _DATA, wanted, overrides)
+    if data["data"] is None and is_base:
+        call.faults.append(Violation("data", None, "there is nothing to learn from", 'give rows such as {"prompt": "2+2=", "answer": "4"}'))
+    require_parameters_in_data(call)
+    if is_base:
+        # where it was refused, so that the rest can be checked
+        call.default("policy.model_name", "absent")
+        add_sizes(call, name, _rows_of(data["data"]))
+    _dump(call.written, path)
+    try:
+        load_and_check(str(path), [])
+    except ConfigError as error:
+        if not error.violations:
+            raise
+        faulty = {fault.key.partition("[")[0] for fault in call.faults}
+        # an argument that was refused is not in the configuration, which would be refused for that again
+        lacking = {"model": "policy.model_name", "data": "data.train", "validation": "data.validation", "reward": "env"}
+        refused = tuple(key for argument, key in lacking.items() if argument in faulty)
+        call.faults += [each for each in error.violations if not each.key.startswith(refused or ("\0",))]
+    call.require()
+    # only now: a call that is refused leaves an earlier one of the same run as it was
+    path.replace(directory / _CALL)
+    if call.sources:
+        text = "# Reward functions of the call that started this run, to be read: the run itself was sent them as objects.\n\n"
+        (directory / _REWARDS).write_text(
+            text + "\n\n".join(f"# {key}\n{source}" for key, source in call.sources.items()), encoding="utf-8"
+        )
+
+
+def _rows_of(data: Any) -> int | None:
+    return len(data) if hasattr(data, "__len__") and not isinstance(data, str | Mapping) else None
+
+
+def _name_of_model(model: Any) -> str:
+    if isinstance(model, Run):
+        return model.directory.name
+    return Path(os.fspath(model)).name if isinstance(model, str | os.PathLike) else ""
+
+
+def _dump(written: Mapping[str, Any], path: Path) -> None:
+    path.write_text(yaml.safe_dump(dict(written), sort_keys=False, allow_unicode=True), encoding="utf-8")

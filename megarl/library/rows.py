@@ -1,0 +1,139 @@
+"""Data that a caller holds in memory, as a file of the run's directory that any later launch can read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.config.data_sources import NAMED_SETS, is_file
+from megarl.errors import ConfigError, DataError, Violation
+
+_TABLES = {"to_parquet": ".parquet", "write_parquet": ".parquet"}
+"""Methods by which a table writes itself: of ``datasets.Dataset`` and of pandas, and of polars."""
+
+
+def source_of(argument: str, data: Any, directory: Path) -> dict[str, Any]:
+    """Return the data source of a configuration for what a caller gives.
+
+    Args:
+        argument: its name, for errors.
+        data: a path, the name or hub id of a set, a source as a configuration has it, a table, or rows.
+        directory: that rows and tables are written into.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if isinstance(data, str | os.PathLike):
+        return _named(argument, os.fspath(data))
+    if isinstance(data, Mapping):
+        if "path" in data or "name" in data:
+            return dict(data)
+        splits = ", ".join(map(repr, data)) or "nothing"
+        raise _refused(argument, splits, "it is a mapping and neither rows nor a source with path or name", f"give one: {argument}[NAME]")
+    method = next((name for name in _TABLES if callable(getattr(data, name, None))), None)
+    if method is None and not isinstance(data, Iterable):
+        bound = "it must be rows (dictionaries), a datasets.Dataset, a table of pandas or polars, or a path"
+        raise _refused(argument, type(data).__name__, bound, 'give for example [{"prompt": "2+2=", "answer": "4"}]')
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = directory / f".{argument}.tmp"
+    try:
+        if method is None:
+            _write_rows(argument, data, temporary)
+        else:
+            getattr(data, method)(str(temporary))
+        with temporary.open("rb") as file:
+            digest = hashlib.file_digest(file, "blake2b").hexdigest()[:16]
+        # named by its content: a later call with other rows replaces nothing that a checkpoint refers to
+        path = directory / f"{argument}-{digest}{_TABLES[method] if method else '.jsonl'}"
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return {"path": str(path)}
+
+
+def require_columns(argument: str, source: dict[str, Any], kind: Any) -> None:
+    """Name the fields of a source by the usual names of its columns, unless it says them itself.
+
+    Args:
+        argument: name of the argument that the data came by, for errors.
+        source: gets the keys.
+        kind: ``megarl.data.columns.Kind``.
+
+    Raises:
+        ConfigError: its columns have none of the usual names, or nothing can be read.
+    """
+    from megarl.data.columns import complete_source
+    from megarl.data.rows import source_name
+
+    try:
+        complete_source(source, kind)  # type: ignore[arg-type]
+    except DataError as error:
+        what, _, fix = str(error).partition(" Fix: ")
+        # the file of rows is none of the caller's
+        what = what.removeprefix(f"{source_name(source)}: ").rstrip(".")  # type: ignore[arg-type]
+        raise _refused(argument, ", ".join(columns_of(source)), what, fix) from error
+
+
+def write_empty_answers(source: dict[str, Any]) -> None:
+    """Give each row of a file that ``source_of`` wrote an empty reference answer, in a file beside it."""
+    from megarl.data.rows import rows_of
+
+    path = Path(source["path"])
+    answered = path.with_name(f"{path.stem}-without-answers.jsonl")
+    rows = rows_of(source)  # type: ignore[arg-type]
+    _write_rows(path.name, ({**row, "answer": ""} for _, row in rows if isinstance(row, Mapping)), answered)
+    path.unlink()
+    source["path"] = str(answered)
+
+
+def columns_of(source: Mapping[str, Any]) -> list[str]:
+    """Return the columns of the first row of a source."""
+    from megarl.data.rows import rows_of
+
+    _, row = next(iter(rows_of(source)), ("", {}))  # type: ignore[arg-type]
+    return list(row) if isinstance(row, Mapping) else []
+
+
+def _named(argument: str, text: str) -> dict[str, Any]:
+    path = Path(text).expanduser()
+    if path.exists():
+        return {"path": text}
+    if text in NAMED_SETS:
+        return {"name": text}
+    # a hub id is NAME or OWNER/NAME
+    if is_file(text) or path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
+        raise _refused(argument, text, f"there is no such file or directory in {Path.cwd()}", "give a path that exists, or the rows")
+    return {"name": text}
+
+
+def _write_rows(argument: str, rows: Iterable[Any], path: Path) -> None:
+    number = 0
+    with path.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row, Mapping):
+                fix = 'give dictionaries, for example {"prompt": "2+2=", "answer": "4"}'
+                raise _refused(f"{argument}[{number - 1}]", repr(row)[:80], f"it is {type(row).__name__}, not a dictionary", fix)
+            try:
+                file.write(json.dumps(dict(row), ensure_ascii=False, default=_plain) + "\n")
+            except (TypeError, ValueError) as error:
+                raise _refused(
+                    f"{argument}[{number - 1}]", repr(row)[:80], str(error), "give texts, numbers, lists and dictionaries"
+                ) from error
+    if not number:
+        raise _refused(argument, [], "it has no rows", "give at least as many as a step takes prompts")
+
+
+def _plain(value: Any) -> Any:
+    """Return a NumPy or torch value as numbers, and a date as text."""
+    for method in ("tolist", "isoformat"):
+        if callable(getattr(value, method, None)):
+            return getattr(value, method)()
+    raise TypeError(f"a value of type {type(value).__name__} cannot be written as JSON")
+
+
+def _refused(argument: str, value: object, bound: str, fix: str) -> ConfigError:
+    return ConfigError([Violation(argument, value, bound, fix)])

@@ -1,0 +1,178 @@
+"""What a run has left, for a notebook: its metrics as a table, its samples, its model and its curves."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import DataError
+
+_PREFIXES = ("train/", "validation/", "timing/", "performance/")
+_SHOWN = ("train/loss", "train/reward", "train/grad_norm", "validation/accuracy", "validation/loss", "timing/step_s")
+_ROWS = 10
+
+
+class Metrics(dict[str, list[Any]]):
+    """Metrics by name, each a list with a value for each step; None where a step has none. ``pandas.DataFrame(metrics)`` takes it.
+
+    ``metrics["reward"]`` is short for ``metrics["train/reward"]``, or else for the metric of validation.
+    """
+
+    def __missing__(self, name: str) -> list[Any]:
+        for prefix in _PREFIXES:
+            if prefix + name in self:
+                return self[prefix + name]
+        raise KeyError(f"{name!r}; there are {', '.join(self)}")
+
+    def _table(self) -> list[list[str]]:
+        """Return the cells of the metrics that people look at first, the newest steps last."""
+        names = ["step", *(name for name in _SHOWN if name in self)] if "step" in self else []
+        rows = [[_number(value) for value in row] for row in zip(*(self[name] for name in names), strict=True)]
+        return [[name.partition("/")[2] or name for name in names], *rows[-_ROWS:]]
+
+    def __repr__(self) -> str:
+        table = self._table()
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+        return "\n".join([*lines, f"{len(self.get('step', []))} steps, {len(self)} columns"])
+
+    def _repr_html_(self) -> str:
+        head, *rows = self._table()
+        cells = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        return f"<table><tr>{cells}</tr>{body}</table><p>{len(self.get('step', []))} steps, {len(self)} columns</p>"
+
+
+class Picture(os.PathLike[str]):
+    """A picture in a file, which a notebook shows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"Picture({str(self.path)!r})"
+
+    def _repr_png_(self) -> bytes:
+        return self.path.read_bytes()
+
+
+class Run:
+    """A run by its directory, while it trains and afterwards; also one that ``megarl train`` made.
+
+    Args:
+        directory: of the run.
+
+    Raises:
+        DataError: no run has written there.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        from megarl.watch.run_state import require_run
+
+        self.directory = Path(directory)
+        require_run(self.directory)
+
+    def __repr__(self) -> str:
+        return f"megarl.Run({str(self.directory)!r})"
+
+    @property
+    def metrics(self) -> Metrics:
+        """Every metric of every step, see ``Metrics``."""
+        from megarl.observe.metrics_file import FILE_NAME, stream_metrics
+        from megarl.observe.series import collect_series
+
+        series = collect_series(stream_metrics(self.directory / FILE_NAME))
+        steps = sorted({step for each in series.values() for step in each.steps})
+        columns: dict[str, list[Any]] = {"step": steps}
+        for name, each in series.items():
+            known = dict(zip(each.steps, each.values, strict=True))
+            columns[name] = [known.get(step) for step in steps]
+        return Metrics(columns)
+
+    def samples(self, step: int | None = None, *, validation: bool = False) -> list[dict[str, Any]]:
+        """Return prompts, responses and rewards of a step, those that ``logger.samples`` keeps.
+
+        Args:
+            step: None for the newest step that has some.
+            validation: those of a validation rather than of training.
+
+        Raises:
+            DataError: there are none.
+        """
+        from megarl.observe.sample_files import DIRECTORY, TRAIN, VALIDATION, list_samples, read_samples
+
+        files = dict(list_samples(self.directory / DIRECTORY, VALIDATION if validation else TRAIN))
+        chosen = max(files, default=None) if step is None else step
+        if chosen is None or chosen not in files:
+            steps = ", ".join(map(str, files)) or "no step"
+            raise DataError(f"step = {step}: there are samples of {steps} in {self.directory / DIRECTORY}. Fix: ask for one of these")
+        return read_samples(files[chosen])
+
+    @property
+    def model_dir(self) -> Path:
+        """Directory of the newest exported Hugging Face model.
+
+        Raises:
+            DataError: the run has exported none yet.
+        """
+        return self._newest("hf", "an unfinished run exports none; finish it, or see checkpoint")
+
+    @property
+    def checkpoint(self) -> Path:
+        """Directory of the newest checkpoint, ``step_N``.
+
+        Raises:
+            DataError: there is none.
+        """
+        return self._newest("checkpoints", "checkpoints are written every checkpointing.save_period steps and at the end")
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved configuration of the newest launch."""
+        from megarl.run.earlier_launch import CONFIG_FILE, kept_config
+
+        return kept_config(self.directory / CONFIG_FILE)
+
+    def plot(self) -> Picture:
+        """Draw the curves into the run's directory, with the page ``report.html``; returns the first picture, which a notebook shows.
+
+        Raises:
+            DataError: there is nothing to draw yet.
+            MegarlError: matplotlib is not installed.
+        """
+        from megarl.observe.plots import plot_run
+        from megarl.watch.report import REPORT, write_report
+
+        pictures = plot_run(self.directory)
+        write_report([self.directory], self.directory / REPORT)
+        return Picture(pictures[0])
+
+    def _newest(self, kind: str, fix: str) -> Path:
+        found = [(int(number), path) for path in (self.directory / kind).glob("step_*") if (number := path.name[5:]).isdecimal()]
+        if not found:
+            raise DataError(f"{self.directory} has no {kind}/step_N. Fix: {fix}")
+        return max(found)[1]
+
+
+def new_directory(name: str) -> Path:
+    """Make and return ``runs/NAME-1``, or the next one that nobody has made."""
+    for number in itertools.count(1):
+        path = Path("runs") / f"{name}-{number}"
+        path.parent.mkdir(exist_ok=True)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("numbers do not end")
+
+
+def _number(value: Any) -> str:
+    return "" if value is None else str(value) if isinstance(value, int) else f"{value:.4g}"

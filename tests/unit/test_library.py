@@ -1,0 +1,238 @@
+"""``megarl.train`` up to the point where its process starts: arguments, rows and functions; and the tables that a run is read as."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import megarl
+from megarl import import_path
+from megarl.errors import ConfigError, MegarlError, WorkerLostError
+from megarl.library import calls
+from megarl.library.process import error_of, run_command
+from megarl.library.run import Metrics, Run, new_directory
+from megarl.observe.metrics_file import encoded
+from megarl.rollout.reward_pool import RewardPool
+from megarl.rollout.rewards import RewardSpec, Task
+from tests.unit.tiny_model import make_tiny_model
+
+ROWS = [{"prompt": f"{each}+1=", "answer": str(each + 1)} for each in range(12)]
+Call = Callable[..., dict[str, Any]]
+
+
+def right(response: str, answer: str) -> float:
+    return float(response == answer)
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(import_path, "_given", {})
+    make_tiny_model(Path("model"), seed=1)
+    yield
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Call:
+    """The configuration that a call starts a process with, which is not started here."""
+
+    class Started(Exception):
+        pass
+
+    def call(*arguments: Any, **named: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+
+        def run(words: list[str], given: dict[str, bytes], *, shows: bool) -> tuple[int, str]:
+            found.update(yaml.safe_load(Path(words[1]).read_text()), given=sorted(given), words=words)
+            train = found["data"]["train"]
+            found["rows"] = Path(train["path"]).read_text() if train.get("path", "").endswith(".jsonl") else None
+            found["rewards"] = Path(words[1]).with_name("rewards.py").read_text() if given else None
+            raise Started
+
+        monkeypatch.setattr(calls, "run_command", run)
+        with pytest.raises(Started):
+            megarl.train(*arguments, **named)
+        return found
+
+    return call
+
+
+def refusals(*arguments: Any, **named: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        megarl.train(*arguments, **named)
+    assert not list(Path("runs").glob("*")), "what is refused leaves nothing behind"
+    return str(caught.value)
+
+
+def test_the_shortest_call_says_everything_that_a_run_needs(called: Call) -> None:
+    config = called("grpo", "model", ROWS, right, max_num_steps=3, learning_rate=1e-3, max_new_tokens=5)
+    assert config["env"] == {"reward": "given:right"} and config["given"] == ["given:right"]
+    assert [json.loads(line) for line in config["rows"].splitlines()] == ROWS
+    assert "return float(response == answer)" in config["rewards"]
+    assert config["grpo"]["max_num_steps"] == 3 and config["policy"]["generation"] == {"max_new_tokens": 5}
+    assert config["policy"]["megatron_cfg"]["optimizer"] == {"lr": 1e-3, "min_lr": 1e-4}
+    assert config["run_dir"] == "runs/grpo-model-1"
+
+
+def test_sections_whole_keys_and_keys_of_fields_are_overrides(called: Call) -> None:
+    rows = [{"q": each["prompt"], "a": each["answer"]} for each in ROWS]
+    section = {"policy": {"precision": "bfloat16"}, "policy.generation.top_k": 7, "checkpointing": {"save_period": 2}}
+    config = called("dapo", "model", rows, "math", prompt_key="q", answer_key="a", backend="dtensor", learning_rate=2e-5, **section)
+    assert config["defaults"] == [f"base/{name}.yaml" for name in ("grpo", "dapo", "megatron", "dtensor", "small")]
+    assert config["policy"]["precision"] == "bfloat16" and config["policy"]["generation"]["top_k"] == 7
+    assert config["policy"]["optimizer"] == {"kwargs": {"lr": 2e-5}} and config["checkpointing"]["save_period"] == 2
+    assert (config["data"]["train"]["prompt_key"], config["data"]["train"]["answer_key"]) == ("q", "a")
+
+
+def test_a_recipe_keeps_its_sizes_and_takes_what_is_given(called: Call) -> None:
+    sizes = {"max_total_sequence_length": 64, "max_input_seq_length": 32, "max_new_tokens": 32, "train_global_batch_size": 32}
+    config = called("grpo-qwen2.5-1.5b-1gpu-megatron", "model", ROWS, right, num_prompts_per_step=4, **sizes)
+    assert config["defaults"].endswith("grpo-qwen2.5-1.5b-1gpu-megatron.yaml")
+    assert config["grpo"] == {"num_prompts_per_step": 4} and "precision" not in config["policy"]
+
+
+def test_a_reward_of_the_response_alone_needs_no_answers_and_one_of_a_column_gets_it(called: Call) -> None:
+    alone = called("grpo", "model", [{"prompt": "say it"}] * 9, lambda response: len(response))
+    assert {row["answer"] for row in map(json.loads, alone["rows"].splitlines())} == {""}
+    assert alone["env"]["reward"] == "given:reward"
+    levels = [{**row, "level": np.int64(2)} for row in ROWS]
+    by_column = called("grpo", "model", levels, lambda response, level: level)
+    assert by_column["data"]["train"]["extra_keys"] == ["level"] and json.loads(by_column["rows"].splitlines()[0])["level"] == 2
+
+
+def test_several_rewards_have_names_and_weights(called: Call) -> None:
+    config = called("grpo", "model", ROWS, [right, right, "exact_match"])
+    assert list(config["env"]["rewards"]) == ["right", "right_2", "exact_match"] and config["env"]["reward"] is None
+    weighted = called("grpo", "model", ROWS, {"main": {"reward": right, "weight": 0.5}, "form": "format"})
+    assert weighted["env"]["rewards"] == {"main": {"reward": "given:right", "weight": 0.5}, "form": {"reward": "format"}}
+
+
+def test_tables_and_data_sets_are_written_as_they_are(called: Call) -> None:
+    import pandas
+    from datasets import Dataset
+
+    for table in (pandas.DataFrame(ROWS), Dataset.from_list(ROWS)):
+        path = Path(called("grpo", "model", table, right)["data"]["train"]["path"])
+        assert path.suffix == ".parquet"
+
+
+def test_everything_that_is_wrong_is_said_at_once_in_the_words_of_the_call() -> None:
+    text = refusals(
+        "grpo",
+        model="./absent",
+        data=[{"x": 1}],
+        reward=lambda one, two: 1.0,
+        max_num_step=3,
+        num_generations_per_prompt=1,
+    )
+    for part in (
+        "5 configuration errors",
+        "model = './absent': there is no such directory",
+        "data = 'x': by their usual names, its columns (x)",
+        "max_num_step = 3: megarl.train has no such argument",
+        "did you mean max_num_steps",
+        "num_generations_per_prompt (grpo.num_generations_per_prompt) = 1",
+        "reward (env.reward) = '<lambda>': nothing is known to give its parameters 'one', 'two'",
+    ):
+        assert part in text
+    assert "model = None" in (text := refusals("grpo")) and "data = None" in text and "reward = None" in text
+
+
+def test_other_mistakes() -> None:
+    assert "did you mean 'grpo'?" in refusals("grop", "model", ROWS, right)
+    assert "trains a second model" in refusals("ppo", "model", ROWS, right)
+    assert "'nowhere.jsonl': there is no such file" in refusals("grpo", "model", "nowhere.jsonl", right)
+    assert "data[1] = '3': it is int, not a dictionary" in refusals("grpo", "model", [ROWS[0], 3], right)
+    assert "data = []: it has no rows" in refusals("grpo", "model", [], right)
+    assert "reward = 3: it is neither a function" in refusals("grpo", "model", ROWS, 3)
+    assert "sft samples no responses to reward" in refusals("sft", "model", ROWS, right)
+    assert "it must be a directory or a hub id" in refusals("grpo", object(), ROWS, right)
+    handle = sys.stdout
+    assert "cannot be sent to the processes" in refusals("grpo", "model", ROWS, lambda response: handle.fileno())
+
+
+def test_a_refused_call_leaves_an_earlier_one_of_its_run_as_it_was(called: Call) -> None:
+    Path("mine").mkdir()
+    Path("mine/config.yaml").write_text("kept: true\n")
+    called("grpo", "model", ROWS, right, run_dir="mine", max_num_steps=3)
+    before = {path: path.read_bytes() for path in Path("mine").rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError):
+        megarl.train("grpo", "model", [{"prompt": "other", "answer": "rows"}], right, run_dir="mine", max_num_steps=-1)
+    assert {path: path.read_bytes() for path in Path("mine").rglob("*") if path.is_file()} == before
+
+
+def test_a_closure_scores_in_the_processes_of_the_pool_and_the_newest_of_a_name_counts() -> None:
+    import cloudpickle
+
+    def give(bonus: float) -> None:
+        def function(response: str) -> float:
+            return len(response) + bonus
+
+        import_path.give_object("function", function, cloudpickle.dumps(function))
+
+    for bonus in (0.5, 2.0):
+        give(bonus)
+        pool = RewardPool([RewardSpec("given:function")], 1)
+        assert pool.score([(0, Task("four", ""))])[0].value == 4 + bonus
+        pool.close()
+
+
+def test_a_process_that_has_not_the_object_says_how_to_go_on() -> None:
+    with pytest.raises(ConfigError, match=r"call megarl\.train with it again and the same run_dir"):
+        import_path.load_object("given:gone", "env.reward")
+    with pytest.raises(ConfigError, match="cannot be made again in another process"):
+        import_path.unpickle_object("given:gone", b"no pickle")
+
+
+def test_a_pool_says_what_it_cannot_make_again() -> None:
+    import_path.give_object("torn", right, b"no pickle")
+    with pytest.raises(ConfigError, match="cannot be made again in another process"):
+        RewardPool([RewardSpec("given:torn")], 1)
+
+
+def test_errors_of_the_command_become_errors_of_their_kinds() -> None:
+    code, text = run_command(["train", "absent.yaml"], {}, shows=False)
+    error = error_of(code, text)
+    assert isinstance(error, ConfigError) and "absent.yaml" in str(error) and not str(error).startswith("megarl:")
+    assert type(error_of(4, "megarl: gone")) is WorkerLostError
+    assert type(error_of(1, "")) is MegarlError and "ended with 1" in str(error_of(1, ""))
+
+
+def test_metrics_are_columns_with_a_value_for_each_step() -> None:
+    run_dir = Path("runs/some")
+    run_dir.mkdir(parents=True)
+    rows = [
+        {"step": 0, "time": 1.0, "validation/accuracy": 0.25},
+        {"step": 1, "time": 2.0, "train/reward": 0.5, "train/loss": 1.0},
+        {"step": 2, "time": 3.0, "train/reward": 0.75, "train/loss": 0.5, "validation/accuracy": 0.5},
+    ]
+    (run_dir / "metrics.jsonl").write_bytes(b"".join(encoded(row) for row in rows))
+    metrics = Run(run_dir).metrics
+    assert metrics["step"] == [0, 1, 2] and metrics["reward"] == metrics["train/reward"] == [None, 0.5, 0.75]
+    assert metrics["accuracy"] == [0.25, None, 0.5]
+    assert repr(metrics).splitlines()[0].split() == ["step", "loss", "reward", "accuracy"]
+    assert "<td>0.75</td>" in metrics._repr_html_()
+    with pytest.raises(KeyError, match="there are step"):
+        metrics["rewards"]
+    assert repr(Metrics()).endswith("0 steps, 0 columns")
+
+
+def test_directories_of_runs_are_numbered() -> None:
+    assert [new_directory("grpo-model") for _ in range(2)] == [Path("runs/grpo-model-1"), Path("runs/grpo-model-2")]
+
+
+def test_importing_the_package_stays_light_and_has_the_library() -> None:
+    program = "import sys, megarl; assert not {'torch', 'ray', 'yaml'} & set(sys.modules); print(megarl.eval, megarl.convert, megarl.Run)"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said.count("megarl") >= 1 and "evaluate" in said
+    assert {"train", "eval", "convert", "Run"} <= set(dir(megarl))
+    with pytest.raises(AttributeError):
+        _ = megarl.trian  # type: ignore[attr-defined]
