@@ -1,6 +1,7 @@
 """The packages of a distribution of megarl. Everything else about it stands in pyproject.toml.
 
-The recipes lie in ``configs`` and are shipped as ``megarl/recipes``, with the rows in the published form of public sets.
+The recipes lie in ``configs`` and are shipped as ``megarl/recipes``, with the rows in the published form of
+public sets.
 """
 
 import re

@@ -1,4 +1,5 @@
-"""``python -m benchmarks``: ``list`` names cases, ``run`` measures them, ``report`` draws results, ``compare`` sets two side by side."""
+"""``python -m benchmarks``: ``list`` names cases, ``run`` measures them, ``report`` draws results,
+``compare`` sets two side by side."""
 
 from __future__ import annotations
 
@@ -131,7 +132,7 @@ def _cases_that_take(options: Options) -> list[str]:
 
 
 def _fault(names: Sequence[str], options: Options) -> str:
-    """What is wrong with a choice of cases and options; empty when nothing is."""
+    """Describe the fault of a choice of cases and options; empty if there is none."""
     unknown = sorted(set(names) - set(CASES))
     if unknown:
         return f"no such case: {', '.join(unknown)}. Fix: choose from {', '.join(CASES)}"

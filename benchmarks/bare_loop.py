@@ -1,4 +1,5 @@
-"""What a person would take instead of a worker: a training loop on transformers and torch, in one process or under torch's FSDP2."""
+"""The loop that a person would write instead of using a worker: transformers and torch, in one process or
+under torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ from benchmarks import tiny
 
 
 class BareLoop:
-    """One model in one process with torch's fused AdamW; the same weights, data, micro-batches and hyperparameters as the worker's.
+    """One model in one process with torch's fused AdamW; the same weights, data, micro-batches and
+    hyperparameters as the worker's.
 
     Args:
         model: Hugging Face directory.
         micro_batch: rows.
-        device: ``cpu``, where it computes in float32, or ``cuda``, where matrix products are in bfloat16 as the worker's.
+        device: ``cpu``, where it computes in float32, or ``cuda``, where matrix products are in bfloat16 as
+        the worker's.
     """
 
     ranks = 1
@@ -73,7 +76,8 @@ class BareLoop:
 
 
 class FSDP2Loop(BareLoop):
-    """The same on all ranks of the job, with torch's ``fully_shard`` over them; gradients are reduced once a step."""
+    """The same on all ranks of the job, with torch's ``fully_shard`` over them; gradients are reduced once a
+    step."""
 
     def divided(self, model: Any) -> Any:
         """Each layer, and the rest, sharded over all ranks."""

@@ -1,7 +1,8 @@
 """Baselines of several runs: which runs may be joined, and which cases of a baseline cannot be used.
 
-Several runs of a case say how far runs of the same code are apart, and that widens the bound on a ratio (``benchmarks.change``). So they
-must be of one commit, machine and choice of options, and nothing may have disturbed one of them: otherwise the bound grows by what differs.
+Several runs of a case say how far runs of the same code are apart, and that widens the bound on a ratio
+(``benchmarks.change``). So they must be of one commit, machine and choice of options, and nothing may have
+disturbed one of them: otherwise the bound grows by what differs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ MOMENTARY = ("load_before", "load_after", "others")
 
 
 def unusable_cases(baseline: Sequence[Result]) -> dict[str, list[str]]:
-    """Why a case of several runs cannot be used, by case; cases that can be used, and cases of one run, are not named."""
+    """Why a case of several runs cannot be used, by case; cases that can be used, and cases of one run, are
+    not named."""
     runs: dict[str, list[Result]] = {}
     for result in baseline:
         runs.setdefault(result["case"], []).append(result)
@@ -44,7 +46,8 @@ def refusal(earlier: Sequence[Result], now: Result, cases: Collection[str]) -> s
 
 
 def differences(earlier: Result, later: Result) -> list[str]:
-    """What keeps two runs from being of the same code, sizes, options, versions and machine, in words; none where nothing does."""
+    """Describe the differences of code, sizes, options, versions and machine between two runs; empty if there
+    are none."""
     before, after = _facts(earlier), _facts(later)
     names = dict.fromkeys((*before, *after))
     pairs = ((name, before.get(name, "absent"), after.get(name, "absent")) for name in names)
@@ -63,7 +66,7 @@ def _of_no_commit(result: Result) -> list[str]:
 
 
 def _faults(runs: Sequence[Result]) -> list[str]:
-    """Of the runs of one case."""
+    """Yield the faults of the runs of one case."""
     if len(runs) == 1:
         return []
     numbered = list(enumerate(runs, 1))

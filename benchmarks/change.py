@@ -1,23 +1,26 @@
-"""What changed between results of a case: ratio by ratio, each against a bound that comes from the spread of earlier repeats and runs.
+"""Changes between results of a case: ratio by ratio, each against a bound from the spread of earlier repeats
+and runs.
 
 For one ratio, with medians m, the shift in the direction that is worse is::
 
     shift = m_after / m_before - 1      where less is better (times, memory)
     shift = m_before / m_after - 1      where more is better (speeds)
 
-The spread of repeats is the distance between their quartiles over their median. Where there are several earlier runs of a case, m_before is
-the median of their medians, spread_before the largest of their spreads, and *between* the distance of the largest and the smallest of their
-medians over m_before: memory lies elsewhere in each process, which no repeat within one shows. Few runs may be near one another by chance.
-So *between* counts REACH / d times, with d the mean range of that many normal numbers of deviation 1 (Tippett, 1925), and what three
-quarters of the ratios of the case are apart, *usual*, counts for all of them. A ratio
+The spread of repeats is the distance between their quartiles over their median. Where there are several
+earlier runs of a case, m_before is the median of their medians, spread_before the largest of their spreads,
+and *between* the distance of the largest and the smallest of their medians over m_before: memory lies
+elsewhere in each process, which no repeat within one shows. Few runs may be near one another by chance. So
+*between* counts REACH / d times, with d the mean range of that many normal numbers of deviation 1 (Tippett,
+1925), and what three quarters of the ratios of the case are apart, *usual*, counts for all of them. A ratio
 
-* *fell* when shift > max(FLOOR, TIMES * spread_before, REACH / d * between, REACH / d * usual), and *gained* when the shift the other way
-  is as large;
-* is *unsteady* when spread_after is larger than spread_before by more than that bound, whatever its median: a stall in some repeats.
+* *fell* when shift > max(FLOOR, TIMES * spread_before, REACH / d * between, REACH / d * usual), and *gained*
+  when the shift the other way is as large;
+* is *unsteady* when spread_after is larger than spread_before by more than that bound, whatever its median: a
+  stall in some repeats.
 
-For normally scattered repeats TIMES * spread is 2.7 standard deviations of one repeat, and REACH / d * between on average REACH of one run.
-The later run's own spread widens no bound, so a noisy run cannot pass by being noisy. Absolute numbers never count: they belong to their
-machine.
+For normally scattered repeats TIMES * spread is 2.7 standard deviations of one repeat, and REACH / d *
+between on average REACH of one run. The later run's own spread widens no bound, so a noisy run cannot pass by
+being noisy. Absolute numbers never count: they belong to their machine.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from typing import Any
 FLOOR = 0.05
 TIMES = 2.0
 REACH = 3.4
+# Of two to six normal numbers of deviation 1; more are taken for six.
 _MEAN_RANGES = (1.128, 1.693, 2.059, 2.326, 2.534)
-"""Of two to six normal numbers of deviation 1; more are taken for six."""
 FELL, UNSTEADY, GAINED, SAME, MISSING = "fell", "unsteady", "gained", "same", "missing"
 BAD = (FELL, UNSTEADY, MISSING)
 
@@ -72,7 +75,8 @@ def name_of(parameters: Mapping[str, Any]) -> str:
 
 
 def changes(before: Sequence[Result], after: Sequence[Result]) -> Iterator[Change]:
-    """Every ratio of ``before`` whose case is in ``after``, in its order. All earlier results of a case count, and the last later one."""
+    """Every ratio of ``before`` whose case is in ``after``, in its order. All earlier results of a case
+    count, and the last later one."""
     later = {result["case"]: result for result in after}
     for case in dict.fromkeys(result["case"] for result in before):
         if case in later:

@@ -1,4 +1,5 @@
-"""Collectives of a step, recorded while it runs and sent again by themselves: what its communication costs where nothing else is done."""
+"""Collectives of a step, recorded while it runs and sent again by themselves: what its communication costs
+where nothing else is done."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Collective:
     """Collective.
 
     Attributes:
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, or the name of another operator.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, or the name of another
+        operator.
         elements: of what each rank gives.
         dtype: of them.
         ranks: of its group.
@@ -31,7 +33,8 @@ class Collective:
     ranks: int
 
 
-# operators of torch.distributed in C++, by what calls them: its Python functions, and the functional ones of DTensor
+# operators of torch.distributed in C++, by what calls them: its Python functions, and the functional ones of
+# DTensor
 _KINDS: Mapping[str, str] = MappingProxyType(
     {
         "c10d::allreduce_": "all_reduce",
@@ -49,11 +52,11 @@ _KINDS: Mapping[str, str] = MappingProxyType(
         "_c10d_functional::broadcast": "broadcast",
     }
 )
+# Operators of which the second argument is what a rank gives, not the first.
 _GIVEN_SECOND = (
     *("_allgather_base_", "_reduce_scatter_base_", "allgather_"),
     *("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"),
 )
-"""Operators of which the second argument is what a rank gives, not the first."""
 _SILENT = ("wait_tensor", "barrier", "monitored_barrier")
 
 
@@ -86,7 +89,8 @@ def _ranks(function: Any, arguments: Any) -> int:
 
 
 def send(collectives: Sequence[Collective], repeats: int) -> Spent:
-    """Seconds of the same collectives over all ranks, one after another, with nothing between them; the first time does not count.
+    """Seconds of the same collectives over all ranks, one after another, with nothing between them; the first
+    time does not count.
 
     Raises:
         ValueError: one of them is of a kind that is not known, or of a group that has not all ranks.

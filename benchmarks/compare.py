@@ -33,18 +33,18 @@ def check(
     narrowed: bool = False,
     again: Callable[[Sequence[str]], Sequence[Result]] | None = None,
 ) -> tuple[bool, str]:
-    """Whether no ratio fell, and a text that says which did.
+    """Return whether no ratio fell, and a text that names those that did.
 
-    A baseline of several runs of which one was disturbed, or is of other code, widens bounds by that. Its case is then not judged, which
-    is no pass. A ratio that is bad stays bad unless a further look judges it, and finds it good: of 609 ratios of unchanged code 21 were
-    bad once, and 4 of these again.
+    A baseline of several runs of which one was disturbed, or is of other code, widens bounds by that. Its
+    case is then not judged, which is no pass. A ratio that is bad stays bad unless a further look judges it,
+    and finds it good: of 609 ratios of unchanged code 21 were bad once, and 4 of these again.
 
     Args:
         baseline: results to hold on to, of one run or of several.
         measured: results of this run.
         narrowed: the command line asked for some points of the cases only, so that others are not missing.
-        again: measures the cases of these names once more, if some ratio is bad, and those that stay so another time; a ratio that is good
-            there passes.
+        again: measures the cases of these names once more, if some ratio is bad, and those that stay so
+            another time; a ratio that is good there passes.
     """
     measured_cases = {result["case"] for result in measured}
     unusable = sorted(measured_cases & unusable_cases(baseline).keys())
@@ -103,7 +103,7 @@ def _key(change: Change) -> tuple[str, str, str]:
 
 
 def _has_twin(change: Change, found: Sequence[Change]) -> bool:
-    """Whether the same is there in CPU seconds."""
+    """Return whether the same ratio exists in CPU seconds."""
     return any(other.metric == f"{change.metric}_cpu" and other.case == change.case and other.point == change.point for other in found)
 
 
@@ -119,7 +119,7 @@ def _with_spread(summary: Mapping[str, Any]) -> str:
 
 
 def _notes(before: Sequence[Result], after: Sequence[Result]) -> list[str]:
-    """What keeps results from being quoted, a line a result; the numbers in brackets explained."""
+    """Return why results may not be quoted, a line a result, with the numbers in brackets explained."""
     marked = [
         f"not to be quoted: {which} {result['case']}: {'; '.join(marks)}"
         for which, results in (("earlier", before), ("later", after))

@@ -1,8 +1,10 @@
-"""``python -m benchmarks.conversation_curves``: the quickstart, and its task as conversations that a function of one's own rewards.
+"""``python -m benchmarks.conversation_curves``: the quickstart, and its task as conversations that a function
+of one's own rewards.
 
-For each seed the quickstart runs as it is, and then both parts again on the same problems as ``messages``, with ``right`` in the place of
-``exact_match``: joined as they are, which gives the same tokens, and with a chat template that says who speaks, which gives others. Plain
-transformers judge all exported models. Runs that are finished in ``--work`` are not run again.
+For each seed the quickstart runs as it is, and then both parts again on the same problems as ``messages``,
+with ``right`` in the place of ``exact_match``: joined as they are, which gives the same tokens, and with a
+chat template that says who speaks, which gives others. Plain transformers judge all exported models. Runs
+that are finished in ``--work`` are not run again.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ def _weights(run_dir: Path) -> bytes:
 
 
 def _as_conversations(seed: int, plain: Path, work: Path, template: str | None) -> dict[str, Any]:
-    """Figures of both parts of the quickstart on its own problems and its own model of a seed, as conversations."""
+    """Figures of both parts of the quickstart on its own problems and its own model of a seed, as
+    conversations."""
     from megarl.config import load_config
     from megarl.quickstart.__main__ import CONFIGS
     from megarl.quickstart.material import evaluate_checkpoint
@@ -101,7 +104,8 @@ def _as_conversations(seed: int, plain: Path, work: Path, template: str | None) 
 
 
 def _source(problems: Path, work: Path) -> str:
-    """A source of the problems of a file as conversations of one question and its answer, as an override has it."""
+    """A source of the problems of a file as conversations of one question and its answer, as an override has
+    it."""
     path = work / problems.name
     with problems.open() as lines, path.open("w") as out:
         for row in map(json.loads, lines):

@@ -1,4 +1,5 @@
-"""A device to measure on: its clock, its peak of memory, and how fast it multiplies matrices. A CPU, or one CUDA device."""
+"""A device to measure on: its clock, its peak of memory, and how fast it multiplies matrices. A CPU, or one
+CUDA device."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import torch
 from benchmarks import memory
 from benchmarks.timing import HostClock
 
-# large enough that a launch is nothing beside the product, small enough for a core to do it in a tenth of a second
+# large enough that a launch is nothing beside the product, small enough for a core to do it in a tenth of a
+# second
 PRODUCT = {"cpu": 768, "cuda": 8192}
 
 
@@ -25,7 +27,8 @@ class Clock(Protocol):
 
 
 class CudaClock:
-    """The clock of a CUDA device, whose calls return before their work is done: events that the device itself records.
+    """The clock of a CUDA device, whose calls return before their work is done: events that the device itself
+    records.
 
     Args:
         cuda: ``torch.cuda``.
@@ -55,7 +58,8 @@ def clock_of(device: str) -> Clock:
 
 
 def peak_of(action: Callable[[], Any], device: str = "cpu", cuda: Any = torch.cuda) -> float:
-    """MiB that ``action`` needed at its worst moment beyond what was there before: on a CPU as the kernel counts, on CUDA as torch does."""
+    """MiB that ``action`` needed at its worst moment beyond what was there before: on a CPU as the kernel
+    counts, on CUDA as torch does."""
     if device == "cpu":
         return memory.peak_of(action)
     cuda.synchronize()
@@ -68,7 +72,8 @@ def peak_of(action: Callable[[], Any], device: str = "cpu", cuda: Any = torch.cu
 
 
 def gemm_rate(device: str = "cpu", repeats: int = 5) -> float:
-    """Floating-point operations a second of one square product, the best of some: what a step could reach here and now.
+    """Floating-point operations a second of one square product, the best of some: what a step could reach
+    here and now.
 
     In bfloat16 on CUDA; in float32 on a CPU, on as many threads as torch has.
     """

@@ -1,4 +1,5 @@
-"""The plots of a report: the ratios of a case, as lines over what was varied or as bars, each with the range of its repeats."""
+"""The plots of a report: the ratios of a case, as lines over what was varied or as bars, each with the range
+of its repeats."""
 
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ def _bars(points: Points, ratios: Sequence[str]) -> Any:
 
 
 def _title(points: Points, ratio: str) -> str:
-    """What is drawn, and of what it is the ratio."""
+    """Return the title: the quantity, and what it is the ratio to."""
     unit = next(point["metrics"][ratio]["unit"] for point in points if ratio in point["metrics"])
     return f"{ratio.replace('_', ' ')}\n{textwrap.shorten(unit, 46, placeholder=' ...')}"
 

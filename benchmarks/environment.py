@@ -1,4 +1,4 @@
-"""What a result depends on besides the code: machine, versions, commit, load."""
+"""Circumstances of a result besides the code: machine, versions, commit, load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ PACKAGES = ("torch", "megatron-core", "transformers", "ray", "numpy", "trl")
 
 
 def commit() -> str:
-    """The commit in the work tree, with ``+changes`` when tracked or new files differ from it; ``unknown`` without git."""
+    """The commit in the work tree, with ``+changes`` when tracked or new files differ from it; ``unknown``
+    without git."""
     try:
         head = _git("rev-parse", "HEAD")
         # results are what this program writes: they do not change what was measured

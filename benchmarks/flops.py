@@ -1,4 +1,5 @@
-"""Floating-point operations of a dense decoder, counted from its sizes: matrix products, without norms, softmax and recomputation."""
+"""Floating-point operations of a dense decoder, counted from its sizes: matrix products, without norms,
+softmax and recomputation."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ from typing import Any
 
 
 def forward_flops(config: Any, lengths: list[int]) -> float:
-    """Of one forward pass over sequences of these lengths.
+    """Return the FLOPs of one forward pass over sequences of these lengths.
 
     Args:
         config: of transformers, of a dense decoder with gated feed-forward layers.
-        lengths: tokens of each sequence; attention is causal, so a token sees half of its sequence on average.
+        lengths: tokens of each sequence; attention is causal, so a token sees half of its sequence on
+        average.
     """
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query, keys = config.num_attention_heads * head, config.num_key_value_heads * head
@@ -22,5 +24,5 @@ def forward_flops(config: Any, lengths: list[int]) -> float:
 
 
 def training_flops(config: Any, lengths: list[int]) -> float:
-    """Of a forward and a backward pass, which has two products for each of the forward's."""
+    """Return the FLOPs of a forward and a backward pass, which has two products for each of the forward's."""
     return 3.0 * forward_flops(config, lengths)

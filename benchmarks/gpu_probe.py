@@ -1,9 +1,10 @@
-"""A first look at megarl on one GPU, in some five minutes: what a training step, log-probabilities, moves, a refit and a checkpoint cost,
-and where the device waits.
+"""A first look at megarl on one GPU, in some five minutes: what a training step, log-probabilities, moves, a
+refit and a checkpoint cost, and where the device waits.
 
-``python -m benchmarks.gpu_probe --out probe.json`` measures Qwen2.5 1.5B with random weights and packed bfloat16 micro-batches of 8,192
-tokens. Times are held against what the same device does with a product of matrices, moves against bytes. A part that fails is reported and
-the others still run; the exit code is then 1. Neither Ray nor a network is needed. ``--device cpu --size tiny`` tries the program itself.
+``python -m benchmarks.gpu_probe --out probe.json`` measures Qwen2.5 1.5B with random weights and packed
+bfloat16 micro-batches of 8,192 tokens. Times are held against what the same device does with a product of
+matrices, moves against bytes. A part that fails is reported and the others still run; the exit code is then
+1. Neither Ray nor a network is needed. ``--device cpu --size tiny`` tries the program itself.
 
 Figures of an H200 are in ``benchmarks/results/gpu/``.
 """
@@ -61,7 +62,7 @@ Figures = Iterator[tuple[str, Any]]
 
 @dataclass(slots=True)
 class Probe:
-    """What the parts share: the options, and the worker and its batches once they are built."""
+    """State that the parts share: the options, and the worker and its batches once they are built."""
 
     options: argparse.Namespace
     directory: Path
@@ -74,7 +75,7 @@ class Probe:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a CUDA device is measured."""
+        """True if a CUDA device is measured."""
         return bool(self.options.device == "cuda")
 
     def seconds(self, action: Callable[[], Any], repeats: int = 1) -> float:
@@ -98,7 +99,7 @@ class Probe:
 
 
 def facts(probe: Probe) -> Figures:
-    """What is there, and which of the fast paths are taken."""
+    """Return the hardware, the versions, and which of the fast paths are taken."""
     from megarl.env import installed_version
 
     yield "versions", {name: installed_version(name) for name in ("torch", "megatron-core", "transformers", "transformer-engine", "vllm")}
@@ -237,7 +238,8 @@ def generation(probe: Probe) -> Figures:
 
 
 def syncs(probe: Probe) -> Figures:
-    """Where the host waits for the device, by torch's own debug mode: each such place lets the device run dry."""
+    """Find where the host waits for the device, by torch's own debug mode: each such place lets the device
+    run dry."""
     if not probe.on_gpu:
         return
     for name, action in (("log-probabilities", lambda: probe.worker.get_logprobs(data=probe.logprob_shard)), ("train", probe.train)):
@@ -306,7 +308,8 @@ def export(probe: Probe) -> Figures:
 
 
 def ipc(probe: Probe) -> Figures:
-    """Refits to a second process on the same device: are all weights right, how fast, and does memory come back."""
+    """Refits to a second process on the same device: are all weights right, how fast, and does memory come
+    back."""
     probe.worker.prepare_for_lp_inference()
     description = probe.worker.prepare_refit_info()
     expected = {name: _fingerprint(tensor) for name, tensor in probe.worker.backend.export_hf()}
@@ -376,7 +379,8 @@ def _fingerprint(tensor: torch.Tensor) -> float:
 
 
 def checkpoint(probe: Probe) -> Figures:
-    """A checkpoint of weights and optimizer: seconds, bytes on disk, and device memory above that of training."""
+    """A checkpoint of weights and optimizer: seconds, bytes on disk, and device memory above that of
+    training."""
     target = probe.directory / "saved"
 
     def save() -> None:
@@ -395,7 +399,8 @@ PARTS: Mapping[str, Callable[[Probe], Figures]] = {
 
 
 def measure(probe: Probe, chosen: Sequence[str], out: Path | None) -> dict[str, Any]:
-    """Run parts; all figures so far are in ``out`` after each one, so that a probe that is cut off leaves what it had."""
+    """Run parts; all figures so far are in ``out`` after each one, so that a probe that is cut off leaves
+    what it had."""
     found: dict[str, Any] = {
         "environment": environment.describe(probe.options.device),
         "commit": environment.commit(),

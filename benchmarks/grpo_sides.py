@@ -1,6 +1,8 @@
-"""The sides of a GRPO step: megarl's worker with the collector and the loss of a run, TRL's GRPOTrainer, and a loop by hand.
+"""The sides of a GRPO step: megarl's worker with the collector and the loss of a run, TRL's GRPOTrainer, and
+a loop by hand.
 
-All have the same model, the same prompts, answers of a fixed number of tokens, the same reward and one optimizer step on all of them.
+All have the same model, the same prompts, answers of a fixed number of tokens, the same reward and one
+optimizer step on all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ LEARNING_RATE, BETAS, EPSILON, CLIP = 1e-3, (0.9, 0.95), 1e-8, 1.0
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What every side does.
+    """Work that every side does.
 
     Attributes:
         model: Hugging Face directory with its tokenizer.
@@ -55,12 +57,14 @@ def reward(text: str) -> float:
 
 
 class Ours:
-    """A step as ``megarl.algorithms.grpo`` makes it, with the worker in this process, on this data-parallel rank's share of the prompts.
+    """A step as ``megarl.algorithms.grpo`` makes it, with the worker in this process, on this data-parallel
+    rank's share of the prompts.
 
     Args:
         config: of the policy.
         task: what every side does; its prompts divide among the ranks.
-        on_policy: the ratio is exactly 1 (``loss_fn.force_on_policy_ratio``), which needs no log-probabilities before training.
+        on_policy: the ratio is exactly 1 (``loss_fn.force_on_policy_ratio``), which needs no
+        log-probabilities before training.
     """
 
     def __init__(self, config: Any, task: Task, on_policy: bool = False) -> None:
@@ -79,7 +83,8 @@ class Ours:
         share, rest = divmod(len(task.prompts), groups.data_size)
         assert not rest, f"{len(task.prompts)} prompts do not divide among {groups.data_size} ranks"
         self.share = slice(groups.data_rank * share, (groups.data_rank + 1) * share)
-        # a model of half the vocabulary, whose answers nobody reads, takes other tokens in the place of those that it lacks
+        # a model of half the vocabulary, whose answers nobody reads, takes other tokens in the place of those
+        # that it lacks
         vocabulary = config_of(task.model).vocab_size
         ids = [[token % vocabulary for token in tokenizer(text)["input_ids"]] for text in task.prompts[self.share]]
         self.records = [Example(index, tuple(prompt), (), "") for index, prompt in enumerate(ids)]
@@ -118,7 +123,7 @@ class Ours:
 
 
 class _OneRank:
-    """What the collector asks of a policy, of one worker."""
+    """The part of a policy that the collector needs, of one worker."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
@@ -213,7 +218,8 @@ class TRL:
 
     @property
     def spent(self) -> dict[str, Spent]:
-        """By phase: what makes a batch contains generation, and all that follows it is training; there are no log-probabilities."""
+        """By phase: what makes a batch contains generation, and all that follows it is training; there are no
+        log-probabilities."""
         found = self.phases.spent
         step, generation, batch = found[STEP], found["generation"], found["batch"]
         return {STEP: step, "generation": generation, "training": _less(step, batch), REST: _less(batch, generation)}
@@ -310,7 +316,8 @@ def _turns(phases: Phases, warm_up: int, between: Callable[[bool], Any]) -> Any:
 
 
 def assert_same(ours: Ours, model: Any) -> dict[str, float]:
-    """Largest differences between megarl's and a plain model of the same weights, on a batch of megarl's, which trains on it once.
+    """Largest differences between megarl's and a plain model of the same weights, on a batch of megarl's,
+    which trains on it once.
 
     Raises:
         AssertionError: log-probabilities or the gradient's norm differ by more than rounding.
@@ -321,7 +328,8 @@ def assert_same(ours: Ours, model: Any) -> dict[str, float]:
     ids, mask = (torch.zeros(len(lengths), width, dtype=torch.int64) for _ in range(2))
     for row, length in enumerate(lengths.tolist()):
         ids[row, width - length :], mask[row, width - length :] = batch["input_ids"][row, :length], 1
-    # transformers gives the row of the padding token no gradient, also where that token was drawn as part of an answer
+    # transformers gives the row of the padding token no gradient, also where that token was drawn as part of
+    # an answer
     model.get_input_embeddings().padding_idx = None
     now = answer_logprobs(model, ids, mask, new)
     found = {name: batch[key] for name, key in (("logprobs", "prev_logprobs"), ("generation", "generation_logprobs")) if key in batch}

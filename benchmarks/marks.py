@@ -9,7 +9,8 @@ from benchmarks.cases import CASES
 
 # cores that other programs may have kept busy: a shell, a monitor
 OTHERS = 0.15
-# what the kernel's one-minute average may say beyond the case's own, where a result does not know what others did
+# what the kernel's one-minute average may say beyond the case's own, where a result does not know what others
+# did
 ROOM = 0.5
 
 
@@ -26,7 +27,7 @@ def disturbances_of(result: Mapping[str, Any]) -> list[str]:
 
 
 def is_loaded(result: Mapping[str, Any]) -> bool:
-    """Whether other programs ran beside it, so that CPU seconds say more than wall seconds."""
+    """Return whether other programs ran beside it, so that CPU seconds say more than wall seconds."""
     return bool(_of_the_load(result))
 
 

@@ -1,4 +1,4 @@
-"""What a person may choose for cases that can be measured in more than one size: device, model, layouts, tokens, rows."""
+"""Choices for cases that can be measured in more than one size: device, model, layouts, tokens, rows."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class Options:
 
     Attributes:
         device: ``cpu`` or ``cuda``.
-        model: a recipe, or a Hugging Face ``config.json`` or its directory, of which a model with random weights is made.
+        model: a recipe, or a Hugging Face ``config.json`` or its directory, of which a model with random
+        weights is made.
         layout: the one layout to measure.
         tokens: lengths of sequences.
         rows: of data.

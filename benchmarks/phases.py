@@ -11,7 +11,8 @@ STEP, REST = "step", "rest"
 
 
 class Phases:
-    """Phases of many steps. Phases of one step that have the same name are added up; they do not contain one another.
+    """Phases of many steps. Phases of one step that have the same name are added up; they do not contain one
+    another.
 
     Args:
         names: of all phases; those that a step does not have take no time.

@@ -1,4 +1,4 @@
-"""What a case hands back: points, each a set of parameters with its metrics."""
+"""Results that a case returns: points, each a set of parameters with its metrics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Metric:
         return Metric.of(f"ratio to {baseline}", [one / other for one, other in zip(measured, against, strict=True)])
 
     def summary(self) -> dict[str, Any]:
-        """Median, smallest, largest and number of the samples, and the distance of their quartiles over the median, ready for JSON."""
+        """Median, smallest, largest and number of the samples, and the distance of their quartiles over the
+        median, ready for JSON."""
         middle = statistics.median(self.samples)
         lower, _, upper = statistics.quantiles(self.samples, method="inclusive") if len(self.samples) > 1 else [middle] * 3
         return {
@@ -75,7 +76,8 @@ class Point:
     Attributes:
         parameters: numbers and names that tell this point from the others of its case.
         metrics: by name.
-        run: where it is a whole run, what the field publishes of one: the columns of ``benchmarks.whole_runs``.
+        run: where it is a whole run, what the field publishes of one: the columns of
+        ``benchmarks.whole_runs``.
     """
 
     parameters: Mapping[str, int | float | str]

@@ -1,4 +1,5 @@
-"""Ranks that run a function together: the pool of gloo workers on a CPU, a process for each CUDA device on a GPU."""
+"""Ranks that run a function together: the pool of gloo workers on a CPU, a process for each CUDA device on a
+GPU."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Ranks:
 
 
 def in_processes(world: int, device: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """``function(*arguments)`` in a new process for each rank, with the variables of torchrun; a worker joins its group by itself."""
+    """``function(*arguments)`` in a new process for each rank, with the variables of torchrun; a worker joins
+    its group by itself."""
     context = multiprocessing.get_context("spawn")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

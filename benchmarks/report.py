@@ -1,4 +1,5 @@
-"""The page of a run's results: complete in itself, tables and plots, with whole runs first and marked results named."""
+"""The page of a run's results: complete in itself, tables and plots, with whole runs first and marked results
+named."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def _section(result: Result, svg: str) -> str:
 
 
 def _facts(result: Result) -> str:
-    """What the case itself took."""
+    """Return the time and memory of the case itself."""
     known = result.get("environment", {})
     others = known.get("others")
     facts = [

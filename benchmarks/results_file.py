@@ -15,7 +15,8 @@ class ResultsError(ValueError):
 
 
 def write(results: Sequence[dict[str, Any]], out: Path, earlier: Sequence[dict[str, Any]] = ()) -> None:
-    """All results into ``FILE.json``, or each into a file of its case's name in a directory. No file is ever half written.
+    """All results into ``FILE.json``, or each into a file of its case's name in a directory. No file is ever
+    half written.
 
     Args:
         results: of this run.
@@ -37,7 +38,8 @@ def _write_file(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All results of a file or of the files of a directory, in the order of their names; files of another kind there are passed over.
+    """All results of a file or of the files of a directory, in the order of their names; files of another
+    kind there are passed over.
 
     Raises:
         ResultsError: there are none.
@@ -51,7 +53,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def read_earlier(path: Path) -> list[dict[str, Any]]:
-    """What earlier runs left there; nothing where there is no such path, or a directory without results: the next run is the first.
+    """Read the results of earlier runs; empty if there is no such path, or a directory without results: the
+    next run is the first.
 
     Raises:
         ResultsError: it is a file, and holds no results.

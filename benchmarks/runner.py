@@ -23,18 +23,20 @@ from benchmarks.usage import measured_usage
 from megarl import env
 
 CASE_SECONDS = 600.0
+# glibc's allocator keeps what was freed, as the one of a GPU does. Otherwise it learns from what is freed
+# whether large blocks are new pages each time: the same code learned one thing in one process, another in
+# the next, and was four times slower.
 _STEADY_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""glibc's allocator keeps what was freed, as the one of a GPU does. Otherwise it learns from what is freed whether large blocks are new
-pages each time: the same code learned one thing in one process, another in the next, and was four times slower."""
 LAST_WORDS_SECONDS = 20.0
 OUTPUT_SHOWN = 2000  # characters
 
 
 def run_case(name: str, quick: bool, case: Case | None = None, options: Options = AS_EACH_CASE_HAS_IT) -> dict[str, Any]:
-    """One result, ready for JSON: case, commit, environment, parameters, metrics of every point, and whether it went well.
+    """One result, ready for JSON: case, commit, environment, parameters, metrics of every point, and whether
+    it went well.
 
-    A case that raises, dies or takes longer than ``CASE_SECONDS`` gives a result with ``success`` false and the reason in ``error``; points
-    that it had finished by then are kept.
+    A case that raises, dies or takes longer than ``CASE_SECONDS`` gives a result with ``success`` false and
+    the reason in ``error``; points that it had finished by then are kept.
     """
     case = case or CASES[name]
     stated = circumstances(quick, options)
@@ -57,7 +59,7 @@ def run_case(name: str, quick: bool, case: Case | None = None, options: Options 
 
 
 def circumstances(quick: bool, options: Options = AS_EACH_CASE_HAS_IT) -> dict[str, Any]:
-    """What a result states of the code, the machine and the choices before anything is measured."""
+    """Return the code, the machine and the choices of a result, before anything is measured."""
     return {
         "commit": environment.commit(),
         "environment": environment.describe(options.device),
@@ -106,7 +108,8 @@ def _receive(results: Connection, points: list[Point]) -> str | None:
 
 
 def _serve(case: Case, quick: bool, options: Options, results: Connection, output: str) -> None:
-    """In the case's process: send every point as it comes, then None, or what went wrong. What libraries print goes to a file."""
+    """In the case's process: send every point as it comes, then None, or what went wrong. What libraries
+    print goes to a file."""
     with open(output, "w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -1,4 +1,5 @@
-"""A training step of a worker, taking turns with what a person would write instead, on all ranks of a layout."""
+"""A training step of a worker, taking turns with what a person would write instead, on all ranks of a
+layout."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Measured:
     """Measured on one rank.
 
     Attributes:
-        spent: by side: ``worker``, and those of ``bare`` (on the first rank) and ``fsdp2`` (on all) that were asked for.
+        spent: by side: ``worker``, and those of ``bare`` (on the first rank) and ``fsdp2`` (on all) that were
+        asked for.
         losses: of every step of each side, warm-up included; of ``fsdp2`` this rank's share.
         gemm: operations a second of a product of matrices on this rank.
     """
@@ -36,7 +38,8 @@ class Measured:
 
 
 def compare_steps(config: PolicyConfig, work: Work, layout: Layout, rivals: Sequence[str], repeats: int, device: str = "cpu") -> Measured:
-    """On every rank: steps of the worker and of its rivals in turn, from the same weights on the same batch."""
+    """On every rank: steps of the worker and of its rivals in turn, from the same weights on the same
+    batch."""
     import gc
 
     import torch.distributed as dist
@@ -78,7 +81,8 @@ def step_of(worker: Any, batch: Mapping[str, Any], rows: int) -> Callable[[], fl
 def _rivals(
     names: Sequence[str], model: Path, batch: Mapping[str, Any], work: Work, layout: Layout, device: str
 ) -> dict[str, Callable[[], float]]:
-    """Steps of the other sides. The bare loop has one process: on other ranks it does nothing, and takes no time there."""
+    """Steps of the other sides. The bare loop has one process: on other ranks it does nothing, and takes no
+    time there."""
     import torch.distributed as dist
 
     from benchmarks.bare_loop import BareLoop, FSDP2Loop
@@ -94,7 +98,8 @@ def _rivals(
 
 
 def metrics_of(ranks: Sequence[Measured], config: Any, lengths: list[int], device: str = "cpu") -> dict[str, Metric]:
-    """Ratios to the rivals, tokens a second, and the share of what products of matrices reach here; equal losses are asserted."""
+    """Ratios to the rivals, tokens a second, and the share of what products of matrices reach here; equal
+    losses are asserted."""
     from benchmarks.flops import training_flops
 
     worker = over_ranks([rank.spent["worker"] for rank in ranks])

@@ -1,4 +1,5 @@
-"""What a case measures on: a model with random weights, a batch for it, and the policy that has it in a layout."""
+"""Subjects of measurement: a model with random weights, a batch for it, and the policy that has it in a
+layout."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def model_of(options: Options, directory: Path, longest: int, **sizes: int) -> P
 
 
 def model_path(chosen: str) -> Path:
-    """Where the config of a chosen model lies: of a recipe, what its ``policy.model_name`` says."""
+    """Return the path of a chosen model's config; of a recipe, that of its ``policy.model_name``."""
     path = Path(chosen)
     if path.suffix not in (".yaml", ".yml"):
         return path
@@ -125,7 +126,7 @@ def rows_at_once(work: Work, layout: Layout = ONE_RANK) -> int:
 
 
 def fits(backend: str, work: Work, layout: Layout) -> bool:
-    """Whether a backend has the axes of a layout, and rows for each of its ranks."""
+    """Return whether a backend has the axes of a layout, and rows for each of its ranks."""
     axes = {"megatron": ("tp", "pp", "cp", "dp"), "dtensor": ("tp", "cp", "dp"), "fsdp1": ("dp",)}[backend]
     needed = [axis for axis in ("tp", "pp", "cp", "dp") if getattr(layout, axis) > 1]
     return set(needed) <= set(axes) and work.rows % (layout.dp * work.micro_batches) == 0

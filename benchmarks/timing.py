@@ -55,7 +55,8 @@ class Spent:
 
     Attributes:
         wall: seconds of each repeat.
-        cpu: CPU seconds of the process in each repeat, over all of its threads. On a busy machine they say more.
+        cpu: CPU seconds of the process in each repeat, over all of its threads. On a busy machine they say
+        more.
     """
 
     wall: list[float] = field(default_factory=list)
@@ -88,7 +89,8 @@ def over_ranks(ranks: Sequence[Spent]) -> Spent:
 def spent_in_turn(
     actions: Mapping[str, Callable[[], Any]], *, repeats: int, warm_up: int = 1, clock: Clock | None = None
 ) -> dict[str, Spent]:
-    """What each action took. Every repeat runs all actions one after another, so a passing load on the machine meets all of them."""
+    """Measure each action. Every repeat runs all actions one after another, so that a passing load on the
+    machine meets all of them."""
     spent = {name: Spent() for name in actions}
     with collector_off():
         for turn in range(warm_up + repeats):

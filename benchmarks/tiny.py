@@ -35,7 +35,8 @@ CLIPPED_LOSS = {
 
 
 def save_model(directory: Path, longest: int = LENGTH, **changes: int) -> Path:
-    """A random Qwen2 of 256 x 4, or of other sizes, in Hugging Face form, for sequences of at most ``longest`` tokens."""
+    """A random Qwen2 of 256 x 4, or of other sizes, in Hugging Face form, for sequences of at most
+    ``longest`` tokens."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -88,7 +89,7 @@ def policy_config(
 
 
 def _section_of(backend: str, tensor_parallel: int) -> dict[str, Any]:
-    """What enables a backend, and the same optimizer for each."""
+    """Return the section that enables a backend, with the same optimizer for each."""
     if backend == "megatron":
         optimizer = {
             "lr": LEARNING_RATE,
@@ -110,7 +111,8 @@ def _section_of(backend: str, tensor_parallel: int) -> dict[str, Any]:
 
 
 def worker_of(config: Mapping[str, Any]) -> Any:
-    """The worker of a configuration's backend on this rank, with an optimizer and without a reference policy."""
+    """The worker of a configuration's backend on this rank, with an optimizer and without a reference
+    policy."""
     from megarl.parity.jobs import WORKERS
 
     backend = next((name for name in BACKENDS if (config.get(f"{name}_cfg") or {}).get("enabled")), "fsdp1")

@@ -1,7 +1,8 @@
-"""CPU seconds that a case and everything it started used, and what other programs of the machine used meanwhile.
+"""CPU seconds that a case and everything it started used, and what other programs of the machine used
+meanwhile.
 
-The kernel adds up those of processes that somebody waited for. Ray's raylet waits for none of its workers: it ignores their end, and what
-they used is then told to nobody. So they are looked at while they run.
+The kernel adds up those of processes that somebody waited for. Ray's raylet waits for none of its workers: it
+ignores their end, and what they used is then told to nobody. So they are looked at while they run.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Usage:
 
     Attributes:
         wall: seconds.
-        cpu: CPU seconds of this process and of all that it started, wherever those went; of processes that nobody waits for, those until up
-            to a second before their end.
+        cpu: CPU seconds of this process and of all that it started, wherever those went; of processes that
+            nobody waits for, those until up to a second before their end.
         others: cores that other programs kept busy, on average; None where the kernel does not say.
     """
 
@@ -44,7 +45,8 @@ class Usage:
 
 @contextlib.contextmanager
 def measured_usage() -> Iterator[Usage]:
-    """What happens inside. Processes that outlive their parents inside become this process's own, so that their seconds count too."""
+    """Measure what happens inside the block. Processes that outlive their parents inside become this
+    process's own, so that their seconds count too."""
     multiprocessing.resource_tracker.ensure_running()  # it lives as long as this process: nobody waits for it below
     before = {child.pid for child in psutil.Process().children()}
     usage, begun, used, busy = Usage(), time.monotonic(), _own_cpu(), machine_cpu()
@@ -73,14 +75,15 @@ def machine_cpu(statistics: Path = Path("/proc/stat")) -> float | None:
         lines = [line.split() for line in statistics.read_text(encoding="ascii").splitlines()]
     except OSError:
         return None
-    # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user already. Stolen time is lost to another machine.
+    # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user already. Stolen time is lost
+    # to another machine.
     counted = [[int(word) for word in words[1:9]] for words in lines if words[0] in cores]
     return sum(sum(ticks) - ticks[3] - ticks[4] for ticks in counted) / _CLOCK_TICKS if counted else None
 
 
 class _Unreported:
-    """CPU seconds, since the beginning, of the processes below this one whose parents ignore their end; looked at every ``LOOK_SECONDS`` by
-    a thread."""
+    """CPU seconds, since the beginning, of the processes below this one whose parents ignore their end;
+    looked at every ``LOOK_SECONDS`` by a thread."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[int, float], float] = {}
@@ -100,7 +103,7 @@ class _Unreported:
 
     @property
     def seconds(self) -> float:
-        """Of all that were seen."""
+        """Return the seconds of all processes that were seen."""
         return sum(seconds - self._before.get(process, 0.0) for process, seconds in self._found.items())
 
     def _look_on(self) -> None:
@@ -109,7 +112,8 @@ class _Unreported:
 
 
 def _unreported() -> dict[tuple[int, float], float]:
-    """CPU seconds so far of the processes below this one whose parents ignore their end, by number and time of birth."""
+    """CPU seconds so far of the processes below this one whose parents ignore their end, by number and time
+    of birth."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, OSError):
@@ -119,7 +123,7 @@ def _unreported() -> dict[tuple[int, float], float]:
 
 
 def _ignores_children(pid: int) -> bool:
-    """Whether a process does not want to know when its children end."""
+    """Return whether a process does not want to know when its children end."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     ignored = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
     return bool(int(ignored, 16) >> (signal.SIGCHLD - 1) & 1)
@@ -130,7 +134,8 @@ def _adopt_orphans(adopt: bool) -> None:
 
 
 def _end_orphans(before: set[int]) -> None:
-    """Wait for new children, then end those that stay: nobody else will, and the next case wants a quiet machine."""
+    """Wait for new children, then end those that stay: nobody else will, and the next case wants a quiet
+    machine."""
     new = [child for child in psutil.Process().children() if child.pid not in before]
     _, alive = psutil.wait_procs(new, timeout=ORPHAN_SECONDS)
     for process in alive:

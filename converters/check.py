@@ -1,7 +1,7 @@
 """Checks, before anything is loaded, that weights and config belong together.
 
-A config is about as large as the checkpoint beside it; every parameter of the model is in the checkpoint, and every key of the checkpoint
-belongs to a parameter.
+A config is about as large as the checkpoint beside it; every parameter of the model is in the checkpoint, and
+every key of the checkpoint belongs to a parameter.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ _DTYPES = frozenset({"torch.float32", "torch.bfloat16", "torch.float16", "torch.
 
 
 def check_source(source: HuggingFaceSource, architecture: Architecture, compare_tied: bool = True, excused: Sequence[str] = ()) -> None:
-    """Check that the checkpoint has every tensor the architecture asks for, no other, in the right shapes (``check_headers``).
+    """Check that the checkpoint has every tensor the architecture asks for, no other, in the right shapes
+    (``check_headers``).
 
-    A tied model may still store ``lm_head.weight``. It is then compared with the embedding, because transformers unties the two when they
-    differ; and what prediction layers repeat of embedding and output layer is compared with these. Only then are tensor data read, in
-    pieces of 32 MiB.
+    A tied model may still store ``lm_head.weight``. It is then compared with the embedding, because
+    transformers unties the two when they differ; and what prediction layers repeat of embedding and output
+    layer is compared with these. Only then are tensor data read, in pieces of 32 MiB.
 
     Args:
         source: the checkpoint.
@@ -78,7 +79,8 @@ def check_source(source: HuggingFaceSource, architecture: Architecture, compare_
 
 
 def check_headers(source: HuggingFaceSource, architecture: Architecture, excused: Sequence[str] = ()) -> None:
-    """``check_source`` without comparing tensors that should say the same. Reads headers only, without torch."""
+    """``check_source`` without comparing tensors that should say the same. Reads headers only, without
+    torch."""
     source.check_files()
     # names of the stored tensors that hold tensors of the architecture
     accounted: set[str] = set()
@@ -135,7 +137,8 @@ def _refuse(source: HuggingFaceSource, architecture: Architecture, problems: lis
 
 
 def wrapped_names(stored: Collection[str], expected: Iterable[str]) -> tuple[str, str] | None:
-    """Return what stands in the stored names that does not belong there and who puts it there; None where nothing explains them.
+    """Return what stands in the stored names that does not belong there and who puts it there; None where
+    nothing explains them.
 
     Args:
         stored: names of the tensors of a checkpoint.
@@ -158,7 +161,8 @@ def wrapped_names(stored: Collection[str], expected: Iterable[str]) -> tuple[str
 
 
 def _candidates(stored: Collection[str], wanted: set[str]) -> Iterable[tuple[str, ...]]:
-    """Words that may have to be taken out of the names: those of wrappers, then whatever stands in front of an expected name."""
+    """Words that may have to be taken out of the names: those of wrappers, then whatever stands in front of
+    an expected name."""
     yield from ((word,) for word in _WRAPPERS if word != "model")
     fronts = {
         name[: -len(each)] for name in stored for each in ("model.norm.weight", "model.embed_tokens.weight") if name.endswith(f".{each}")
@@ -174,13 +178,15 @@ def _without(name: str, words: tuple[str, ...]) -> str:
 
 
 def repeated_tensors(architecture: Architecture) -> dict[str, str]:
-    """Names of tensors that a checkpoint may have beside those of the architecture, with the names of those that they repeat."""
+    """Names of tensors that a checkpoint may have beside those of the architecture, with the names of those
+    that they repeat."""
     return ({_HEAD: _EMBEDDING} if architecture.tied_embeddings else {}) | dict(copies(architecture))
 
 
 def stored_twice(source: HuggingFaceSource, architecture: Architecture, excused: Sequence[str] = ()) -> dict[str, str]:
-    """Names of tensors that say what another tensor says, with the name of that one: the stored output layer of a tied model, embedding
-    and output layer of prediction layers. One that says something else is not among them; only what is ``excused`` may."""
+    """Names of tensors that say what another tensor says, with the name of that one: the stored output layer
+    of a tied model, embedding and output layer of prediction layers. One that says something else is not
+    among them; only what is ``excused`` may."""
     return {
         name: original
         for name, original in repeated_tensors(architecture).items()
@@ -189,12 +195,12 @@ def stored_twice(source: HuggingFaceSource, architecture: Architecture, excused:
 
 
 def is_excused(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Whether one of the names matches one of the patterns (``*`` and ``?``)."""
+    """Return whether one of the names matches one of the patterns (``*`` and ``?``)."""
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def _equal(source: HuggingFaceSource, first: str, second: str) -> bool:
-    """Whether two matrices hold the same bits, in bounded memory."""
+    """Return whether two matrices hold the same bits, in bounded memory."""
     import torch
 
     if first not in source or source.dtype(first) != source.dtype(second) or source.shape(first) != source.shape(second):
@@ -244,8 +250,8 @@ def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[R
 def check_plausible(architecture: Architecture, shapes: Mapping[str, tuple[int, ...]], what: str, *, stacked: bool) -> None:
     """Refuse a config of more layers or experts than the stored tensors can hold.
 
-    A layer is a tensor of its own, or a place along the first axis of one where layers may be stacked; an expert is a tensor of its own, or
-    a place along an axis of a tensor of layers.
+    A layer is a tensor of its own, or a place along the first axis of one where layers may be stacked; an
+    expert is a tensor of its own, or a place along an axis of a tensor of layers.
 
     Args:
         architecture: from the config.

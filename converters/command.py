@@ -1,4 +1,5 @@
-"""The command ``megarl convert``, also ``python -m converters``: its sub-commands, and what they say as text and as ``--json``."""
+"""The command ``megarl convert``, also ``python -m converters``: its sub-commands, and what they say as text
+and as ``--json``."""
 
 from __future__ import annotations
 
@@ -155,8 +156,8 @@ def run(arguments: argparse.Namespace, megatron: Megatron | None = None) -> int:
 
     Args:
         arguments: of ``build_parser``.
-        megatron: where there are Megatron-Core workers, what gives a function of theirs to the self-test, from the files of the user's
-            families (``ComputeLogprobs``).
+        megatron: where there are Megatron-Core workers, what gives a function of theirs to the self-test,
+            from the files of the user's families (``ComputeLogprobs``).
 
     Raises:
         ConversionError: see the exit codes.
@@ -186,9 +187,11 @@ def run(arguments: argparse.Namespace, megatron: Megatron | None = None) -> int:
 
 
 def quiet_without_reader(command: Callable[[], int]) -> int:
-    """Return the exit code of a command, which ends without a traceback when the reader of its output is gone, as in ``| head``.
+    """Return the exit code of a command, which ends without a traceback when the reader of its output is
+    gone, as in ``| head``.
 
-    A command that had finished keeps its exit code; one that had not gets that of a program which SIGPIPE ends.
+    A command that had finished keeps its exit code; one that had not gets that of a program which SIGPIPE
+    ends.
     """
     code = 128 + signal.SIGPIPE
     try:
@@ -213,7 +216,8 @@ def _flush_output() -> None:
 
 
 def _is_unread(stream: TextIO) -> bool:
-    """Whether a stream goes into a pipe that nobody reads; a broken pipe to a worker is another matter."""
+    """Return whether a stream goes into a pipe that nobody reads; a broken pipe to a worker is another
+    matter."""
     poll = select.poll()
     poll.register(stream.fileno(), 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
@@ -236,7 +240,7 @@ def _main(arguments: argparse.Namespace) -> int:
 
 
 def interrupted_text(error: KeyboardInterrupt) -> str:
-    """What an interrupted command has to say: what it left behind."""
+    """Return the message of an interrupted command, with what it left behind."""
     return "; ".join(["interrupted", *getattr(error, "__notes__", ["nothing was being written"])])
 
 

@@ -1,4 +1,5 @@
-"""Two stored models compared tensor by tensor, bit for bit, in bounded memory; whichever formats they have."""
+"""Two stored models compared tensor by tensor, bit for bit, in bounded memory; whichever formats they
+have."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Difference:
     """One thing in which two models differ.
 
     Attributes:
-        kind: ``config``, ``file``, ``missing``, ``shape``, ``dtype``, ``values``, ``padding``, ``object`` or ``hash``.
+        kind: ``config``, ``file``, ``missing``, ``shape``, ``dtype``, ``values``, ``padding``, ``object`` or
+        ``hash``.
         name: of the config field, the file, the tensor or the object.
         text: both sides, for people.
     """
@@ -57,9 +59,11 @@ def config_differences(one: Architecture, other: Architecture) -> Iterator[Diffe
 
 
 def setting_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Difference]:
-    """Keys of two ``config.json`` that no architecture has and that are not equal: dtype, special tokens, labels, text generation.
+    """Keys of two ``config.json`` that no architecture has and that are not equal: dtype, special tokens,
+    labels, text generation.
 
-    A key that one leaves out has the default of the config's class in transformers. One without a dtype has that of its weights.
+    A key that one leaves out has the default of the config's class in transformers. One without a dtype has
+    that of its weights.
     """
     # transformers takes settings of text generation out of a config
     sides = [{**with_defaults(config), **config} for config in (one, other)]
@@ -81,8 +85,8 @@ def _plain(value: Any) -> Any:
 
 
 def file_differences(one: Path, other: Path) -> Iterator[Difference]:
-    """Files beside the weights of two models that change what a model is told or says, and are not equal; ``config.json`` is compared by
-    its keys, other JSON files by what they hold."""
+    """Files beside the weights of two models that change what a model is told or says, and are not equal;
+    ``config.json`` is compared by its keys, other JSON files by what they hold."""
     left, right = file_hashes(one), file_hashes(other)
     for name in sorted(filter(speaks, {*left, *right} - {"config.json"})):
         if name not in left or name not in right:
@@ -124,7 +128,8 @@ def tensor_differences(one: Opened, other: Opened, excused: Sequence[str] = ()) 
 
 
 class _Elements:
-    """Elements of a tensor, of which ranges of rows come one after another: how many, and where the first is."""
+    """Elements of a tensor, of which ranges of rows come one after another: how many, and where the first
+    is."""
 
     def __init__(self, tensor: HuggingFaceTensor) -> None:
         self.count, self._first, self._total = 0, [0], torch.Size(tensor.shape).numel()
@@ -162,7 +167,8 @@ def _content_differences(one: Opened, other: Opened, left: HuggingFaceTensor, ri
 
 
 def object_differences(stored: TorchDistCheckpoint) -> Iterator[Difference]:
-    """Return what is no tensor in a checkpoint that a conversion made: an import leaves empty states of modules alone."""
+    """Return what is no tensor in a checkpoint that a conversion made: an import leaves empty states of
+    modules alone."""
     for key in stored.objects:
         if load_plain(io.BytesIO(stored.read_object(key)), f"{key} in {stored.directory}") != [None]:
             yield Difference("object", key, "it holds a state, and a conversion leaves none")
@@ -181,8 +187,8 @@ def padding_differences(model: MegatronModel) -> Iterator[Difference]:
 
 
 def content_problems(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Difference]:
-    """Tensors that are not what the manifest says, where there is one, or not finite; one that is excused may be missing. Reads every
-    tensor, and so finds what cannot be read."""
+    """Tensors that are not what the manifest says, where there is one, or not finite; one that is excused may
+    be missing. Reads every tensor, and so finds what cannot be read."""
     model, known = opened.model, None if opened.manifest is None else opened.manifest.tensors
     for name in dict.fromkeys((*opened.tensors, *(known or ()))):
         tensor, record = opened.tensors.get(name), None if known is None else known.get(name)

@@ -1,4 +1,5 @@
-"""What both directions of a conversion have in common: pieces of work that are taken up again, and what becomes of the last one."""
+"""Parts that both directions of a conversion share: pieces of work that can be resumed, and what becomes of
+the last one."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ class Plan:
         return {} if self.adapter is None else self.adapter.notes()
 
     def fingerprint_with(self, weights: Any, config: Any, rules: Iterable[Rule], rest: Any, **options: Any) -> dict[str, str]:
-        """Return what changes with the bytes that will be written, by the name of what decides about them; options by their flags."""
+        """Return what changes with the bytes that will be written, by the name of what decides about them;
+        options by their flags."""
         facts = {
             WEIGHTS: weights,
             "config.json": config,
@@ -94,7 +96,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a Hugging Face tensor from ``start`` on, and where in a chunk they are: all of it, a range of rows, or a place."""
+    """Rows of a Hugging Face tensor from ``start`` on, and where in a chunk they are: all of it, a range of
+    rows, or a place."""
 
     part: HuggingFaceTensor
     start: int
@@ -113,7 +116,8 @@ class Chunk:
 
     Attributes:
         key: of the stored tensor.
-        offsets: where in it: of ``torch_dist`` one a dimension; of safetensors the first byte, from the beginning of the file.
+        offsets: where in it: of ``torch_dist`` one a dimension; of safetensors the first byte, from the
+        beginning of the file.
         shape, dtype: of the chunk, without axes of layers and experts.
         rows: what it is put together from; what that leaves is padding.
     """
@@ -181,7 +185,7 @@ class Conversion(ABC):
         """Write what makes the files a checkpoint."""
 
     def is_whole(self, number: int) -> bool:
-        """Whether the file of that number is as long as its pieces say, and begins as it has to."""
+        """Return whether the file of that number is as long as its pieces say, and begins as it has to."""
         return True
 
     def write(self, name: str) -> None:
@@ -217,7 +221,8 @@ class Conversion(ABC):
             target[first:last].copy_(cast(values, target.dtype))
 
     def check(self, workers: int, progress: TextIO | None, records: Records) -> None:
-        """Take into ``finished`` what an earlier run, or another part, has recorded and what still is as it was written."""
+        """Take into ``finished`` what an earlier run, or another part, has recorded and what still is as it
+        was written."""
 
         def check(record: Mapping[str, Any]) -> None:
             name = record[self.kind]

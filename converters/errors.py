@@ -8,7 +8,8 @@ from collections.abc import Sequence
 class ConversionError(ValueError):
     """A model, its config and its weights cannot be converted.
 
-    ``exit_code`` is what a command line returns for it. The message says what was found, its value and how to mend it.
+    ``exit_code`` is what a command line returns for it. The message says what was found, its value and how to
+    mend it.
 
     Attributes:
         what: the thing that is wrong, one line.
@@ -30,9 +31,11 @@ class ConversionError(ValueError):
         super().__init__(f"{what}{':' if lines else '.'}{listing}Fix: {fix}")
 
     def __reduce__(self) -> tuple[type[ConversionError], tuple[str, str, tuple[str, ...]]]:
-        # Exceptions are rebuilt from their message otherwise, and a worker's error could not reach the driver.
+        # Exceptions are rebuilt from their message otherwise, and a worker's error could not reach the
+        # driver.
         return type(self), (self.what, self.fix, self.details)
 
 
 class ChangedSourceError(ConversionError):
-    """A source is not what it was when it was planned, or not what it says of itself: no second run can go on with this work."""
+    """A source is not what it was when it was planned, or not what it says of itself: no second run can go on
+    with this work."""

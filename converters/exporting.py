@@ -1,7 +1,8 @@
-"""Export: ``torch_dist`` checkpoint -> Hugging Face safetensors, without a Hugging Face reference, one chunk of a tensor at a time.
+"""Export: ``torch_dist`` checkpoint -> Hugging Face safetensors, without a Hugging Face reference, one chunk
+of a tensor at a time.
 
-The plan says what an export will write, which tensor stands in which file and where; it is worked out from the index alone, before a byte
-is written.
+The plan says what an export will write, which tensor stands in which file and where; it is worked out from
+the index alone, before a byte is written.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class WrittenTensor:
 
     Attributes:
         key, shape, dtype: of the stored tensor.
-        parts: the Hugging Face tensors in it, each with its place; a tensor stored under its own name is one part.
+        parts: the Hugging Face tensors in it, each with its place; a tensor stored under its own name is one
+        part.
         file: name of the file.
         offset: of its first byte, from the end of the header.
     """
@@ -65,7 +67,8 @@ class WrittenTensor:
 
     @property
     def blocks(self) -> dict[int, list[tuple[HuggingFaceTensor, TensorLocation]]]:
-        """Parts by the expert whose block of the tensor they are in, where their rows do not lie one behind the other; else empty.
+        """Parts by the expert whose block of the tensor they are in, where their rows do not lie one behind
+        the other; else empty.
 
         Such a block is put together as a whole.
         """
@@ -83,8 +86,8 @@ class WrittenTensor:
 
 
 def in_files(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype, Parts]], max_bytes: int) -> list[WrittenTensor]:
-    """Tensors (name, shape, dtype and parts) in order, in as few files as the bound allows, wide dtypes first in each, so that all are
-    aligned."""
+    """Tensors (name, shape, dtype and parts) in order, in as few files as the bound allows, wide dtypes first
+    in each, so that all are aligned."""
     groups: list[list[int]] = []
     filled = 0
     for number, (_, shape, dtype, _) in enumerate(tensors):
@@ -130,7 +133,7 @@ def index_of(tensors: Sequence[WrittenTensor]) -> str | None:
 
 
 def is_hf_directory(directory: Path) -> bool:
-    """Whether a directory is a Hugging Face model that may be replaced."""
+    """Return whether a directory is a Hugging Face model that may be replaced."""
     names = {path.name for path in directory.iterdir() if not path.is_dir()}
     others = [path for path in directory.iterdir() if path.is_dir() and path.name != TEMPLATES_DIRECTORY]
     holds_weights = MANIFEST_FILE in names or any(name.endswith(".safetensors") for name in names)
@@ -164,7 +167,8 @@ class ExportPlan(Plan):
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, str]:
-        """Changes with whatever changes the bytes that will be written; by the name of what decides about them."""
+        """Changes with whatever changes the bytes that will be written; by the name of what decides about
+        them."""
         rest = [[tensor.key, tensor.shape, dtype_name(tensor.dtype), tensor.file, tensor.offset] for tensor in self.written]
         shard_size = self.max_shard_bytes if len(self.files) > 1 else None
         options = {"--source-weights": self.checkpoint.weights, "--max-shard-size": shard_size}
@@ -195,9 +199,12 @@ def plan_export(
 
     Args:
         checkpoint: the Megatron checkpoint.
-        dtype: of all tensors; None keeps what the checkpoint has, and where the import had to widen a tensor, what it was before.
-        max_shard_bytes: largest safetensors file, bytes of tensors; a larger single tensor gets a file of its own.
-        allow_missing: patterns (``*`` and ``?``) of names on either side that need no counterpart on the other.
+        dtype: of all tensors; None keeps what the checkpoint has, and where the import had to widen a tensor,
+        what it was before.
+        max_shard_bytes: largest safetensors file, bytes of tensors; a larger single tensor gets a file of its
+        own.
+        allow_missing: patterns (``*`` and ``?``) of names on either side that need no counterpart on the
+        other.
         lora: directory of a PEFT adapter to merge.
 
     Raises:
@@ -241,8 +248,8 @@ def _check_manifest(checkpoint: MegatronCheckpoint, rules: list[Rule], excused: 
     """Refuse files and tensors that are not those of the conversion which made the checkpoint.
 
     Raises:
-        ConversionError: a file beside the weights was changed, there are other tensors, or the manifest says what no model of the family
-            does.
+        ConversionError: a file beside the weights was changed, there are other tensors, or the manifest says
+            what no model of the family does.
     """
     manifest = checkpoint.manifest
     if manifest is None:
@@ -313,7 +320,8 @@ def export_model(
 
 
 class _Export(Conversion):
-    """A piece is a stored tensor; the files are as long as they will be from the beginning, and filled tensor by tensor."""
+    """A piece is a stored tensor; the files are as long as they will be from the beginning, and filled tensor
+    by tensor."""
 
     verb, kind = "export", "tensor"
 

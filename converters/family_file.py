@@ -1,8 +1,8 @@
 """A family of a user's own, from a Python file.
 
 The file is a module with one name that matters, ``FAMILY``, a ``Family``. It may import whatever it needs;
-``converters.families.dense`` and ``converters.families.sparse`` have the rules of plain decoders and of mixtures of experts to begin
-from. A family that is Qwen2 with other names for its MLP::
+``converters.families.dense`` and ``converters.families.sparse`` have the rules of plain decoders and of
+mixtures of experts to begin from. A family that is Qwen2 with other names for its MLP::
 
     from dataclasses import replace
 
@@ -21,8 +21,9 @@ from. A family that is Qwen2 with other names for its MLP::
         layer_rules=lambda architecture, layer: tuple(layer_rules(architecture, layer)),
     )
 
-``megarl convert selftest --family-file my_family.py`` checks it (``converters.selftest``); every other command takes the same option.
-The file runs only where a user names it: nothing in a checkpoint can cause that.
+``megarl convert selftest --family-file my_family.py`` checks it (``converters.selftest``); every other
+command takes the same option. The file runs only where a user names it: nothing in a checkpoint can cause
+that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Import: Hugging Face checkpoint -> ``torch_dist`` checkpoint of Megatron-Core, model-free, one chunk of a tensor at a time.
+"""Import: Hugging Face checkpoint -> ``torch_dist`` checkpoint of Megatron-Core, model-free, one chunk of a
+tensor at a time.
 
 The plan says what an import will write and is worked out from headers alone.
 """
@@ -129,7 +130,8 @@ class ImportPlan(Plan):
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, str]:
-        """Changes with whatever changes the bytes that will be written; by the name of what decides about them."""
+        """Changes with whatever changes the bytes that will be written; by the name of what decides about
+        them."""
         rest = [
             [[tensor.key, tensor.shape, dtype_name(tensor.dtype)] for tensor in self.tensors],
             [[name, [rule.megatron_name for rule in rules]] for name, rules in self.files],
@@ -140,7 +142,8 @@ class ImportPlan(Plan):
 
     @functools.cached_property
     def _stored(self) -> dict[str, StoredTensor]:
-        """By key. All layers of a stacked tensor have one dtype, the narrowest that holds every one's values."""
+        """By key. All layers of a stacked tensor have one dtype, the narrowest that holds every one's
+        values."""
         dtypes: dict[str, torch.dtype] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for rule in self.rules:
@@ -168,13 +171,15 @@ def plan_import(
         source: the Hugging Face checkpoint.
         dtype: of all tensors; None keeps every tensor's own.
         vocab_multiple: the vocabulary is padded with zero rows to a multiple of this.
-        allow_missing: patterns (``*`` and ``?``) of names on either side that need no counterpart on the other.
+        allow_missing: patterns (``*`` and ``?``) of names on either side that need no counterpart on the
+        other.
         lora: directory of a PEFT adapter to merge.
         allow_unsupported: import a model although no Megatron-Core model computes what it computes.
         ignore_config_keys: keys of ``config.json`` that are known to be harmless.
 
     Raises:
-        ConversionError: config and weights do not belong together, something cannot be carried over, or no Megatron-Core model computes it.
+        ConversionError: config and weights do not belong together, something cannot be carried over, or no
+        Megatron-Core model computes it.
     """
     # before it is read: a change between the two is noticed at the end
     hash_of_config = config_hash(source.directory)
@@ -216,8 +221,8 @@ def plan_import(
 
 
 def _require_support(architecture: Architecture) -> None:
-    """Refuse what would be converted without loss and could not be trained. A model that scores has no GPTModel, and trainers have one of
-    their own for it."""
+    """Refuse what would be converted without loss and could not be trained. A model that scores has no
+    GPTModel, and trainers have one of their own for it."""
     if architecture.head is not None:
         return
     try:
@@ -227,7 +232,8 @@ def _require_support(architecture: Architecture) -> None:
 
 
 def _is_whole(rule: Rule, source: HuggingFaceSource, excused: tuple[str, ...]) -> bool:
-    """Whether the source has all of a parameter; a parameter that it has none of may be excused, one that it has half of may not."""
+    """Return whether the source has all of a parameter; a parameter that it has none of may be excused, one
+    that it has half of may not."""
     missing = [part.name for part in rule.parts if not any(place.name in source for place in part.places)]
     if not missing:
         return True

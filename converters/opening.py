@@ -1,4 +1,5 @@
-"""Opens whatever a user points at: a Hugging Face directory or a Megatron checkpoint, with its config and its manifest."""
+"""Opens whatever a user points at: a Hugging Face directory or a Megatron checkpoint, with its config and its
+manifest."""
 
 from __future__ import annotations
 
@@ -48,9 +49,10 @@ class MegatronCheckpoint:
         config_hash: SHA-256 of its bytes; None where the config was made.
         manifest: of the conversion that made it, if one did.
         config_is_made: the config was made of the trainer's settings, and stands in no file.
-        unanswered: flags that say what nobody has said yet of such a config, and what an export cannot do without.
-        padding_is_free: what stands in rows behind the vocabulary is nobody's business: a trainer that says what it trained
-            starts them with anything.
+        unanswered: flags that say what nobody has said yet of such a config, and what an export cannot do
+        without.
+        padding_is_free: what stands in rows behind the vocabulary is nobody's business: a trainer that says
+            what it trained starts them with anything.
         stored: the checkpoint as it lies there.
         weights: which of its weights the tensors are (``OpeningOptions``).
     """
@@ -69,12 +71,14 @@ class MegatronCheckpoint:
 
     @property
     def recorded_files(self) -> dict[str, str]:
-        """Hashes of the files in ``hf_directory`` as the conversion left them; empty where nothing says so, or the files are others."""
+        """Hashes of the files in ``hf_directory`` as the conversion left them; empty where nothing says so,
+        or the files are others."""
         own = self.manifest is not None and self.hf_directory == self.directory / HF_DIRECTORY
         return self.manifest.files if self.manifest is not None and own else {}
 
     def dtype_before(self, name: str, stored: torch.dtype) -> torch.dtype:
-        """The dtype of a Hugging Face tensor before an import widened it, to keep one dtype in a stack of layers."""
+        """The dtype of a Hugging Face tensor before an import widened it, to keep one dtype in a stack of
+        layers."""
         return stored if self.manifest is None else self.manifest.dtype_before(name, stored)
 
     def identity(self) -> list[Any]:
@@ -91,7 +95,8 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
         options: what it does not say itself, and which of its weights are meant.
 
     Raises:
-        ConversionError: there is no checkpoint, nothing says which model it holds, or what says so contradicts itself.
+        ConversionError: there is no checkpoint, nothing says which model it holds, or what says so
+        contradicts itself.
     """
     options = options or OpeningOptions()
     directory = find_checkpoint(path)
@@ -239,9 +244,10 @@ def describe(opened: Opened) -> dict[str, Any]:
     """Format, family, sizes, dtypes and layout of a checkpoint.
 
     Returns:
-        ``path``, ``format``, ``family``, ``parameters`` and ``bytes`` of the tensors that are there, ``dtypes`` (tensors by dtype),
-        ``tied_embeddings``, ``architecture`` (as ``Architecture``); where it applies ``missing`` (names), what quantised weights were, of
-        Megatron's ``layers`` (stacked or indexed), ``padded_vocabulary`` and ``optimizer_state``, of conversions ``converted_from`` and
+        ``path``, ``format``, ``family``, ``parameters`` and ``bytes`` of the tensors that are there,
+        ``dtypes`` (tensors by dtype), ``tied_embeddings``, ``architecture`` (as ``Architecture``); where it
+        applies ``missing`` (names), what quantised weights were, of Megatron's ``layers`` (stacked or
+        indexed), ``padded_vocabulary`` and ``optimizer_state``, of conversions ``converted_from`` and
         ``manifest_tensors``.
     """
     architecture = opened.model.architecture

@@ -14,11 +14,13 @@ _MODULES: dict[str, ModuleType] = {}
 
 
 class PythonFileError(Exception):
-    """A file that cannot be read as Python, or whose code fails; the text says which, without the file's name."""
+    """A file that cannot be read as Python, or whose code fails; the text says which, without the file's
+    name."""
 
 
 def modules_from_files() -> list[ModuleType]:
-    """The modules that were run from files. Other processes cannot import them by name, so that their objects travel by value."""
+    """The modules that were run from files. Other processes cannot import them by name, so that their objects
+    travel by value."""
     return list(_MODULES.values())
 
 
@@ -28,8 +30,8 @@ def module_of_file(path: Path) -> ModuleType:
     It can import the files beside it, also later, as a script can.
 
     Raises:
-        PythonFileError: it cannot be read, imports what is beside it by a name that another module has, or fails in whatever way, ending
-            itself among them.
+        PythonFileError: it cannot be read, imports what is beside it by a name that another module has, or
+            fails in whatever way, ending itself among them.
     """
     try:
         text = path.read_bytes()
@@ -61,7 +63,8 @@ def module_of_file(path: Path) -> ModuleType:
 
 
 def _refuse_others_names(text: bytes, directory: Path) -> None:
-    """Refuse a file that imports what is beside it where Python finds another module of that name: it would run that one in silence.
+    """Refuse a file that imports what is beside it where Python finds another module of that name: it would
+    run that one in silence.
 
     Args:
         text: of the file.

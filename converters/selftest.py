@@ -1,4 +1,5 @@
-"""``megarl convert selftest``: tiny models of a family, generated from its config class and its rules, through every conversion.
+"""``megarl convert selftest``: tiny models of a family, generated from its config class and its rules,
+through every conversion.
 
 Of each variant of a tiny config (``variants``) it checks that
 
@@ -108,7 +109,8 @@ def _part_problems(rule: Rule, architecture: Architecture) -> Iterator[str]:
 
 
 def shard_problems(source: HuggingFaceSource, architecture: Architecture) -> Iterator[str]:
-    """Parameters whose tensors are not what they were after they have been cut over ranks and put together again."""
+    """Parameters whose tensors are not what they were after they have been cut over ranks and put together
+    again."""
     for rule in all_rules(architecture):
         for ranks in _TENSOR_PARALLEL_SIZES:
             padded = padded_vocab_size(architecture.vocab_size, ranks)
@@ -128,7 +130,8 @@ def shard_problems(source: HuggingFaceSource, architecture: Architecture) -> Ite
 
 
 ComputeLogprobs = Callable[[Path, Tensor], Tensor]
-"""From a Hugging Face directory and tokens [B, S] int64 to log-probabilities [B, S] float32, zero in column 0, by Megatron-Core."""
+"""From a Hugging Face directory and tokens [B, S] int64 to log-probabilities [B, S] float32, zero in column
+0, by Megatron-Core."""
 LOGPROB_BOUND = 1e-5
 """Largest difference of a log-probability in float32."""
 _VOCABULARY_MULTIPLE = 4
@@ -292,7 +295,8 @@ def selftest_of(
         name: of the family; None for that of the last file.
         family_files: of the user's families.
         config: of a tiny model; None to make one.
-        megatron: what computes with Megatron-Core, from the files of the user's families; None where there is nothing.
+        megatron: what computes with Megatron-Core, from the files of the user's families; None where there is
+        nothing.
 
     Returns:
         Exit code, facts for programs, text for people.

@@ -1,4 +1,5 @@
-"""Tiny models for the self-test of a family: configs in which every size is another, and weights in which every element is."""
+"""Tiny models for the self-test of a family: configs in which every size is another, and weights in which
+every element is."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def tiny_config(family: Family) -> dict[str, Any]:
 
 
 def _sizes(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Latent attention has as many key-value heads as heads, and works its ``head_dim`` out of other sizes."""
+    """Latent attention has as many key-value heads as heads, and works its ``head_dim`` out of other
+    sizes."""
     if "kv_lora_rank" not in defaults:
         return _SIZES
     others = {key: value for key, value in _SIZES.items() if key != "head_dim"}
@@ -85,7 +87,8 @@ def _sizes(defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def variants(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The config itself, and what differs from it in one thing: each switch of the family, one key-value head for all query heads."""
+    """The config itself, and what differs from it in one thing: each switch of the family, one key-value head
+    for all query heads."""
     yield "as it is", dict(config)
     for key in ["tie_word_embeddings", *sorted(family.config_keys)]:
         value = config.get(key, False if key == "tie_word_embeddings" else None)
@@ -96,20 +99,22 @@ def variants(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, d
 
 
 def is_known_to_transformers(family: Family) -> bool:
-    """Whether plain transformers can make and run a model of the family."""
+    """Return whether plain transformers can make and run a model of the family."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return (renamed_class(family.model_type) or family.model_type) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def save_random(directory: Path, config: Mapping[str, Any], family: Family, architecture: Architecture) -> None:
-    """A model with random weights: saved by transformers where it knows the family, else made of the tensors of the rules."""
+    """A model with random weights: saved by transformers where it knows the family, else made of the tensors
+    of the rules."""
     torch.manual_seed(0)
     directory.mkdir()
     if is_known_to_transformers(family):
         from transformers import AutoModelForCausalLM
 
-        # the grouped matrix product that transformers prefers for experts wants rows of a multiple of 16 bytes
+        # the grouped matrix product that transformers prefers for experts wants rows of a multiple of 16
+        # bytes
         model = AutoModelForCausalLM.from_config(make_hf_config(config), dtype=torch.float32, experts_implementation="eager")
         with torch.no_grad():
             for parameter in model.parameters():
@@ -121,7 +126,8 @@ def save_random(directory: Path, config: Mapping[str, Any], family: Family, arch
 
 
 def save_unique(directory: Path, model: Path, architecture: Architecture, dtype: torch.dtype) -> None:
-    """The tensors of ``model`` with other values: in float32 every element is another, in narrower dtypes they are random."""
+    """The tensors of ``model`` with other values: in float32 every element is another, in narrower dtypes
+    they are random."""
     directory.mkdir()
     (directory / "config.json").write_bytes((model / "config.json").read_bytes())
     write_config(directory, dtype)

@@ -1,4 +1,5 @@
-"""Verification that a conversion lost nothing, with the names of what it lost; and what ``verify`` and ``diff`` say of it."""
+"""Verification that a conversion lost nothing, with the names of what it lost; and what ``verify`` and
+``diff`` say of it."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ from converters.opening import Opened, open_any, open_megatron
 
 
 def problems_of(opened: Opened, excused: Sequence[str], *, is_alone: bool) -> Iterator[Difference]:
-    """Return what is wrong with one checkpoint by itself: its keys and shapes against its config, ties, padding, its manifest; of one that
-    is compared with no other, also its values where it has no manifest."""
+    """Return what is wrong with one checkpoint by itself: its keys and shapes against its config, ties,
+    padding, its manifest; of one that is compared with no other, also its values where it has no manifest."""
     try:
         if isinstance(opened.model, MegatronModel):
             account(opened.model, tuple(excused))
@@ -78,13 +79,16 @@ def differences(one: Opened, other: Opened, excused: Sequence[str] = ()) -> Iter
 
 
 def verify(one: Opened, other: Opened | None = None, excused: Sequence[str] = ()) -> list[Difference]:
-    """Everything that is wrong with a checkpoint, and everything in which it differs from another; empty when all is well.
+    """Everything that is wrong with a checkpoint, and everything in which it differs from another; empty when
+    all is well.
 
-    Every tensor is read. With neither another checkpoint nor a manifest to compare them with, the values still have to be finite.
+    Every tensor is read. With neither another checkpoint nor a manifest to compare them with, the values
+    still have to be finite.
 
     Args:
         one, other: the checkpoints.
-        excused: patterns (``*`` and ``?``) of names that need no counterpart, besides those that a manifest says were excused.
+        excused: patterns (``*`` and ``?``) of names that need no counterpart, besides those that a manifest
+        says were excused.
     """
     opened = [one] if other is None else [one, other]
     alone = (*excused, *recorded_excuses(opened))
@@ -102,7 +106,8 @@ def verify(one: Opened, other: Opened | None = None, excused: Sequence[str] = ()
 
 
 def agree_on_dtypes(one: Opened, other: Opened) -> None:
-    """Let the numbers of quantised weights, which have no dtype of their own, be computed in the dtype that the other checkpoint has."""
+    """Let the numbers of quantised weights, which have no dtype of their own, be computed in the dtype that
+    the other checkpoint has."""
     for this, that in ((one, other), (other, one)):
         source = this.model.source if isinstance(this.model, HuggingFaceModel) else None
         if not isinstance(source, DequantizedSource):
@@ -171,9 +176,11 @@ def _unchecked_files(opened: Sequence[Opened]) -> Iterator[str]:
 
 
 def logits_difference(one: Opened, other: Opened) -> float:
-    """Largest absolute difference of the logits that plain transformers computes from both, in float32 on a CPU, of random tokens.
+    """Largest absolute difference of the logits that plain transformers computes from both, in float32 on a
+    CPU, of random tokens.
 
-    A Megatron checkpoint is exported to a temporary directory first. Both models are in memory, one after the other.
+    A Megatron checkpoint is exported to a temporary directory first. Both models are in memory, one after the
+    other.
     """
     results = [_logits(opened) for opened in (one, other)]
     return float((results[0] - results[1]).abs().max())
@@ -193,7 +200,8 @@ def known_config(directory: Path) -> Any:
 
 
 def logits_of(directory: Path, ids: Tensor, head: ScoreHead | None = None) -> Tensor:
-    """Return the logits that plain transformers computes of token ids, in float32 on a CPU; of a model that scores its scores."""
+    """Return the logits that plain transformers computes of token ids, in float32 on a CPU; of a model that
+    scores its scores."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     scoring = AutoModelForTokenClassification if head is not None and head.bias else AutoModelForSequenceClassification

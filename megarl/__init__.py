@@ -1,7 +1,7 @@
 """megarl: reinforcement learning of language models on Megatron-Core, at any scale, provable on a CPU.
 
-``megarl.train``, ``megarl.eval``, ``megarl.convert`` and ``megarl.Run`` are the library. Importing this package imports neither torch nor
-ray; each package below it imports what it needs.
+``megarl.train``, ``megarl.eval``, ``megarl.convert`` and ``megarl.Run`` are the library. Importing this
+package imports neither torch nor ray; each package below it imports what it needs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the process finds around it: environment variables, of which this is the one reader in megarl, and installed packages."""
+"""The environment of the process: its variables, of which this is the one reader in megarl, and installed
+packages."""
 
 from __future__ import annotations
 
@@ -70,11 +71,13 @@ def variables(values: Mapping[str, str]) -> Iterator[None]:
 
 
 UNSAFE = ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",)
-"""Variables by which a file that is read could run code: torch would then read a pickle as it comes wherever nobody has said otherwise."""
+"""Variables by which a file that is read could run code: torch would then read a pickle as it comes wherever
+nobody has said otherwise."""
 
 
 def forget_unsafe() -> list[str]:
-    """Take such variables out of the environment of this process, and of what it starts from now on; those that were there."""
+    """Take such variables out of the environment of this process, and of what it starts from now on; those
+    that were there."""
     return [name for name in UNSAFE if os.environ.pop(name, None) is not None]
 
 

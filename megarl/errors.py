@@ -1,7 +1,8 @@
 """Every error megarl raises on purpose.
 
-A message names the thing, its value, the bound it broke and how to mend it. Errors that the NeMo-RL policy API promises as
-``AssertionError`` or ``ValueError`` inherit from those as well, so that code which catches them goes on working.
+A message names the thing, its value, the bound it broke and how to mend it. Errors that the NeMo-RL policy
+API promises as ``AssertionError`` or ``ValueError`` inherit from those as well, so that code which catches
+them goes on working.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class Violation:
         value: what stands there.
         bound: what would have been accepted.
         fix: what to write instead.
-        candidates: values by dotted key, each set of which may mend it, the best first; ``megarl.config.proposals`` tries them on the whole
-            configuration, and ``fix`` is for where none of them satisfies all rules.
+        candidates: values by dotted key, each set of which may mend it, the best first;
+            ``megarl.config.proposals`` tries them on the whole configuration, and ``fix`` is for where none
+            of them satisfies all rules.
     """
 
     key: str
@@ -92,7 +94,8 @@ class ModelError(MegarlError, ValueError):
 
 
 class BatchError(MegarlError, ValueError, AssertionError):
-    """A batch has the wrong keys, shapes, dtypes or values. Raised on the driver, before any worker is called."""
+    """A batch has the wrong keys, shapes, dtypes or values. Raised on the driver, before any worker is
+    called."""
 
 
 class PackingError(MegarlError, ValueError):
@@ -108,13 +111,15 @@ class StorageError(CheckpointError):
 
 
 class UnusableCheckpointError(CheckpointError):
-    """A checkpoint that nothing can go on from: damaged, of another run, or one whose loading could run code."""
+    """A checkpoint that nothing can go on from: damaged, of another run, or one whose loading could run
+    code."""
 
     exit_code = 2
 
 
 class StateError(MegarlError, RuntimeError):
-    """A method was called in a state that does not allow it, for example training while the optimizer is offloaded."""
+    """A method was called in a state that does not allow it, for example training while the optimizer is
+    offloaded."""
 
 
 class MicroBatchMemoryError(MegarlError, MemoryError):
@@ -126,22 +131,27 @@ class GenerationError(MegarlError, RuntimeError):
 
 
 class RefitError(MegarlError, RuntimeError):
-    """Weights could not be handed to the engine that generates, or what arrived is not what was announced. No part of them is served."""
+    """Weights could not be handed to the engine that generates, or what arrived is not what was announced. No
+    part of them is served."""
 
 
 class RewardError(MegarlError, RuntimeError):
-    """A reward function raised, returned no finite number, or killed its process. The message names the record."""
+    """A reward function raised, returned no finite number, or killed its process. The message names the
+    record."""
 
 
 class RewardOutageError(RewardError):
-    """A response could not be scored for a reason that no response can cause: a scorer that does not answer, a machine that is full.
+    """A response could not be scored for a reason that no response can cause: a scorer that does not answer,
+    a machine that is full.
 
-    A user's reward function may raise it too: the response is then left out of training, whatever ``env.on_error`` says but ``raise``.
+    A user's reward function may raise it too: the response is then left out of training, whatever
+    ``env.on_error`` says but ``raise``.
     """
 
 
 class MismatchError(MegarlError, RuntimeError):
-    """Generation and training disagree about the probabilities of the same tokens more than the run allows."""
+    """Generation and training disagree about the probabilities of the same tokens more than the run
+    allows."""
 
 
 class NonFiniteError(MegarlError, RuntimeError):
@@ -159,11 +169,13 @@ class NonFiniteError(MegarlError, RuntimeError):
 
 
 class WorkerError(MegarlError, RuntimeError):
-    """A worker failed. The message starts with the worker's coordinates, for example ``[pp1 dp0 cp0 tp1 host]``."""
+    """A worker failed. The message starts with the worker's coordinates, for example ``[pp1 dp0 cp0 tp1
+    host]``."""
 
 
 class WorkerLostError(WorkerError):
-    """The process of a worker, or its whole node, is gone. What the others hold is useless; another start goes on from a checkpoint."""
+    """The process of a worker, or its whole node, is gone. What the others hold is useless; another start
+    goes on from a checkpoint."""
 
     exit_code = 4
 
@@ -179,6 +191,7 @@ class MissingNodesError(ClusterError):
 
 
 class DeadlineError(MegarlError, TimeoutError):
-    """A phase did not finish within its deadline. What the workers hold is useless; another start goes on from a checkpoint."""
+    """A phase did not finish within its deadline. What the workers hold is useless; another start goes on
+    from a checkpoint."""
 
     exit_code = 4

@@ -1,7 +1,8 @@
-"""Objects that a configuration names: by import path, ``path/to/file.py:name`` or ``package.module:name``, or ``given:name``.
+"""Objects that a configuration names: by import path, ``path/to/file.py:name`` or ``package.module:name``, or
+``given:name``.
 
-``given:name`` is an object of the program that called ``megarl.train``. It exists in the processes that the object was sent to, and in no
-file: whoever reads the configuration later is told to give it again.
+``given:name`` is an object of the program that called ``megarl.train``. It exists in the processes that the
+object was sent to, and in no file: whoever reads the configuration later is told to give it again.
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ from megarl.errors import ConfigError, Violation
 
 logger = logging.getLogger(__name__)
 
+# Seconds after which a person is told that a module is still being run: one that never ends would look like
+# a hanging program.
 _SLOW_S = 10.0
-"""Seconds after which a person is told that a module is still being run: one that never ends would look like a hanging program."""
 
 
 def is_import_path(text: str) -> bool:
-    """Whether a value names an object and not one of the built-in names, none of which has a colon."""
+    """Return whether a value names an object and not one of the built-in names, none of which has a colon."""
     return ":" in text
 
 
 def load_object(path: str, key: str) -> Any:
     """The object at an import path. Its module is run; that happens for names in a configuration alone.
 
-    It is loaded once a run (``forget_objects``), so that a file that is changed or removed meanwhile changes nothing of the run.
+    It is loaded once a run (``forget_objects``), so that a file that is changed or removed meanwhile changes
+    nothing of the run.
 
     Args:
         path: ``path/to/file.py:name``, relative to the working directory, or ``package.module:name``.
@@ -66,7 +69,8 @@ def give_object(name: str, value: Any, pickled: bytes) -> None:
 
 
 def unpickle_object(path: str, pickled: bytes) -> None:
-    """Let ``given:NAME`` stand for the object in a pickle. It comes from the parent process through a pipe, never from a file.
+    """Let ``given:NAME`` stand for the object in a pickle. It comes from the parent process through a pipe,
+    never from a file.
 
     Raises:
         ConfigError: it cannot be made here, for want of a module for example.

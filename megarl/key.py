@@ -5,7 +5,8 @@ A section is a TypedDict whose fields are annotated::
     prompts: Annotated[int, Key("prompts a step", AT_LEAST_1)]
     scale: NotRequired[Annotated[float, Key("of the rewards", ABOVE_0, default=1.0)]]
 
-Types are checked, bounds kept and defaults filled in by what the fields say (``megarl.config``); the table of keys is made of them too.
+Types are checked, bounds kept and defaults filled in by what the fields say (``megarl.config``); the table of
+keys is made of them too.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Range:
     high_open: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether ``value`` is inside."""
+        """Return whether ``value`` is inside."""
         if self.low is not None and (value <= self.low if self.low_open else value < self.low):
             return False
         return self.high is None or not (value >= self.high if self.high_open else value > self.high)
@@ -72,7 +73,8 @@ class Key:
     Attributes:
         meaning: in words, without a full stop.
         bounds: of a number; null is left to the type.
-        default: value of an absent key; ``NO_DEFAULT`` for a required key, and for one that follows from other keys.
+        default: value of an absent key; ``NO_DEFAULT`` for a required key, and for one that follows from
+        other keys.
         advice: what to write instead of a number out of bounds, where that is not obvious.
         follows: key of the same section whose value an absent one takes.
     """
@@ -104,7 +106,8 @@ def _key_in(annotation: Any) -> Key | None:
 
 
 def section_types(annotation: Any) -> Iterator[Any]:
-    """The TypedDicts inside an annotation, through NotRequired, unions and lists; not those that stand under names of the user's."""
+    """The TypedDicts inside an annotation, through NotRequired, unions and lists; not those that stand under
+    names of the user's."""
     if is_typeddict(annotation):
         yield annotation
     for part in get_args(annotation) if get_origin(annotation) is not dict else ():

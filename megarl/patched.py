@@ -16,12 +16,14 @@ def patched(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
     """Replaces attributes inside the block; afterwards each owner is as it was.
 
     Args:
-        replacements: (owner, name, value); made in this order and taken back in the reverse one, so that an attribute may come twice.
+        replacements: (owner, name, value); made in this order and taken back in the reverse one, so that an
+        attribute may come twice.
     """
     originals: list[tuple[Any, str, Any]] = []
     try:
         for owner, name, value in replacements:
-            # what the owner itself holds: an inherited attribute, or a method of an object, is to be inherited again
+            # what the owner itself holds: an inherited attribute, or a method of an object, is to be
+            # inherited again
             original = vars(owner).get(name, _ABSENT)
             setattr(owner, name, value)
             originals.append((owner, name, original))

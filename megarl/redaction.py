@@ -1,5 +1,5 @@
-"""What must not be read by others in files, logs and messages: values under names of secrets, credentials in addresses, and values that
-were taken from the environment."""
+"""Redaction of secrets in files, logs and messages: values under names of secrets, credentials in addresses,
+and values that were taken from the environment."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from typing import Any
 
 HIDDEN = "***"
 
+# Words that make every name a secret's that holds one of them.
 _ANYWHERE = ("secret", "password", "passwd", "passphrase", "credential")
-"""Words that make every name a secret's that holds one of them."""
 
 _LAST = frozenset({"token", "pat", "pass", "pwd", "auth", "cookie", "apikey", "accesskey"})
+# Words before ``keys`` that make it a secret's: without one, more than one key is a list of names.
 _OF_KEYS = frozenset(
     {"api", "access", "private", "signing", "encryption", "account", "master", "session", "ssh", "auth", "service", "admin"}
 )
-"""Words before ``keys`` that make it a secret's: without one, more than one key is a list of names."""
 
+# Of a shell, in the environment of every program that it starts: part of many paths, which would be hidden
+# in all messages.
 _WORKING_DIRECTORY = "PWD"
-"""Of a shell, in the environment of every program that it starts: part of many paths, which would be hidden in all messages."""
 
+# Tokens of a vocabulary.
 _OF_TOKENS = frozenset({"pad", "eos", "bos", "unk", "sep", "cls", "mask", "stop"})
-"""Tokens of a vocabulary."""
 
 FIELDS = frozenset({"prompt_key", "answer_key", "messages_key", "tools_key", "system_key", "chosen_key", "rejected_key"})
 """Keys of the configuration that name a field of a record. A test compares them with the schema."""
 
 _WORDS = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
-# each takes a word, of whatever length, in one go: a word that is tried from each of its letters on would take the square of its length
-# a path made of an address has one slash where there were two; a password may hold the @ that ends it
+# each takes a word, of whatever length, in one go: a word that is tried from each of its letters on would
+# take the square of its length a path made of an address has one slash where there were two; a password may
+# hold the @ that ends it
 _CREDENTIALS = re.compile(r"(?<![A-Za-z0-9+.\-])([A-Za-z0-9+.\-]++:/(?:/|(?=[^\s/?#@'\":]+:)))[^\s/?#'\"]+@")
 _ARGUMENT = re.compile(
     r"([?&](?=[\w.\-]*+=)[\w.\-]*(?:token|key|secret|password|signature|sig|credential)[\w.\-]*=)[^&#\s'\"]+", re.IGNORECASE
@@ -44,6 +46,8 @@ _NAMED = re.compile(
 )
 _VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|[^\s,;'\"})\]]+")
 _NOTHING = frozenset({"", "None", "null", "true", "false", "True", "False"})
+# Words that a sentence begins with behind a colon; of errors of the system too. A closed list: a password
+# may be any other word.
 _BEGINNINGS = frozenset(
     {
         *[
@@ -74,10 +78,9 @@ _BEGINNINGS = frozenset(
         *(os.strerror(number).split()[0].lower() for number in errno.errorcode),
     }
 )
-"""Words that a sentence begins with behind a colon; of errors of the system too. A closed list: a password may be any other word."""
 _ENDED = re.compile(rb"[^\r\n]*[\r\n]|[^\r\n]+")
+# Characters of a value that is hidden wherever it stands: shorter ones are words of their own.
 _SHORTEST = 8
-"""Characters of a value that is hidden wherever it stands: shorter ones are words of their own."""
 
 _learned: set[str] = set()
 
@@ -98,7 +101,8 @@ class FromEnvironment(str):
 
 
 def is_secret(name: str) -> bool:
-    """Whether what bears this name is a secret: an environment variable (``*_TOKEN``, ``*_KEY``, ...), or a part of a dotted key."""
+    """Return whether what bears this name is a secret: an environment variable (``*_TOKEN``, ``*_KEY``, ...),
+    or a part of a dotted key."""
     return any(_names_secret(part) for part in name.split("."))
 
 
@@ -115,9 +119,11 @@ def _names_secret(part: str) -> bool:
 
 
 def redacted(value: Any) -> Any:
-    """A deep copy of plain containers in which nothing is left that is a secret by its name or the form of an address.
+    """A deep copy of plain containers in which nothing is left that is a secret by its name or the form of an
+    address.
 
-    What stands below such a name is hidden, whatever its type, except null, true and false; in other texts what ``redacted_text`` hides.
+    What stands below such a name is hidden, whatever its type, except null, true and false; in other texts
+    what ``redacted_text`` hides.
     """
     if isinstance(value, Mapping):
         return {key: _hidden(entry) if is_secret(str(key)) else redacted(entry) for key, entry in value.items()}
@@ -129,7 +135,7 @@ def redacted(value: Any) -> Any:
 
 
 def shown(key: str, value: Any) -> str:
-    """How a message shows the value of a key: as ``repr`` does, without secrets."""
+    """Return the value of a key for a message: its ``repr`` without secrets."""
     if is_secret(key):
         return repr(_hidden(value))
     if isinstance(value, FromEnvironment):
@@ -154,14 +160,16 @@ def _addresses(text: str) -> str:
 
 
 def redacted_text(text: str) -> str:
-    """A message without secrets: in addresses, behind ``NAME=`` and ``name:``, and those values that ``learn`` was told of."""
+    """A message without secrets: in addresses, behind ``NAME=`` and ``name:``, and those values that
+    ``learn`` was told of."""
     for value in sorted(_learned, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     return _without_assigned(_addresses(text))
 
 
 def _without_assigned(text: str) -> str:
-    """A text in which what is assigned to the name of a secret is hidden; what is assigned to another name may assign in turn."""
+    """A text in which what is assigned to the name of a secret is hidden; what is assigned to another name
+    may assign in turn."""
     parts, begin, place = list[str](), 0, 0
     while named := _NAMED.search(text, place):
         place = named.end()
@@ -174,7 +182,8 @@ def _without_assigned(text: str) -> str:
 
 
 def _is_sentence(text: str, named: re.Match[str], value: str) -> bool:
-    """Whether a word behind a colon goes on with a message: ``'/etc/passwd': an error``, ``bad password: try again``."""
+    """Return whether a word behind a colon goes on with a message: ``'/etc/passwd': an error``, ``bad
+    password: try again``."""
     word = value.rstrip(".:!?")
     if named["sign"] == "=" or not word.isalpha() or not (word.islower() or word.istitle()):
         return False
@@ -193,7 +202,8 @@ def _is_secret_in_text(name: str) -> bool:
 def learn(values: Mapping[str, Any]) -> None:
     """Hide the values of the secrets among these, at any depth, wherever they stand in a text from now on.
 
-    Of one that has several lines, as a private key, each line too: what processes print is looked at line by line.
+    Of one that has several lines, as a private key, each line too: what processes print is looked at line by
+    line.
     """
     for value in _secrets(values, within=False):
         _learned.update(text for text in (value, *map(str.strip, value.splitlines())) if len(text) >= _SHORTEST)
@@ -211,10 +221,11 @@ def _secrets(value: Any, within: bool) -> Iterator[str]:
 
 
 class LineRedactor:
-    """Takes the secrets out of what a process writes, which comes in pieces of any size, and gives it on in whole lines.
+    """Takes the secrets out of what a process writes, which comes in pieces of any size, and gives it on in
+    whole lines.
 
-    A line ends with a line feed, or with a carriage return, as those of progress bars do. One that is longer than ``longest`` bytes is
-    shown without its end.
+    A line ends with a line feed, or with a carriage return, as those of progress bars do. One that is longer
+    than ``longest`` bytes is shown without its end.
     """
 
     def __init__(self, longest: int = 1 << 20) -> None:
@@ -231,7 +242,7 @@ class LineRedactor:
         return "".join(said)
 
     def end(self) -> str:
-        """What was written since the last end of a line."""
+        """Return what was written since the last end of a line."""
         text = redacted_text(self._begun.decode(errors="backslashreplace"))
         if self._left_out:
             # what stands at the cut could be the beginning of a secret
@@ -247,8 +258,8 @@ class LineRedactor:
 
 
 def redact_log(environment: Mapping[str, str]) -> None:
-    """Set up the log of this process, on its standard error, unless it has one: from warnings on, and without the secrets of its
-    environment."""
+    """Set up the log of this process, on its standard error, unless it has one: from warnings on, and without
+    the secrets of its environment."""
     learn(environment)
     if not sys.warnoptions:
         # Megatron and torch announce changes to their own developers at every start; python -W shows them.

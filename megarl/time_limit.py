@@ -19,7 +19,8 @@ _depth = 0
 def time_limit(seconds: float) -> Iterator[None]:
     """Raises OutOfTimeError inside a block that takes longer.
 
-    An alarm does it, between two steps of the interpreter; outside the main thread, which alone gets signals, there is no limit.
+    An alarm does it, between two steps of the interpreter; outside the main thread, which alone gets signals,
+    there is no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -52,5 +53,5 @@ def unlimited() -> Iterator[None]:
 
 
 def is_limited() -> bool:
-    """Whether the code that runs now stands under a ``time_limit``."""
+    """Return whether the code that runs now stands under a ``time_limit``."""
     return _depth > 0

@@ -1,7 +1,8 @@
-"""Steps of asynchronous training against steps that sample and train in turn: stages that only wait, and whole runs.
+"""Steps of asynchronous training against steps that sample and train in turn: stages that only wait, and
+whole runs.
 
-Generation is to take twice what the rest of a step takes, so that a step beside it can be two thirds as long at best. In the whole runs a
-trainer and an engine of one rank each have a core of their own, in both ways.
+Generation is to take twice what the rest of a step takes, so that a step beside it can be two thirds as long
+at best. In the whole runs a trainer and an engine of one rank each have a core of their own, in both ways.
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ def _run(work: Path, arguments: Sequence[str]) -> dict[str, float]:
 
 
 def _pin(root: psutil.Process, pinned: set[int]) -> None:
-    """Give the trainer the first core and the engine the second one, all their threads, as soon as each is there."""
+    """Give the trainer the first core and the engine the second one, all their threads, as soon as each is
+    there."""
     from megarl.distributed.worker_stacks import worker_of
     from megarl.models.policy.policy_engines import WORKERS
 

@@ -1,7 +1,8 @@
-"""Checkpoints of one rank as a run writes and reads them: a save, a load, and how long training stands still for an asynchronous save.
+"""Checkpoints of one rank as a run writes and reads them: a save, a load, and how long training stands still
+for an asynchronous save.
 
-Each against the same bytes by themselves: one raw write with fsync, one raw read, one copy. Megatron is measured; each of the other
-backends would take as long again.
+Each against the same bytes by themselves: one raw write with fsync, one raw read, one copy. Megatron is
+measured; each of the other backends would take as long again.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ def measure_load(quick: bool, options: Options) -> Iterator[Point]:
 def measure_stall(quick: bool, options: Options) -> Iterator[Point]:
     """The stall of an asynchronous save.
 
-    It ends when the tensors lie in shared memory, which the rank has from an earlier save, and the process that writes their files has
-    opened it. That the checkpoint becomes whole is waited for outside of what is measured.
+    It ends when the tensors lie in shared memory, which the rank has from an earlier save, and the process
+    that writes their files has opened it. That the checkpoint becomes whole is waited for outside of what is
+    measured.
     """
     import torch
 
@@ -99,10 +101,11 @@ def _point(metrics: dict[str, Metric], content: bytes) -> Point:
 
 @contextlib.contextmanager
 def _trained(quick: bool, options: Options) -> Iterator[tuple[Any, CheckpointManager, Path]]:
-    """A worker of one rank after one step, so that its optimizer has a state; the manager of its checkpoints; a directory.
+    """A worker of one rank after one step, so that its optimizer has a state; the manager of its checkpoints;
+    a directory.
 
-    The model is the one that was chosen, or has four million weights, whose checkpoint is some 70 MB, or half a million where it is to be
-    quick.
+    The model is the one that was chosen, or has four million weights, whose checkpoint is some 70 MB, or half
+    a million where it is to be quick.
     """
     import torch.distributed as dist
 
@@ -133,7 +136,7 @@ def _save(worker: Any, manager: CheckpointManager, step: int) -> Path:
 
 
 def _begin(worker: Any, manager: CheckpointManager, memory: OwnMemory, step: int, needed: int) -> tuple[Path, OwnWrite]:
-    """What a run does before it goes on."""
+    """Do what a run does before it goes on."""
     path = manager.init_tmp_checkpoint(step, {"step": step, "sampler": {}})
     assert memory.take(needed), f"there is no memory for {needed} bytes"
     worker.save_checkpoint(*_parts_of(memory.directories("actor")))

@@ -1,7 +1,9 @@
-"""Import and export of a bfloat16 model against a plain copy of its bytes, and against loading and saving it with transformers.
+"""Import and export of a bfloat16 model against a plain copy of its bytes, and against loading and saving it
+with transformers.
 
-Everything is flushed to disk within its time. Each conversion runs in a process of its own, whose peak memory it reports; how large that is
-beside one shard and the largest tensor is said with what PyTorch, transformers and other imports take, and without.
+Everything is flushed to disk within its time. Each conversion runs in a process of its own, whose peak memory
+it reports; how large that is beside one shard and the largest tensor is said with what PyTorch, transformers
+and other imports take, and without.
 """
 
 from __future__ import annotations
@@ -93,7 +95,8 @@ def shard_and_tensor(directory: Path) -> int:
 
 
 def save_llama(directory: Path, size: int) -> int:
-    """A Llama of about ``size`` bytes with random weights, as a downloaded one lies on disk. Returns its bytes."""
+    """A Llama of about ``size`` bytes with random weights, as a downloaded one lies on disk. Returns its
+    bytes."""
     from transformers import LlamaConfig
 
     query, key = HEADS * HEAD_DIM, GROUPS * HEAD_DIM

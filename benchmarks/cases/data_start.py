@@ -1,9 +1,10 @@
-"""What a start costs that reads a supervised set of 50,000 rows, or of as many as were asked for: the first one, which tokenizes them, and
-the second, which takes what the first has left; against reading the same file and tokenizing the same texts, of which nothing is kept.
+"""Costs of a start that reads a supervised set of 50,000 rows, or of as many as were asked for: the first
+one, which tokenizes them, and the second, which takes what the first has left; against reading the same file
+and tokenizing the same texts, of which nothing is kept.
 
-Each start has a process of its own. Memory is what the process needed at its worst moment beyond what was resident when it began, pages of
-mapped files included; of the second start also after 100 batches of 512 rows in shuffled order. Fails where the second start has other
-rows than the first.
+Each start has a process of its own. Memory is what the process needed at its worst moment beyond what was
+resident when it began, pages of mapped files included; of the second start also after 100 batches of 512 rows
+in shuffled order. Fails where the second start has other rows than the first.
 """
 
 from __future__ import annotations

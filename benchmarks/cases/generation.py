@@ -1,6 +1,8 @@
-"""Greedy generation by a worker against ``generate`` of transformers: the same weights and prompts, the answers compared.
+"""Greedy generation by a worker against ``generate`` of transformers: the same weights and prompts, the
+answers compared.
 
-Prompts of one length and ragged ones, 8 new tokens; of each side wall seconds and CPU seconds of the process, in turn. One thread.
+Prompts of one length and ragged ones, 8 new tokens; of each side wall seconds and CPU seconds of the process,
+in turn. One thread.
 """
 
 from __future__ import annotations

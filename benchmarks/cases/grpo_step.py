@@ -1,11 +1,13 @@
-"""A GRPO step by phase: generation, log-probabilities, training, rest; against TRL's GRPOTrainer, or a loop by hand where TRL is missing.
+"""A GRPO step by phase: generation, log-probabilities, training, rest; against TRL's GRPOTrainer, or a loop
+by hand where TRL is missing.
 
-The same model, prompts, answers, reward and optimizer, one rank and one thread, in turn. TRL computes no log-probabilities before it trains
-once on a batch, and takes a ratio of exactly 1; megarl's step is measured with ``loss_fn.force_on_policy_ratio``, which means the same, and
-without it, as by default. Log-probabilities and gradient of one batch are compared with a plain model of the same weights.
+The same model, prompts, answers, reward and optimizer, one rank and one thread, in turn. TRL computes no
+log-probabilities before it trains once on a batch, and takes a ratio of exactly 1; megarl's step is measured
+with ``loss_fn.force_on_policy_ratio``, which means the same, and without it, as by default. Log-probabilities
+and gradient of one batch are compared with a plain model of the same weights.
 
-Then the same step on two ranks: core-seconds of both against one rank's, with equal losses, and against what they cannot go below: two
-ranks that do a half each and talk to nobody, and the step's collectives alone.
+Then the same step on two ranks: core-seconds of both against one rank's, with equal losses, and against what
+they cannot go below: two ranks that do a half each and talk to nobody, and the step's collectives alone.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def measure(quick: bool) -> Iterator[Point]:
 
 
 def _model(directory: Path, parts: int = 1) -> Path:
-    """Half a million random weights with the quickstart's tokenizer, or what one of several tensor-parallel ranks has of its sizes."""
+    """Half a million random weights with the quickstart's tokenizer, or what one of several tensor-parallel
+    ranks has of its sizes."""
     from benchmarks import tiny
     from benchmarks.subject import NARROW
     from megarl.quickstart.material import make_tokenizer
@@ -94,7 +97,8 @@ def _config(task: Task, backend: str, layout: Layout = ONE_RANK) -> dict[str, An
 
 
 def _compare(config: PolicyConfig, task: Task, on_policy: bool, repeats: int) -> dict[str, Any]:
-    """What every phase of both sides took, and how far megarl's numbers are from a plain model's."""
+    """Return the times of each phase of both sides, and the distance of megarl's numbers from a plain
+    model's."""
     import gc
 
     from transformers import AutoModelForCausalLM
@@ -129,7 +133,8 @@ def _metrics(measured: Mapping[str, Any], task: Task) -> dict[str, Metric]:
         else:
             metrics |= sides(phase, spent, f"the other's {phase}", other[phase])
     lengths, step = measured["lengths"], ours["step"].wall
-    # each answer's prompt is passed once, and each of its tokens; then log-probabilities, if any, then training
+    # each answer's prompt is passed once, and each of its tokens; then log-probabilities, if any, then
+    # training
     done = (2 if "logprobs" in ours else 1) * forward_flops(config_of(task.model), lengths) + training_flops(config_of(task.model), lengths)
     metrics["step_seconds"] = Metric.of("s", step)
     metrics["tokens_per_second"] = Metric.of("tokens of prompts and answers a second", [sum(lengths) / took for took in step])
@@ -138,7 +143,8 @@ def _metrics(measured: Mapping[str, Any], task: Task) -> dict[str, Metric]:
 
 
 def _steps(config: PolicyConfig, task: Task, repeats: int) -> dict[str, Any]:
-    """On every rank: what each phase of its steps took, the first step's loss and gradient norm, and what its collectives take alone."""
+    """On every rank: what each phase of its steps took, the first step's loss and gradient norm, and what its
+    collectives take alone."""
     import gc
 
     import torch.distributed as dist
@@ -168,7 +174,8 @@ def _steps(config: PolicyConfig, task: Task, repeats: int) -> dict[str, Any]:
 
 
 def _beside_each_other(pools: Sequence[Ranks], config: PolicyConfig, task: Task, repeats: int) -> list[dict[str, Any]]:
-    """What ``_steps`` measures on one rank of each pool, all at the same time: they share memory and caches, and talk to nobody."""
+    """Measure ``_steps`` on one rank of each pool at the same time: they share memory and caches, and do not
+    communicate."""
     with ThreadPoolExecutor(len(pools)) as threads:
         return [rank for ranks in threads.map(lambda pool: pool.run(1, _steps, config, task, repeats), pools) for rank in ranks]
 
@@ -176,9 +183,9 @@ def _beside_each_other(pools: Sequence[Ranks], config: PolicyConfig, task: Task,
 def _of_layout(
     ranks: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]], halves: Sequence[Mapping[str, Any]], name: str
 ) -> dict[str, Metric]:
-    """Core-seconds of all ranks against those of one rank, and against their limit: two ranks that do a half of the work each and talk to
-    nobody, and the collectives of the step by themselves. What an operation costs whatever its size, and what tensor-parallel ranks both
-    do, is all that the two halves are above 1.
+    """Core-seconds of all ranks against those of one rank, and against their limit: two ranks that do a half
+    of the work each and talk to nobody, and the collectives of the step by themselves. What an operation
+    costs whatever its size, and what tensor-parallel ranks both do, is all that the two halves are above 1.
 
     Args:
         ranks: what each measured.

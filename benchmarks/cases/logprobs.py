@@ -1,7 +1,8 @@
-"""The log-probability phase of each backend's worker against what a plain loop does: the model of transformers, log_softmax, gather.
+"""The log-probability phase of each backend's worker against what a plain loop does: the model of
+transformers, log_softmax, gather.
 
-The same rows in the same micro-batches, without gradients; the log-probabilities are compared. In ``layers`` the passes through the layers
-decide, in ``vocabulary`` the output layer and what is made of its logits.
+The same rows in the same micro-batches, without gradients; the log-probabilities are compared. In ``layers``
+the passes through the layers decide, in ``vocabulary`` the output layer and what is made of its logits.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _metrics(spent: dict[str, Spent], error: float, tokens: int) -> dict[str, Me
 
 
 def _compare(config: PolicyConfig, work: Work, repeats: int, device: str) -> tuple[dict[str, Spent], float]:
-    """What both sides took, and the largest difference between them."""
+    """Return the times of both sides, and the largest difference between them."""
     import torch
     from transformers import AutoModelForCausalLM
 

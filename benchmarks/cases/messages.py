@@ -1,9 +1,10 @@
-"""Messages and bytes of a refit, counted at 8 to 1,024 ranks: what the driver says and hears, and what each rank does of itself; of
-mixtures of experts also with experts divided over the ranks of policy and engine.
+"""Messages and bytes of a refit, counted at 8 to 1,024 ranks: what the driver says and hears, and what each
+rank does of itself; of mixtures of experts also with experts divided over the ranks of policy and engine.
 
-The driver's own code runs, over groups of workers that answer as real ones and start no process; weights are those of real models, of which
-only the shapes exist. Against a refit whose handles the driver carries, group by group. Counts are the same on every machine, and the case
-fails where a refit takes more messages than ``CALLS``.
+The driver's own code runs, over groups of workers that answer as real ones and start no process; weights are
+those of real models, of which only the shapes exist. Against a refit whose handles the driver carries, group
+by group. Counts are the same on every machine, and the case fails where a refit takes more messages than
+``CALLS``.
 """
 
 from __future__ import annotations
@@ -158,13 +159,14 @@ def manifest_of(layout: Layout) -> Manifest:
 
 
 def wanted_of(layout: Layout, manifest: Manifest) -> tuple[dict[str, Slice], ...]:
-    """What each rank of an engine reads; ``slices_read``."""
+    """Return the slices that each rank of an engine reads; see ``slices_read``."""
     experts = layout.mixture * layout.divided
     return slices_read(manifest, layout.sizes["num_key_value_heads"], layout.engine, experts) if layout.engine > 1 else ({},)
 
 
 def slices_read(manifest: Manifest, key_heads: int, ranks: int, experts: int = 0) -> tuple[dict[str, Slice], ...]:
-    """What each rank of an engine of vLLM reads of a model, as ``tests/system/test_vllm.py`` sees its loaders do.
+    """Return the slices of a model that each rank of a vLLM engine reads, as ``tests/system/test_vllm.py``
+    sees its loaders do.
 
     Args:
         manifest: the weights.
@@ -224,8 +226,8 @@ class Moved:
 
 
 def moved(manifest: Manifest, layout: Layout, wanted: Sequence[Mapping[str, Slice]]) -> Moved:
-    """What moves where each rank of the policy has a rank of an engine beside it that reads ``wanted``, for the first of them; by the code
-    that decides how far shards travel."""
+    """Return the bytes that move where each rank of the policy has an engine rank beside it that reads
+    ``wanted``, for the first of them; by the code that decides how far shards travel."""
     from converters.mapping.layouts import padded_vocab_size
     from converters.mapping.rule import expert_index, is_expert
     from converters.mapping.rules import all_rules
@@ -255,7 +257,8 @@ def moved(manifest: Manifest, layout: Layout, wanted: Sequence[Mapping[str, Slic
 
 
 def experts_kept(manifest: Manifest) -> int:
-    """Bytes of the experts of the layer that has most, which an engine's rank keeps until all of them came."""
+    """Bytes of the experts of the layer that has most, which an engine's rank keeps until all of them
+    came."""
     layers: Counter[str] = Counter()
     for tensor in manifest.tensors:
         layer, found, _ = tensor.name.partition(".experts.")
@@ -275,7 +278,8 @@ def _nothing(worker: int, **options: Any) -> None:
 
 @dataclass
 class Workers:
-    """A group of workers that answer and do nothing, as the driver sees them; what goes to them and comes back is counted.
+    """A group of workers that answer and do nothing, as the driver sees them; what goes to them and comes
+    back is counted.
 
     Attributes:
         count: of the workers.
@@ -323,7 +327,7 @@ class Workers:
 
 
 def payload(manifest: Manifest, first: int, count: int) -> dict[str, Any]:
-    """What is said in a mailbox of a group of weights in device memory."""
+    """Return the message in a mailbox for a group of weights in device memory."""
     buffer = {"memory": _MEMORY, "slot_bytes": 2**29, "device": _DEVICE}
     group = {"index": 1, "first": first, "count": count, "checksum": None}
     return {"buffer": buffer, "manifest": manifest.digest, "version": VERSION, **group}
@@ -348,8 +352,8 @@ def _sent(rank: int, names: list[str]) -> list[str] | str:
 def driver_of(
     manifest: Manifest, ranks: int, engines: int, engine_ranks: int, slices: Sequence[Mapping[str, Slice]] = ()
 ) -> tuple[Policy, EngineGroup]:
-    """A policy and engines as the driver has them, on workers that are played; the ranks of an engine read ``slices``, all of which the
-    policy's ranks send."""
+    """A policy and engines as the driver has them, on workers that are played; the ranks of an engine read
+    ``slices``, all of which the policy's ranks send."""
     from megarl.models.generation.engine_group import EngineGroup, EngineWorkers
     from megarl.models.policy.lm_policy import Policy
     from megarl.weight_sync.slices import slices_digest
@@ -389,7 +393,7 @@ LIFE = ("offload_before_refit", "offload_after_refit", "prepare_for_generation")
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What one refit took of the driver.
+    """Messages and bytes of one refit at the driver.
 
     Attributes:
         calls: of all ranks of policy or engines, by which weights go.
@@ -436,7 +440,8 @@ def counted(policy: Policy, generation: EngineGroup, way: str) -> Counted:
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Model x ranks; of mixtures, whose many weights take minutes, the most ranks alone, and in a quick run the first of them."""
+    """Model x ranks; of mixtures, whose many weights take minutes, the most ranks alone, and in a quick run
+    the first of them."""
     dense = [name for name, layout in LAYOUTS.items() if not layout.mixture]
     mixtures = [name for name, layout in LAYOUTS.items() if layout.mixture]
     for name in [*dense, *(mixtures[:1] if quick else mixtures)]:

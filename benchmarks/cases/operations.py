@@ -1,17 +1,20 @@
-"""Operations and host syncs of a packed micro-batch of 2, 16 and 64 sequences, counted; the counts must not depend on the sequences.
-Those of a mixture of 8 and of 32 experts, in grouped products and one after another, beside them; grouped, not on the experts either.
+"""Operations and host syncs of a packed micro-batch of 2, 16 and 64 sequences, counted; the counts must not
+depend on the sequences. Those of a mixture of 8 and of 32 experts, in grouped products and one after another,
+beside them; grouped, not on the experts either.
 
-On a GPU each operation is a kernel that the host has to launch, and each sync a wait in which the host launches none. Both are counted on a
-CPU, where the same code runs:
+On a GPU each operation is a kernel that the host has to launch, and each sync a wait in which the host
+launches none. Both are counted on a CPU, where the same code runs:
 
-* an operation is a call that torch dispatches to a kernel; views and empty memory are left out. Attention over packed sequences is one call
-  of a FlashAttention kernel on a GPU, so that a stand-in of one operation, forward and backward, takes its place here;
-* of functions that torch.compile fuses on a GPU (``fusions=compiled``: gates, and residual with norm) each is one operation forward and
-  one backward, for which stand-ins of one operation take their place;
-* a sync is a call that hands numbers of a tensor to the host, or that makes a tensor from a list or moves it to a device without
-  ``non_blocking``.
+* an operation is a call that torch dispatches to a kernel; views and empty memory are left out. Attention
+  over packed sequences is one call of a FlashAttention kernel on a GPU, so that a stand-in of one operation,
+  forward and backward, takes its place here;
+* of functions that torch.compile fuses on a GPU (``fusions=compiled``: gates, and residual with norm) each is
+  one operation forward and one backward, for which stand-ins of one operation take their place;
+* a sync is a call that hands numbers of a tensor to the host, or that makes a tensor from a list or moves it
+  to a device without ``non_blocking``.
 
-What a global batch costs once is told from what each micro-batch costs by counting global batches of one and of three.
+What a global batch costs once is told from what each micro-batch costs by counting global batches of one and
+of three.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ EXPERTS = (8, 32)
 MOST_OPERATIONS = 700
 """Of a global batch of one micro-batch of four layers, forward and backward, until the optimizer's step."""
 FUSED_SHARE = 0.8
-"""Of the operations, what is left where functions are fused: 0.70 of training and 0.75 of log-probabilities when this was set."""
+"""Of the operations, what is left where functions are fused: 0.70 of training and 0.75 of log-probabilities
+when this was set."""
 VIEWS = frozenset(
     (
         "_reshape_alias",
@@ -85,7 +89,7 @@ HANDED_OVER = frozenset(("_local_scalar_dense", "nonzero", "masked_select", "equ
 
 @dataclass
 class Count:
-    """What was counted, by name of the operation and by place of the sync."""
+    """Counts by name of the operation and by place of the sync."""
 
     operations: Counter[str] = field(default_factory=Counter)
     syncs: Counter[str] = field(default_factory=Counter)
@@ -114,7 +118,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Syncs(TorchFunctionMode):
-    """Those that torch does not dispatch, or that are none on a CPU."""
+    """Syncs that torch does not dispatch, or that are none on a CPU."""
 
     def __init__(self, count: Count) -> None:
         super().__init__()
@@ -129,7 +133,7 @@ class _Syncs(TorchFunctionMode):
 
 
 def _moves(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    """Whether a call moves a tensor to a device and waits until it is there."""
+    """Return whether a call moves a tensor to a device and waits until it is there."""
     return func is Tensor.to and not options.get("non_blocking") and any(map(_is_device, (*args[1:], *options.values())))
 
 
@@ -146,7 +150,8 @@ def counting() -> Iterator[Count]:
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Training and log-probabilities of each number of sequences; fails where a count depends on that number or is above its bound."""
+    """Training and log-probabilities of each number of sequences; fails where a count depends on that number
+    or is above its bound."""
     pool = WorkerPool()
     try:
         with tempfile.TemporaryDirectory() as directory:
@@ -182,7 +187,7 @@ def require_as_many(mixtures: Mapping[int, Mapping[str, Mapping[str, int]]]) -> 
 
 
 def mixture_counts(pool: WorkerPool, directory: Path, experts: int) -> dict[str, dict[str, int]]:
-    """What ``counts_of`` gives of a mixture, of whose experts a token goes through 4: ``grouped`` and ``loop``."""
+    """Return ``counts_of`` of a mixture whose tokens go through 4 experts each: ``grouped`` and ``loop``."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
@@ -215,12 +220,12 @@ def require_fewer(compiled: Mapping[str, int], plain: Mapping[str, int]) -> None
 
 
 def counts_of(pool: WorkerPool, model: Path, sequences: int, *, compiled: bool = False, **megatron: Any) -> dict[str, int]:
-    """Operations and syncs of packed micro-batches of ``sequences`` sequences, ``TOKENS`` tokens together, ``compiled`` with what is fused
-    on a GPU; ``megatron`` are keys of ``megatron_cfg``.
+    """Operations and syncs of packed micro-batches of ``sequences`` sequences, ``TOKENS`` tokens together,
+    ``compiled`` with what is fused on a GPU; ``megatron`` are keys of ``megatron_cfg``.
 
     Returns:
-        For ``train`` (forward and backward) and ``logprob``: ``_operations`` of a call with one micro-batch, ``_syncs`` that each further
-        micro-batch adds, and ``_syncs_a_call``, those of a call with one.
+        For ``train`` (forward and backward) and ``logprob``: ``_operations`` of a call with one micro-batch,
+        ``_syncs`` that each further micro-batch adds, and ``_syncs_a_call``, those of a call with one.
     """
     found = pool.run(1, _counted, _config(model, sequences, megatron), sequences, compiled)[0]
     metrics = {}
@@ -243,7 +248,8 @@ class _Stop(Exception):
 
 
 def _counted(config: PolicyConfig, sequences: int, compiled: bool) -> dict[tuple[str, int], Count]:
-    """In a worker process: what calls with one and with three micro-batches take, once the first ones are through."""
+    """In a worker process: what calls with one and with three micro-batches take, once the first ones are
+    through."""
     with one_operation_functions() if compiled else contextlib.nullcontext():
         return _counted_of(tiny.worker_of(config), config, sequences)
 
@@ -285,7 +291,8 @@ def _warm_count(call: Callable[[], Any]) -> Count:
 
 @contextlib.contextmanager
 def one_operation_attention() -> Iterator[None]:
-    """Attention takes the way that it takes on a GPU, with a kernel in its place that is one operation forward and one backward."""
+    """Attention takes the way that it takes on a GPU, with a kernel in its place that is one operation
+    forward and one backward."""
     from megarl.models.engine import attention
 
     with patched((attention, "serves", lambda query: True), (attention, "varlen_kernel", lambda: _stand_in)):
@@ -294,7 +301,8 @@ def one_operation_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_operation_functions() -> Iterator[None]:
-    """Workers are built as on a GPU, with an operation in the place of each function that torch.compile fuses there."""
+    """Workers are built as on a GPU, with an operation in the place of each function that torch.compile fuses
+    there."""
     from megatron.core.fusions import fused_bias_swiglu
 
     from megarl.models.megatron import residual_norm, settings
@@ -310,7 +318,8 @@ def one_operation_functions() -> Iterator[None]:
 
 
 def _one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which is counted as one operation: one that does nothing, before those of its own, which are not counted."""
+    """``function``, which is counted as one operation: one that does nothing, before those of its own, which
+    are not counted."""
 
     def call(*arguments: Any) -> Any:
         torch.zeros(())

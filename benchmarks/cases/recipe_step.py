@@ -1,8 +1,11 @@
-"""What a policy computes of a recipe's step, in the recipe's own layout, on all nodes of the Ray cluster that ``RAY_ADDRESS`` names.
+"""The policy's computations in a recipe's step, in the recipe's own layout, on all nodes of the Ray cluster
+that ``RAY_ADDRESS`` names.
 
-Sequences of random tokens stand for answers: log-normal lengths up to the recipe's longest. The limit is a product of matrices on one
-device of the same cluster: the share of it that a phase reaches is its MFU. Training has three times the operations of log-probabilities;
-``logprobs_over_third`` says how far their times are from that. Generation is not part of this.
+Sequences of random tokens stand for answers: log-normal lengths up to the recipe's longest. The limit is a
+product of matrices on one
+device of the same cluster: the share of it that a phase reaches is its MFU. Training has three times the
+operations of log-probabilities; ``logprobs_over_third`` says how far their times are from that. Generation is
+not part of this.
 """
 
 from __future__ import annotations
@@ -82,7 +85,8 @@ def _peak(device: str) -> float:
 
 
 def _phases(policy: Any, batch: Any, repeats: int) -> dict[str, list[float]]:
-    """Wall seconds of the calls that a driver makes, after one of each for warm-up. They return when all ranks are done."""
+    """Wall seconds of the calls that a driver makes, after one of each for warm-up. They return when all
+    ranks are done."""
     from megarl.algorithms.loss_functions import NLLLoss
 
     losses: list[float] = []

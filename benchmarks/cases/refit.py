@@ -1,8 +1,9 @@
-"""A refit of as many bytes in few and in many tensors: handed to an engine on the same device, and sent to an engine apart.
+"""A refit of as many bytes in few and in many tensors: handed to an engine on the same device, and sent to an
+engine apart.
 
-Against one flat copy of the bytes to a second process, and one flat broadcast over the same group. Beside them the ways that take every
-tensor for itself: copied into shared memory of its own, whose handle travels by pickle, and broadcast after its name, shape and dtype have
-travelled by pickle.
+Against one flat copy of the bytes to a second process, and one flat broadcast over the same group. Beside
+them the ways that take every tensor for itself: copied into shared memory of its own, whose handle travels by
+pickle, and broadcast after its name, shape and dtype have travelled by pickle.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ COUNTS = (300, 10_000)
 # of both buffers
 BUFFER_GIB = 0.125
 CALLS = 3
-"""That make one number: a handover takes some milliseconds, of which a process that wakes up late is a tenth."""
+"""That make one number: a handover takes some milliseconds, of which a process that wakes up late is a
+tenth."""
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
 
@@ -87,8 +89,8 @@ class _RandomWeights:
         self._buckets = [(_lying_together(bucket, elements), part.view(1, -1)) for bucket, part in zip(buckets, shards, strict=True)]
 
     def delivery(self) -> GatherStream:
-        """All weights as Megatron and DTensor give them: in buckets of which it is known where each weight lies. Here none of them has to
-        be put together from shards first; ``refit.export`` measures that."""
+        """All weights as Megatron and DTensor give them: in buckets of which it is known where each weight
+        lies. Here none of them has to be put together from shards first; ``refit.export`` measures that."""
         return GatherStream(InFlightBucket(assembly, shards, None) for assembly, shards in self._buckets)
 
     def singly(self) -> Iterator[tuple[str, Tensor]]:
@@ -101,12 +103,12 @@ def _lying_together(names: Sequence[str], elements: int) -> UnshardPlan:
 
 
 def _metrics_of(nbytes: int, seconds: Mapping[str, Sequence[float]], memory: float) -> dict[str, Metric]:
-    """Of one number of tensors.
+    """Return the metrics of one number of tensors.
 
     Args:
         nbytes: of all weights.
-        seconds: a number a repeat of ``flat``, all bytes as one piece; of ``refit``; of ``singly``, a refit whose weights come one by one;
-            and of ``each``, every tensor handed over for itself.
+        seconds: a number a repeat of ``flat``, all bytes as one piece; of ``refit``; of ``singly``, a refit
+            whose weights come one by one; and of ``each``, every tensor handed over for itself.
         memory: MiB that the refit took above the model.
     """
     return {
@@ -177,7 +179,8 @@ def _expect(connection: Connection, answer: str) -> None:
 
 
 def _handover_engine(connection: Connection, description: dict[str, Any]) -> None:
-    """Takes every weight as a tensor that it could load; it copies none, which is the engine's own business."""
+    """Takes every weight as a tensor that it could load; it copies none, which is the engine's own
+    business."""
     torch.multiprocessing.set_sharing_strategy("file_system")
     receivers = {way: WeightReceiver(Manifest.from_description(description), CPU) for way in ("refit", "singly")}
     connection.send("ready")
@@ -243,7 +246,8 @@ def _one_broadcast_each(group: TransferGroup, weights: dict[str, Tensor], orders
 
 
 def _broadcast_engine(orders: Connection, description: dict[str, Any], port: int, nbytes: int) -> None:
-    """Takes every weight as a tensor that it could load; it copies none, which is the engine's own business."""
+    """Takes every weight as a tensor that it could load; it copies none, which is the engine's own
+    business."""
     manifest = Manifest.from_description(description)
     group = TransferGroup(HOST, port, 2, 1, digest=manifest.digest, device=CPU, handshake_s=120.0)
     listener = WeightListener(group, manifest)

@@ -1,6 +1,8 @@
-"""All weights of a mixture on Megatron as Hugging Face tensors, in few and in many experts of about as many bytes, against one flat copy.
+"""All weights of a mixture on Megatron as Hugging Face tensors, in few and in many experts of about as many
+bytes, against one flat copy.
 
-It is what refits and exports read: exports as tensors one by one, refits laid into a buffer at once. Beside it the way that takes each
+It is what refits and exports read: exports as tensors one by one, refits laid into a buffer at once. Beside
+it the way that takes each
 parameter for itself: gathered from the ranks, then put together.
 """
 
@@ -129,7 +131,8 @@ def _timed(config: PolicyConfig, repeats: int) -> tuple[Mapping[str, list[float]
 
 
 def _memory(config: PolicyConfig) -> float:
-    """MiB that the first refit of a policy takes above the model: buffers, what is gathered for them, and lists."""
+    """MiB that the first refit of a policy takes above the model: buffers, what is gathered for them, and
+    lists."""
     from benchmarks import tiny
     from benchmarks.memory import peak_of
     from megarl.weight_sync.manifest import Manifest

@@ -1,7 +1,9 @@
-"""Loading a mixture's weights into vLLM's model at a refit, the host's part: a layer's experts together, against one weight after another.
+"""Loading a mixture's weights into vLLM's model at a refit, the host's part: a layer's experts together,
+against one weight after another.
 
-An engine's rank does it by vLLM's own layer-wise reload, of a model of few layers and small weights, so that their bytes count for little;
-a GPU's host spends time on each weight in the same way. Needs vLLM's build for CPUs.
+An engine's rank does it by vLLM's own layer-wise reload, of a model of few layers and small weights, so that
+their bytes count for little; a GPU's host spends time on each weight in the same way. Needs vLLM's build for
+CPUs.
 """
 
 from __future__ import annotations

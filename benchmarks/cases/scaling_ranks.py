@@ -1,8 +1,9 @@
-"""Core-seconds of a training step on 1, 2, 4 and 8 data-parallel ranks against one rank, on the same batch with equal losses.
+"""Core-seconds of a training step on 1, 2, 4 and 8 data-parallel ranks against one rank, on the same batch
+with equal losses.
 
-A machine of two cores cannot show how fast eight ranks are; it shows what dividing the work costs. Without that cost the core-seconds stay
-the same. torch's FSDP2 on as many ranks, in turn with the worker, shows what a person would pay instead; the numbers of ranks come one
-after another.
+A machine of two cores cannot show how fast eight ranks are; it shows what dividing the work costs. Without
+that cost the core-seconds stay the same. torch's FSDP2 on as many ranks, in turn with the worker, shows what
+a person would pay instead; the numbers of ranks come one after another.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def _metrics(ranks: Sequence[Measured], alone: Sequence[Measured], device: str) 
     assert off < TOLERANCE[device], f"losses differ by {off:.2e} from those of one rank"
     to_one_rank = Metric.ratio("core-seconds of one rank", worker.cpu, single.cpu)
     if len(ranks) > len(os.sched_getaffinity(0)):
-        # how ranks wait for a core is the machine's to say: on two cores the same code took 3.1 and 4.8 times as much
+        # how ranks wait for a core is the machine's to say: on two cores the same code took 3.1 and 4.8 times
+        # as much
         to_one_rank = Metric.of("ratio, not judged with fewer cores than ranks, to core-seconds of one rank", to_one_rank.samples)
     return {
         "core_seconds_to_one_rank": to_one_rank,

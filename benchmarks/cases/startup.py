@@ -1,7 +1,8 @@
-"""What a start costs: of a command that only speaks, of a dry run, and of a tiny GRPO run until its first step is done, in CPU and in wall
-seconds; against an empty interpreter, against ``import torch``, and against TRL's trainer where it is installed. The limits of a run are
-programs that start Ray with one worker and import what driver and worker need, at the same time, and do nothing else: torch and
-transformers, or megarl's own modules, with Megatron-Core.
+"""Costs of a start: of a command that only speaks, of a dry run, and of a tiny GRPO run until its first step
+is done, in CPU and in wall seconds; against an empty interpreter, against ``import torch``, and against TRL's
+trainer where it is installed. The limits of a run are programs that start Ray with one worker and import what
+driver and worker need, at the same time, and do nothing else: torch and transformers, or megarl's own
+modules, with Megatron-Core.
 
 CPU seconds are those of a program and of everything it starts, Ray's processes included.
 """
@@ -49,7 +50,8 @@ GRPOTrainer(model=model, processing_class=AutoTokenizer.from_pretrained(model), 
             train_dataset=data).train()
 open(out + "/done", "w").write("1")
 """
-# the least that a run with Ray can take: a driver and a worker that load their libraries at the same time, and nothing else
+# the least that a run with Ray can take: a driver and a worker that load their libraries at the same time,
+# and nothing else
 _RAY = """
 import importlib, sys
 import ray
@@ -70,13 +72,13 @@ ray.get(ready)
 open(out + "/done", "w").write("1")
 """
 _MODEL = "transformers.models.qwen2.modeling_qwen2"
+# What driver and worker import, by the name of the limit.
 _LIMITS = {
     "Ray and megarl's modules": (
         "transformers.models.auto.tokenization_auto megarl.models.policy.lm_policy",
         f"megarl.models.policy.megatron_policy_worker {_MODEL}",
     ),
 }
-"""What driver and worker import, by the name of the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ class Cost:
     Attributes:
         cpu: of all its processes.
         wall: until then.
-        parts: CPU seconds of a run by kind of process: ``driver``, ``workers``, and ``ray`` for Ray's own; empty for a command.
+        parts: CPU seconds of a run by kind of process: ``driver``, ``workers``, and ``ray`` for Ray's own;
+        empty for a command.
     """
 
     cpu: float
@@ -145,7 +148,8 @@ def _metrics(costs: Sequence[Cost], against: Sequence[Cost], what: str) -> dict[
 
 
 def _in_turn(actions: dict[str, Callable[[], Cost]], repeats: int, *, warm_up: int = 1) -> dict[str, list[Cost]]:
-    """The costs of each, round by round, after rounds that are not counted: files are read from memory then."""
+    """The costs of each, round by round, after rounds that are not counted: files are read from memory
+    then."""
     costs: dict[str, list[Cost]] = {name: [] for name in actions}
     for turn in range(warm_up + repeats):
         for name, action in actions.items():
@@ -217,7 +221,8 @@ def _cost(command: Sequence[str], sign: Path | None, *, ends: bool) -> Cost:
 
     Args:
         command: the program.
-        sign: a file that says, once it holds something, that what is measured is done; None for the program's end.
+        sign: a file that says, once it holds something, that what is measured is done; None for the program's
+        end.
         ends: the program has to end well, and its own figures and those of its children count.
     """
     before, started, parts = os.times(), time.perf_counter(), dict[str, float]()
@@ -239,7 +244,8 @@ def _cost(command: Sequence[str], sign: Path | None, *, ends: bool) -> Cost:
 
 
 def _watch(process: subprocess.Popen[bytes], sign: Path, started: float) -> tuple[dict[str, float], int]:
-    """CPU seconds of a program and all its descendants until the sign is there; those of one that has ended are what was last seen."""
+    """CPU seconds of a program and all its descendants until the sign is there; those of one that has ended
+    are what was last seen."""
     seen: dict[int, tuple[str, float]] = {}
     root, looked, code = psutil.Process(process.pid), 0.0, 0
     while not (sign.is_file() and sign.stat().st_size):

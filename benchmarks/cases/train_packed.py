@@ -1,7 +1,9 @@
-"""A training step on packed and on dynamic micro-batches against one on padded rows: same weights, same samples, same budget of tokens.
+"""A training step on packed and on dynamic micro-batches against one on padded rows: same weights, same
+samples, same budget of tokens.
 
-Lengths follow the profiles of published runs, shrunk so that the longest sequence has ``LONGEST`` tokens. Every way gets micro-batches of
-at most ``ROWS_AT_ONCE`` longest sequences, padding included. The limit is what padding wastes: padded tokens over valid tokens.
+Lengths follow the profiles of published runs, shrunk so that the longest sequence has ``LONGEST`` tokens.
+Every way gets micro-batches of at most ``ROWS_AT_ONCE`` longest sequences, padding included. The limit is
+what padding wastes: padded tokens over valid tokens.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ def _metrics(measured: Mapping[str, Sequence[float]], lengths: Sequence[int]) ->
 
 
 def _compare(configs: Sequence[PolicyConfig], lengths: Sequence[int], repeats: int) -> dict[str, list[float]]:
-    """Seconds of ``repeats`` steps of each way after one of warm-up, taken in turn, and the loss of the first."""
+    """Seconds of ``repeats`` steps of each way after one of warm-up, taken in turn, and the loss of the
+    first."""
     import torch
 
     from benchmarks.timing import collector_off, seconds_of

@@ -1,8 +1,10 @@
-"""A training step of a real worker against a plain loop on transformers with fused Adam, and against torch's own FSDP2 on as many ranks.
+"""A training step of a real worker against a plain loop on transformers with fused Adam, and against torch's
+own FSDP2 on as many ranks.
 
-Same weights, data, micro-batches and optimizer. In ``weights`` five million weights see 1,024 tokens in eight micro-batches, so what is
-paid for each weight and call decides, on one rank and in each layout of two; in ``tokens`` half a million see 2,048, on one rank. On two
-ranks the worker and FSDP2 have two cores and the plain loop one: core-seconds say what the division costs.
+Same weights, data, micro-batches and optimizer. In ``weights`` five million weights see 1,024 tokens in eight
+micro-batches, so what is paid for each weight and call decides, on one rank and in each layout of two; in
+``tokens`` half a million see 2,048, on one rank. On two ranks the worker and FSDP2 have two cores and the
+plain loop one: core-seconds say what the division costs.
 """
 
 from __future__ import annotations

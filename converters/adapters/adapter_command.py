@@ -1,4 +1,5 @@
-"""The sub-command ``adapter``: adapters by themselves, from PEFT's form to a ``torch_dist`` checkpoint and back."""
+"""The sub-command ``adapter``: adapters by themselves, from PEFT's form to a ``torch_dist`` checkpoint and
+back."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ from converters.families.read import read_architecture
 from converters.files.reading import identity_of
 from converters.torch_dist.location import find_checkpoint
 
+# What peft (0.21, for transformers 5) takes for factors of stacks of experts, wherever in a mixture of
+# experts it stands.
 _OF_EXPERTS = re.compile(r".*\.(gate_proj|up_proj|down_proj)\.lora_[AB]\.weight")
-"""What peft (0.21, for transformers 5) takes for factors of stacks of experts, wherever in a mixture of experts it stands."""
 
 
 def open_megatron_adapter(directory: Path, hf_directory: Path | None, ignored: Collection[str] = ()) -> MegatronAdapter:

@@ -1,8 +1,9 @@
 """LoRA adapters, saved by PEFT or by Megatron-Bridge, merged into a model while it is read.
 
-An opened adapter has PEFT's names and forms, whichever side it was saved by. The merged weight is W + scaling * B A, computed in float32
-from the stored base weight and rounded once to the dtype that it is stored in. Every sum is taken in the order of the ranks, element by
-element, so that the bits depend neither on the rows that are read at a time nor on the machine.
+An opened adapter has PEFT's names and forms, whichever side it was saved by. The merged weight is W + scaling
+* B A, computed in float32 from the stored base weight and rounded once to the dtype that it is stored in.
+Every sum is taken in the order of the ranks, element by element, so that the bits depend neither on the rows
+that are read at a time nor on the machine.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ Member = tuple[HuggingFaceTensor, TensorLocation]
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The two matrices of a module: names of the stored tensors, and the factor on their product. Those of an embedding are transposed.
-    Those of a stack of experts are those of all experts: of ``down`` an expert has ``rank`` rows, of ``up`` every column that is its own;
-    ``place`` says which rows of ``up`` belong to the tensor."""
+    """The two matrices of a module: names of the stored tensors, and the factor on their product. Those of an
+    embedding are transposed. Those of a stack of experts are those of all experts: of ``down`` an expert has
+    ``rank`` rows, of ``up`` every column that is its own; ``place`` says which rows of ``up`` belong to the
+    tensor."""
 
     down: str
     up: str
@@ -64,7 +66,8 @@ class LoraAdapter:
 
     Attributes:
         source: its tensors.
-        base: names of the tensors of the base model that are stored with the adapter, by the name of the Hugging Face tensor.
+        base: names of the tensors of the base model that are stored with the adapter, by the name of the
+        Hugging Face tensor.
         factors: by the name of the Hugging Face tensor that they change.
         replaced: rows that it has in place of the base model's, by the name of the Hugging Face tensor.
         changed: names of the Hugging Face tensors that it changes.
@@ -83,7 +86,7 @@ class LoraAdapter:
         self.changed = frozenset((*self.factors, *self.replaced))
 
     def __contains__(self, name: str) -> bool:
-        """Whether it changes the Hugging Face tensor of that name."""
+        """Return whether it changes the Hugging Face tensor of that name."""
         return name in self.changed
 
     def notes(self) -> dict[str, str | int]:
@@ -190,7 +193,8 @@ class LoraAdapter:
     def _fit_stack(
         self, module: str, names: Mapping[str, str], stacks: Mapping[str, list[Member]], fitted: dict[str, Factors]
     ) -> list[str]:
-        """Fit what changes a stack of experts; what is wrong. PEFT says which stack of the layer only by the shapes."""
+        """Fit what changes a stack of experts; what is wrong. PEFT says which stack of the layer only by the
+        shapes."""
         if set(names) != {"lora_A", "lora_B"}:
             return [f"{module}: has {', '.join(names)}; lora_A and lora_B are needed"]
         down, up = names["lora_A"], names["lora_B"]
@@ -236,7 +240,8 @@ class LoraAdapter:
 
 
 def expert_stacks(tensors: Mapping[str, HuggingFaceTensor]) -> dict[str, list[Member]]:
-    """The parameters in which transformers' models hold the matrices of all experts of a layer, by name, with what is in them."""
+    """The parameters in which transformers' models hold the matrices of all experts of a layer, by name, with
+    what is in them."""
     stacks: dict[str, list[Member]] = {}
     for tensor in tensors.values():
         for place in tensor.places:
@@ -256,8 +261,8 @@ def _product(up: Tensor, down: Tensor) -> Tensor:
 
 
 def _untrained_layers(architecture: Architecture, changed: Iterable[str]) -> tuple[str, ...]:
-    """Beginnings of the names of prediction layers that the adapter changes nothing of: transformers has no such layers, so that an
-    adapter that was trained with it cannot have factors for them."""
+    """Beginnings of the names of prediction layers that the adapter changes nothing of: transformers has no
+    such layers, so that an adapter that was trained with it cannot have factors for them."""
     layers = range(architecture.num_layers, architecture.num_layers + architecture.prediction_layers)
     prefixes = (f"model.layers.{layer}." for layer in layers)
     names = list(changed)
@@ -265,7 +270,8 @@ def _untrained_layers(architecture: Architecture, changed: Iterable[str]) -> tup
 
 
 def _left_out(config: LoraConfig, tensors: Mapping[str, HuggingFaceTensor], found: set[str], untrained: tuple[str, ...]) -> list[str]:
-    """Modules of the model that the config lists and that have no factors, but for those of ``untrained`` layers."""
+    """Modules of the model that the config lists and that have no factors, but for those of ``untrained``
+    layers."""
     modules = [name.removesuffix(".weight") for name, tensor in tensors.items() if name.endswith(".weight") and len(tensor.shape) == 2]
     listed = [module for module in modules if is_among(module, config.targets) and not module.startswith(untrained)]
     return [f"missing: {module}, which target_modules lists" for module in listed if module not in found]

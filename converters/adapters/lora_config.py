@@ -1,4 +1,5 @@
-"""The ``adapter_config.json`` of a PEFT adapter: what it says about merging; whatever else it asks for is refused by name."""
+"""The ``adapter_config.json`` of a PEFT adapter: what it says about merging; whatever else it asks for is
+refused by name."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from typing import Any
 from converters.errors import ConversionError
 from converters.model_config.sizes import is_off, read_number
 
-# about training, about where the adapter comes from, or the choice of modules, which the adapter's own tensors show
+# about training, about where the adapter comes from, or the choice of modules, which the adapter's own
+# tensors show
 _INERT = frozenset(
     {
         "auto_mapping",
@@ -48,13 +50,14 @@ _FIX = "merge it with peft, or save it in a plain LoRA form"
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Lora config: how adapters change weights.
+    """Settings by which adapters change weights.
 
     Attributes:
         rank, alpha: of every module, unless a pattern says otherwise.
         rank_patterns, alpha_patterns: by regular expression of the end of a module's name.
         rank_stabilized: scaling is alpha / sqrt(rank) instead of alpha / rank.
-        targets: names, or ends of names, of the modules that have to have an adapter; empty where the config does not list them.
+        targets: names, or ends of names, of the modules that have to have an adapter; empty where the config
+        does not list them.
         target_parameters: the same of parameters that are no module's weight: stacks of experts.
         saved_modules: names, or ends of names, of modules that the adapter has as a whole.
         token_indices: rows of embeddings that the adapter has, by the name of the module, or its end.
@@ -82,7 +85,7 @@ class LoraConfig:
 
 
 def is_among(name: str, targets: frozenset[str]) -> bool:
-    """Whether a name, or its end behind a dot, is one of the targets."""
+    """Return whether a name, or its end behind a dot, is one of the targets."""
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
@@ -162,7 +165,8 @@ def _token_indices(config: Mapping[str, Any], problems: list[str]) -> dict[str, 
 
 
 def _listed(config: Mapping[str, Any], key: str) -> frozenset[str]:
-    """Only where a list alone makes the choice; expressions, exceptions and choices of layers are left to the tensors that are there."""
+    """Only where a list alone makes the choice; expressions, exceptions and choices of layers are left to the
+    tensors that are there."""
     targets = config.get(key)
     restrictions = [config.get(other) for other in _CHOICE - {"target_modules", "target_parameters"}]
     if not isinstance(targets, list) or any(value not in (None, [], "") for value in restrictions):

@@ -35,7 +35,8 @@ def merge_import(base: HuggingFaceModel, directory: Path, dtype: torch.dtype | N
     Args:
         base: the checkpoint.
         directory: of the adapter.
-        dtype: that everything is converted to, from the sums in float32; None rounds each of them to the dtype of its tensor.
+        dtype: that everything is converted to, from the sums in float32; None rounds each of them to the
+        dtype of its tensor.
 
     Raises:
         ConversionError: the adapter is damaged or does not fit.
@@ -44,7 +45,8 @@ def merge_import(base: HuggingFaceModel, directory: Path, dtype: torch.dtype | N
 
 
 def merge_export(checkpoint: MegatronCheckpoint, directory: Path, dtype: torch.dtype | None) -> tuple[MegatronCheckpoint, LoraAdapter]:
-    """Merge an adapter into a ``torch_dist`` checkpoint. A tensor that its import widened is rounded to what it was in before."""
+    """Merge an adapter into a ``torch_dist`` checkpoint. A tensor that its import widened is rounded to what
+    it was in before."""
 
     def choose(name: str, stored: torch.dtype) -> torch.dtype:
         return checkpoint.dtype_before(name, stored) if dtype is None else torch.float32
@@ -54,8 +56,8 @@ def merge_export(checkpoint: MegatronCheckpoint, directory: Path, dtype: torch.d
 
 
 def merge_opened(base: Opened, directory: Path, other: Opened | None) -> Opened:
-    """An opened checkpoint with an adapter in it, to be compared with ``other``, which may be the result of a conversion with ``--dtype``.
-    Its manifest, which is of the base, is left out."""
+    """An opened checkpoint with an adapter in it, to be compared with ``other``, which may be the result of a
+    conversion with ``--dtype``. Its manifest, which is of the base, is left out."""
 
     def choose(name: str, stored: torch.dtype) -> torch.dtype:
         if other is None:
@@ -70,7 +72,8 @@ def merge_opened(base: Opened, directory: Path, other: Opened | None) -> Opened:
 
 
 def refuse_other_base(adapter: LoraAdapter, base: LogicalModel) -> None:
-    """Compare the weights of the base model that an adapter holds (PEFT saves those of embeddings with it) with those that are there.
+    """Compare the weights of the base model that an adapter holds (PEFT saves those of embeddings with it)
+    with those that are there.
 
     Raises:
         ConversionError: they are not the same.

@@ -1,8 +1,9 @@
 """The adapters in a ``torch_dist`` checkpoint, seen as PEFT would hold them.
 
-Three forms are known. Megatron-Bridge's own, LoRA, has one adapter for a fused layer: PEFT's factors ``lora_A`` of query, key and value are
-then the same matrix, and ``lora_B`` are rows of one. Its CanonicalLoRA has one for each part, as PEFT does. And what this library writes
-(``converters.adapters.megatron_adapter``) is of the first form, with a part for each in the ranks.
+Three forms are known. Megatron-Bridge's own, LoRA, has one adapter for a fused layer: PEFT's factors
+``lora_A`` of query, key and value are then the same matrix, and ``lora_B`` are rows of one. Its CanonicalLoRA
+has one for each part, as PEFT does. And what this library writes (``converters.adapters.megatron_adapter``)
+is of the first form, with a part for each in the ranks.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from converters.torch_dist.reader import TorchDistCheckpoint
 PEFT_PREFIX = "base_model.model."
 _SIDES = ("linear_in", "linear_out")
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.")
+# What Megatron-Bridge's CanonicalLoRA calls the adapters of the parts of a fused layer.
 _PARTS = {Kind.QKV: ("adapter_q", "adapter_k", "adapter_v"), Kind.GATED: ("adapter_gate", "adapter_up")}
-"""What Megatron-Bridge's CanonicalLoRA calls the adapters of the parts of a fused layer."""
 
 
 def linears(architecture: Architecture) -> list[Rule]:
-    """The rules of the weights of linear layers that may have an adapter: those inside of layers. Experts have none here, since
-    Megatron-Bridge keeps one for all experts of a rank, and PEFT one for each."""
+    """The rules of the weights of linear layers that may have an adapter: those inside of layers. Experts
+    have none here, since Megatron-Bridge keeps one for all experts of a rank, and PEFT one for each."""
     return [
         rule
         for rule in all_rules(architecture)
@@ -63,7 +64,8 @@ def stored_factor(rule: Rule, architecture: Architecture, side: str, part: int |
         rule: of the weight of the linear layer.
         architecture: of the model.
         side: ``linear_in`` or ``linear_out``.
-        part: number of the part of a fused layer that the adapter is of; None for the adapter of the whole layer.
+        part: number of the part of a fused layer that the adapter is of; None for the adapter of the whole
+        layer.
         stacked: whether layers are stacked.
     """
     place = stored_place(rule, architecture, stacked=stacked)
@@ -152,7 +154,8 @@ def said_of(
         architecture: of the base model.
 
     Returns:
-        The file that says it, PEFT's config, and over how many ranks the adapters were cut that were saved, as it stands there.
+        The file that says it, PEFT's config, and over how many ranks the adapters were cut that were saved,
+        as it stands there.
 
     Raises:
         ConversionError: nothing says the scale, or what says it says another rank or another kind of adapter.
@@ -194,7 +197,8 @@ def _made_config(section: Mapping[str, Any], model: Mapping[str, Any], names: Se
 
 
 def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:
-    """Modules as PEFT's config lists them: by the last part of the name where all that end so have an adapter, otherwise by the whole."""
+    """Modules as PEFT's config lists them: by the last part of the name where all that end so have an
+    adapter, otherwise by the whole."""
     modules = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in names}
     others = {tensor.name.removesuffix(".weight") for tensor in hf_tensors(architecture)} - modules
     targets = set()
@@ -213,7 +217,8 @@ _FIX = (
 
 @dataclass(frozen=True, slots=True)
 class _Factor:
-    """A factor that PEFT would hold: runs of rows of a stored tensor, one behind the other, and a range of its columns."""
+    """A factor that PEFT would hold: runs of rows of a stored tensor, one behind the other, and a range of
+    its columns."""
 
     place: StoredPlace
     runs: tuple[tuple[int, int], ...]
@@ -232,7 +237,8 @@ class MegatronAdapter:
         architecture: of the base model.
 
     Raises:
-        ConversionError: there are no adapters, some do not fit the model or have no form that PEFT has, or nothing says their scale.
+        ConversionError: there are no adapters, some do not fit the model or have no form that PEFT has, or
+        nothing says their scale.
 
     Attributes:
         rank: of every stored adapter.

@@ -35,7 +35,7 @@ class PeftDirectory(SafetensorsFile):
 
 
 def is_peft_directory(directory: Path) -> bool:
-    """Whether something of a PEFT adapter is there."""
+    """Return whether something of a PEFT adapter is there."""
     return directory.is_dir() and any(path.is_file() for path in (directory / ADAPTER_CONFIG, *directory.glob("adapter_model.*")))
 
 

@@ -1,5 +1,6 @@
-"""Tensors that a PEFT adapter stores beside its factors: modules that were trained as a whole (``modules_to_save``), and rows of single
-tokens (``trainable_token_indices``). They take the place of the base model's."""
+"""Tensors that a PEFT adapter stores beside its factors: modules that were trained as a whole
+(``modules_to_save``), and rows of single tokens (``trainable_token_indices``). They take the place of the
+base model's."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Replacement:
     tokens: tuple[int, ...] | None = None
 
     def put(self, source: AdapterSource, rows: Tensor, start: int) -> None:
-        """Put the adapter's rows into those of the base, which begin with row ``start`` and are changed in place."""
+        """Put the adapter's rows into those of the base, which begin with row ``start`` and are changed in
+        place."""
         whole = tuple((0, size) for size in source.shape(self.stored)[1:])
         if self.tokens is None:
             rows.copy_(source.read(self.stored, ((start, start + rows.shape[0]), *whole)))
@@ -79,8 +81,8 @@ class Replacements:
             self.problems += self._tie()
 
     def _is_saved(self, name: str) -> bool:
-        """Whether modules_to_save lists the module of a tensor, or one around it. PEFT compares ends of names without regard to dots, so
-        that norm means every input_layernorm too."""
+        """Return whether modules_to_save lists the module of a tensor, or one around it. PEFT compares ends
+        of names without regard to dots, so that norm means every input_layernorm too."""
         parts = name.split(".")[:-1]
         modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
         return any(module.endswith(target) for module in modules for target in self._config.saved_modules)
@@ -110,7 +112,8 @@ class Replacements:
             yield f"trainable_token_indices of {name}: {max(tokens)} is the largest, rows 0 to {base.shape[0] - 1} are there"
 
     def _tie(self) -> Iterator[str]:
-        """Take the output layer of a tied model away, where it is the embedding's; else say that they differ."""
+        """Take the output layer of a tied model away, where it is the embedding's; else say that they
+        differ."""
         embedding, head = self.found.get(_EMBEDDING), self.found.pop(_HEAD, None)
         if embedding is not None and embedding.tokens is not None and head is None:
             return  # PEFT trains the tokens of a tied embedding on both sides

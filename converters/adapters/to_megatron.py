@@ -1,4 +1,5 @@
-"""An adapter of PEFT -> a ``torch_dist`` checkpoint of adapters, in the form of ``converters.adapters.megatron_adapter``."""
+"""An adapter of PEFT -> a ``torch_dist`` checkpoint of adapters, in the form of
+``converters.adapters.megatron_adapter``."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ _FIX = "merge it instead (import --lora), or train adapters of linear layers alo
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """Adapter plan: what will be written.
+    """The adapters that will be written.
 
     Attributes:
         adapter: the source.
@@ -140,7 +141,8 @@ def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool =
 
 
 def _without_form(adapter: LoraAdapter, known: set[str]) -> Iterator[str]:
-    """Return what has no exact form in Megatron, where adapters are of linear layers, one for all experts, and of one rank and scale."""
+    """Return what has no exact form in Megatron, where adapters are of linear layers, one for all experts,
+    and of one rank and scale."""
     for name in adapter.replaced:
         yield f"{name}: saved as a whole (modules_to_save, trainable_token_indices), which adapters in Megatron have no place for"
     for name, factors in adapter.factors.items():
@@ -158,7 +160,7 @@ def _without_form(adapter: LoraAdapter, known: set[str]) -> Iterator[str]:
 
 
 def _is_shared(adapter: LoraAdapter, rule: Rule) -> bool:
-    """Whether all parts of a layer have an adapter, and the same A."""
+    """Return whether all parts of a layer have an adapter, and the same A."""
     first, *others = (adapter.factors.get(part.name) for part in rule.parts)
     if first is None or None in others:
         return False
@@ -167,7 +169,7 @@ def _is_shared(adapter: LoraAdapter, rule: Rule) -> bool:
 
 
 def _may_stack(rules: tuple[Rule, ...], architecture: Architecture) -> bool:
-    """Whether every layer has the same adapters, and layers of the model are stacked at all."""
+    """Return whether every layer has the same adapters, and layers of the model are stacked at all."""
     if not is_stacked(architecture):
         return False
     places = [stored_factor(rule, architecture, "linear_in", stacked=True) for rule in rules]

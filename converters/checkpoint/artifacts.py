@@ -1,4 +1,5 @@
-"""The files of a model beside its weights: config, generation config, tokenizer, chat template, code, licence. Copied, never run."""
+"""The files of a model beside its weights: config, generation config, tokenizer, chat template, code,
+licence. Copied, never run."""
 
 from __future__ import annotations
 
@@ -31,11 +32,12 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".ms
 
 
 def artifacts(directory: Path) -> list[Path]:
-    """The files beside the weights of a Hugging Face directory, sorted; nothing hidden, and from directories inside nothing but further
-    chat templates.
+    """The files beside the weights of a Hugging Face directory, sorted; nothing hidden, and from directories
+    inside nothing but further chat templates.
 
     Raises:
-        ConversionError: a link among them leads out of the directory, or to nothing; that of the hub's cache lead to its ``blobs``.
+        ConversionError: a link among them leads out of the directory, or to nothing; that of the hub's cache
+        lead to its ``blobs``.
     """
     found, problems = [], []
     for path in [*sorted(directory.iterdir()), *sorted((directory / TEMPLATES_DIRECTORY).glob("*.jinja"))]:
@@ -59,8 +61,8 @@ def artifacts(directory: Path) -> list[Path]:
 
 
 def _stays(path: Path, directory: Path) -> bool:
-    """Whether a link leads to a file inside the directory, where the links of the hub's cache lead, or beside the weights to which
-    links of the directory lead: a directory of links stands for another one."""
+    """Return whether a link leads to a file inside the directory, where the links of the hub's cache lead, or
+    beside the weights to which links of the directory lead: a directory of links stands for another one."""
     inside = [directory.resolve()]
     if inside[0].parent.name == "snapshots":
         inside.append(inside[0].parent.parent / "blobs")
@@ -70,7 +72,8 @@ def _stays(path: Path, directory: Path) -> bool:
 
 
 def _refuse_misplaced(path: Path) -> None:
-    """Refuse settings, tokenizer and templates that are something else; pictures may well be pointers of git-lfs."""
+    """Refuse settings, tokenizer and templates that are something else; pictures may well be pointers of
+    git-lfs."""
     kind = misplaced_kind(path) if _SPEAKING.fullmatch(path.name) else None
     # a tokenizer may have no merges, and a template may be a page
     if kind is not None and (path.suffix == ".json" or (kind[0] != "empty" and path.suffix != ".jinja") or "git-lfs" in kind[0]):
@@ -96,7 +99,8 @@ def file_hashes(directory: Path) -> dict[str, str]:
 
 
 def changed_files(directory: Path, recorded: Mapping[str, str]) -> dict[str, str]:
-    """Return what became of files of a directory since their hashes were recorded: name to what happened to it."""
+    """Return what became of files of a directory since their hashes were recorded: name to what happened to
+    it."""
     found = file_hashes(directory)
     return {name: "was changed" if name in found else "is gone" for name, digest in recorded.items() if found.get(name) != digest}
 
@@ -122,7 +126,8 @@ def refuse_changed_files(directory: Path, source: Path, recorded: Mapping[str, s
 
 
 def speaks(name: str) -> bool:
-    """Whether a file beside the weights, by its name, changes what a model is told or says: settings, tokenizer, chat templates."""
+    """Return whether a file beside the weights, by its name, changes what a model is told or says: settings,
+    tokenizer, chat templates."""
     return _SPEAKING.fullmatch(name) is not None
 
 
@@ -146,7 +151,8 @@ def config_hash(directory: Path) -> str:
 def refuse_changed_config(directory: Path, planned: str, source: Path) -> None:
     """Refuse a ``config.json`` whose bytes are not those that a conversion was planned with.
 
-    What an unfinished conversion has written is of use once the file is back, so that this is no ``ChangedSourceError``.
+    What an unfinished conversion has written is of use once the file is back, so that this is no
+    ``ChangedSourceError``.
 
     Args:
         directory: with the file: the source, or where it was copied to.
@@ -166,8 +172,8 @@ def refuse_changed_config(directory: Path, planned: str, source: Path) -> None:
 
 
 def write_config(directory: Path, dtype: torch.dtype, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Let ``config.json`` say the dtype that the weights have now, and ``changes``; a config that says it already stays as it is, byte for
-    byte.
+    """Let ``config.json`` say the dtype that the weights have now, and ``changes``; a config that says it
+    already stays as it is, byte for byte.
 
     Raises:
         ConversionError: there is no ``config.json``.

@@ -18,13 +18,15 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in ``dtype``; the tensor itself when it has it.
 
-    A NaN keeps the leading bits of its payload: all of them on the way to a wider dtype, and so on the way back. One whose payload is
-    nothing but bits that a narrower dtype does not have becomes the usual NaN of its sign.
+    A NaN keeps the leading bits of its payload: all of them on the way to a wider dtype, and so on the way
+    back. One whose payload is nothing but bits that a narrower dtype does not have becomes the usual NaN of
+    its sign.
     """
     if tensor.dtype == dtype:
         return tensor
     result = tensor.to(dtype)
-    # a sum is NaN where an element is, and takes no memory; infinities of both signs make it one too, which costs time alone
+    # a sum is NaN where an element is, and takes no memory; infinities of both signs make it one too, which
+    # costs time alone
     if tensor.dtype in _FORMATS and dtype in _FORMATS and bool(tensor.sum().isnan()):
         places = tensor.isnan()
         result[places] = _same_nans(tensor[places], dtype)
@@ -32,7 +34,8 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unequal(one: Tensor, other: Tensor) -> Tensor:
-    """Return where the bits of two tensors of one dtype differ; also the sign of zero and the payload of a NaN."""
+    """Return where the bits of two tensors of one dtype differ; also the sign of zero and the payload of a
+    NaN."""
     integers = _INTEGERS[one.element_size()]
     return one.view(integers) != other.view(integers)
 

@@ -1,8 +1,10 @@
-"""The manifest of a conversion, in the directory that it made: where the tensors come from, and the hash of each.
+"""The manifest of a conversion, in the directory that it made: where the tensors come from, and the hash of
+each.
 
-The hashes are of Hugging Face tensors, in the dtype that the manifest gives for them, so that either format can be checked against the
-manifest of the other. What a conversion reads is held against the manifest of its source on the way; unfinished work is taken up only
-where nothing that decides about its bytes (the fingerprint) has changed.
+The hashes are of Hugging Face tensors, in the dtype that the manifest gives for them, so that either format
+can be checked against the manifest of the other. What a conversion reads is held against the manifest of its
+source on the way; unfinished work is taken up only where nothing that decides about its bytes (the
+fingerprint) has changed.
 """
 
 from __future__ import annotations
@@ -44,16 +46,16 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class ConversionManifest:
-    """Conversion manifest: what a conversion did.
+    """Record of what a conversion read and wrote.
 
     Attributes:
         source: directory or hub id that was read, with its revision where there is one.
         family: ``model_type``.
         tensors: by Hugging Face name.
-        also_stored: names that the Hugging Face checkpoint stored although another tensor says the same (the output layer of a tied
-            model), with the name of that tensor.
-        places: of tensors that the Hugging Face checkpoint stored elsewhere than under their own names, where: name and shape of the stored
-            tensor, index and first row in it.
+        also_stored: names that the Hugging Face checkpoint stored although another tensor says the same (the
+            output layer of a tied model), with the name of that tensor.
+        places: of tensors that the Hugging Face checkpoint stored elsewhere than under their own names,
+            where: name and shape of the stored tensor, index and first row in it.
         notes: further facts, for people: dtypes that were changed, with the largest error.
         missing: Hugging Face tensors that the source did not have, and was excused for.
         left_out: names of the source without a counterpart, which were excused.
@@ -76,7 +78,8 @@ class ConversionManifest:
         return tuple(map(glob.escape, (*self.missing, *self.left_out)))
 
     def dtype_before(self, name: str, stored: torch.dtype) -> torch.dtype:
-        """The dtype of a tensor before an import widened it to ``stored``, for one dtype in a stack of layers; ``stored`` if none did."""
+        """The dtype of a tensor before an import widened it to ``stored``, for one dtype in a stack of
+        layers; ``stored`` if none did."""
         record = self.tensors.get(name)
         before = stored if record is None else dtype_called(record.dtype)
         return before if torch.promote_types(before, stored) == stored else stored
@@ -104,7 +107,8 @@ NOT_FINITE_NOTE = "not_finite"
 
 
 def not_finite_note(names: Iterable[str]) -> dict[str, Any]:
-    """A note of tensors with NaN or infinity: they are carried over as they are, and no model works with them."""
+    """A note of tensors with NaN or infinity: they are carried over as they are, and no model works with
+    them."""
     listed = sorted(names)
     shown = ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
     return {NOT_FINITE_NOTE: f"NaN or infinity in {shown}"} if listed else {}
@@ -209,14 +213,15 @@ class TensorHashes:
 class HeldAgainst:
     """The manifest of a source, where a conversion made it, against the bytes that are read of it.
 
-    A tensor that is written in the dtype that the manifest says is hashed for the new manifest anyway; one that is written in another
-    dtype is hashed a second time, in the old one.
+    A tensor that is written in the dtype that the manifest says is hashed for the new manifest anyway; one
+    that is written in another dtype is hashed a second time, in the old one.
 
     Args:
         manifest: of the source; None, as of a model that no conversion made, holds nothing against it.
         directory: of the source, for errors.
         dtypes: of each Hugging Face tensor as it is written.
-        other: names of tensors that are not written as they are read, such as those that an adapter is merged into.
+        other: names of tensors that are not written as they are read, such as those that an adapter is merged
+        into.
     """
 
     def __init__(
@@ -271,7 +276,8 @@ def fingerprints(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def fingerprint_of_rules(rules: Iterable[Rule]) -> list[str]:
-    """Changes when another tensor, or another part of one, would be written in the place of one that is there already."""
+    """Changes when another tensor, or another part of one, would be written in the place of one that is there
+    already."""
     digest = hashlib.sha256()
     for rule in rules:
         digest.update(repr(rule).encode())

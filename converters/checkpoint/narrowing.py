@@ -18,9 +18,8 @@ _SLICE = 2**20
 
 
 def kept_dtype(tensor: HuggingFaceTensor, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """Return what a tensor is written in: the dtype that was asked for, but at least float32 where it has to stay so; else what it was
-    stored in,
-    if none was asked for."""
+    """Return what a tensor is written in: the dtype that was asked for, but at least float32 where it has to
+    stay so; else what it was stored in, if none was asked for."""
     if asked is None:
         return stored
     return torch.promote_types(asked, torch.float32) if tensor.stays_float32 else asked
@@ -38,7 +37,8 @@ class Narrowing:
     """Casts tensors and keeps account. Safe to be used from several threads.
 
     Args:
-        asked: whether values may change. False for the way back from a dtype that a tensor was widened to, which has to be exact.
+        asked: whether values may change. False for the way back from a dtype that a tensor was widened to,
+        which has to be exact.
     """
 
     def __init__(self, asked: bool) -> None:
@@ -50,7 +50,8 @@ class Narrowing:
         """The tensor in ``dtype``; the tensor itself when it has it.
 
         Raises:
-            ConversionError: a finite value becomes infinite, or a value changes though nobody asked for another dtype.
+            ConversionError: a finite value becomes infinite, or a value changes though nobody asked for
+            another dtype.
         """
         if tensor.dtype == dtype:
             return tensor
@@ -72,7 +73,8 @@ class Narrowing:
 
     @staticmethod
     def _error(name: str, before: Tensor, after: Tensor) -> float:
-        """The largest error of a slice; in slices, since float64 takes several times the memory of what is measured."""
+        """The largest error of a slice; in slices, since float64 takes several times the memory of what is
+        measured."""
         if bool((after.isinf() & before.isfinite()).any()):
             worst, dtype = float(before[before.isfinite()].abs().max()), dtype_name(after.dtype)
             raise ConversionError(f"{name}: {worst:.6g} is too large for {dtype}", "choose bfloat16 or a wider dtype")
@@ -89,7 +91,8 @@ class Narrowing:
             self._errors.update(errors)
 
     def summary(self) -> dict[str, float | int | str]:
-        """Return how many tensors were narrowed, and the largest absolute error with the tensor it is of; empty when none was."""
+        """Return how many tensors were narrowed, and the largest absolute error with the tensor it is of;
+        empty when none was."""
         if not self._errors:
             return {}
         worst = max(sorted(self._errors), key=lambda name: self._errors[name])

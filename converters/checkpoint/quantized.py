@@ -1,11 +1,13 @@
 """Hugging Face checkpoints with quantised weights, read as if they were not quantised.
 
-The stored scales are hidden, and the numbers come out in bfloat16, as transformers dequantises them, or in the dtype that is asked for;
-they are computed box by box in float32, in pieces that fit a processor's cache.
+The stored scales are hidden, and the numbers come out in bfloat16, as transformers dequantises them, or in
+the dtype that is asked for; they are computed box by box in float32, in pieces that fit a processor's cache.
 
-* FP8 with block scales, as DeepSeek-V3 is stored: value times the scale of its block. Blocks at the lower and right edge may be cut off.
-* MXFP4, as GPT-OSS is stored: two numbers a byte, the lower half first, each times two to the power of the scale of its group of 32.
-  (The matrices of transformers' models are these transposed; which is which is a matter of the family's rules.)
+* FP8 with block scales, as DeepSeek-V3 is stored: value times the scale of its block. Blocks at the lower and
+  right edge may be cut off.
+* MXFP4, as GPT-OSS is stored: two numbers a byte, the lower half first, each times two to the power of the
+  scale of its group of 32. (The matrices of transformers' models are these transposed; which is which is a
+  matter of the family's rules.)
 """
 
 from __future__ import annotations
@@ -69,8 +71,10 @@ class Microscaled:
 
     Args:
         name: for messages.
-        stored_shape: of the stored scales: [..., groups], a group being ``GROUP`` numbers along the last dimension.
-        read_blocks, read_scales: of the stored tensors, both uint8; that of the blocks has one dimension more, of the bytes of a group.
+        stored_shape: of the stored scales: [..., groups], a group being ``GROUP`` numbers along the last
+        dimension.
+        read_blocks, read_scales: of the stored tensors, both uint8; that of the blocks has one dimension
+        more, of the bytes of a group.
     """
 
     def __init__(self, name: str, stored_shape: tuple[int, ...], read_blocks: Read, read_scales: Read) -> None:
@@ -136,7 +140,8 @@ def open_dequantized(model_name: str | Path, revision: str | None = None) -> Hug
     """Open a checkpoint, whether it is quantised or not; arguments and errors as of ``open_source``, and
 
     Raises:
-        ConversionError: it is quantised in a way that is not known here, or a scale is missing or of another shape.
+        ConversionError: it is quantised in a way that is not known here, or a scale is missing or of another
+        shape.
     """
     source = open_source(model_name, revision)
     config = (source.read_json("config.json") or {}).get(KEY)
@@ -163,7 +168,7 @@ class DequantizedSource(HuggingFaceSource):
             raise ConversionError(f"the {self.method} weights in {directory} are not complete", _FIX, problems)
 
     def is_dequantized(self, name: str) -> bool:
-        """Whether a tensor is stored quantised."""
+        """Return whether a tensor is stored quantised."""
         return name in self._formats
 
     def notes(self) -> dict[str, str | int]:
@@ -179,7 +184,7 @@ class DequantizedSource(HuggingFaceSource):
         return sorted(set(self._file_of) - self._hidden)
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is a tensor of that name."""
+        """Return whether there is a tensor of that name."""
         return name not in self._hidden and super().__contains__(name)
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""Safetensors files, whose headers are read without torch. Format: https://github.com/huggingface/safetensors."""
+"""Safetensors files, whose headers are read without torch. Format:
+https://github.com/huggingface/safetensors."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ DTYPE_NAMES = {
 
 
 class OpenFiles:
-    """Opens files for as long as each is used, since a checkpoint may have more of them than a process may open, and refuses one that
-    another has taken the place of. Safe to be used from several threads.
+    """Opens files for as long as each is used, since a checkpoint may have more of them than a process may
+    open, and refuses one that another has taken the place of. Safe to be used from several threads.
 
     Args:
         flags: of ``os.open``; a file that is written to has to exist.

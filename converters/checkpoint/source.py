@@ -1,4 +1,5 @@
-"""Reads Hugging Face safetensors checkpoints, headers and slices only; torch is loaded with the first tensor."""
+"""Reads Hugging Face safetensors checkpoints, headers and slices only; torch is loaded with the first
+tensor."""
 
 from __future__ import annotations
 
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG = "adapter_config.json"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-# Weights, configs and tokenizers at the top level of a repository, and chat templates; no pickles, no code, no second copies.
+# Weights, configs and tokenizers at the top level of a repository, and chat templates; no pickles, no code,
+# no second copies.
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 _TEMPLATES = "additional_chat_templates"
-# every directory whose name is not that of the templates: patterns know no "not", so letter by letter, from where the names part
+# every directory whose name is not that of the templates: patterns know no "not", so letter by letter, from
+# where the names part
 _OTHER_DIRECTORIES = [
     pattern
     for length, letter in enumerate(_TEMPLATES)
@@ -44,7 +47,8 @@ _SHARDED = (
 
 
 def locate_source(model_name: str | Path, revision: str | None = None) -> Path:
-    """The directory of a checkpoint, fetched first where it is one of the hub. Arguments and errors as of ``open_source``."""
+    """The directory of a checkpoint, fetched first where it is one of the hub. Arguments and errors as of
+    ``open_source``."""
     directory = Path(model_name).expanduser()
     if directory.is_dir():
         return directory
@@ -65,7 +69,8 @@ def _download(repository: str, revision: str | None) -> Path:
 
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED))
-    # The hub client raises its own errors, those of its HTTP library and those of the file system; all mean the same here.
+    # The hub client raises its own errors, those of its HTTP library and those of the file system; all mean
+    # the same here.
     except Exception as error:
         raise ConversionError(
             f"{repository!r} (revision {revision or 'default'}) is no local directory and could not be fetched from the hub "
@@ -78,21 +83,23 @@ def open_source(model_name: str | Path, revision: str | None = None) -> HuggingF
     """Open a checkpoint.
 
     Args:
-        model_name: a local directory or a hub id such as ``Qwen/Qwen2.5-0.5B``. Of a hub repository only safetensors, JSON and tokenizer
-            files are downloaded.
+        model_name: a local directory or a hub id such as ``Qwen/Qwen2.5-0.5B``. Of a hub repository only
+            safetensors, JSON and tokenizer files are downloaded.
         revision: branch, tag or commit of a hub repository.
 
     Raises:
-        ConversionError: there is no such directory or repository, or it holds no readable safetensors checkpoint.
+        ConversionError: there is no such directory or repository, or it holds no readable safetensors
+        checkpoint.
     """
     return HuggingFaceSource(locate_source(model_name, revision))
 
 
 class HuggingFaceSource:
-    """A directory with ``model.safetensors``, or with ``model.safetensors.index.json`` and the files it names.
+    """A directory with ``model.safetensors``, or with ``model.safetensors.index.json`` and the files it
+    names.
 
-    As in transformers, the single file wins where both exist. Headers are read when first needed. Safe to be read from several
-    threads.
+    As in transformers, the single file wins where both exist. Headers are read when first needed. Safe to be
+    read from several threads.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -105,7 +112,8 @@ class HuggingFaceSource:
 
     @property
     def name(self) -> str:
-        """Return what to call the checkpoint: of a hub repository its id and commit, otherwise the directory."""
+        """Return what to call the checkpoint: of a hub repository its id and commit, otherwise the
+        directory."""
         snapshot = re.search(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})$", self.directory.as_posix())
         return "{}/{}@{}".format(*snapshot.groups()) if snapshot else self.directory.name
 
@@ -118,7 +126,7 @@ class HuggingFaceSource:
         return sorted(self._file_of)
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is a tensor of that name."""
+        """Return whether there is a tensor of that name."""
         return name in self._file_of
 
     def check_files(self) -> None:
@@ -134,7 +142,8 @@ class HuggingFaceSource:
                 raise ConversionError(what, "fetch the checkpoint again", unknown)
 
     def unread_files(self) -> list[str]:
-        """Safetensors files of the directory that are not part of the checkpoint, such as shards of an earlier save, by name."""
+        """Safetensors files of the directory that are not part of the checkpoint, such as shards of an
+        earlier save, by name."""
         read = {*self._file_of.values()}
         return sorted(path.name for path in self.directory.glob("model*.safetensors") if path.name not in read)
 
@@ -169,7 +178,8 @@ class HuggingFaceSource:
 
         Args:
             name: of the tensor.
-            slices: one a leading dimension, each with start and stop inside the tensor and no step; missing ones mean everything.
+            slices: one a leading dimension, each with start and stop inside the tensor and no step; missing
+            ones mean everything.
 
         Returns:
             A fresh contiguous CPU tensor of the stored dtype that shares no memory with the file.
@@ -180,7 +190,8 @@ class HuggingFaceSource:
         return self._file(name).read(name, self.box(name, slices))
 
     def box(self, name: str, slices: tuple[slice, ...] | None) -> Box:
-        """Return what ``read`` is asked for, on every dimension of the tensor. Arguments and errors as there."""
+        """Return what ``read`` is asked for, on every dimension of the tensor. Arguments and errors as
+        there."""
         shape, slices = self.shape(name), slices or ()
         for dimension, part in enumerate(slices):
             if dimension >= len(shape) or part.step not in (None, 1) or not _inside(part, shape[dimension]):
@@ -219,7 +230,7 @@ class HuggingFaceSource:
         raise self._no_weights()
 
     def _no_weights(self) -> ConversionError:
-        """What a directory without the files that are looked for has instead."""
+        """Describe what a directory has instead of the files that are looked for."""
         what = f"{self.directory} has neither {_SINGLE} nor {_INDEX}"
         for name in (_SINGLE, _INDEX):
             path = self.directory / name

@@ -1,8 +1,9 @@
 """A directory that appears whole or not at all, and whose unfinished work can be taken up again.
 
-Work is done in ``.NAME.partial`` beside the target, with a journal of what is finished; at the end the directory is renamed. One process at
-a time may work on it, or one for each part of the work, on any machine that sees the disk; each part has a journal of its own, and the
-one that finds all of them complete gives the directory its name. A part begins, and ends, while no other part begins or ends.
+Work is done in ``.NAME.partial`` beside the target, with a journal of what is finished; at the end the
+directory is renamed. One process at a time may work on it, or one for each part of the work, on any machine
+that sees the disk; each part has a journal of its own, and the one that finds all of them complete gives the
+directory its name. A part begins, and ends, while no other part begins or ends.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ _SECONDS_BETWEEN_RECORDS = 2.0
 
 
 class Staging:
-    """The unfinished directory, as a context: ``finish`` gives it its name. If the block fails instead, finished work stays, to be
-    taken up again, and the error says where and how much; none stays where no second run could go on with it.
+    """The unfinished directory, as a context: ``finish`` gives it its name. If the block fails instead,
+    finished work stays, to be taken up again, and the error says where and how much; none stays where no
+    second run could go on with it.
 
     Args:
         target: the directory to be.
-        plan: fingerprints of the work by the name of what decides about it (an option, a file of the source). A journal of other work
-            is thrown away with its files (``converters.checkpoint.manifest``).
+        plan: fingerprints of the work by the name of what decides about it (an option, a file of the source).
+            A journal of other work is thrown away with its files (``converters.checkpoint.manifest``).
         overwrite: replace an existing target, at the end.
         part: this one of so many, counted from 1; None for all of the work.
         is_ours: says of an existing directory whether it is of the kind that may be replaced.
@@ -48,7 +50,8 @@ class Staging:
         ConversionError: the target exists, cannot be made, or another process is at work on it.
 
     Attributes:
-        started_anew_because_of: names of what has changed since an earlier run, whose work was thrown away for it.
+        started_anew_because_of: names of what has changed since an earlier run, whose work was thrown away
+        for it.
     """
 
     def __init__(
@@ -129,11 +132,12 @@ class Staging:
     def all_parts_but_the_last(self) -> Iterator[dict[int, list[dict[str, Any]]] | None]:
         """Say that this part is done, and wait for the turn to see what the others are.
 
-        As long as the block lasts, no other part looks, so that exactly one finds all of them done. Each has said so before it looks,
-        and touches the directory no more unless it is that one.
+        As long as the block lasts, no other part looks, so that exactly one finds all of them done. Each has
+        said so before it looks, and touches the directory no more unless it is that one.
 
         Returns:
-            What each other part that is done has recorded, by its number; None where another one has finished the directory.
+            What each other part that is done has recorded, by its number; None where another one has finished
+            the directory.
 
         Raises:
             ConversionError: another part was planned otherwise.
@@ -193,7 +197,8 @@ class Staging:
             ) from error
 
     def _remove_what_is_of_no_use(self) -> None:
-        """Remove the directory, but for what other parts have in it: then it loses the journal of this part alone."""
+        """Remove the directory, but for what other parts have in it: then it loses the journal of this part
+        alone."""
         with self._no_other_part_begins_or_ends():
             (self.directory / self._journal_name).unlink(missing_ok=True)
             if not any(self.directory.glob(".journal*")):
@@ -294,7 +299,8 @@ def _lock(path: Path, *, waits: bool = False) -> IO[str]:
 
 
 def check_apart(source: Path, target: Path, *, may_be_inside: bool = False) -> None:
-    """Refuse to write into what is being read, or to replace it; both by the target and by the unfinished directory beside it.
+    """Refuse to write into what is being read, or to replace it; both by the target and by the unfinished
+    directory beside it.
 
     Args:
         source: directory that is read.
@@ -331,7 +337,8 @@ def check_target(target: Path, overwrite: bool, is_ours: Callable[[Path], bool])
 
 
 def follow_umask(directory: Path, written: Path) -> None:
-    """Give the files of a directory the mode of one that was opened as usual; safetensors keeps its files from all other users.
+    """Give the files of a directory the mode of one that was opened as usual; safetensors keeps its files
+    from all other users.
 
     Args:
         directory: of the files.

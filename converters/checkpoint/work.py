@@ -18,12 +18,14 @@ from converters.errors import ConversionError
 from converters.files.process import status_bytes
 
 CHUNK_BYTES = 32 * 2**20
-"""Bytes of a tensor that are handled at a time. Fixed: files must not depend on the memory or the workers that were there."""
+"""Bytes of a tensor that are handled at a time. Fixed: files must not depend on the memory or the workers
+that were there."""
 READ_BYTES = CHUNK_BYTES // 2
-"""Bytes of a tensor that are read at a time, in the dtype that it is stored in, which may be wider than the one that is written."""
+"""Bytes of a tensor that are read at a time, in the dtype that it is stored in, which may be wider than the
+one that is written."""
 BYTES_A_WORKER = 5 * CHUNK_BYTES
-"""What a worker may hold: a chunk as it is written, what serialising it takes, and what is read for it, in several dtypes and, where an
-adapter is merged, in float32."""
+"""What a worker may hold: a chunk as it is written, what serialising it takes, and what is read for it, in
+several dtypes and, where an adapter is merged, in float32."""
 _SECONDS_BETWEEN_LINES = 5.0
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 
@@ -34,15 +36,16 @@ Answer = tuple[int, dict[str, Any], str]
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Run options: how a conversion is to be done; what it makes does not depend on it.
+    """Options of a conversion on which its output does not depend.
 
     Attributes:
         workers: threads.
-        max_memory: bytes that may be resident; fewer workers run where they would not fit. None for no bound. A program that calls this
-            as a library keeps it if it has called ``give_memory_back``.
+        max_memory: bytes that may be resident; fewer workers run where they would not fit. None for no bound.
+            A program that calls this as a library keeps it if it has called ``give_memory_back``.
         overwrite: replace an existing checkpoint of the kind that is made.
         progress: where to say how far it is; None says nothing.
-        part: this one of so many parts of the work, counted from 1; None for all of it. The last part to be done finishes the directory.
+        part: this one of so many parts of the work, counted from 1; None for all of it. The last part to be
+        done finishes the directory.
     """
 
     workers: int = 2
@@ -52,7 +55,7 @@ class RunOptions:
     part: tuple[int, int] | None = None
 
     def has(self, number: int) -> bool:
-        """Whether a file, by its number, is part of the work."""
+        """Return whether a file, by its number, is part of the work."""
         return self.part is None or number % self.part[1] == self.part[0] - 1
 
     def parts_to_wait_for(
@@ -61,7 +64,8 @@ class RunOptions:
         check: Callable[[list[dict[str, Any]]], None],
         incomplete: Callable[[], Iterable[int]],
     ) -> tuple[int, ...]:
-        """Return the parts that are not done, or whose files are not as they wrote them; the files are read when all are done.
+        """Return the parts that are not done, or whose files are not as they wrote them; the files are read
+        when all are done.
 
         Args:
             others: what each other part that is done has recorded, by its number.
@@ -88,7 +92,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """Conversion result: what a conversion did.
+    """Result of a conversion.
 
     Attributes:
         target: the directory that was made.
@@ -112,10 +116,11 @@ class ConversionResult:
 
 
 def give_memory_back() -> None:
-    """Let the C library give every larger block of memory back to the system as soon as it is free, for the rest of the process.
+    """Let the C library give every larger block of memory back to the system as soon as it is free, for the
+    rest of the process.
 
-    Otherwise glibc learns from the first chunks to keep blocks of their size, and a process holds up to twice what it uses. Elsewhere
-    nothing is done.
+    Otherwise glibc learns from the first chunks to keep blocks of their size, and a process holds up to twice
+    what it uses. Elsewhere nothing is done.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
@@ -173,7 +178,8 @@ def run_pieces(pieces: Sequence[Piece], workers: int, progress: Progress) -> Non
 
 
 class Progress:
-    """Bytes done of all, with the time that is left: one line rewritten on a terminal, a line now and then elsewhere.
+    """Bytes done of all, with the time that is left: one line rewritten on a terminal, a line now and then
+    elsewhere.
 
     Args:
         total: bytes of all work.
@@ -231,6 +237,7 @@ def _clock(seconds: float) -> str:
 
 
 def row_ranges(shape: Sequence[int], itemsize: int, most: int | None = None) -> Iterable[tuple[int, int]]:
-    """Ranges of the rows of a tensor of at most ``most`` bytes each (None for those of a chunk); one row at least."""
+    """Ranges of the rows of a tensor of at most ``most`` bytes each (None for those of a chunk); one row at
+    least."""
     step = max(1, (CHUNK_BYTES if most is None else most) // max(math.prod(shape[1:]) * itemsize, 1))
     return ((start, min(start + step, shape[0])) for start in range(0, shape[0], step))

@@ -1,4 +1,5 @@
-"""Writes a Hugging Face checkpoint directory from a stream of tensors: whole or not at all, holding at most one shard in memory."""
+"""Writes a Hugging Face checkpoint directory from a stream of tensors: whole or not at all, holding at most
+one shard in memory."""
 
 from __future__ import annotations
 
@@ -44,16 +45,18 @@ def write_hf(
 ) -> Path:
     """Write ``out_dir`` so that ``AutoModelForCausalLM.from_pretrained`` loads it.
 
-    Everything goes into a sibling directory first, is flushed to disk, and is then renamed. Until that rename ``out_dir`` is untouched;
-    on any error the sibling is removed.
+    Everything goes into a sibling directory first, is flushed to disk, and is then renamed. Until that rename
+    ``out_dir`` is untouched; on any error the sibling is removed.
 
     Args:
         stream: names and tensors; consumed one by one and copied, so that the producer may reuse its buffers.
         out_dir: directory to create. Its parents are created if necessary.
-        hf_config: transformers config of the model. Its copy records the dtype that most bytes have, and the model class.
+        hf_config: transformers config of the model. Its copy records the dtype that most bytes have, and the
+        model class.
         tokenizer: its files are written too.
         generation_config: transformers generation config; written as it is, without judging its values.
-        max_shard_bytes: largest safetensors file, in bytes of tensor data. A single larger tensor gets a file of its own.
+        max_shard_bytes: largest safetensors file, in bytes of tensor data. A single larger tensor gets a file
+        of its own.
         beside: writes further files into the directory that it is given.
 
     Returns:
@@ -115,7 +118,8 @@ class _ShardWriter:
         self.sizes.append((tensor.dtype, size))
 
     def finish(self) -> None:
-        """Write the last shard, give the files their final names, and write the index if there are several."""
+        """Write the last shard, give the files their final names, and write the index if there are
+        several."""
         if not self._shard_of:
             raise ConversionError("the stream of tensors is empty", "pass the parameters of the model")
         self._write_shard()

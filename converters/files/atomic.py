@@ -14,14 +14,16 @@ from typing import IO, Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+# More only compete for the disk.
 _THREADS = 8
-"""More only compete for the disk."""
 
 
 def rename_surely(source: Path, target: Path) -> None:
-    """Rename a file or directory, as ``os.rename``; one whose reply was lost has been done, whatever the system says of it.
+    """Rename a file or directory, as ``os.rename``; one whose reply was lost has been done, whatever the
+    system says of it.
 
-    A file system over a network asks again where no reply came, and is told then that there is no ``source`` any more.
+    A file system over a network asks again where no reply came, and is told then that there is no ``source``
+    any more.
 
     Raises:
         OSError: it was not renamed.
@@ -36,7 +38,8 @@ def rename_surely(source: Path, target: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
-    """Open a file for writing; it gets its name at the end of the ``with`` block, and nothing is left of it if the block fails.
+    """Open a file for writing; it gets its name at the end of the ``with`` block, and nothing is left of it
+    if the block fails.
 
     Args:
         path: of the file, which may exist.
@@ -57,7 +60,8 @@ def whole_file(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
 
 
 def commit_directory(temporary: Path, final: Path) -> None:
-    """Make a finished directory visible under its final name, which must be free, and make the rename itself durable.
+    """Make a finished directory visible under its final name, which must be free, and make the rename itself
+    durable.
 
     Raises:
         OSError: the rename failed, or ``final`` holds files already.
@@ -67,7 +71,8 @@ def commit_directory(temporary: Path, final: Path) -> None:
 
 
 def write_bytes_durably(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Write a new file, or replace the content of one, and wait until it is on disk. Not atomic; for files in a temporary directory.
+    """Write a new file, or replace the content of one, and wait until it is on disk. Not atomic; for files in
+    a temporary directory.
 
     Args:
         path: of the file.
@@ -97,7 +102,8 @@ def write_json_atomic(path: str | Path, content: Any) -> None:
     """Write ``content`` as JSON; readers see the old file or the new one, never a part.
 
     Raises:
-        TypeError, ValueError: ``content`` has no JSON form (NaN and infinities have none). The old file stays.
+        TypeError, ValueError: ``content`` has no JSON form (NaN and infinities have none). The old file
+        stays.
         OSError: it could not be written. The old file stays.
     """
     encoded = json_bytes(content)
@@ -111,8 +117,8 @@ def json_bytes(content: Any) -> bytes:
 
 
 def in_parallel(function: Callable[[Item], Result], items: Sequence[Item], threads: int | None = None) -> list[Result]:
-    """What a function that reads or writes files returns for each item, in their order. Its threads do not keep the program from ending
-    where one of them waits for a dead mount, as those of an executor would.
+    """Call a function that reads or writes files for each item, and return the results in order. Its threads
+    do not keep the program from ending while one waits for a dead mount, unlike those of an executor.
 
     Args:
         function: is called for each, by one thread.

@@ -1,4 +1,4 @@
-"""What lies in a directory, and the hashes of its files, in which no link is followed and no pipe waited for."""
+"""Names of a directory and hashes of its files, without following a link or waiting for a pipe."""
 
 from __future__ import annotations
 

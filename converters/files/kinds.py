@@ -1,4 +1,5 @@
-"""What a file is that is not what its name says: the usual ways in which a download or a save goes wrong."""
+"""Recognition of files that are not what their names say: the usual ways in which a download or a save goes
+wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _TORCH = "a file of torch.save, which may run code", "save the model with save_p
 
 
 def misplaced_kind(path: Path) -> tuple[str, str] | None:
-    """Return what a file is that should hold safetensors or JSON, and what to do, where that can be told; None otherwise.
+    """Return what a file is that should hold safetensors or JSON, and what to do, where that can be told;
+    None otherwise.
 
     Args:
         path: of the file; it need not exist.
@@ -32,7 +34,8 @@ def misplaced_kind(path: Path) -> tuple[str, str] | None:
 
 
 def unfinished_download(path: Path) -> str | None:
-    """Return the name of the file by which a program that fetches another one says that it is not done; None where there is none."""
+    """Return the name of the file by which a program that fetches another one says that it is not done; None
+    where there is none."""
     return next((f"{path.name}{suffix}" for suffix in _UNFINISHED if path.with_name(f"{path.name}{suffix}").exists()), None)
 
 
@@ -65,5 +68,6 @@ def _kind_of(beginning: bytes, size: int, name: str) -> tuple[str, str] | None:
 
 
 def _is_text(beginning: bytes) -> bool:
-    """Whether a file begins with words; a safetensors file begins with eight bytes of a length, mostly zeros."""
+    """Return whether a file begins with words; a safetensors file begins with eight bytes of a length, mostly
+    zeros."""
     return b"\0" not in beginning and all(byte >= 9 for byte in beginning)

@@ -1,7 +1,7 @@
 """Files of a checkpoint, opened with care.
 
-Only regular files are opened: opening a named pipe waits for ever, opening a device may do anything. JSON files hold an object, or the
-error says which file is wrong and how.
+Only regular files are opened: opening a named pipe waits indefinitely, opening a device may do anything. JSON
+files hold an object, or the error says which file is wrong and how.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _KINDS = {
 
 
 def special_kind(path: Path) -> str | None:
-    """Return what a path leads to, where that is neither a file nor a directory; None for these and where there is nothing."""
+    """Return what a path leads to, where that is neither a file nor a directory; None for these and where
+    there is nothing."""
     try:
         return _KINDS.get(stat.S_IFMT(path.stat().st_mode))
     except OSError:
@@ -33,7 +34,8 @@ def special_kind(path: Path) -> str | None:
 
 
 def first_special(directory: Path) -> tuple[Path, str] | None:
-    """A path in a directory, in its order, that leads to neither a file nor a directory, and to what; None where there is none.
+    """A path in a directory, in its order, that leads to neither a file nor a directory, and to what; None
+    where there is none.
 
     Raises:
         OSError: the directory cannot be read.
@@ -108,7 +110,8 @@ def check_depth(content: Any, what: str) -> None:
 
 
 def unusable_names(directory: Path, names: Iterable[str], kind: str = "file", suffix: str = "") -> list[str]:
-    """Return what is wrong with names of files that an index gives: each has to be plain, with the suffix, and in the directory."""
+    """Return what is wrong with names of files that an index gives: each has to be plain, with the suffix,
+    and in the directory."""
     problems = []
     for name in sorted(names):
         if PurePosixPath(name).name != name or "\\" in name or not name.endswith(suffix):

@@ -1,4 +1,5 @@
-"""The one place where pickles are read, and only with the few names in them that their kind of file needs: what a file names is called."""
+"""The one place where pickles are read, and only with the few names in them that their kind of file needs:
+what a file names is called."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Inert(type):
-    """Stands in a pickle for a class or function: called, it does what that does; that itself is out of reach, and stays as it is."""
+    """Stands in a pickle for a class or function: called, it does what that does; that itself is out of
+    reach, and stays as it is."""
 
     real: Any
 
@@ -88,7 +90,8 @@ def _stand_in(found: Any, call: Callable[..., Any], make: Callable[..., Any]) ->
 
 
 class _Member:
-    """Stands in a pickle for a member of an enumeration, which the whole process shares: equal to it, and without attributes to set."""
+    """Stands in a pickle for a member of an enumeration, which the whole process shares: equal to it, and
+    without attributes to set."""
 
     __slots__ = ("_member",)
 
@@ -126,7 +129,8 @@ def unpickle(file: IO[bytes], known: Callable[[str, str], Any], what: str, persi
 
 
 def index_name(module: str, name: str) -> Any:
-    """Return what a name in an index of ``torch.distributed.checkpoint`` stands for; None for what no index needs."""
+    """Return what a name in an index of ``torch.distributed.checkpoint`` stands for; None for what no index
+    needs."""
     dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
     if not dtype and (module, name) not in _INDEX_CLASSES:
         return None

@@ -1,7 +1,9 @@
-"""Signatures of the manifests of checkpoints: on shared storage they tell what a run has written from what others have put there.
+"""Signatures of the manifests of checkpoints: on shared storage they tell what a run has written from what
+others have put there.
 
-The signature is an HMAC-SHA256 of the table of files, with a key that the readers and the writer of the checkpoints alone can read. It does
-not tell an older checkpoint from a newer one of the same key, and holds for what is read when it is checked.
+The signature is an HMAC-SHA256 of the table of files, with a key that the readers and the writer of the
+checkpoints alone can read. It does not tell an older checkpoint from a newer one of the same key, and holds
+for what is read when it is checked.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ SHORTEST, LONGEST = 32, 4096
 _PURPOSE = b"megarl checkpoint manifest\n"
 _KIND = "hmac-sha256:"
 _SIGNED = ("version", "algorithm", "files")
+# That a trainer's manifest may lie above the weights.
 _LEVELS = 3
-"""That a trainer's manifest may lie above the weights."""
+# Directory of a trainer's checkpoint that a conversion of the model's weights does not read; it is most of
+# the bytes.
 _UNREAD = "optimizer"
-"""Directory of a trainer's checkpoint that a conversion of the model's weights does not read; it is most of the bytes."""
 
 
 def read_key(path: Path) -> bytes:
@@ -66,7 +69,7 @@ def signature_of(manifest: Mapping[str, Any], key: bytes) -> str:
 
 
 def fault_of_signature(manifest: Mapping[str, Any], key: bytes) -> str | None:
-    """What is wrong with the signature that a manifest bears; None where it is by this key."""
+    """Return the fault of a manifest's signature; None if it was made by this key."""
     given = manifest.get(FIELD)
     if given is None:
         return f"{MANIFEST_NAME} bears no signature, and a key is given"
@@ -76,7 +79,8 @@ def fault_of_signature(manifest: Mapping[str, Any], key: bytes) -> str | None:
 
 
 def require_signed(directory: Path, key: bytes, *, whole: bool = False) -> None:
-    """Refuse a checkpoint of a trainer that is not signed by a key, or in which anything is not what was signed.
+    """Refuse a checkpoint of a trainer that is not signed by a key, or in which anything is not what was
+    signed.
 
     Args:
         directory: of the checkpoint's weights; its manifest lies there, or up to three levels above.
@@ -101,7 +105,7 @@ _FIX = "leave the key out if you trust everybody who can write there, or take an
 
 
 def _other_files(root: Path, files: Any, whole: bool) -> Iterator[str]:
-    """What differs between a directory and a table of files that was signed."""
+    """Return the differences between a directory and a signed table of files."""
     there = set()
     for name, is_regular in entries_below(root):
         if name == MANIFEST_NAME or (not whole and _UNREAD in Path(name).parts):

@@ -1,7 +1,7 @@
 """Proves that what a trainer says of its model and a Hugging Face config describe the same function.
 
-The config is translated to Megatron-Core's settings as for training, and compared value by value. A setting that the config says nothing of
-must have a value that changes nothing.
+The config is translated to Megatron-Core's settings as for training, and compared value by value. A setting
+that the config says nothing of must have a value that changes nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def check_agreement(settings: ForeignSettings, architecture: Architecture, ignor
         ignored: settings that the caller knows to be harmless.
 
     Raises:
-        ConversionError: with every setting in which they differ, and every one that neither the config nor this library knows.
+        ConversionError: with every setting in which they differ, and every one that neither the config nor
+        this library knows.
     """
     known = _PROVIDER | set(ignored)
     problems = [*_differences(settings, architecture, ignored)]
@@ -72,7 +73,8 @@ def _differences(settings: ForeignSettings, architecture: Architecture, ignored:
         expected.pop("ffn_hidden_size")  # no layer has a dense MLP
     if architecture.latent_attention is not None:
         expected.pop("kv_channels")  # widths of their own
-        # The norms of latents have weights, so that the tensors say whether there are any; a trainer may build them by its layers alone.
+        # The norms of latents have weights, so that the tensors say whether there are any; a trainer may
+        # build them by its layers alone.
         expected.pop("qk_layernorm")
     values = DEFAULTS | {name: value for name, value in settings.values.items() if value is not None}
     for name in sorted(set(expected) - _NOT_COMPARED - set(ignored)):

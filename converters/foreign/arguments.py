@@ -1,4 +1,5 @@
-"""Imports to where Megatron-LM's ``--load`` looks: arguments that it wants to find beside the tensors, and the file that names them."""
+"""Imports to where Megatron-LM's ``--load`` looks: arguments that it wants to find beside the tensors, and
+the file that names them."""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ def megatron_lm_state(architecture: Architecture, padded_vocab: int, dtype: torc
 
 
 def further_flags(state: dict[str, Any]) -> str:
-    """The flags that Megatron-LM needs beside ``--use-checkpoint-args``, which leaves some of the model's arguments out."""
+    """The flags that Megatron-LM needs beside ``--use-checkpoint-args``, which leaves some of the model's
+    arguments out."""
     arguments = vars(state["args"])
     flags = []
     for name, default in _FLAGS.items():
@@ -197,7 +199,8 @@ def import_for_megatron_lm(
         target: directory to make, or one that holds such a checkpoint.
 
     Raises:
-        ConversionError: as there; also where a training run keeps its checkpoints in ``target``, or Megatron-LM has no such model.
+        ConversionError: as there; also where a training run keeps its checkpoints in ``target``, or
+        Megatron-LM has no such model.
     """
     state = megatron_lm_state(plan.architecture, plan.padded_vocab, main_dtype((plan.dtype(rule), plan.size(rule)) for rule in plan.rules))
     # first, so that a run that was killed behind it goes on where it ended: what it names is not there yet

@@ -1,6 +1,8 @@
-"""A Hugging Face config for a model that its trainer described: the family whose function it is, with every size and setting.
+"""A Hugging Face config for a model that its trainer described: the family whose function it is, with every
+size and setting.
 
-The choice of the family may be wrong; the config is not used then, because ``converters.foreign.agreement`` finds the difference.
+The choice of the family may be wrong; the config is not used then, because ``converters.foreign.agreement``
+finds the difference.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Known settings of Megatron-Core: which decide on the function that a model computes, and with which value they do not.
+"""Known settings of Megatron-Core: which decide on the function that a model computes, and with which value
+they do not.
 
-Settings of initialisation, dropout, learning, parallelism, kernels and precision are not here: weights trained with them are weights of the
-same function. ``TransformerConfig`` of Megatron-Core 0.16.1 and 0.19.2 was gone through field by field, and so were the arguments of
-Megatron-LM.
+Settings of initialisation, dropout, learning, parallelism, kernels and precision are not here: weights
+trained with them are weights of the same function. ``TransformerConfig`` of Megatron-Core 0.16.1 and 0.19.2
+was gone through field by field, and so were the arguments of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spec": (None, []),
     "window_size": (None, (-1, -1), (-1, 0)),
 }
-"""Settings that change the function, unless the architecture asks for them or they have one of these values."""
+"""Settings that change the function, unless the architecture asks for them or they have one of these
+values."""
 NEUTRAL_OF_MIXTURES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
@@ -254,15 +256,15 @@ _INERT_PREFIXES = ("moe_hybridep_", "moe_ncclep_", "moe_paged_stash", "moe_permu
 
 
 def is_suspicious(name: str) -> bool:
-    """Whether a setting that nobody knows may decide on the function, by its name."""
+    """Return whether a setting that nobody knows may decide on the function, by its name."""
     return not is_known(name) and not is_inert(name) and bool(_LOOKS_LIKE_THE_MODEL.search(name))
 
 
 def is_known(name: str) -> bool:
-    """Whether a setting is compared with the config."""
+    """Return whether a setting is compared with the config."""
     return name in READ or name in DEFAULTS or name in NEUTRAL or name in NEUTRAL_OF_MIXTURES
 
 
 def is_inert(name: str) -> bool:
-    """Whether a setting is known not to decide on the function."""
+    """Return whether a setting is known not to decide on the function."""
     return not is_known(name) and (name in INERT or name.startswith(_INERT_PREFIXES) or bool(_NEVER_THE_MODEL.match(name)))

@@ -1,4 +1,5 @@
-"""The float32 weights that an optimizer of Megatron-Core keeps, in place of the model's own, which are rounded."""
+"""The float32 weights that an optimizer of Megatron-Core keeps, in place of the model's own, which are
+rounded."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from converters.foreign.view import RenamedTensors, ViewedTensors
 from converters.torch_dist.location import is_checkpoint
 from converters.torch_dist.reader import StoredTensors, TorchDistCheckpoint
 
-# "param": fully_reshardable. "fp32_param": the optimizer that is not distributed, and fully_sharded_model_space.
+# "param": fully_reshardable. "fp32_param": the optimizer that is not distributed, and
+# fully_sharded_model_space.
 _MASTER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_param|param)\.(.+)")
 _BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.")
 _OPTIMIZER_DIRECTORY = "optimizer"
@@ -27,7 +29,8 @@ class MasterTensors(ViewedTensors):
         master: the optimizer's, under the keys of the model.
 
     Raises:
-        ConversionError: the optimizer has no float32 weights, lacks one, or one has another shape than the model's.
+        ConversionError: the optimizer has no float32 weights, lacks one, or one has another shape than the
+        model's.
     """
 
     def __init__(self, model: StoredTensors, master: StoredTensors) -> None:
@@ -65,10 +68,12 @@ def optimizer_beside(directory: Path) -> list[Path]:
 
 
 def with_master_weights(checkpoint: TorchDistCheckpoint) -> MasterTensors:
-    """A checkpoint with the weights of its optimizer, which stands in it or in the directory ``optimizer`` beside it.
+    """A checkpoint with the weights of its optimizer, which stands in it or in the directory ``optimizer``
+    beside it.
 
     Raises:
-        ConversionError: there is no optimizer, or its state is in a form that cannot be read without the ranks that wrote it.
+        ConversionError: there is no optimizer, or its state is in a form that cannot be read without the
+        ranks that wrote it.
     """
     places = [checkpoint, *map(TorchDistCheckpoint, optimizer_beside(checkpoint.directory))]
     for place in places:

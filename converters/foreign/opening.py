@@ -1,7 +1,9 @@
-"""Foreign Megatron checkpoints: finds out what they say of their model, and shows their tensors in the form of this library's own.
+"""Foreign Megatron checkpoints: finds out what they say of their model, and shows their tensors in the form
+of this library's own.
 
-What is no tensor lies in ``common.pt``, or since Megatron-Core 0.18 in an object among the tensors; reading it runs no code. Special
-tokens and the size of the vocabulary, where a config has to be made, come from what a user says or from files that say it.
+What is no tensor lies in ``common.pt``, or since Megatron-Core 0.18 in an object among the tensors; reading
+it runs no code. Special tokens and the size of the vocabulary, where a config has to be made, come from what
+a user says or from files that say it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ _LARGEST = 2**28
 
 
 def read_common_state(checkpoint: TorchDistCheckpoint) -> dict[str, Any]:
-    """Return what a trainer saved beside the tensors: plain values as they are, everything else as ``Placeholder``.
+    """Return what a trainer saved beside the tensors: plain values as they are, everything else as
+    ``Placeholder``.
 
     Returns:
         Empty where nothing was saved.
@@ -116,7 +119,8 @@ def tensors_of(checkpoint: TorchDistCheckpoint, weights: str) -> StoredTensors:
         weights: see ``OpeningOptions``.
 
     Raises:
-        ConversionError: there is not one model in it, there are adapters beside it, or there are no such weights.
+        ConversionError: there is not one model in it, there are adapters beside it, or there are no such
+        weights.
     """
     refuse_adapters(checkpoint)
     return without_prefix(with_master_weights(checkpoint) if weights == MASTER_WEIGHTS else checkpoint)
@@ -167,7 +171,8 @@ def vocab_size_of(settings: ForeignSettings, options: OpeningOptions, rows: int)
 
 
 def token_entries(options: OpeningOptions) -> dict[str, Any]:
-    """Config entries of special tokens. Those that nobody says are null, so that no class fills in its own."""
+    """Config entries of special tokens. Those that nobody says are null, so that no class fills in its
+    own."""
     entries: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     if options.tokenizer is not None:
         for name in ("config.json", "generation_config.json"):

@@ -1,7 +1,8 @@
-"""Placeholders for the names in a foreign pickle: objects that remember what they were called with, and do nothing.
+"""Placeholders for the names in a foreign pickle: objects that remember what they were called with, and do
+nothing.
 
-Megatron-LM pickles its parsed arguments, among them enums, dtypes, signals and whatever classes a fork has added. None of them has to be
-imported to read the arguments; none is.
+Megatron-LM pickles its parsed arguments, among them enums, dtypes, signals and whatever classes a fork has
+added. None of them has to be imported to read the arguments; none is.
 """
 
 from __future__ import annotations
@@ -56,16 +57,16 @@ class Placeholder:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """As a dictionary would."""
+        """Accept an entry, like a dictionary."""
 
     def append(self, value: Any) -> None:
-        """As a list would."""
+        """Accept an item, like a list."""
 
     def extend(self, values: Any) -> None:
-        """As a list would."""
+        """Accept items, like a list."""
 
     def add(self, value: Any) -> None:
-        """As a set would."""
+        """Accept an item, like a set."""
 
     def __repr__(self) -> str:
         return self.what + (repr(self.given) if self.given else "")

@@ -1,7 +1,9 @@
-"""Settings of a foreign checkpoint's model, under the names that Megatron-Core's own configuration has for them.
+"""Settings of a foreign checkpoint's model, under the names that Megatron-Core's own configuration has for
+them.
 
-The names are those of ``TransformerConfig`` and of ``GPTModel``, as ``model_config.megatron_settings`` uses them; ``activation``, the name
-of the function, stands for ``activation_func``. Megatron-Bridge's ``run_config.yaml`` is plain YAML: nothing in it is called.
+The names are those of ``TransformerConfig`` and of ``GPTModel``, as ``model_config.megatron_settings`` uses
+them; ``activation``, the name of the function, stands for ``activation_func``. Megatron-Bridge's
+``run_config.yaml`` is plain YAML: nothing in it is called.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from converters.foreign.placeholders import Placeholder
 
 _SILU = ("silu", "swish")
 ROPE_FACTOR = 8.0
-"""Of Llama 3's rope scaling in every model that Megatron-LM builds: ``--rope-scaling-factor`` stands among its arguments, and reaches no
-model (``gpt_config_from_args`` of 0.19.2)."""
+"""Of Llama 3's rope scaling in every model that Megatron-LM builds: ``--rope-scaling-factor`` stands among
+its arguments, and reaches no model (``gpt_config_from_args`` of 0.19.2)."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,12 @@ def with_rope_factor(settings: ForeignSettings, said: float | None, *, is_heeded
     Args:
         settings: of the trainer.
         said: by the user; None for nothing.
-        is_heeded: the trainer trains with the factor that it writes down. Megatron-LM does not; a trainer built on it may.
+        is_heeded: the trainer trains with the factor that it writes down. Megatron-LM does not; a trainer
+        built on it may.
 
     Raises:
-        ConversionError: nobody says the factor, or what the user says has no meaning or is not what the trainer did.
+        ConversionError: nobody says the factor, or what the user says has no meaning or is not what the
+        trainer did.
     """
     found = settings.values.get("rope_scaling_factor")
     found = ROPE_FACTOR if found is None else found
@@ -98,8 +102,8 @@ def with_rope_factor(settings: ForeignSettings, said: float | None, *, is_heeded
 
 
 def settings_from_provider(model: Mapping[str, Any], origin: str) -> ForeignSettings:
-    """The section ``model`` of Megatron-Bridge's ``run_config.yaml``: the fields of a model provider, or those of a model config with the
-    transformer's in a section of its own.
+    """The section ``model`` of Megatron-Bridge's ``run_config.yaml``: the fields of a model provider, or
+    those of a model config with the transformer's in a section of its own.
 
     Raises:
         ConversionError: they do not say even the size of the model.
@@ -178,7 +182,8 @@ def _is_size(value: Any, most: int) -> bool:
 
 
 def _function_name(value: Any) -> str:
-    """``silu`` for torch.nn.functional.silu, however it is written down; what cannot be read comes back as text."""
+    """``silu`` for torch.nn.functional.silu, however it is written down; what cannot be read comes back as
+    text."""
     if isinstance(value, Mapping):
         value = value.get("_target_", value)
     if isinstance(value, Placeholder) or (isinstance(value, type) and issubclass(value, Placeholder)):

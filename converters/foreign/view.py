@@ -1,7 +1,9 @@
-"""The tensors of a checkpoint under the keys of ``converters.torch_dist.keys``, whatever its writer called them and however it cut them.
+"""The tensors of a checkpoint under the keys of ``converters.torch_dist.keys``, whatever its writer called
+them and however it cut them.
 
-Known are prefixes of all keys, norms named as in Megatron-Core's own layer spec or as Transformer Engine fuses them, experts stored one by
-one, and gate and up stored apart (``singleton_local_shards``). Legacy ``GroupedMLP`` stores the same tensors as the other experts do.
+Known are prefixes of all keys, norms named as in Megatron-Core's own layer spec or as Transformer Engine
+fuses them, experts stored one by one, and gate and up stored apart (``singleton_local_shards``). Legacy
+``GroupedMLP`` stores the same tensors as the other experts do.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _EXPERTS = re.compile(r"(.*mlp\.experts\.)experts\.(linear_fc[12]\.(?:weight|bia
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A stored tensor in a larger one: ``box`` is its place there, with an axis of size 1, ``added_axis``, that it does not have itself."""
+    """A stored tensor in a larger one: ``box`` is its place there, with an axis of size 1, ``added_axis``,
+    that it does not have itself."""
 
     key: str
     box: Box
@@ -175,7 +178,8 @@ class CanonicalTensors(ViewedTensors):
 
 
 def refuse_adapters(tensors: StoredTensors) -> None:
-    """Refuse a checkpoint of LoRA training, whose adapters Megatron-Bridge keeps beside the weights that they change.
+    """Refuse a checkpoint of LoRA training, whose adapters Megatron-Bridge keeps beside the weights that they
+    change.
 
     Raises:
         ConversionError: there are adapters.
@@ -189,7 +193,8 @@ def refuse_adapters(tensors: StoredTensors) -> None:
 
 
 def without_prefix(tensors: StoredTensors) -> StoredTensors:
-    """The tensors without what stands before every key of the model (``model.``, ``module.``). Other keys, of optimizers, stay as they are.
+    """The tensors without what stands before every key of the model (``model.``, ``module.``). Other keys, of
+    optimizers, stay as they are.
 
     Raises:
         ConversionError: there are several models in the checkpoint.
@@ -268,5 +273,5 @@ def _inside(piece: _Piece, box: Box) -> Box:
 
 
 def _make_up(box: Box, pieces: list[tuple[Box, _Piece]]) -> bool:
-    """Whether pieces hold all of a box."""
+    """Return whether pieces hold all of a box."""
     return sum(math.prod(shape_of(common)) for common, _ in pieces) == math.prod(shape_of(box))

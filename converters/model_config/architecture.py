@@ -23,7 +23,8 @@ class ModelFacts:
         ffn_hidden_size: width of the gated MLP of dense layers.
         num_attention_heads: query heads.
         num_key_value_heads: key-value groups; equal to the heads without grouped-query attention.
-        head_dim: width of one head; not always hidden_size / num_attention_heads. With latent attention, of its rotated part.
+        head_dim: width of one head; not always hidden_size / num_attention_heads. With latent attention, of
+        its rotated part.
         vocab_size: rows of the embedding, unpadded.
         tied_embeddings: the output layer is the embedding.
         max_position: longest sequence that the config allows, tokens; None where it does not say.
@@ -73,7 +74,7 @@ class ModelFacts:
 
     @property
     def has_dense_layers(self) -> bool:
-        """Whether some layer has a dense MLP."""
+        """True if some layer has a dense MLP."""
         return self.mixture is None or not all(self.mixture.sparse_layers)
 
     @property
@@ -83,8 +84,8 @@ class ModelFacts:
         return tuple(self.sliding_window if windowed else None for windowed in layers)
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer of that global index has experts instead of a dense MLP. Prediction layers, which are counted on behind the
-        others, are like the last of these."""
+        """Return whether the layer of that global index has experts instead of a dense MLP. Prediction
+        layers, which are counted on behind the others, are like the last of these."""
         return self.mixture is not None and self.mixture.sparse_layers[min(layer, self.num_layers - 1)]
 
     def kind_of(self, layer: int) -> LayerKind:
@@ -105,8 +106,9 @@ class Architecture(ModelFacts):
         activation: of the gate: ``silu``, or ``clamped_swiglu`` where there is a ``gate_limit``.
         initializer_range: standard deviation of freshly initialised weights.
         rotary_fraction: part of a head, from its beginning, that is rotated.
-        gate_limit: the gate is at most this, and what it is multiplied with lies between this and its negative. The gate then is
-            ``x * sigmoid(1.702 x)``, and what it is multiplied with has 1 added. None for a MLP without that.
+        gate_limit: the gate is at most this, and what it is multiplied with lies between this and its
+            negative. The gate then is ``x * sigmoid(1.702 x)``, and what it is multiplied with has 1 added.
+            None for a MLP without that.
     """
 
     max_position: int

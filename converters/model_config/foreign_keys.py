@@ -1,7 +1,7 @@
 """Config keys that no family handles: which of them transformers reads, and which carry other code.
 
-A key that transformers does not read cannot change what its model computes, which is what a conversion carries over. A key that it
-reads, or that makes another engine compute something else, is refused.
+A key that transformers does not read cannot change what its model computes, which is what a conversion
+carries over. A key that it reads, or that makes another engine compute something else, is refused.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Heads in place of the output layer over the vocabulary: a linear layer that scores, as value and reward models have.
+"""Heads in place of the output layer over the vocabulary: a linear layer that scores, as value and reward
+models have.
 
-transformers calls it ``score``: without a bias in ``...ForSequenceClassification``, which answers with the last token's scores, and with
-one in ``...ForTokenClassification``. Trainers on Megatron-Core put a plain linear layer into the last pipeline stage in the place, and
-under the name, of the output layer; every tensor-parallel rank has all of it. It is never tied to the embedding, whatever
-``tie_word_embeddings`` says.
+transformers calls it ``score``: without a bias in ``...ForSequenceClassification``, which answers with the
+last token's scores, and with one in ``...ForTokenClassification``. Trainers on Megatron-Core put a plain
+linear layer into the last pipeline stage in the place, and under the name, of the output layer; every
+tensor-parallel rank has all of it. It is never tied to the embedding, whatever ``tie_word_embeddings`` says.
 """
 
 from __future__ import annotations
@@ -37,15 +38,16 @@ class ScoreHead:
 
 
 def known_classes(architecture_class: str) -> dict[str, bool | None]:
-    """The model classes of a family that are known, from the class of its language model: whether the score layer has a bias; None for the
-    language model, which has no such layer."""
+    """The model classes of a family that are known, from the class of its language model: whether the score
+    layer has a bias; None for the language model, which has no such layer."""
     stem = architecture_class.removesuffix(_LANGUAGE_MODEL)
     scoring = {stem + suffix: bias for suffix, bias in _SCORING.items()} if stem != architecture_class else {}
     return {architecture_class: None, **scoring}
 
 
 def read_head(config: Config, architecture_class: str, problems: list[str]) -> ScoreHead | None:
-    """The head that a config names under ``architectures``; None for a language model. What is wrong is appended to ``problems``."""
+    """The head that a config names under ``architectures``; None for a language model. What is wrong is
+    appended to ``problems``."""
     classes = config.get("architectures")
     if not classes:
         return None

@@ -1,4 +1,5 @@
-"""Config keys of transformers that change neither logits nor training, so that a converter may pass over them."""
+"""Config keys of transformers that change neither logits nor training, so that a converter may pass over
+them."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ _GENERATION = frozenset(
 )
 
 SPEAKING_KEYS = _LOADING | _LABELS | _TOKENS | _GENERATION
-"""Those that change what a user of the model gets: the dtype it is loaded in, special token ids, labels, defaults of text generation."""
+"""Those that change what a user of the model gets: the dtype it is loaded in, special token ids, labels,
+defaults of text generation."""
 
 INERT_KEYS = _BOOKKEEPING | SPEAKING_KEYS
 """These, names of versions and paths, and the form of outputs."""

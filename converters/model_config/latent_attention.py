@@ -1,8 +1,8 @@
 """Multi-head latent attention, as in DeepSeek-V2: what its config says, and the rules of its tensors.
 
-Queries (where a config gives them a rank) and, in one small vector a token, keys and values are projected down, normalised, and projected
-up to heads. Of a head's queries and keys a part without positions and a part that is rotated lie one behind the other; the rotated part of
-the keys is shared by all heads.
+Queries (where a config gives them a rank) and, in one small vector a token, keys and values are projected
+down, normalised, and projected up to heads. Of a head's queries and keys a part without positions and a part
+that is rotated lie one behind the other; the rotated part of the keys is shared by all heads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     pass
 
 NORM_EPSILON = 1e-6
-"""Epsilon of the norms between the projections: transformers gives them that of its norm class, whatever ``rms_norm_eps`` says."""
+"""Epsilon of the norms between the projections: transformers gives them that of its norm class, whatever
+``rms_norm_eps`` says."""
 
 CONFIG_KEYS = frozenset(
     {
@@ -39,12 +40,14 @@ class LatentAttention:
     """Sizes of the projections, under the names that the config has for them.
 
     Attributes:
-        q_lora_rank: width of the queries between their two projections; None where there is one projection only.
+        q_lora_rank: width of the queries between their two projections; None where there is one projection
+        only.
         kv_lora_rank: width of what keys and values are projected up from.
         qk_nope_head_dim: of a head's query and key, the part without positions, which comes first.
         qk_rope_head_dim: the part that is rotated, in interleaved pairs of dimensions.
         v_head_dim: width of a head's value.
-        mscale_all_dim: scores are multiplied by (0.1 * mscale_all_dim * ln(YaRN factor) + 1) squared; 0 for not at all.
+        mscale_all_dim: scores are multiplied by (0.1 * mscale_all_dim * ln(YaRN factor) + 1) squared; 0 for
+        not at all.
     """
 
     q_lora_rank: int | None
@@ -86,7 +89,8 @@ def read_latent_attention(config: Config, problems: list[str]) -> LatentAttentio
 
 
 def _mscale_all_dim(config: Config, problems: list[str]) -> float:
-    """From the parameters of the rotary embedding. transformers reads it without ``mscale`` too, and zero as "not given"."""
+    """From the parameters of the rotary embedding. transformers reads it without ``mscale`` too, and zero as
+    "not given"."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     value = parameters.get("mscale_all_dim") if isinstance(parameters, Mapping) else None
     return read_number(value or 0.0, "rope parameter mscale_all_dim", problems, instead=0.0, may_be_zero=True)

@@ -1,4 +1,5 @@
-"""Translates an architecture into keyword arguments of Megatron-Core's TransformerConfig and GPTModel, without importing Megatron-Core."""
+"""Translates an architecture into keyword arguments of Megatron-Core's TransformerConfig and GPTModel,
+without importing Megatron-Core."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def latent_settings(architecture: Architecture) -> dict[str, Any]:
-    """Keyword arguments of ``MLATransformerConfig`` beyond those of ``TransformerConfig``; nothing for ordinary attention.
+    """Keyword arguments of ``MLATransformerConfig`` beyond those of ``TransformerConfig``; nothing for
+    ordinary attention.
 
     Raises:
         ConversionError: Megatron-Core has no setting for the rotary scaling.
@@ -43,8 +45,8 @@ def latent_settings(architecture: Architecture) -> dict[str, Any]:
 
 
 def _latent_rotary(architecture: Architecture) -> dict[str, Any]:
-    """Kind and scaling of the rotary embedding. Every field is given: the defaults are those of a scaled model, and the factor goes into
-    the scale of the scores of an unscaled one as well."""
+    """Kind and scaling of the rotary embedding. Every field is given: the defaults are those of a scaled
+    model, and the factor goes into the scale of the scores of an unscaled one as well."""
     scaling, latent = architecture.rope_scaling, architecture.latent_attention
     assert latent is not None
     if scaling is None:
@@ -67,8 +69,8 @@ def _latent_rotary(architecture: Architecture) -> dict[str, Any]:
 
 
 def _mscale(scaling: dict[str, Any], mscale_all_dim: float) -> float:
-    """The ``mscale`` with which Megatron-Core multiplies cosine and sine by the attention factor: it divides the scale of ``mscale`` by
-    that of ``mscale_all_dim``, always."""
+    """The ``mscale`` with which Megatron-Core multiplies cosine and sine by the attention factor: it divides
+    the scale of ``mscale`` by that of ``mscale_all_dim``, always."""
     factor, wanted = scaling["factor"], scaling["attention_factor"]
     logarithm = 0.1 * math.log(factor) if factor > 1 else 0.0
     of_all = mscale_all_dim * logarithm + 1.0
@@ -91,23 +93,27 @@ _OTHER_BACKEND = "use a backend that runs the transformers model itself"
 
 @dataclass(frozen=True, slots=True)
 class MegatronSettings:
-    """Megatron settings: what has to be handed to Megatron-Core.
+    """Settings that have to be handed to Megatron-Core.
 
     Attributes:
-        transformer: keyword arguments of ``TransformerConfig``, with latent attention of ``MLATransformerConfig``. Left to the caller are
-            the activation function, because it is a function (``torch.nn.functional.silu``, and
-            ``megatron.core.fusions.fused_bias_geglu.quick_gelu`` where ``Architecture.activation`` is ``clamped_swiglu``), and all that is
-            a matter of training or of layout: of a mixture of experts ``expert_*_parallel_size``, ``moe_token_dispatcher_type``,
-            ``moe_grouped_gemm``, ``moe_router_dtype`` and the load-balancing loss, whose coefficient is 0 unless given.
+        transformer: keyword arguments of ``TransformerConfig``, with latent attention of
+            ``MLATransformerConfig``. Left to the caller are the activation function, because it is a function
+            (``torch.nn.functional.silu``, and ``megatron.core.fusions.fused_bias_geglu.quick_gelu`` where
+            ``Architecture.activation`` is ``clamped_swiglu``), and all that is a matter of training or of
+            layout: of a mixture of experts ``expert_*_parallel_size``, ``moe_token_dispatcher_type``,
+            ``moe_grouped_gemm``, ``moe_router_dtype`` and the load-balancing loss, whose coefficient is 0
+            unless given.
         model: keyword arguments of ``GPTModel``, with the unpadded ``vocab_size``.
-        attributes: attributes to set on the ``TransformerConfig`` object after construction. ``GPTModel`` reads those of YaRN with
-            ``getattr``, though the class does not declare them; others the class declares, but its constructor refuses the value.
-        llama3: keyword arguments of ``RotaryEmbedding._apply_scaling``, to be applied to the unscaled ``inv_freq`` of the built model,
-            where the llama3 scaling is not the one that ``GPTModel`` has arguments for; else None.
-        routing: how routers have to choose experts, where Megatron-Core's own cannot; else None. The arguments above then say of it what
-            Megatron-Core needs to build the router.
-        latent_norm_epsilon: epsilon of the norms inside latent attention, to be set in the built model, which gives them that of the
-            others; None where they are alike or where there are none.
+        attributes: attributes to set on the ``TransformerConfig`` object after construction. ``GPTModel``
+            reads those of YaRN with ``getattr``, though the class does not declare them; others the class
+            declares, but its constructor refuses the value.
+        llama3: keyword arguments of ``RotaryEmbedding._apply_scaling``, to be applied to the unscaled
+            ``inv_freq`` of the built model, where the llama3 scaling is not the one that ``GPTModel`` has
+            arguments for; else None.
+        routing: how routers have to choose experts, where Megatron-Core's own cannot; else None. The
+            arguments above then say of it what Megatron-Core needs to build the router.
+        latent_norm_epsilon: epsilon of the norms inside latent attention, to be set in the built model, which
+            gives them that of the others; None where they are alike or where there are none.
     """
 
     transformer: dict[str, Any]
@@ -122,7 +128,8 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
     """Arguments with which Megatron-Core computes the same function as transformers.
 
     Raises:
-        ConversionError: Megatron-Core has no setting for a combination of biases or for the rotary scaling, or the model scores.
+        ConversionError: Megatron-Core has no setting for a combination of biases or for the rotary scaling,
+        or the model scores.
     """
     if architecture.head is not None:
         raise ConversionError(
@@ -171,7 +178,8 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
     if architecture.mixture is not None:
         transformer |= _mixture(architecture.mixture)
         if _has_constant_weight(architecture.mixture):
-            # Megatron-Core computes it, but its constructor refuses it: the router then learns from a load-balancing loss alone
+            # Megatron-Core computes it, but its constructor refuses it: the router then learns from a
+            # load-balancing loss alone
             attributes["moe_router_pre_softmax"] = False
     model |= {
         "vocab_size": architecture.vocab_size,
@@ -206,8 +214,9 @@ def _bias_flags(architecture: Architecture) -> tuple[bool, bool]:
 def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
     """Arguments of the experts and their router.
 
-    Softmax over all logits and division of the chosen probabilities by their sum is the same function as softmax over the chosen logits,
-    which is what Megatron-Core does without ``moe_router_pre_softmax``; with it, it does not divide.
+    Softmax over all logits and division of the chosen probabilities by their sum is the same function as
+    softmax over the chosen logits, which is what Megatron-Core does without ``moe_router_pre_softmax``; with
+    it, it does not divide.
     """
     routing = mixture.routing
     shared = {"moe_shared_expert_intermediate_size": mixture.shared_ffn_hidden_size, "moe_shared_expert_gate": mixture.shared_gate}
@@ -222,7 +231,8 @@ def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
         "moe_router_pre_softmax": routing.score == "softmax" and (not mixture.normalized or _has_constant_weight(mixture)),
         "moe_router_topk_scaling_factor": None if routing.scaling_factor == 1 else routing.scaling_factor,
         "moe_router_enable_expert_bias": routing.has_correction_bias,
-        # the bias is kept as it is; what Megatron-Core would add to it after every step is 0 times the signs of the loads
+        # the bias is kept as it is; what Megatron-Core would add to it after every step is 0 times the signs
+        # of the loads
         "moe_router_bias_update_rate": 0.0,
         **(groups if routing.is_grouped else {}),
         **(shared if mixture.shared_ffn_hidden_size else {}),
@@ -230,10 +240,10 @@ def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
 
 
 def _routes_like_megatron(mixture: MixtureOfExperts) -> bool:
-    """Whether Megatron-Core's router computes the same function.
+    """Return whether Megatron-Core's router computes the same function.
 
-    It divides sigmoids by their sum always, but never that of one expert; and it ranks a group by as many of its scores as experts can be
-    chosen there on average, which for normalized softmax are logits.
+    It divides sigmoids by their sum always, but never that of one expert; and it ranks a group by as many of
+    its scores as experts can be chosen there on average, which for normalized softmax are logits.
     """
     routing, chosen = mixture.routing, mixture.experts_per_token
     if routing.score == "sigmoid" and mixture.normalized != (chosen > 1):
@@ -245,7 +255,8 @@ def _routes_like_megatron(mixture: MixtureOfExperts) -> bool:
 
 
 def _has_constant_weight(mixture: MixtureOfExperts) -> bool:
-    """Whether a token's one expert always has the weight 1, as softmax over its logit alone gives it."""
+    """Return whether a token's one expert always has the weight 1, as softmax over its logit alone gives
+    it."""
     return mixture.routing.score == "softmax" and mixture.normalized and mixture.experts_per_token == 1
 
 

@@ -12,13 +12,15 @@ from converters.model_config.sizes import Config, read_number, read_size
 class Routing:
     """From the router's logits to the experts of a token.
 
-    Logits become scores. Where experts are in groups, a token goes to experts of its best groups alone. It goes to the experts of the
-    highest scores; their scores are its weights, divided by their sum where the mixture is normalized, and times the scaling factor.
+    Logits become scores. Where experts are in groups, a token goes to experts of its best groups alone. It
+    goes to the experts of the highest scores; their scores are its weights, divided by their sum where the
+    mixture is normalized, and times the scaling factor.
 
     Attributes:
         score: softmax over all experts, or the sigmoid of each logit.
-        has_correction_bias: a number for each expert is added to its score for the choice of groups and experts, not for the weights. It
-            is no parameter: gradients do not reach it. Float32 whatever the dtype of the model.
+        has_correction_bias: a number for each expert is added to its score for the choice of groups and
+            experts, not for the weights. It is no parameter: gradients do not reach it. Float32 whatever the
+            dtype of the model.
         groups: equal parts that the experts are divided into, in order; 1 without groups.
         groups_per_token: groups that a token may go to.
         best_of_group: a group is as good as the sum of this many of its best scores.
@@ -38,7 +40,7 @@ class Routing:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether groups keep a token from some experts."""
+        """True if groups keep a token from some experts."""
         return self.groups_per_token < self.groups
 
 
@@ -52,7 +54,8 @@ def read_deepseek_routing(
     best_of_group: int,
     grouped: bool = True,
 ) -> Routing:
-    """The routing of DeepSeek's mixtures and of those that follow them (``n_group``, ``topk_group``, ``routed_scaling_factor``).
+    """The routing of DeepSeek's mixtures and of those that follow them (``n_group``, ``topk_group``,
+    ``routed_scaling_factor``).
 
     Args:
         config: flat, with the defaults of its class filled in.
@@ -83,8 +86,8 @@ def read_deepseek_routing(
 class MixtureOfExperts:
     """Routed experts in place of the MLP, in some layers or in all.
 
-    The router sends every token to the ``experts_per_token`` experts that it gives the best scores, and weighs the experts by them. Where
-    there is a shared expert, every token goes through it as well.
+    The router sends every token to the ``experts_per_token`` experts that it gives the best scores, and
+    weighs the experts by them. Where there is a shared expert, every token goes through it as well.
 
     Attributes:
         num_experts: experts of one layer.
@@ -92,9 +95,10 @@ class MixtureOfExperts:
         ffn_hidden_size: width of the gated MLP of one expert.
         normalized: the scores of the chosen experts are divided by their sum.
         sparse_layers: for each layer, whether it has experts; the others have a dense MLP. At least one has.
-        auxiliary_loss_coefficient: weight of the load-balancing loss in the training that transformers would do; not part of the logits.
-        shared_ffn_hidden_size: width of the gated MLP of the shared expert; 0 without one. Several shared experts are one of their width
-            together.
+        auxiliary_loss_coefficient: weight of the load-balancing loss in the training that transformers would
+        do; not part of the logits.
+        shared_ffn_hidden_size: width of the gated MLP of the shared expert; 0 without one. Several shared
+            experts are one of their width together.
         shared_gate: the output of the shared expert is weighed by the sigmoid of a gate of one logit.
         routing: how experts are chosen.
     """
@@ -111,7 +115,7 @@ class MixtureOfExperts:
 
     @property
     def has_shared_gate(self) -> bool:
-        """Whether there is a shared expert that has a gate."""
+        """True if there is a shared expert that has a gate."""
         return self.shared_gate and self.shared_ffn_hidden_size > 0
 
 
@@ -171,15 +175,16 @@ def read_deepseek_mixture(
     grouped: bool = True,
     sparse_layers: tuple[bool, ...] | None = None,
 ) -> MixtureOfExperts | None:
-    """The mixture of DeepSeek's models and of those that follow them: in all but the first layers, routing by groups, and shared experts
-    without a gate.
+    """The mixture of DeepSeek's models and of those that follow them: in all but the first layers, routing by
+    groups, and shared experts without a gate.
 
     Args:
         config: flat, with the defaults of its class filled in.
         num_layers: of the model.
         problems: what is wrong is appended here.
         score, best_of_group, grouped: see ``read_deepseek_routing``.
-        sparse_layers: for each layer, whether it has experts; None for all but the first ``first_k_dense_replace``.
+        sparse_layers: for each layer, whether it has experts; None for all but the first
+        ``first_k_dense_replace``.
 
     Returns:
         None for a model without experts.
@@ -208,18 +213,21 @@ def read_deepseek_mixture(
 
 
 def require(config: Config, key: str, only: object, why: str, problems: list[str]) -> None:
-    """Append a problem if a key is there with another value than the only one that transformers computes with."""
+    """Append a problem if a key is there with another value than the only one that transformers computes
+    with."""
     value = config.get(key)
     if value is not None and value != only:
         problems.append(f"{key} = {value!r}: only {only!r} is supported; {why}")
 
 
 ROUTER_KEYS = frozenset({"moe_layer_freq", "scoring_func", "topk_method"})
-"""Config keys of routers that take sigmoids (``require_sigmoids``); transformers reads none of them, other engines do."""
+"""Config keys of routers that take sigmoids (``require_sigmoids``); transformers reads none of them, other
+engines do."""
 
 
 def require_sigmoids(config: Config, problems: list[str]) -> None:
-    """Append a problem for each key of a router that asks for something else than sigmoids with a correction bias."""
+    """Append a problem for each key of a router that asks for something else than sigmoids with a correction
+    bias."""
     require(config, "scoring_func", "sigmoid", "transformers computes no other score for this family", problems)
     require(config, "topk_method", "noaux_tc", "transformers chooses experts in no other way for this family", problems)
     require(config, "moe_layer_freq", 1, "transformers gives every layer behind the first ones experts", problems)

@@ -1,8 +1,10 @@
-"""Layers behind the others that predict further tokens (multi-token prediction, DeepSeek-V3), for training and for speculative decoding.
+"""Layers behind the others that predict further tokens (multi-token prediction, DeepSeek-V3), for training
+and for speculative decoding.
 
-Hugging Face checkpoints number them on behind the others, ``model.layers.{num_hidden_layers}``; they have what other layers have, two
-norms, of the embedding of the next token (``enorm``) and of the hidden state (``hnorm``), a projection of both together (``eh_proj``) and a
-norm before the output layer (``shared_head.norm``). transformers computes logits without them. A config that counts them may come with
+Hugging Face checkpoints number them on behind the others, ``model.layers.{num_hidden_layers}``; they have
+what other layers have, two norms, of the embedding of the next token (``enorm``) and of the hidden state
+(``hnorm``), a projection of both together (``eh_proj``) and a norm before the output layer
+(``shared_head.norm``). transformers computes logits without them. A config that counts them may come with
 weights that leave all of them out, as transformers itself saves them; but not with some of their tensors.
 
 Qwen3-Next and Qwen3.5 have one such layer, with attention, under names of its own (``mtp.``) and not always in the config.
@@ -88,12 +90,14 @@ def _renamed(tensor: HuggingFaceTensor, old: str, new: str) -> HuggingFaceTensor
 
 
 def usual_name(megatron_name: str) -> str:
-    """The name that the rules have for a parameter of a prediction layer; other names come back as they are."""
+    """The name that the rules have for a parameter of a prediction layer; other names come back as they
+    are."""
     return _NAME.sub(rf"\g<1>{_INNER}\2", megatron_name)
 
 
 def copies(facts: ModelFacts) -> Iterator[tuple[str, str]]:
-    """Tensors that a prediction layer may repeat, each with the tensor that it repeats: embedding and output layer, which are shared."""
+    """Tensors that a prediction layer may repeat, each with the tensor that it repeats: embedding and output
+    layer, which are shared."""
     for index in range(facts.prediction_layers):
         prefix = f"model.layers.{facts.num_layers + index}."
         yield f"{prefix}embed_tokens.weight", "model.embed_tokens.weight"

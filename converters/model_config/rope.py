@@ -39,11 +39,11 @@ def read_rope(
     does that. ``in_sections``: frequencies may be divided over time, height and width, which are the same position in a text.
 
     Returns:
-        The base (theta), and None or one of
-        ``{"type": "linear", "factor"}``,
-        ``{"type": "llama3", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}``,
-        ``{"type": "yarn", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-        "mscale_all_dim", "truncate"}``, where ``mscale`` and ``mscale_all_dim`` are both numbers or both None.
+        The base (theta), and None or one of ``{"type": "linear", "factor"}``, ``{"type": "llama3", "factor",
+        "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}``, ``{"type": "yarn",
+        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "truncate"}``, where ``mscale`` and ``mscale_all_dim`` are both numbers or both
+        None.
     """
     parameters = _parameters(config)
     if any(isinstance(value, Mapping) for value in parameters.values()):
@@ -75,7 +75,8 @@ def read_rope(
 
 
 def rotary_disagreements(config: Config) -> list[str]:
-    """Return the rotary parameters by which vLLM would compute another model than transformers, each with the reason."""
+    """Return the rotary parameters by which vLLM would compute another model than transformers, each with the
+    reason."""
     parameters = _parameters(config)
     return [
         f"rope parameter {key} = {parameters[key]!r}: transformers does not read it, vLLM {what}: the two would compute different models"
@@ -85,7 +86,8 @@ def rotary_disagreements(config: Config) -> list[str]:
 
 
 def unread_rope_parameters(config: Config) -> list[str]:
-    """Return the rotary parameters, with their values, that nobody reads and that ``read_rope`` therefore passes over."""
+    """Return the rotary parameters, with their values, that nobody reads and that ``read_rope`` therefore
+    passes over."""
     parameters = _parameters(config)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if not isinstance(kind, str) or kind not in _KEYS:
@@ -95,13 +97,15 @@ def unread_rope_parameters(config: Config) -> list[str]:
 
 
 def _unread(parameters: Config, kind: str) -> list[str]:
-    """Parameters that transformers does not read for a type of rotary embedding, without those that change nothing anywhere."""
+    """Parameters that transformers does not read for a type of rotary embedding, without those that change
+    nothing anywhere."""
     keys = sorted(set(parameters) - _COMMON_KEYS - _KEYS[kind])
     return [key for key in keys if parameters[key] is not None and not (key in _OF_VLLM and parameters[key] == _OF_VLLM[key][0])]
 
 
 def rotated_fraction(config: Config, head_dim: int, problems: list[str]) -> float:
-    """The part of a head, from its beginning, that is rotated (``partial_rotary_factor``); all of it where the config does not say."""
+    """The part of a head, from its beginning, that is rotated (``partial_rotary_factor``); all of it where
+    the config does not say."""
     fraction = _parameters(config).get("partial_rotary_factor")
     if fraction is None:
         return 1.0
@@ -117,7 +121,8 @@ def rotated_fraction(config: Config, head_dim: int, problems: list[str]) -> floa
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Factor on cosine and sine that YaRN uses when none is given (arXiv:2309.00071, section 3.4, with DeepSeek's two scales)."""
+    """Factor on cosine and sine that YaRN uses when none is given (arXiv:2309.00071, section 3.4, with
+    DeepSeek's two scales)."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

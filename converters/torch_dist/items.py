@@ -1,7 +1,9 @@
-"""Items of a distributed checkpoint: where the bytes of a tensor lie that ``torch.save`` wrote into the middle of a file.
+"""Items of a distributed checkpoint: where the bytes of a tensor lie that ``torch.save`` wrote into the
+middle of a file.
 
-Each tensor of a ``*.distcp`` file is a zip archive of its own: a small pickle that says dtype, shape and strides, and the raw bytes, not
-compressed. Reading them in place touches only the rows that are asked for, and runs no code.
+Each tensor of a ``*.distcp`` file is a zip archive of its own: a small pickle that says dtype, shape and
+strides, and the raw bytes, not compressed. Reading them in place touches only the rows that are asked for,
+and runs no code.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class RawTensor:
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements lie one behind the other in order."""
+        """True if the elements lie one behind the other in order."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size > 1 and stride != expected:
@@ -137,7 +139,8 @@ def read_raw(descriptor: int, raw: RawTensor, box: Box | None, what: str) -> Ten
 
 
 def _start_of(window: _Window, entry: zipfile.ZipInfo) -> int:
-    """Return where the content of an entry begins: behind its own header, whose padding the archive's directory does not know."""
+    """Return where the content of an entry begins: behind its own header, whose padding the archive's
+    directory does not know."""
     window.seek(entry.header_offset)
     header = window.read(_LOCAL_HEADER)
     name, extra = struct.unpack("<HH", header[26:30])
@@ -156,13 +159,14 @@ class _Described:
 
 
 def _describe(storage: tuple[str, torch.dtype], first: int, shape: tuple[int, ...], strides: tuple[int, ...], *more: Any) -> _Described:
-    """What rebuilds a tensor; of a dtype that has no storage class of its own, the dtype is among ``more``."""
+    """Return what rebuilds a tensor; a dtype without a storage class of its own is among ``more``."""
     dtype = next((value for value in more if isinstance(value, torch.dtype)), storage[1])
     return _Described(storage[0], dtype, first, tuple(shape), tuple(strides))
 
 
 def _known(module: str, name: str) -> Any:
-    """Return what a name in the description of a plain tensor stands for; None for what no plain tensor needs."""
+    """Return what a name in the description of a plain tensor stands for; None for what no plain tensor
+    needs."""
     special = {
         ("torch._utils", "_rebuild_tensor_v2"): _describe,
         ("torch._utils", "_rebuild_tensor_v3"): _describe,

@@ -1,8 +1,9 @@
 """Under which key, and where inside its tensor, a ``torch_dist`` checkpoint keeps a parameter.
 
-Keys are those of ``ShardedTensor.key``. They do not depend on how the model was divided when it was saved. Where all layers are alike their
-parameters are stacked into one tensor with a leading axis of layers; otherwise every layer has keys of its own. Experts of a layer are
-always stacked. The portable and the Transformer Engine layer spec share the keys: those of Transformer Engine.
+Keys are those of ``ShardedTensor.key``. They do not depend on how the model was divided when it was saved.
+Where all layers are alike their parameters are stacked into one tensor with a leading axis of layers;
+otherwise every layer has keys of its own. Experts of a layer are always stacked. The portable and the
+Transformer Engine layer spec share the keys: those of Transformer Engine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _WITHOUT_EXTRA_STATE = ("embedding.", "output_layer.")
 
 @dataclass(frozen=True, slots=True)
 class StoredPlace:
-    """Stored place: where a parameter stands.
+    """Position of a parameter in a checkpoint.
 
     Attributes:
         key: of the stored tensor.
@@ -42,12 +43,13 @@ def is_stacked(architecture: Architecture) -> bool:
 
 
 def are_stacked(keys: Iterable[str]) -> bool:
-    """Whether the layers of a checkpoint with these keys are stacked."""
+    """Return whether the layers of a checkpoint with these keys are stacked."""
     return any(key.startswith("decoder.layers.self_attention.") for key in keys)
 
 
 def stored_place(rule: Rule, architecture: Architecture, *, stacked: bool) -> StoredPlace:
-    """The place of a parameter in a checkpoint whose layers are stacked or not. Layers that predict further tokens never are."""
+    """The place of a parameter in a checkpoint whose layers are stacked or not. Layers that predict further
+    tokens never are."""
     prediction = _PREDICTION_LAYER.fullmatch(rule.megatron_name)
     if prediction is not None:
         layer = architecture.num_layers + int(prediction.group(2))
@@ -75,10 +77,11 @@ def _place_in_layer(
 
 
 def extra_state_keys(place: StoredPlace) -> Iterator[str]:
-    """Names of the objects beside a parameter that a model asks a checkpoint for: the state of a module's fp8 recipe, empty without fp8.
+    """Names of the objects beside a parameter that a model asks a checkpoint for: the state of a module's fp8
+    recipe, empty without fp8.
 
-    Which modules ask depends on the layer spec; these are all that any may ask for, since one that is missing fails a load and one too many
-    does not.
+    Which modules ask depends on the layer spec; these are all that any may ask for, since one that is missing
+    fails a load and one too many does not.
     """
     if place.key.startswith(_WITHOUT_EXTRA_STATE) or not place.key.endswith(".weight"):
         return

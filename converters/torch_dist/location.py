@@ -1,4 +1,5 @@
-"""Finds a distributed checkpoint in what a user points at: the ``torch_dist`` directory, or where a trainer's checkpoints keep it."""
+"""Finds a distributed checkpoint in what a user points at: the ``torch_dist`` directory, or where a trainer's
+checkpoints keep it."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ _ITERATION = re.compile(r"iter_\d{7,}")
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether the directory itself is a distributed checkpoint."""
+    """Return whether the directory itself is a distributed checkpoint."""
     return (directory / INDEX_FILE).is_file()
 
 
 def find_checkpoint(directory: Path) -> Path:
     """The distributed checkpoint that a user means.
 
-    Of a directory with several iterations it is the one that the tracker file names. A directory is also looked for under the names that
-    trainers give it (``release``, ``dist_ckpt``, ``weights``).
+    Of a directory with several iterations it is the one that the tracker file names. A directory is also
+    looked for under the names that trainers give it (``release``, ``dist_ckpt``, ``weights``).
 
     Raises:
         ConversionError: there is none, or the tracker names one that does not exist.
@@ -46,7 +47,7 @@ def find_checkpoint(directory: Path) -> Path:
 
 
 def holds_checkpoint(directory: Path) -> bool:
-    """Whether ``find_checkpoint`` finds one."""
+    """Return whether ``find_checkpoint`` finds one."""
     try:
         find_checkpoint(directory)
     except (ConversionError, OSError):

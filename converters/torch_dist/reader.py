@@ -37,7 +37,8 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """One stored tensor. ``chunks`` go by their position on the leading axes on which all of them have size 1."""
+    """One stored tensor. ``chunks`` go by their position on the leading axes on which all of them have size
+    1."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -46,7 +47,8 @@ class _Stored:
 
 
 class StoredTensors(Protocol):
-    """The tensors of a checkpoint by key, in one directory or put together; what ``TorchDistCheckpoint`` says of each method holds.
+    """The tensors of a checkpoint by key, in one directory or put together; what ``TorchDistCheckpoint`` says
+    of each method holds.
 
     Attributes:
         directory: to call the checkpoint by.
@@ -158,7 +160,7 @@ class TorchDistCheckpoint:
         return bytes(content)
 
     def is_saved(self, key: str, box: Box) -> bool:
-        """Whether all of a box of a stored tensor was saved, exactly once; from the index alone."""
+        """Return whether all of a box of a stored tensor was saved, exactly once; from the index alone."""
         return _missing(box, self._pieces(self._entry(key), box)) == 0
 
     def _pieces(self, stored: _Stored, box: Box) -> list[tuple[Box, _Chunk]]:
@@ -235,7 +237,8 @@ def _are_sizes(values: tuple[Any, ...]) -> bool:
 
 
 def _check_apart(key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
-    """Chunks lie inside their tensor and do not overlap, so that as many elements as a box has are all of them."""
+    """Chunks lie inside their tensor and do not overlap, so that as many elements as a box has are all of
+    them."""
     outside = [box for box in boxes if intersection(box, whole(shape)) != box and 0 not in shape_of(box)]
     overlapping = next(_overlapping(boxes), None)
     if outside or overlapping:
@@ -246,8 +249,8 @@ def _check_apart(key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
 
 
 def _overlapping(boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
-    """Pairs of boxes that have elements in common. Those that begin behind a box on the first axis are not looked at: of a tensor that many
-    ranks wrote in pieces there are many."""
+    """Pairs of boxes that have elements in common. Those that begin behind a box on the first axis are not
+    looked at: of a tensor that many ranks wrote in pieces there are many."""
     ordered = sorted(boxes)
     for number, one in enumerate(ordered):
         for other in itertools.islice(ordered, number + 1, None):

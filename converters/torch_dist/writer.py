@@ -1,4 +1,5 @@
-"""Writes a ``torch_dist`` checkpoint tensor by tensor, as ``torch.distributed.checkpoint`` and Megatron-Core do, without process groups."""
+"""Writes a ``torch_dist`` checkpoint tensor by tensor, as ``torch.distributed.checkpoint`` and Megatron-Core
+do, without process groups."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ class ItemFile:
 
 
 def finish_checkpoint(directory: Path, tensors: Iterable[StoredTensor], items: Iterable[StoredItem], object_names: Iterable[str]) -> None:
-    """Write what makes item files a checkpoint: the index, the empty objects, ``metadata.json`` and ``common.pt``.
+    """Write what makes item files a checkpoint: the index, the empty objects, ``metadata.json`` and
+    ``common.pt``.
 
     Args:
         directory: with the item files.

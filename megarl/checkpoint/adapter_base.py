@@ -14,13 +14,14 @@ from megarl.errors import CheckpointError
 
 BASE_FILE = "base_model.json"
 _KEY = "policy.peft"
+# What has to be the same, by PEFT's name, with the name that the configuration has for it.
 _SAME = {"r": "dim", "lora_alpha": "alpha", "use_rslora": "use_rslora", "target_modules": "target_modules"}
-"""What has to be the same, by PEFT's name, with the name that the configuration has for it."""
 _HASHED = 2**20
 
 
 class BaseModel:
-    """The model that adapters stand beside, and by which a checkpoint of them is told from that of another model.
+    """The model that adapters stand beside, and by which a checkpoint of them is told from that of another
+    model.
 
     Args:
         source: its files.
@@ -51,7 +52,8 @@ class BaseModel:
         (directory / BASE_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
     def require_same(self, directory: Path, peft: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint without adapters, and one whose adapters are of another scale or beside another model. Local.
+        """Refuse a checkpoint without adapters, and one whose adapters are of another scale or beside another
+        model. Local.
 
         Raises:
             CheckpointError: with the difference.

@@ -1,7 +1,9 @@
-"""Checkpoints that are written while training goes on: their files lie in shared memory, from where a process brings them to the disk.
+"""Checkpoints that are written while training goes on: their files lie in shared memory, from where a process
+brings them to the disk.
 
-The workers write them there with the code that otherwise writes to the disk, but for tensors, which they stage (``staging``); the files are
-the same to the last byte. Each node has such memory and such a process (``node_memory``).
+The workers write them there with the code that otherwise writes to the disk, but for tensors, which they
+stage (``staging``); the files are the same to the last byte. Each node has such memory and such a process
+(``node_memory``).
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from megarl.errors import CheckpointError
 
 SHARED_MEMORY = Path("/dev/shm")
 _NAME = "megarl-checkpoint-"
+# A checkpoint may be so much larger than the one before, or than it was estimated.
 _SPARE = 1.25
-"""A checkpoint may be so much larger than the one before, or than it was estimated."""
 
 
 def seal(directory: Path, known: Mapping[str, Entry] | None = None) -> None:
@@ -48,10 +50,11 @@ class Write(Protocol):
     """Brings a checkpoint from shared memory to the disk."""
 
     def has_ended(self) -> bool:
-        """Whether it is through, well or not."""
+        """Return whether it is through, well or not."""
 
     def wait(self, longest_s: float) -> float:
-        """Wait until all is on the disk, with its manifest; the seconds since the beginning. Afterwards nothing is left in shared memory.
+        """Wait until all is on the disk, with its manifest; the seconds since the beginning. Afterwards
+        nothing is left in shared memory.
 
         Raises:
             CheckpointError: it could not be written, or took longer than ``longest_s`` from now on.
@@ -69,17 +72,20 @@ class CheckpointMemory(Protocol):
         """Make empty directories for a checkpoint of so many bytes; False where there is no room for them."""
 
     def directories(self, role: str) -> Path | list[Path]:
-        """Where the ranks of a role write, after ``take``: one directory for all of them, or a list with one for each."""
+        """Return where the ranks of a role write, after ``take``: one directory for all of them, or a list
+        with one for each."""
 
     def hold(self) -> None:
-        """Open what the ranks have left, which is all there then: from now on it does not matter what becomes of them.
+        """Open what the ranks have left, which is all there then: from now on it does not matter what becomes
+        of them.
 
         Raises:
             CheckpointError: that cannot be opened.
         """
 
     def write(self, target: Path) -> Write:
-        """Begin to bring what they have written to a directory on the disk, which may hold further files of the checkpoint. After ``hold``.
+        """Begin to bring what they have written to a directory on the disk, which may hold further files of
+        the checkpoint. After ``hold``.
 
         Raises:
             CheckpointError: that cannot be begun.
@@ -90,7 +96,8 @@ class CheckpointMemory(Protocol):
 
 
 def memory_of(checkpoint_dir: Path, node: str = "") -> Path:
-    """Where the checkpoints of a directory wait in shared memory; the same name in every launch of a run.
+    """Return where the checkpoints of a directory wait in shared memory; the same name in every launch of a
+    run.
 
     Args:
         checkpoint_dir: directory of the checkpoints.
@@ -101,14 +108,16 @@ def memory_of(checkpoint_dir: Path, node: str = "") -> Path:
 
 
 def waits_in_memory(path: Path) -> bool:
-    """Whether a directory of a checkpoint is one that waits in shared memory."""
+    """Return whether a directory of a checkpoint is one that waits in shared memory."""
     return any(parent.parent == SHARED_MEMORY and parent.name.startswith(_NAME) for parent in (path, *path.parents))
 
 
 def take_memory(checkpoint_dir: Path, needed: int, node: str = "", kept_bytes: int = 0) -> Path | None:
-    """An empty directory in shared memory that only this user may open; None where there is no room for ``needed`` bytes and a little more.
+    """An empty directory in shared memory that only this user may open; None where there is no room for
+    ``needed`` bytes and a little more.
 
-    Hold the run's lock: there is one for a directory of checkpoints, and what a killed launch left there goes.
+    Hold the run's lock: there is one for a directory of checkpoints, and what a killed launch left there
+    goes.
 
     Args:
         checkpoint_dir: directory of the checkpoints.
@@ -134,8 +143,8 @@ def free_memory(checkpoint_dir: Path, node: str = "") -> None:
 
 
 def tidy_memory(checkpoint_dir: Path) -> None:
-    """Remove what launches that were killed have left in this machine's shared memory of a directory of checkpoints, whichever node it was
-    called then."""
+    """Remove what launches that were killed have left in this machine's shared memory of a directory of
+    checkpoints, whichever node it was called then."""
     own = memory_of(checkpoint_dir)
     for path in (own, *own.parent.glob(f"{own.name}-*")):
         _free(path)
@@ -150,8 +159,8 @@ def _free(path: Path) -> None:
 
 
 def move_files(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> dict[str, Entry]:
-    """Bring all files below ``source`` to the same places below ``target``, and make those that ranks have staged; each is on the disk
-    before it leaves shared memory.
+    """Bring all files below ``source`` to the same places below ``target``, and make those that ranks have
+    staged; each is on the disk before it leaves shared memory.
 
     Args:
         source, target: directories.
@@ -181,7 +190,8 @@ def move_files(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> 
 
 
 def files_to_move(source: Path, target: Path) -> list[str]:
-    """The files below ``source``, by their paths there; the directories that they are in are made below ``target``.
+    """The files below ``source``, by their paths there; the directories that they are in are made below
+    ``target``.
 
     Raises:
         OSError: a directory cannot be made.

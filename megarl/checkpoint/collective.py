@@ -15,15 +15,17 @@ from megarl.errors import CheckpointError, MegarlError, StorageError, UnusableCh
 
 @contextlib.contextmanager
 def appears_whole(directory: Path) -> Iterator[Path]:
-    """A staging directory on all ranks that becomes ``directory`` at the end, or vanishes when any rank fails before that.
+    """A staging directory on all ranks that becomes ``directory`` at the end, or vanishes when any rank fails
+    before that.
 
-    Everything is written beside it, synced to disk, and moved to its name by rank 0 alone. A collective over all ranks.
+    Everything is written beside it, synced to disk, and moved to its name by rank 0 alone. A collective over
+    all ranks.
 
-    Ranks may be given different directories, those of each node one in its memory: then the first of those with the same path does there
-    what rank 0 does otherwise.
+    Ranks may be given different directories, those of each node one in its memory: then the first of those
+    with the same path does there what rank 0 does otherwise.
 
-    What the block raises leaves it at once: another rank may be inside a collective of the block, where no agreement could reach it. Work
-    that each rank does for itself belongs into ``failing_together``.
+    What the block raises leaves it at once: another rank may be inside a collective of the block, where no
+    agreement could reach it. Work that each rank does for itself belongs into ``failing_together``.
 
     Raises:
         CheckpointError: on all ranks, when ``directory`` is not empty or cannot be written.
@@ -43,13 +45,15 @@ def appears_whole(directory: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def failing_together(what: str) -> Iterator[None]:
-    """Work that each rank does for itself, without collectives; what fails on one rank fails on all. A collective over all ranks.
+    """Work that each rank does for itself, without collectives; what fails on one rank fails on all. A
+    collective over all ranks.
 
     Args:
         what: for the message, for example ``writing random-number states to DIRECTORY``.
 
     Raises:
-        CheckpointError: on all ranks, when any failed; names the first that did. Where it was this one, the cause is what it raised.
+        CheckpointError: on all ranks, when any failed; names the first that did. Where it was this one, the
+        cause is what it raised.
         StorageError: the same, where the storage has failed the first one.
     """
     failure: Exception | None = None
@@ -66,8 +70,8 @@ def failing_together(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing_alike() -> Iterator[None]:
-    """Work without collectives of its own, or with such as end on all ranks; an error of one rank is one of the same kind on all. A
-    collective over all ranks.
+    """Work without collectives of its own, or with such as end on all ranks; an error of one rank is one of
+    the same kind on all. A collective over all ranks.
 
     Raises:
         MegarlError: its own, or what another rank raised.
@@ -91,7 +95,8 @@ _KINDS = (UnusableCheckpointError, StorageError, CheckpointError)
 
 
 def _agree(problem: str | None, kind: type[CheckpointError] = CheckpointError) -> None:
-    """Fail on all ranks when there is a problem on any; names the first rank that has one. A collective over all ranks."""
+    """Fail on all ranks when there is a problem on any; names the first rank that has one. A collective over
+    all ranks."""
     problems: list[tuple[str | None, bool]] = [(None, False)] * dist.get_world_size()
     dist.all_gather_object(problems, (problem, issubclass(kind, StorageError)))
     found = next(((rank, text, of_storage) for rank, (text, of_storage) in enumerate(problems) if text is not None), None)
@@ -113,7 +118,8 @@ def _prepare(directory: Path, staging: Path) -> str | None:
 
 
 def _is_first_of(directory: Path) -> bool:
-    """Whether this rank is the first of those that are given this path. A collective over all ranks."""
+    """Return whether this rank is the first of those that are given this path. A collective over all
+    ranks."""
     paths = [""] * dist.get_world_size()
     dist.all_gather_object(paths, str(directory))
     return paths.index(str(directory)) == dist.get_rank()

@@ -1,4 +1,5 @@
-"""Memory that a process of this machine may still take: what the system has, and what the control group of a container allows."""
+"""Memory that a process of this machine may still take: what the system has, and what the control group of a
+container allows."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from pathlib import Path
 
 import psutil
 
+# Of control groups: directory, files of limit and usage, and the line of ``memory.stat`` with what is given
+# back when it is needed.
 _VERSIONS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Of control groups: directory, files of limit and usage, and the line of ``memory.stat`` with what is given back when it is needed."""
 
 
 def available_bytes() -> int:

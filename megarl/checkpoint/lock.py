@@ -1,8 +1,8 @@
 """Keeps a second live run out of a run directory.
 
-The owner holds a kernel lock (``flock``) on the lock file and writes into it who it is. The kernel lets go when the process
-dies, however it dies, so on one host a dead owner never blocks. Where the kernel lock does not reach (another host, a file
-system without locks) the written owner decides.
+The owner holds a kernel lock (``flock``) on the lock file and writes into it who it is. The kernel lets go
+when the process dies, however it dies, so on one host a dead owner never blocks. Where the kernel lock does
+not reach (another host, a file system without locks) the written owner decides.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Owner:
         pid: process id on ``host``.
         host: host name.
         boot_id: id of the boot of that host; another one means that the process is gone.
-        process_start: start of the process in clock ticks since boot (field 22 of ``/proc/PID/stat``), which tells a reused pid.
+        process_start: start of the process in clock ticks since boot (field 22 of ``/proc/PID/stat``), which
+        tells a reused pid.
         job_id: Slurm job, or empty.
         job_restart: how often Slurm had requeued that job.
     """
@@ -50,7 +51,8 @@ class Owner:
 
 
 def read_owner(directory: Path) -> Owner | None:
-    """Return who holds, or died holding, the lock of a run directory; None when nobody does. Takes no lock, so it never hinders a run.
+    """Return who holds, or died holding, the lock of a run directory; None when nobody does. Takes no lock,
+    so it never hinders a run.
 
     Raises:
         OSError: the lock is there and cannot be read, so nothing is known of a run.
@@ -66,7 +68,7 @@ def read_owner(directory: Path) -> Owner | None:
 
 
 def has_ended(owner: Owner) -> bool | None:
-    """Whether a process runs no more; None when it is on another host, where nothing here can look."""
+    """Return whether a process runs no more; None when it is on another host, where nothing here can look."""
     if _is_gone(owner):
         return True
     return False if owner.host == _this_process().host else None
@@ -88,16 +90,18 @@ class RunLock:
 
     @property
     def held(self) -> bool:
-        """Whether this object holds the lock."""
+        """True if this object holds the lock."""
         return self._descriptor >= 0
 
     def acquire(self) -> RunLock:
         """Take the lock, also from an owner that is certainly dead.
 
-        An owner is dead when its host's kernel says so, or when it is an earlier start of this very Slurm job.
+        An owner is dead when its host's kernel says so, or when it is an earlier start of this very Slurm
+        job.
 
         Raises:
-            StateError: a live run has it, or one on another host of which nothing is known; names its process and host.
+            StateError: a live run has it, or one on another host of which nothing is known; names its process
+            and host.
         """
         if self.held:
             return self
@@ -118,8 +122,8 @@ class RunLock:
         return self
 
     def require_place(self) -> None:
-        """Make sure that the directory still is where the lock was taken, before more is written: what is written after it was removed is
-        lost without a word, and another run may begin there.
+        """Make sure that the directory still is where the lock was taken, before more is written: what is
+        written after it was removed is lost without a word, and another run may begin there.
 
         Raises:
             StateError: the directory or the lock's file was removed or renamed, or another one has its name.
@@ -133,7 +137,8 @@ class RunLock:
         )
 
     def release(self) -> None:
-        """Give the lock back; a second call does nothing. The empty file stays: removing it could hand the lock to two runs."""
+        """Give the lock back; a second call does nothing. The empty file stays: removing it could hand the
+        lock to two runs."""
         if not self.held:
             return
         descriptor, self._descriptor = self._descriptor, -1
@@ -170,7 +175,8 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 
 def _try_kernel_lock(descriptor: int) -> bool:
-    """False when another process holds it. A file system without locks counts as free: the written owner decides then."""
+    """False when another process holds it. A file system without locks counts as free: the written owner
+    decides then."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -183,7 +189,7 @@ def _try_kernel_lock(descriptor: int) -> bool:
 
 
 def _is_gone(owner: Owner) -> bool:
-    """Whether ``owner`` certainly runs no more."""
+    """Return whether ``owner`` certainly runs no more."""
     here = _this_process()
     if owner.job_id and owner.job_id == here.job_id and owner.job_restart < here.job_restart:
         return True
@@ -214,7 +220,8 @@ def _boot_id() -> str:
 
 
 def _process_start(pid: int) -> int | None:
-    """Start of a live process in clock ticks since boot; None when it has ended (a zombie too). 0 where /proc is missing."""
+    """Start of a live process in clock ticks since boot; None when it has ended (a zombie too). 0 where /proc
+    is missing."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,9 +1,10 @@
 """The checkpoints of one run: begun, committed, found again, pruned.
 
-A checkpoint is written into ``tmp_step_N``, gets a manifest, reaches the disk, and becomes ``step_N`` by one rename. Until that
-rename it does not exist for readers, and nothing older is touched before it. Saving a step that is there already goes through
-``step_N_replacement``, so that one of the two is whole at every moment. Which checkpoints are kept is decided
-apart from their deletion; ``training_info.json`` says where training stood: step, sampler state, metrics.
+A checkpoint is written into ``tmp_step_N``, gets a manifest, reaches the disk, and becomes ``step_N`` by one
+rename. Until that rename it does not exist for readers, and nothing older is touched before it. Saving a step
+that is there already goes through ``step_N_replacement``, so that one of the two is whole at every moment.
+Which checkpoints are kept is decided apart from their deletion; ``training_info.json`` says where training
+stood: step, sampler state, metrics.
 """
 
 from __future__ import annotations
@@ -74,9 +75,11 @@ def read_info(checkpoint: Path) -> dict[str, Any]:
 
 
 def faults_of_checkpoint(path: Path, hashes: bool = True, key: bytes | None = None) -> list[str]:
-    """What is wrong with a checkpoint: as ``verify``, and its step is a whole number of at least 0, which its name has to agree with.
+    """Return the faults of a checkpoint: those of ``verify``, and a step that is no whole number of at least
+    0 or not that of its name.
 
-    A directory that was renamed or copied would be resumed from again and again; its signature covers the step, not the name.
+    A directory that was renamed or copied would be resumed from again and again; its signature covers the
+    step, not the name.
 
     Raises:
         StorageError: the storage fails, so that nobody knows.
@@ -99,7 +102,8 @@ def faults_of_checkpoint(path: Path, hashes: bool = True, key: bytes | None = No
 
 
 def metric_of(info: Mapping[str, Any], metric_name: str) -> float | None:
-    """The metric that ranks a checkpoint, from the info itself or from its ``metrics``; None when there is no finite number."""
+    """The metric that ranks a checkpoint, from the info itself or from its ``metrics``; None when there is no
+    finite number."""
     nested = info.get("metrics")
     value = info.get(metric_name, nested.get(metric_name) if isinstance(nested, Mapping) else None)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -121,7 +125,8 @@ def ranked_steps(metrics: Mapping[int, float | None], higher_is_better: bool) ->
         higher_is_better: whether a larger metric is better.
 
     Returns:
-        Checkpoints with a metric first, best first, the newer of equals first; then those without one, newest first.
+        Checkpoints with a metric first, best first, the newer of equals first; then those without one, newest
+        first.
     """
 
     def badness(step: int) -> tuple[bool, float, int]:
@@ -162,7 +167,8 @@ class CheckpointManager:
 
     Attributes:
         checkpoint_dir: absolute path.
-        metric_name: key of ``training_info`` (or of its ``metrics``) that ranks checkpoints; None ranks by age.
+        metric_name: key of ``training_info`` (or of its ``metrics``) that ranks checkpoints; None ranks by
+        age.
         higher_is_better: direction of that metric.
         save_period: steps between two checkpoints; used by the drivers.
         keep_top_k: how many of the best to keep, besides the latest; None keeps all.
@@ -170,10 +176,12 @@ class CheckpointManager:
 
     def __init__(self, config: CheckpointingConfig, lock: RunLock | None = None, verify_hashes: bool = True) -> None:
         """Args:
-            config: the ``checkpointing`` section: ``checkpoint_dir``, ``metric_name``, ``higher_is_better``, ``save_period``,
-                ``keep_top_k``, ``signing_key_file``.
-            lock: the lock of the run directory. When it is held, what a killed run left half-done is tidied up now.
-            verify_hashes: whether looking for a checkpoint reads every byte of it; sizes are compared in any case.
+            config: the ``checkpointing`` section: ``checkpoint_dir``, ``metric_name``, ``higher_is_better``,
+                ``save_period``, ``keep_top_k``, ``signing_key_file``.
+            lock: the lock of the run directory. When it is held, what a killed run left half-done is tidied
+            up now.
+            verify_hashes: whether looking for a checkpoint reads every byte of it; sizes are compared in any
+            case.
 
         Raises:
             CheckpointError: ``keep_top_k`` is negative.
@@ -194,7 +202,8 @@ class CheckpointManager:
             self._tidy()
 
     def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, Any], run_config: Mapping[str, Any] | None = None) -> Path:
-        """Begin a checkpoint: make ``tmp_step_N`` with ``training_info.json`` and, when given, ``config.yaml``.
+        """Begin a checkpoint: make ``tmp_step_N`` with ``training_info.json`` and, when given,
+        ``config.yaml``.
 
         Args:
             step: finished training steps.
@@ -205,7 +214,8 @@ class CheckpointManager:
             Absolute path to write weights and optimizer state into.
 
         Raises:
-            CheckpointError: the step is negative, the info has no JSON form, or the directory cannot be written.
+            CheckpointError: the step is negative, the info has no JSON form, or the directory cannot be
+            written.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise CheckpointError(
@@ -227,7 +237,8 @@ class CheckpointManager:
         return temporary
 
     def finalize_checkpoint(self, checkpoint_path: str | Path, *, is_sealed: bool = False) -> Path:
-        """Commit a checkpoint that ``init_tmp_checkpoint`` began and every worker has written, then prune old ones.
+        """Commit a checkpoint that ``init_tmp_checkpoint`` began and every worker has written, then prune old
+        ones.
 
         Args:
             checkpoint_path: as ``init_tmp_checkpoint`` returned it.
@@ -237,8 +248,8 @@ class CheckpointManager:
             Its final path ``step_N``.
 
         Raises:
-            CheckpointError: the path is not a begun checkpoint, or it cannot be written. What was written of it is removed,
-                earlier checkpoints stay as they are.
+            CheckpointError: the path is not a begun checkpoint, or it cannot be written. What was written of
+                it is removed, earlier checkpoints stay as they are.
         """
         temporary = Path(checkpoint_path).absolute()
         step = self._step_of_temporary(temporary)
@@ -255,7 +266,8 @@ class CheckpointManager:
         return final
 
     def discard_tmp_checkpoint(self, checkpoint_path: str | Path) -> None:
-        """Remove a begun checkpoint that the workers could not write, so that it takes no room on a disk that may be full.
+        """Remove a begun checkpoint that the workers could not write, so that it takes no room on a disk that
+        may be full.
 
         Raises:
             CheckpointError: the path is not a begun checkpoint.
@@ -274,8 +286,8 @@ class CheckpointManager:
     def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
         """Delete what ``steps_to_keep`` does not keep.
 
-        Nothing is deleted unless the newest whole checkpoint was verified. Damaged ones count for nothing and are left for a
-        person to look at.
+        Nothing is deleted unless the newest whole checkpoint was verified. Damaged ones count for nothing and
+        are left for a person to look at.
 
         Args:
             exclude_latest: keep the latest one whatever its metric.
@@ -299,7 +311,8 @@ class CheckpointManager:
                 logger.info("removed checkpoint %s", whole[step])
 
     def get_latest_checkpoint_path(self) -> Path | None:
-        """The whole checkpoint of the highest step; damaged ones are skipped with a warning. None when there is none."""
+        """The whole checkpoint of the highest step; damaged ones are skipped with a warning. None when there
+        is none."""
         return self.latest_and_damaged()[0]
 
     def latest_and_damaged(self) -> tuple[Path | None, dict[Path, list[str]]]:
@@ -308,7 +321,8 @@ class CheckpointManager:
         return next(self._whole(self.checkpoints(), damaged), None), damaged
 
     def get_best_checkpoint_path(self) -> Path | None:
-        """The whole checkpoint with the best metric, the newer of equals; the latest when none has the metric."""
+        """The whole checkpoint with the best metric, the newer of equals; the latest when none has the
+        metric."""
         checkpoints = _newest_of_each_step(self.checkpoints())
         metrics = {step: self._metric(path) for step, path in checkpoints.items()}
         if metrics and self.metric_name is not None and all(value is None for value in metrics.values()):
@@ -316,7 +330,8 @@ class CheckpointManager:
         return next(self._whole([(step, checkpoints[step]) for step in ranked_steps(metrics, self.higher_is_better)]), None)
 
     def load_training_info(self, checkpoint_path: str | Path | None = None) -> dict[str, Any] | None:
-        """The training info of a checkpoint, or of the latest whole one; None when there is no checkpoint at all.
+        """The training info of a checkpoint, or of the latest whole one; None when there is no checkpoint at
+        all.
 
         Raises:
             CheckpointError: the given checkpoint has no readable training info.
@@ -344,7 +359,8 @@ class CheckpointManager:
         return [path for path in paths if is_real_directory(path)]
 
     def checkpoints(self) -> list[tuple[int, Path]]:
-        """(step, directory) of every committed checkpoint, latest first, a replacement before what it replaces.
+        """(step, directory) of every committed checkpoint, latest first, a replacement before what it
+        replaces.
 
         Raises:
             StorageError: the storage does not say what is there.
@@ -354,7 +370,7 @@ class CheckpointManager:
         return [(step, path) for step, _, path in found]
 
     def _whole(self, checkpoints: list[tuple[int, Path]], damaged: dict[Path, list[str]] | None = None) -> Iterator[Path]:
-        """Those that are whole; what is wrong with another is logged, and left in ``damaged``."""
+        """Return the complete checkpoints; the faults of others are logged and kept in ``damaged``."""
         for _, path in checkpoints:
             try:
                 problems = self._verify(path)
@@ -368,11 +384,11 @@ class CheckpointManager:
                 logger.warning("checkpoint %s is damaged and skipped: %s", path, "; ".join(problems[:5]))
 
     def _verify(self, path: Path, hashes: bool = True) -> list[str]:
-        """What is wrong with a checkpoint; its bytes are read where both want it."""
+        """Return the faults of a checkpoint; its bytes are read where both callers ask for it."""
         return faults_of_checkpoint(path, hashes and self._verify_hashes, self._key)
 
     def has_metric(self) -> bool:
-        """Whether some checkpoint has a figure under ``metric_name``.
+        """Return whether some checkpoint has a figure under ``metric_name``.
 
         Raises:
             StorageError: the storage does not say.
@@ -397,7 +413,8 @@ class CheckpointManager:
             logger.warning("checkpoints of steps %s have no metric %r; among them the most recent are kept", missing, self.metric_name)
 
     def _is_trusted(self, path: Path) -> bool:
-        """Whether ``path`` may be the reason to delete others. One that this process committed was hashed a moment ago."""
+        """Return whether ``path`` may be the reason to delete others. One that this process committed was
+        hashed a moment ago."""
         return path in self._committed or not self._verify(path)
 
     def _step_of_temporary(self, path: Path) -> int:
@@ -418,7 +435,8 @@ class CheckpointManager:
         return self._settle_replacement(step)
 
     def _settle_replacement(self, step: int) -> Path:
-        """Let a replacement take the place of what it replaces, and return where the step stands. Safe to repeat after a crash."""
+        """Let a replacement take the place of what it replaces, and return where the step stands. Safe to
+        repeat after a crash."""
         final = self.checkpoint_dir / f"step_{step}"
         replacement = _replacement_of(final)
         if not is_there(replacement):
@@ -451,7 +469,8 @@ class CheckpointManager:
 
 
 def _newest_of_each_step(checkpoints: list[tuple[int, Path]]) -> dict[int, Path]:
-    """A replacement stands before what it replaces, so the first directory of a step is the one that counts."""
+    """A replacement stands before what it replaces, so the first directory of a step is the one that
+    counts."""
     return dict(reversed(checkpoints))
 
 

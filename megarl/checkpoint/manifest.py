@@ -1,8 +1,9 @@
-"""The manifest of a checkpoint: size and hash of every file, written last and checked before anything is loaded.
+"""The manifest of a checkpoint: size and hash of every file, written last and checked before anything is
+loaded.
 
-Layout of ``manifest.json``: ``{"version": 1, "algorithm": "sha256", "files": {relative path: {"size": bytes, "hash": hex}},
-"digest": sha256 of the canonical JSON of "files"}``. The digest makes damage to the manifest itself visible. Where a key is given there is
-"signature" besides (``converters.files.signature``).
+Layout of ``manifest.json``: ``{"version": 1, "algorithm": "sha256", "files": {relative path: {"size": bytes,
+"hash": hex}}, "digest": sha256 of the canonical JSON of "files"}``. The digest makes damage to the manifest
+itself visible. Where a key is given there is "signature" besides (``converters.files.signature``).
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ def write_manifest(root: Path, known: Mapping[str, Entry] | None = None) -> dict
 
     Args:
         root: directory of a checkpoint.
-        known: entries of files by their paths below ``root``, which are not read again. They belong to the checkpoint also where a file
-            system over a network does not list them here yet.
+        known: entries of files by their paths below ``root``, which are not read again. They belong to the
+            checkpoint also where a file system over a network does not list them here yet.
 
     Returns:
         The manifest.
 
     Raises:
-        CheckpointError: there is a symbolic link or special file below ``root``; a checkpoint must hold its own bytes.
+        CheckpointError: there is a symbolic link or special file below ``root``; a checkpoint must hold its
+        own bytes.
         OSError: a file cannot be read, or the manifest cannot be written.
     """
     names = [name for name in _file_names(root) if name not in (known or {})]
@@ -65,7 +67,7 @@ def write_manifest(root: Path, known: Mapping[str, Entry] | None = None) -> dict
 
 
 def entry_of(path: Path) -> Entry:
-    """What the manifest says of a file.
+    """Return the entry of a file in the manifest.
 
     Raises:
         OSError: it cannot be read, or is a symbolic link.
@@ -102,13 +104,14 @@ def sign_manifest(root: Path, key: bytes) -> None:
 def verify(root: str | Path, hashes: bool = True, key: bytes | None = None) -> list[str]:
     """Compare a directory with its manifest.
 
-    Files that the manifest does not name are ignored, unless it has to be signed. No path of the manifest is opened that leads out of
-    ``root`` or through a symbolic link.
+    Files that the manifest does not name are ignored, unless it has to be signed. No path of the manifest is
+    opened that leads out of ``root`` or through a symbolic link.
 
     Args:
         root: directory of a checkpoint.
         hashes: read every byte; otherwise only names and sizes are compared.
-        key: that the manifest has to be signed by, and then with nothing beside what it names; None accepts any.
+        key: that the manifest has to be signed by, and then with nothing beside what it names; None accepts
+        any.
 
     Returns:
         What is wrong, one sentence a problem; empty when the checkpoint is whole.
@@ -157,7 +160,8 @@ def _read(root: Path) -> Mapping[str, Any]:
 
 
 def _faults_of_signed(root: Path, manifest: Mapping[str, Any], key: bytes) -> list[str]:
-    """What keeps a checkpoint from being one that the owner of the key has written; its files are compared with the manifest apart."""
+    """Return why a checkpoint is not one that the owner of the key has written; its files are compared with
+    the manifest elsewhere."""
     fault = fault_of_signature(manifest, key)
     if fault is not None:
         return [f"{fault} ({SIGNING_KEY})"]
@@ -190,7 +194,8 @@ def _check_hash(root: Path, name: str, expected: str) -> str | None:
 
 
 def _is_inside(root: Path, name: str) -> bool:
-    """Whether ``name`` is a plain relative path whose directories below ``root`` are real directories."""
+    """Return whether ``name`` is a plain relative path whose directories below ``root`` are real
+    directories."""
     path = PurePosixPath(name)
     if path.is_absolute() or not path.parts or ".." in path.parts or str(path) != name or "\0" in name:
         return False

@@ -1,11 +1,13 @@
-"""The shared memory of one node, in which its ranks leave their files of a checkpoint, and a process that brings them to the disk.
+"""The shared memory of one node, in which its ranks leave their files of a checkpoint, and a process that
+brings them to the disk.
 
-The process begins before the ranks write, and waits to be told where to. It ends with whoever has started it, and takes the memory along:
-a run that is killed leaves nothing, whatever it was doing. It is no child of an actor that has started it: Ray kills the children of its
-workers with them.
+The process begins before the ranks write, and waits to be told where to. It ends with whoever has started it,
+and takes the memory along: a run that is killed leaves nothing, whatever it was doing. It is no child of an
+actor that has started it: Ray kills the children of its workers with them.
 
-Each node writes and hashes its own files. Who has asked for them writes the manifest and gives the checkpoint its name: the driver, which
-has the memory of its own node (``OwnMemory``), and where ranks are elsewhere an actor on each node (``megarl.run.memory_of_nodes``).
+Each node writes and hashes its own files. Who has asked for them writes the manifest and gives the checkpoint
+its name: the driver, which has the memory of its own node (``OwnMemory``), and where ranks are elsewhere an
+actor on each node (``megarl.run.memory_of_nodes``).
 """
 
 from __future__ import annotations
@@ -34,21 +36,23 @@ logger = logging.getLogger(__name__)
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _NOTHING = "nothing waits in the memory of this node: its process was begun anew since"
 _ANSWER, _ERRORS = 1, 2
+# That the process may take to begin and to open the memory of ranks.
 _HOLD_S = 60.0
-"""That the process may take to begin and to open the memory of ranks."""
+# Until a process that is no longer wanted is killed, and until one that was killed is given up.
 _END_S = 2.0
-"""Until a process that is no longer wanted is killed, and until one that was killed is given up."""
 _REMOVALS, _REMOVAL_S = 50, 0.1
 """Tries to remove memory that ranks may still write to, and the time between two."""
 
 
 class NodeMemory:
-    """Memory of one node, for one checkpoint at a time. Safe to call from several threads: all but ``write`` return soon.
+    """Memory of one node, for one checkpoint at a time. Safe to call from several threads: all but ``write``
+    return soon.
 
     Args:
         checkpoint_dir: directory of the checkpoints. Somebody holds the run's lock.
         node: that tells this node's memory apart.
-        has_child: the process is a child of this one, which asks for its end, so that no dead one is left where nobody else does.
+        has_child: the process is a child of this one, which asks for its end, so that no dead one is left
+        where nobody else does.
     """
 
     def __init__(self, checkpoint_dir: str, node: str, *, has_child: bool = False) -> None:
@@ -61,7 +65,8 @@ class NodeMemory:
         tidy_memory(self._checkpoint_dir)
 
     def take(self, needed: int) -> str | None:
-        """The path of an empty directory for ``needed`` bytes and a little more; None where there is no room."""
+        """The path of an empty directory for ``needed`` bytes and a little more; None where there is no
+        room."""
         self.free()
         path = take_memory(self._checkpoint_dir, needed, self._node, self._kept_bytes)
         if path is None:
@@ -88,10 +93,12 @@ class NodeMemory:
         return self._kept_bytes
 
     def write(self, target: str) -> dict[str, Entry]:
-        """Bring what is in the directory to one on the disk, and remove it here. After an error ``free`` removes it.
+        """Bring what is in the directory to one on the disk, and remove it here. After an error ``free``
+        removes it.
 
         Returns:
-            By path below it, size and hash of each file. They, and the directories that they are in, are on the disk.
+            By path below it, size and hash of each file. They, and the directories that they are in, are on
+            the disk.
 
         Raises:
             CheckpointError: they could not be written, or are no longer wanted; without the node's name.
@@ -272,8 +279,8 @@ class Writer:
 
 
 def main(source: str) -> None:
-    """What the process does: open the memory of ranks when that is asked for on standard input, wait for a directory there, move the files
-    to it, and say on standard output what it has done."""
+    """Serve one node: open the memory of ranks when standard input asks for it, wait for a directory there,
+    move the files to it, and report on standard output."""
     for each in _IGNORED:
         signal.signal(each, signal.SIG_IGN)
     # answers go over a descriptor of its own; what libraries print goes to standard error
@@ -295,7 +302,8 @@ def main(source: str) -> None:
 
 
 def _order(source: Path) -> str | None:
-    """What is asked for next: a directory to write to, or, None, that memory be opened. Leaves where whoever asks is gone."""
+    """Return the next order: a directory to write to, or None to open memory. Exits when the process that
+    gives orders is gone."""
     line = sys.stdin.buffer.readline()
     if not line:
         _leave(source, 2)
@@ -330,7 +338,8 @@ def _say(answer: int, **said: Any) -> None:
 
 
 def _end_with_asker(source: Path) -> None:
-    """End when whoever holds the other end of standard input is gone, or wants nothing more: nobody would give the checkpoint its name."""
+    """End when whoever holds the other end of standard input is gone, or wants nothing more: nobody would
+    give the checkpoint its name."""
     sys.stdin.buffer.read()
     _leave(source, 2)
 
@@ -348,7 +357,8 @@ def _remove(directory: Path) -> None:
 
 
 def _leave(source: Path, code: int) -> None:
-    """Remove what is in memory, also where ranks that have not heard of the end still write there, and end."""
+    """Remove what is in memory, also where ranks that have not heard of the end still write there, and
+    end."""
     for _ in range(_REMOVALS):
         _remove(source)
         if not source.exists():

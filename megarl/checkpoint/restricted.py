@@ -1,4 +1,5 @@
-"""Reads the kinds of file that torch writes as pickles, so that none can run code: see ``converters.files.restricted``."""
+"""Reads the kinds of file that torch writes as pickles, so that none can run code: see
+``converters.files.restricted``."""
 
 from __future__ import annotations
 
@@ -40,8 +41,9 @@ def read_plain(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def restricted_loading() -> Iterator[None]:
-    """Inside, every reader of DCP's, whoever makes it, has an index that names no object but those that an index is made of, and tries
-    again where the storage fails for a moment; objects among the tensors are plain values."""
+    """Inside, every reader of DCP's, whoever makes it, has an index that names no object but those that an
+    index is made of, and tries again where the storage fails for a moment; objects among the tensors are
+    plain values."""
     load_bytes = DefaultLoadPlanner.load_bytes
 
     def load_plain_bytes(self: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
@@ -61,8 +63,8 @@ def restricted_loading() -> Iterator[None]:
 
 
 def read_plain_index(directory: Path) -> Metadata:
-    """The index of a checkpoint. Read before a library does, it is refused by an error of its own; a reader's comes wrapped in others, in
-    each torch otherwise.
+    """The index of a checkpoint. Read before a library does, it is refused by an error of its own; a reader's
+    comes wrapped in others, in each torch otherwise.
 
     Raises:
         UnusableCheckpointError: it is missing, damaged, or names what no index needs.

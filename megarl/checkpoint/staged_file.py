@@ -1,7 +1,9 @@
-"""Files of a checkpoint that ranks have staged (``megarl.checkpoint.staging``), made by the process that brings the checkpoint to the disk.
+"""Files of a checkpoint that ranks have staged (``megarl.checkpoint.staging``), made by the process that
+brings the checkpoint to the disk.
 
-A file NAME is described in NAME.staged: in which memory its pieces lie, in which order they are in the file, and how many bytes each takes
-there. Some are there as they are; a tensor becomes an archive of ``torch.save``.
+A file NAME is described in NAME.staged: in which memory its pieces lie, in which order they are in the file,
+and how many bytes each takes there. Some are there as they are; a tensor becomes an archive of
+``torch.save``.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ class StagedFile:
 
         Raises:
             OSError: it cannot be written.
-            CheckpointError: an archive has another length than was said, so that the checkpoint's index is wrong.
+            CheckpointError: an archive has another length than was said, so that the checkpoint's index is
+            wrong.
         """
         with (target / self._name).open("wb") as file:
             stream = _Stream(file)
@@ -144,7 +147,7 @@ class _Stream:
 
 
 def _read(description: Path) -> dict[str, Any]:
-    """What a description says.
+    """Read the file of a description.
 
     Raises:
         CheckpointError: it is none.

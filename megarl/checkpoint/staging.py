@@ -1,11 +1,13 @@
-"""Staging of a checkpoint: each rank copies its tensors to shared memory that it keeps from save to save, and the process that brings the
-checkpoint to the disk makes the files of them.
+"""Staging of a checkpoint: each rank copies its tensors to shared memory that it keeps from save to save, and
+the process that brings the checkpoint to the disk makes the files of them.
 
-A rank that wrote its file in shared memory itself would take the time of some ten copies: all pages are new, and an archive needs the
-checksums of its tensors. A copy to pages that are there takes the time of one. So a rank copies the values, and leaves a description of the
-file beside the checkpoint's other files. The file that is made of it is the one that the rank would have written, to the last byte.
+A rank that wrote its file in shared memory itself would take the time of some ten copies: all pages are new,
+and an archive needs the checksums of its tensors. A copy to pages that are there takes the time of one. So a
+rank copies the values, and leaves a description of the file beside the checkpoint's other files. The file
+that is made of it is the one that the rank would have written, to the last byte.
 
-The memory has no name in any directory (``memfd_create``): it is gone with the last process that has it open, however that ends.
+The memory has no name in any directory (``memfd_create``): it is gone with the last process that has it open,
+however that ends.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ def staged(tensor: Tensor) -> StagedTensor:
 
 
 class StagingBuffer:
-    """Shared memory of one rank for one of the directories of a checkpoint. It grows to the largest save, and is kept until ``close``.
+    """Shared memory of one rank for one of the directories of a checkpoint. It grows to the largest save, and
+    is kept until ``close``.
 
     What an earlier save left here is overwritten: whoever reads it has to be through.
     """
@@ -84,7 +87,8 @@ class StagingBuffer:
 
         Args:
             path: of the file that is to be made.
-            pieces: bytes, which are in the file as they are, and tensors, each of which becomes an archive of ``torch.save``.
+            pieces: bytes, which are in the file as they are, and tensors, each of which becomes an archive of
+            ``torch.save``.
 
         Returns:
             Of each piece where it begins in the file, and its bytes there.
@@ -141,7 +145,7 @@ class StagingBuffer:
         return {"place": place, "length": self._lengths[kind], "dtype": dtype, "shape": piece.shape, "stride": piece.stride}
 
     def _address(self) -> dict[str, int] | None:
-        """Where another process of this node and user finds the memory; None where there is none, for nothing is in it."""
+        """Return where another process of this node and user finds the memory; None if it is empty."""
         if self._descriptor is None:
             return None
         status = os.fstat(self._descriptor)
@@ -149,14 +153,15 @@ class StagingBuffer:
 
 
 class StagingBuffers:
-    """The buffers of a rank: one for each directory that it writes of a checkpoint, by the directory's name."""
+    """The buffers of a rank: one for each directory that it writes of a checkpoint, by the directory's
+    name."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, StagingBuffer] = {}
 
     def of(self, directory: Path) -> StagingBuffer | None:
-        """The buffer of ``directory``, and of directories of its name in other checkpoints. None where it is on the disk already: then the
-        memory of all is given back."""
+        """The buffer of ``directory``, and of directories of its name in other checkpoints. None where it is
+        on the disk already: then the memory of all is given back."""
         if waits_in_memory(directory):
             return self._buffers.setdefault(directory.name, StagingBuffer())
         self.close()
@@ -195,7 +200,8 @@ def staged_results(
 
 
 class RankWriter(dcp.FileSystemWriter):
-    """DCP's way of saving, in which the one file of this rank may be staged, and errors of the storage are told.
+    """DCP's way of saving, in which the one file of this rank may be staged, and errors of the storage are
+    told.
 
     Args:
         directory: of the files.

@@ -25,7 +25,8 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def read_again(read: Callable[[], Read], what: str) -> Read:
-    """What ``read`` returns; where the storage fails for a moment it is called again, after ever longer pauses.
+    """Return the result of ``read``, and call it again after ever longer pauses while the storage fails for a
+    moment.
 
     Args:
         read: may be called several times.
@@ -52,7 +53,8 @@ def read_again(read: Callable[[], Read], what: str) -> Read:
 
 
 def is_file(path: Path) -> bool:
-    """Whether a path leads to a file. ``Path.is_file`` says no, or raises, where the storage fails for a moment.
+    """Return whether a path leads to a file. ``Path.is_file`` says no, or raises, where the storage fails for
+    a moment.
 
     Raises:
         StorageError: the storage does not say.
@@ -61,12 +63,12 @@ def is_file(path: Path) -> bool:
 
 
 def is_real_directory(path: Path) -> bool:
-    """Whether a path is a directory, and no link to one; as ``is_file``."""
+    """Return whether a path is a directory and no link to one; reads like ``is_file``."""
     return stat.S_ISDIR(_mode(path, follow=False))
 
 
 def is_there(path: Path) -> bool:
-    """Whether a path leads to anything; as ``is_file``."""
+    """Return whether a path leads to anything; reads like ``is_file``."""
     return _mode(path) != 0
 
 
@@ -83,7 +85,7 @@ def names_in(directory: Path) -> list[str]:
 
 
 def _mode(path: Path, follow: bool = True) -> int:
-    """Of what a path leads to, or is; 0 where there is nothing."""
+    """Return the mode of the target of a path, or of the path itself; 0 if nothing is there."""
     try:
         return read_again(lambda: os.stat(path, follow_symlinks=follow).st_mode, str(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -114,8 +116,8 @@ def _sizes(paths: Iterator[Path]) -> Iterator[int]:
 
 
 def storage_error(error: Exception) -> Exception:
-    """The error of the storage that led to another one; where there is none, the other one. ``torch.save`` tells of what it could not write
-    only that it is at another position than it thought."""
+    """The error of the storage that led to another one; where there is none, the other one. ``torch.save``
+    tells of what it could not write only that it is at another position than it thought."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__
@@ -123,12 +125,14 @@ def storage_error(error: Exception) -> Exception:
 
 
 def said_of_space(directory: Path, needed: int, error: BaseException) -> str:
-    """``no space: ...`` with what is needed and what is free, where that may be why a checkpoint could not be written; else ``""``.
+    """``no space: ...`` with what is needed and what is free, where that may be why a checkpoint could not be
+    written; else ``""``.
 
     Args:
         directory: where it was to be.
         needed: bytes that it takes.
-        error: that ended it; what it says of a quota counts, of which the free space of the disk tells nothing.
+        error: that ended it; what it says of a quota counts, of which the free space of the disk tells
+        nothing.
     """
     try:
         free = shutil.disk_usage(directory).free

@@ -1,8 +1,8 @@
-"""What a forward pass keeps for the backward pass, from the shapes of the tensors that autograd saves. All sizes are bytes.
+"""Bytes that a forward pass keeps for the backward pass, from the shapes of the tensors that autograd saves.
 
-Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4, list such tensors; here they are those
-of grouped queries and a gated MLP, without dropout, as the operations of each backend save them. A test holds the sums against the bytes
-that hooks on saved tensors count on a CPU.
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4, list such
+tensors; here they are those of grouped queries and a gated MLP, without dropout, as the operations of each
+backend save them. A test holds the sums against the bytes that hooks on saved tensors count on a CPU.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from converters.model_config.architecture import ModelFacts
 from converters.model_config.layer_kind import Mixer
 
+# Of a norm a float32 factor a token, and of attention a float32 normaliser a token and head.
 _SCALE = 4
-"""Of a norm a float32 factor a token, and of attention a float32 normaliser a token and head."""
 _INDEX = 8
 _UNFUSED_NORM = 8
 GATED_DELTA_CHUNK = 64
@@ -23,14 +23,15 @@ GATED_DELTA_CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What the operations that layers are made of keep.
+    """Bytes that the operations of layers keep.
 
     Attributes:
         element: bytes of a number of the layers' dtype.
         norm: bytes that a norm keeps of each number that it normalises.
         gated: numbers that an MLP keeps of each of its widths.
         weighed: the same for experts, whose product is weighed by the router.
-        joined: queries, keys and values come as one tensor, which is there as long as the values that are a part of it.
+        joined: queries, keys and values come as one tensor, which is there as long as the values that are a
+        part of it.
     """
 
     element: int
@@ -43,9 +44,10 @@ class Operations:
 def operations(backend: str, device: str, element: int) -> Operations:
     """Return what the operations of a backend keep on a device.
 
-    transformers' norms keep a float32 copy of their input, and what they multiply by the weight. On a CPU Megatron-Core's layers keep two
-    float32 tensors of a norm, and gate, up, activated gate, and up once more because an offset of 0 is added to it. On a GPU, fused by
-    torch.compile or Transformer Engine, they keep inputs alone: of a norm, of a gated MLP (gate and up) and of its second product.
+    transformers' norms keep a float32 copy of their input, and what they multiply by the weight. On a CPU
+    Megatron-Core's layers keep two float32 tensors of a norm, and gate, up, activated gate, and up once more
+    because an offset of 0 is added to it. On a GPU, fused by torch.compile or Transformer Engine, they keep
+    inputs alone: of a norm, of a gated MLP (gate and up) and of its second product.
     """
     if backend != "megatron":
         return Operations(element, norm=4 + element, gated=4, weighed=4, joined=False)
@@ -65,7 +67,8 @@ def layer_activation_bytes(
 ) -> int:
     """Return what one layer keeps of one micro-batch, but for its parts that are ``recomputed``.
 
-    Of the two norms and of the products that read them tensor ranks have a part each only with sequence parallelism.
+    Of the two norms and of the products that read them tensor ranks have a part each only with sequence
+    parallelism.
     """
     outside, inside = 0, 0
     if mixer == "gated_delta":
@@ -81,8 +84,8 @@ def layer_activation_bytes(
 
 
 def _attention_bytes(facts: ModelFacts, kept: Operations, recomputed: bool) -> tuple[int, int]:
-    """Return what attention keeps of a token beside its input: whole on each tensor rank, and divided over them. What goes into the core of
-    attention, and its output, are there whether it is recomputed or not."""
+    """Return what attention keeps of a token beside its input: whole on each tensor rank, and divided over
+    them. What goes into the core of attention, and its output, are there whether it is recomputed or not."""
     heads, normaliser = facts.num_attention_heads, 0 if recomputed else _SCALE * facts.num_attention_heads
     if facts.latent_attention is not None:
         latent, vectors = facts.latent_attention, (facts.latent_attention.q_lora_rank or 0) + facts.latent_attention.kv_lora_rank
@@ -125,9 +128,10 @@ def sparse_layer_activation_bytes(
 ) -> int:
     """Return the same for one layer with experts, when the router spreads the tokens evenly.
 
-    All of a dense layer, the shared expert in place of its MLP, and for each token of this rank (divided over tensor ranks with sequence
-    parallelism) the router's float32 scores, whether an expert was chosen, its weight and its place, the output of a gated shared expert
-    and its weight; and for each chosen expert its input (whole on each of the expert's tensor ranks), its weight and what its MLP keeps.
+    All of a dense layer, the shared expert in place of its MLP, and for each token of this rank (divided over
+    tensor ranks with sequence parallelism) the router's float32 scores, whether an expert was chosen, its
+    weight and its place, the output of a gated shared expert and its weight; and for each chosen expert its
+    input (whole on each of the expert's tensor ranks), its weight and what its MLP keeps.
     """
     mixture = facts.mixture
     assert mixture is not None, facts.family
@@ -149,5 +153,6 @@ def head_activation_bytes(facts: ModelFacts, tokens: int, tensor: int, sequence_
 
 
 def in_flight(stage: int, stages: int, micro_batches: int) -> int:
-    """Micro-batches whose activations a stage holds at once in the 1F1B schedule (Narayanan et al. 2021, section 2.2.1)."""
+    """Micro-batches whose activations a stage holds at once in the 1F1B schedule (Narayanan et al. 2021,
+    section 2.2.1)."""
     return min(stages - stage, micro_batches)

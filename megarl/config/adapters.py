@@ -1,4 +1,5 @@
-"""Which layers have a low-rank adapter by ``policy.peft``, and how many parameters the adapters of a model have."""
+"""Which layers have a low-rank adapter by ``policy.peft``, and how many parameters the adapters of a model
+have."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ CUT_KINDS = frozenset({Kind.COLUMN, Kind.ROW, Kind.QKV, Kind.GATED})
 
 
 def adapters_of(policy: PolicyConfig) -> PeftConfig | None:
-    """The section ``peft`` of a policy section, where it is enabled. A section that nobody has filled in need not have it."""
+    """The section ``peft`` of a policy section, where it is enabled. A section that nobody has filled in need
+    not have it."""
     section = policy.get("peft")
     return section if section and section["enabled"] else None
 
@@ -36,7 +38,8 @@ def expanded(patterns: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_named(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a module is one of those that patterns name: by its name, the end of it, or with ``*``."""
+    """Return whether a module is one of those that patterns name: by its name, the end of it, or with
+    ``*``."""
     return any(
         fnmatch.fnmatchcase(name, pattern) if "*" in pattern else name == pattern or name.endswith(f".{pattern}") for pattern in patterns
     )

@@ -1,4 +1,5 @@
-"""The registry of algorithms, as the configuration reads it: sections, and what a step needs, without torch."""
+"""The registry of algorithms, as the configuration reads it: sections, and what a step needs, without
+torch."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def algorithm_class(name: str) -> type[AlgorithmSpec]:
 
 
 def _fault_of(algorithm: type[AlgorithmSpec]) -> tuple[str, str] | None:
-    """What is wrong with a class, and what to do; None where nothing is."""
+    """Return the fault of a plug-in class and its fix, or None if it is valid."""
     abstract = sorted(getattr(algorithm, "__abstractmethods__", ()))
     if abstract:
         return f"it does not say how to {', '.join(abstract)}", "write these methods"
@@ -118,12 +119,13 @@ def own_section(config: RunConfig) -> AlgorithmConfig:
 
 
 def generates(config: RunConfig) -> bool:
-    """Whether the steps of a checked run sample responses."""
+    """Return whether the steps of a checked run sample responses."""
     return algorithm_class(config[KEY]).GENERATES
 
 
 def rows_of_record(config: RunConfig) -> int:
-    """Rows that a record of a checked run makes in a batch of training: 2 for a pair of answers. Batch sizes count records."""
+    """Rows that a record of a checked run makes in a batch of training: 2 for a pair of answers. Batch sizes
+    count records."""
     return 2 if algorithm_class(config[KEY]).PAIRS else 1
 
 
@@ -148,7 +150,8 @@ def sections_of(name: object) -> Mapping[str, Any]:
 
 
 def models_of(name: object) -> Mapping[str, ModelSection]:
-    """The sections of models beside the policy that an algorithm has, by name; none where there is no such algorithm."""
+    """The sections of models beside the policy that an algorithm has, by name; none where there is no such
+    algorithm."""
     try:
         return algorithm_class(name).MODELS if isinstance(name, str) else {}
     except ConfigError:
@@ -168,9 +171,11 @@ def built_in_sections() -> Mapping[str, Any]:
 
 
 def run_type(name: object) -> Any:
-    """The TypedDict of a whole run: what all runs have, and the sections of the built-in algorithms and of the algorithm of that name.
+    """The TypedDict of a whole run: what all runs have, and the sections of the built-in algorithms and of
+    the algorithm of that name.
 
-    Sections of models beside the policy are but mappings here: what they lack is in ``policy`` (``megarl.config.models``).
+    Sections of models beside the policy are but mappings here: what they lack is in ``policy``
+    (``megarl.config.models``).
     """
     return _run_type(tuple(sections_of(name).items()), tuple(models_of(name).items()))
 
@@ -182,7 +187,8 @@ def _run_type(sections: tuple[tuple[str, Any], ...], models: tuple[tuple[str, Mo
         section: Any = dict[str, dict[str, Any]] if model.by_name else dict[str, Any]
         keys[name] = NotRequired[Annotated[section, Key(model.meaning)]]
     for name, section in {**built_in_sections(), **dict(sections)}.items():
-        # an algorithm may have a loss or an environment of its own; one that has the built-in one keeps what is said of that
+        # an algorithm may have a loss or an environment of its own; one that has the built-in one keeps what
+        # is said of that
         if name not in keys or section not in section_types(keys[name]):
             keys[name] = NotRequired[Annotated[section, Key(f"settings of {name.upper()}.")]]
     ordered = {name: keys[name] for name in (*ORDER, *keys) if name in keys}

@@ -69,7 +69,8 @@ def divisors_near(number: int, value: int) -> list[int]:
 
 
 def multiples_near(number: int, value: int, count: int = 8) -> list[int]:
-    """Return some multiples of a number, from the one that is not below a value upwards and downwards in turn."""
+    """Return some multiples of a number, from the one that is not below a value upwards and downwards in
+    turn."""
     first = max(-(-value // number), 1)
     factors = [factor for away in range(count) for factor in (first + away, first - away) if factor >= 1]
     return [factor * number for factor in dict.fromkeys(factors)][:count]
@@ -86,7 +87,8 @@ def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
 
 
 def sequence_share(tensor: int, context: int, sequence_parallel: bool) -> int:
-    """Return what a sequence's length must be a multiple of, so that every rank that shares it gets an equal part.
+    """Return what a sequence's length must be a multiple of, so that every rank that shares it gets an equal
+    part.
 
     Context-parallel ranks hold two chunks each; sequence-parallel ranks divide what is left.
     """

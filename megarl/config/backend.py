@@ -27,6 +27,7 @@ def generation_of(policy: PolicyConfig) -> GenerationConfig:
 
 
 def scores(policy: PolicyConfig) -> bool:
-    """Whether a policy section asks for a model that scores, with one output in the place of a language model's output layer."""
+    """Return whether a policy section asks for a model that scores, with one output in the place of a
+    language model's output layer."""
     section = policy.get("reward_model_cfg")
     return section is not None and bool(section.get("enabled"))

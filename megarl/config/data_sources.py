@@ -1,4 +1,5 @@
-"""Sources of data, as the configuration reads them: one or a list, the sets known by name, and keys that go into objects and lists."""
+"""Sources of data, as the configuration reads them: one or a list, the sets known by name, and keys that go
+into objects and lists."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ NAMED_SETS: Mapping[str, str] = MappingProxyType(
         "HotpotQA": "megarl.data.sets.hotpot_qa",
     }
 )
-"""Modules of the sets that need no keys, by the name that a source has for them. NeMo-RL's names, where it has the set."""
+"""Modules of the sets that need no keys, by the name that a source has for them. NeMo-RL's names, where it
+has the set."""
 
 FILE_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".tsv"})
 """Endings of a path that is a file for certain: it has neither subset nor split."""
@@ -36,8 +38,8 @@ DEFAULT_CACHE_GIB = 100.0
 FIELD_KEYS = ("prompt_key", "answer_key", "messages_key", "tools_key", "system_key")
 PAIR_KEYS = ("chosen_key", "rejected_key")
 PLACE_KEYS = ("path", "name")
+# Keys of a source that say nothing about the records of another place.
 _OF_ONE_PLACE = frozenset({*PLACE_KEYS, "subset", "split", *FIELD_KEYS, *PAIR_KEYS, "extra_keys"})
-"""Keys of a source that say nothing about the records of another place."""
 
 _STEP = re.compile(r"(?:(?:^|\.)([^.\[\]]+))|\[(-?\d+)\]")
 
@@ -129,8 +131,8 @@ class DataSource(TypedDict):
 
 
 class ValidationSource(DataSource):
-    """A data source with settings of how answers to its prompts are sampled. Sources with one ``val_set`` are one set, and agree on
-    that; SFT and DPO take all sources as one set."""
+    """A data source with settings of how answers to its prompts are sampled. Sources with one ``val_set`` are
+    one set, and agree on that; SFT and DPO take all sources as one set."""
 
     val_set: NotRequired[
         Annotated[str, Key("name of its validation set, in metrics; when absent the end of ``name``, or the file name of ``path``.")]
@@ -195,28 +197,30 @@ class DataConfig(TypedDict):
 
 
 def sources_of(data: Mapping[str, Any], key: str) -> Iterator[tuple[str, ValidationSource]]:
-    """The sources of ``train`` or ``validation`` in a ``data`` section, each with its dotted path in the configuration; none for null."""
+    """The sources of ``train`` or ``validation`` in a ``data`` section, each with its dotted path in the
+    configuration; none for null."""
     value = data.get(key)
     places = {f"data.{key}.{place}": source for place, source in enumerate(value)} if isinstance(value, list) else {f"data.{key}": value}
     yield from ((path, cast(ValidationSource, source)) for path, source in places.items() if isinstance(source, Mapping))
 
 
 def set_module(source: DataSource) -> str | None:
-    """Module of the named set that a source means: one that gives the keys of fields itself is no named set."""
+    """Module of the named set that a source means: one that gives the keys of fields itself is no named
+    set."""
     own_keys = any(source.get(key) is not None for key in ("prompt_key", "messages_key", *PAIR_KEYS))
     return None if own_keys else NAMED_SETS.get(str(source.get("name")))
 
 
 def is_file(path: str) -> bool:
-    """Whether a path says by its ending that it is a file."""
+    """Return whether a path says by its ending that it is a file."""
     return Path(path).suffix.lower() in FILE_SUFFIXES
 
 
 def replaced_keys(written: Mapping[str, Any]) -> frozenset[str]:
     """Return the keys of an inherited source that a source written over it replaces without naming them.
 
-    Another place has other fields; a conversation takes the place of a prompt with an answer, and a prompt that of a
-    conversation.
+    Another place has other fields; a conversation takes the place of a prompt with an answer, and a prompt
+    that of a conversation.
     """
     replaced = set[str]()
     if any(written.get(key) is not None for key in PLACE_KEYS):
@@ -234,7 +238,8 @@ def fields_of_key(value: str | Sequence[str]) -> Sequence[str]:
 
 
 def key_steps(path: str) -> tuple[str | int, ...] | None:
-    """The steps of a key such as ``reward_model.ground_truth`` or ``prompt[0].content``: names of fields and places in lists.
+    """The steps of a key such as ``reward_model.ground_truth`` or ``prompt[0].content``: names of fields and
+    places in lists.
 
     None for a text that is no such key.
     """

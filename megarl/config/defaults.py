@@ -1,4 +1,5 @@
-"""Fills in absent optional keys: with the defaults that stand at their fields, or with what follows from other keys.
+"""Fills in absent optional keys: with the defaults that stand at their fields, or with what follows from
+other keys.
 
 A key that is there, even with null, is left alone.
 """
@@ -46,8 +47,9 @@ from megarl.key import defaults_of, fields_of, keys_of, section_types
 if TYPE_CHECKING:
     from megarl.config.plugins import ModelSection
 
+# Sections that are filled in where they are there, as those of algorithms are.
 _GIVEN: Mapping[str, Any] = {"loss_fn": ClippedPGLossConfig, "env": EnvConfig, "data": DataConfig, "cluster": ClusterConfig}
-"""Sections that are filled in where they are there, as those of algorithms are."""
+# Sections that a run has in any case.
 _ALWAYS: Mapping[str, Any] = {
     "deadlines": DeadlinesConfig,
     "checkpointing": CheckpointingConfig,
@@ -55,7 +57,6 @@ _ALWAYS: Mapping[str, Any] = {
     "debug": DebugConfig,
     "profiler": ProfilerConfig,
 }
-"""Sections that a run has in any case."""
 
 
 def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
@@ -169,6 +170,7 @@ def _padding_of(policy: Config) -> int:
     return 1
 
 
+# Keys that an environment with a name has from the ``env`` section where it lacks them.
 _OF_ALL_ENVIRONMENTS = (
     "strip",
     "keep_special_tokens",
@@ -182,7 +184,6 @@ _OF_ALL_ENVIRONMENTS = (
     "on_bad_call",
     "on_tool_error",
 )
-"""Keys that an environment with a name has from the ``env`` section where it lacks them."""
 
 
 def _complete_environments(run: Config) -> None:

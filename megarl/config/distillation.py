@@ -16,7 +16,8 @@ OF_SOURCE = f"{SECTION}.teacher_of_source"
 
 
 def source_key(source: DataSource) -> str:
-    """What ``distillation.teacher_of_source`` calls a source: its environment, else the end of its name or path."""
+    """Return the name that ``distillation.teacher_of_source`` has for a source: its environment, else the end
+    of its name or path."""
     return str(source.get("env_name") or set_name(source))
 
 

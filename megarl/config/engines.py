@@ -1,4 +1,5 @@
-"""The registry of rollout engines: what ``policy.generation.backend`` may name beside the policy's own generation."""
+"""The registry of rollout engines: what ``policy.generation.backend`` may name beside the policy's own
+generation."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ ENGINES: Mapping[str, str] = MappingProxyType({"vllm": "megarl.models.generation
 """Import paths of the built-in kinds, by the name that the configuration has for them."""
 
 APART = "megarl.models.policy.policy_engines:KIND"
-"""Workers of the policy's backend that only generate: what ``OF_THE_POLICY`` means with ``colocated.enabled: false``."""
+"""Workers of the policy's backend that only generate: what ``OF_THE_POLICY`` means with ``colocated.enabled:
+false``."""
 
 
 def is_engine(generation: GenerationConfig | None) -> bool:
-    """Whether something beside the policy generates, by a ``policy.generation`` section with its defaults; its types need not be right."""
+    """Return whether an engine other than the policy generates, by a ``policy.generation`` section with its
+    defaults; its types need not be right."""
     if generation is None:
         return False
     backend = at(generation, "backend")
@@ -33,7 +36,8 @@ def is_engine(generation: GenerationConfig | None) -> bool:
 
 
 def kind_of(generation: GenerationConfig | None) -> EngineKind | None:
-    """The kind of engine that a ``policy.generation`` section asks for; None where the policy itself generates.
+    """The kind of engine that a ``policy.generation`` section asks for; None where the policy itself
+    generates.
 
     Raises:
         ConfigError: as ``engine_kind``.

@@ -142,11 +142,12 @@ TOOL_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class EnvConfig(RewardOptions):
-    """The environment that responses meet. Any other section in it, ``env.math: {...}``, is one with that name, of these same keys.
+    """The environment that responses meet. Any other section in it, ``env.math: {...}``, is one with that
+    name, of these same keys.
 
-    What such a section lacks of the keys that follow ``rewards`` it has from here, but of ``options``. A record's ``env_name`` (or
-    ``task_name``) says which it meets; where there is one environment with a name, every record meets it. The
-    reward of an environment is by default the built-in one of its name.
+    What such a section lacks of the keys that follow ``rewards`` it has from here, but of ``options``. A
+    record's ``env_name`` (or ``task_name``) says which it meets; where there is one environment with a name,
+    every record meets it. The reward of an environment is by default the built-in one of its name.
     """
 
     environment: NotRequired[
@@ -394,7 +395,8 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
         columns: fields that records keep, as parameters may be called; None where the data are not known.
 
     Raises:
-        ConfigError: it is no built-in one, and nothing that can be called with what is known of a response is at that import path.
+        ConfigError: it is no built-in one, and nothing that can be called with what is known of a response is
+        at that import path.
     """
     if not isinstance(name, str) or (name not in BUILT_IN_REWARDS and not is_import_path(name)):
         bound = f"it must be {', '.join(BUILT_IN_REWARDS)} or an import path"
@@ -410,13 +412,15 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
 
 
 def named_environments(section: Mapping[str, Any]) -> dict[str, EnvConfig]:
-    """The environments of an ``env`` section that have names: the sections in it that are no keys of its own."""
+    """The environments of an ``env`` section that have names: the sections in it that are no keys of its
+    own."""
     own = keys_of(EnvConfig)
     return {name: cast(EnvConfig, inner) for name, inner in section.items() if isinstance(inner, Mapping) and name not in own}
 
 
 def environments_of(section: EnvConfig) -> dict[str, EnvConfig]:
-    """Dotted key of each environment of an ``env`` section to its own section: those with names, else the section itself."""
+    """Dotted key of each environment of an ``env`` section to its own section: those with names, else the
+    section itself."""
     named = {f"env.{name}": inner for name, inner in named_environments(section).items()}
     return named or {"env": section}
 
@@ -455,7 +459,8 @@ def faults_of_ranges(section: Mapping[str, Any], kind: Any, key: str) -> Iterato
 
 
 def faults_of_rewards(section: EnvConfig, key: str = "env", columns: Collection[str] = ()) -> Iterator[Violation]:
-    """Yield what is wrong with the rewards of one environment of one turn, whose values are of the right types.
+    """Yield what is wrong with the rewards of one environment of one turn, whose values are of the right
+    types.
 
     Args:
         section: of the environment.

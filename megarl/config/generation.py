@@ -20,7 +20,7 @@ class ResourcesConfig(TypedDict):
 
 
 class ColocationConfig(TypedDict):
-    """Whether generation shares its devices with training."""
+    """Placement of generation: on the devices of training, or apart."""
 
     enabled: Annotated[bool, Key("the same devices serve both, in turn.")]
     resources: NotRequired[Annotated[ResourcesConfig, Key("the engine's own devices when ``enabled`` is false.")]]

@@ -23,7 +23,8 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of the parallel axes, in ranks. Tensor ranks are neighbours, then context, data and, farthest apart, pipeline ranks."""
+    """Sizes of the parallel axes, in ranks. Tensor ranks are neighbours, then context, data and, farthest
+    apart, pipeline ranks."""
 
     pipeline: int
     data: int
@@ -54,7 +55,8 @@ class Layout:
 def layers_per_stage(num_layers: int, stages: int, first: int | None = None, last: int | None = None) -> list[int]:
     """Layers of each pipeline stage: ``first`` and ``last`` as given, the others share the rest evenly.
 
-    Source: Megatron-Core's ``TransformerConfig`` (``num_layers_in_first_pipeline_stage``, ``num_layers_in_last_pipeline_stage``).
+    Source: Megatron-Core's ``TransformerConfig`` (``num_layers_in_first_pipeline_stage``,
+    ``num_layers_in_last_pipeline_stage``).
 
     Raises:
         ValueError: the layers cannot be divided like that; the message says why.
@@ -80,11 +82,13 @@ def layers_per_stage(num_layers: int, stages: int, first: int | None = None, las
 def read_pipeline_layout(text: str) -> list[str]:
     """The model chunks of a written pipeline layout, in the order in which a token goes through them.
 
-    The notation is Megatron-Core's: ``E`` embedding, ``t`` transformer layer, ``L`` output layer and loss, ``|`` between chunks,
-    ``x*3`` and ``(tt|)*3`` for repetitions, commas for the eye: ``"Et*2|(tt|)*2tL"`` is ``["Ett", "tt", "tt", "tL"]``.
+    The notation is Megatron-Core's: ``E`` embedding, ``t`` transformer layer, ``L`` output layer and loss,
+    ``|`` between chunks, ``x*3`` and ``(tt|)*3`` for repetitions, commas for the eye: ``"Et*2|(tt|)*2tL"`` is
+    ``["Ett", "tt", "tt", "tL"]``.
 
     Raises:
-        ValueError: a sign that is none of these, or an embedding or output layer elsewhere than at the two ends.
+        ValueError: a sign that is none of these, or an embedding or output layer elsewhere than at the two
+        ends.
     """
     unrolled = text.replace(",", "").replace(" ", "")
     for repeated in (r"\(([^()]+)\)\*(\d+)", r"(.)\*(\d+)"):
@@ -98,7 +102,8 @@ def read_pipeline_layout(text: str) -> list[str]:
 
 
 def pipeline_chunks(megatron: MegatronConfig) -> int:
-    """Model chunks of one pipeline stage (1 unless the pipeline is interleaved) of a valid ``megatron_cfg``."""
+    """Model chunks of one pipeline stage (1 unless the pipeline is interleaved) of a valid
+    ``megatron_cfg``."""
     layout = megatron["pipeline_model_parallel_layout"]
     if layout is not None:
         return len(read_pipeline_layout(layout)) // int(megatron["pipeline_model_parallel_size"])

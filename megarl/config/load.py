@@ -1,4 +1,5 @@
-"""Reads a configuration: YAML files that inherit from others, then overrides from the command line, then interpolation."""
+"""Reads a configuration: YAML files that inherit from others, then overrides from the command line, then
+interpolation."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from megarl.redaction import HIDDEN, FromEnvironment, is_secret, learn, redacted
 _RESOLVER = re.compile(r"\$\{\s*([A-Za-z_][\w.]*)\s*:")
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _ENVIRONMENT = "oc.env"
+# Resolvers that look at nothing but their arguments.
 _PURE = ("mul",)
-"""Resolvers that look at nothing but their arguments."""
 _SOURCES = ("data.train", "data.validation")
 _SOURCE = re.compile(r"(?P<source>data\.(?:train|validation)(?:\.\d+|\[\d+\])?)(?:\.(?P<key>\w+))?")
 _PART_HIDDEN = re.compile(rf"(?<=[=:/\s'\"]){re.escape(HIDDEN)}(?=[@&/\s,;'\"]|$)")
@@ -41,17 +42,20 @@ class OverridesError(ConfigError):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), layers: Sequence[str | Path] = (), *, allow_env: bool = False) -> Config:
-    """The configuration of ``path`` with everything it inherits, overridden and interpolated, as plain containers. Not checked yet.
+    """The configuration of ``path`` with everything it inherits, overridden and interpolated, as plain
+    containers. Not checked yet.
 
     Args:
         path: the YAML file.
         overrides: ``key=value`` words of a command line, applied last.
-        layers: YAML files laid over ``path`` in turn, each with everything it inherits; a backend, for example.
-        allow_env: ``${oc.env:NAME}`` may take values from the environment. They are ``FromEnvironment``, and never written elsewhere.
+        layers: YAML files laid over ``path`` in turn, each with everything it inherits; a backend, for
+        example.
+        allow_env: ``${oc.env:NAME}`` may take values from the environment. They are ``FromEnvironment``, and
+        never written elsewhere.
 
     Raises:
-        ConfigError: a file is missing, empty or broken, inherits from itself, holds an interpolation that leads nowhere or that is not
-            allowed, or a value that was hidden when the file was written.
+        ConfigError: a file is missing, empty or broken, inherits from itself, holds an interpolation that
+            leads nowhere or that is not allowed, or a value that was hidden when the file was written.
         OverridesError: an override cannot be read or applied.
     """
     if not OmegaConf.has_resolver("mul"):
@@ -152,7 +156,8 @@ def _with_another_environment(merged: DictConfig) -> Any:
 
 
 def _marked(value: Any, other: Any, written: Any) -> Any:
-    """``value``, with the texts in it that the environment had a part in marked: in ``other`` they are different ones.
+    """``value``, with the texts in it that the environment had a part in marked: in ``other`` they are
+    different ones.
 
     Args:
         value, other: resolved.
@@ -170,7 +175,8 @@ def _marked(value: Any, other: Any, written: Any) -> Any:
 
 
 def load_config_with_inheritance(path: str | Path, base_dir: str | Path | None = None) -> DictConfig:
-    """A YAML file merged over the files its ``defaults`` key names, depth first; later ones win, the file itself wins over all.
+    """A YAML file merged over the files its ``defaults`` key names, depth first; later ones win, the file
+    itself wins over all.
 
     Args:
         path: the file.
@@ -197,7 +203,8 @@ def _load(path: Path, base_dir: Path | None, chain: tuple[Path, ...]) -> dict[An
 
 
 def _laid_over(under: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Merge one configuration over another; a data source in ``over`` drops what it replaces of the inherited one."""
+    """Merge one configuration over another; a data source in ``over`` drops what it replaces of the inherited
+    one."""
     kept = dict(under)
     for path in _SOURCES:
         inherited_source, written = at(under, path), at(over, path)
@@ -258,9 +265,9 @@ def _first_line(error: Exception) -> str:
 def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Apply overrides in order, to a copy.
 
-    ``a.b=value`` and ``++a.b=value`` set, ``+a.b=value`` adds a key that must not be there yet, ``~a.b`` removes one that must be there
-    (``~a.b=value`` only with that value). Values are YAML. Keys of a data source that the overrides replace are dropped
-    (``replaced_keys``).
+    ``a.b=value`` and ``++a.b=value`` set, ``+a.b=value`` adds a key that must not be there yet, ``~a.b``
+    removes one that must be there (``~a.b=value`` only with that value). Values are YAML. Keys of a data
+    source that the overrides replace are dropped (``replaced_keys``).
 
     Raises:
         OverridesError: an override cannot be read or applied.
@@ -293,7 +300,8 @@ def _replace_lists(config: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _drop_replaced(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Drop the inherited keys of data sources that the overrides replace. Last, so that ``~key`` may name one of them."""
+    """Drop the inherited keys of data sources that the overrides replace. Last, so that ``~key`` may name one
+    of them."""
     written: dict[str, dict[str, Any]] = {}
     for override in overrides:
         key, equals, text = override.lstrip("+").partition("=")
@@ -331,13 +339,15 @@ def _apply(config: DictConfig, override: str) -> None:
     if sign == "+" and _is_there(config, key):
         raise OverridesError(f"override {override!r} adds a key that is there already. Fix: write {key}={text}")
     value = _value_of(text)
-    # a list takes the place of a section, and a section that of a list: OmegaConf would merge them, which fails
+    # a list takes the place of a section, and a section that of a list: OmegaConf would merge them, which
+    # fails
     merge = isinstance(value, dict) and not OmegaConf.is_list(OmegaConf.select(config, key))
     OmegaConf.update(config, key, value, merge=merge, force_add=True)
 
 
 def _refuse_depth(text: str) -> None:
-    """Look at the nesting of YAML before it is read: its reader is written in C, and ends the process over what nests too deeply.
+    """Look at the nesting of YAML before it is read: its reader is written in C, and ends the process over
+    what nests too deeply.
 
     Raises:
         RecursionError: it does.
@@ -396,8 +406,8 @@ def _remove(config: DictConfig, override: str, key: str, value: Any, only_that_v
 
 
 def with_environment(config: Mapping[str, Any]) -> Config:
-    """A run's configuration with what ``MEGARL_NSYS_PROFILE_STEP_RANGE`` and ``MEGARL_NSYS_WORKER_PATTERNS`` say of the keys of
-    ``profiler`` that it leaves out; not checked yet.
+    """A run's configuration with what ``MEGARL_NSYS_PROFILE_STEP_RANGE`` and ``MEGARL_NSYS_WORKER_PATTERNS``
+    say of the keys of ``profiler`` that it leaves out; not checked yet.
 
     Raises:
         ConfigError: the variable of the steps is not ``first:stop``.

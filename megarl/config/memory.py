@@ -1,6 +1,8 @@
-"""Memory that a rank will need: exact counts of parameters, and estimates of what training adds to them. All sizes are bytes.
+"""Memory that a rank will need: exact counts of parameters, and estimates of what training adds to them. All
+sizes are bytes.
 
-The torch backends shard parameters, gradients and optimizer state over all ranks that hold the same tensor-parallel part.
+The torch backends shard parameters, gradients and optimizer state over all ranks that hold the same
+tensor-parallel part.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ class RankMemory:
         optimizer: optimizer state, with float32 copies of weights and gradients.
         activations: kept of the layers for the backward pass, of all micro-batches in flight.
         recomputed: what one layer has again in the backward pass, of what is not kept.
-        logits: of the last stage what its norm and its output layer keep, logits, in whose memory their gradient is written, and the
-            gradient of the output layer. The backward pass is through with it when it comes to the first layer.
+        logits: of the last stage what its norm and its output layer keep, logits, in whose memory their
+            gradient is written, and the gradient of the output layer. The backward pass is through with it
+            when it comes to the first layer.
         scoring: what a log-probability pass takes, which lies beside no activations of training.
         generation_cache: keys and values of the sequences being generated.
         reference_weights: the reference policy's weights, in host memory.
@@ -64,20 +67,23 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """Most memory at once: passes and generation take turns, weights and optimizer state stay. Host memory is not counted."""
+        """Most memory at once: passes and generation take turns, weights and optimizer state stay. Host
+        memory is not counted."""
         return self.state + max(self.activations + max(self.logits, self.recomputed), self.scoring, self.generation_cache)
 
     @property
     def state(self) -> int:
-        """What training cannot do without, whatever the batches: weights, gradients and optimizer state."""
+        """Return the bytes that training needs whatever the batches: weights, gradients and optimizer
+        state."""
         return self.weights + self.gradients + self.optimizer
 
 
 def optimizer_bytes(optimizer: MegatronOptimizerConfig, weight_bytes: int, gradient_bytes: int) -> int:
     """Bytes a parameter of optimizer state, before it is divided over data-parallel ranks.
 
-    Float32 moments (two for Adam, one for SGD with momentum), and float32 copies of weights and gradients unless they are float32 already.
-    Source: the table "theoretical memory footprint" in Megatron-Core's guide to the distributed optimizer.
+    Float32 moments (two for Adam, one for SGD with momentum), and float32 copies of weights and gradients
+    unless they are float32 already. Source: the table "theoretical memory footprint" in Megatron-Core's guide
+    to the distributed optimizer.
     """
     moments = 2 if optimizer["optimizer"] == "adam" else int(optimizer["sgd_momentum"] > 0)
     copies = (weight_bytes < 4) + (gradient_bytes < 4)
@@ -161,7 +167,7 @@ def _expert_sizes(megatron: MegatronConfig) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """What the layers of a stage keep of one micro-batch.
+    """Bytes that the layers of a stage keep of one micro-batch.
 
     Attributes:
         kinds: how many there are of each kind.
@@ -215,7 +221,8 @@ def _recomputed(megatron: MegatronConfig) -> Collection[str] | None:
 
 
 def _activations(layers: _Layers, recomputed: Collection[str] | None) -> tuple[int, int]:
-    """Return what the layers keep of one micro-batch, and what the largest of them makes anew of what is recomputed."""
+    """Return what the layers keep of one micro-batch, and what the largest of them makes again of what is
+    recomputed."""
     if recomputed is None:
         return layers.inputs, max(layers.each())
     anew = max(whole - kept for whole, kept in zip(layers.each(), layers.each(recomputed), strict=True))
@@ -227,7 +234,8 @@ class _Logits:
     """Memory of the output layer of a last stage.
 
     Attributes:
-        training: the logits, in whose memory their gradient is written, and the gradient of the layer's weight.
+        training: the logits, in whose memory their gradient is written, and the gradient of the layer's
+        weight.
         scoring: the logits of a log-probability pass.
     """
 
@@ -238,9 +246,10 @@ class _Logits:
 def logit_bytes(policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: BatchPlan, element: int) -> _Logits:
     """Return what the output layer takes for logits of ``element`` bytes.
 
-    The kernel of the log-probabilities, and the PyTorch code that works on few rows at a time, make no copy of the logits. Only where these
-    are wider than the layers is their gradient copied for the products. In chunks there are the logits of one chunk, and the weight's
-    gradient is summed up in float32, beside the part of a chunk. What a model that scores gives of a token is not worth counting.
+    The kernel of the log-probabilities, and the PyTorch code that works on few rows at a time, make no copy
+    of the logits. Only where these are wider than the layers is their gradient copied for the products. In
+    chunks there are the logits of one chunk, and the weight's gradient is summed up in float32, beside the
+    part of a chunk. What a model that scores gives of a token is not worth counting.
     """
     if facts.head is not None:
         return _Logits()
@@ -261,7 +270,8 @@ def _logprob_tokens(policy: PolicyConfig, plan: BatchPlan) -> int:
 
 
 def _scoring(layers: _Layers, logits: _Logits) -> int:
-    """Return what a log-probability pass takes, which keeps nothing: at most what a whole layer works with, or the logits."""
+    """Return what a log-probability pass takes, which keeps nothing: at most what a whole layer works with,
+    or the logits."""
     return max(*layers.each(), logits.scoring)
 
 
@@ -285,14 +295,16 @@ def generation_cache_bytes(kinds: Mapping[LayerKind, int], policy: PolicyConfig,
 MOMENTS = 2
 """float32 numbers a parameter of optimizer state: Adam's, which most optimizers do not exceed."""
 GATHERED_LAYERS = 2
-"""Layers whose whole parameters are there at once: the one that computes and the next one, which is being gathered."""
+"""Layers whose whole parameters are there at once: the one that computes and the next one, which is being
+gathered."""
 
 
 def estimate_sharded(policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: BatchPlan, *, reference: bool) -> RankMemory:
     """Memory of a rank.
 
-    Weights, gradients and optimizer state are float32 shards; beside them stand, in the type they compute in, the whole parameters of the
-    layers that compute, and of what is no layer (embedding, last norm, output layer), which stay gathered while a pass lasts.
+    Weights, gradients and optimizer state are float32 shards; beside them stand, in the type they compute in,
+    the whole parameters of the layers that compute, and of what is no layer (embedding, last norm, output
+    layer), which stay gathered while a pass lasts.
 
     Args:
         policy: a checked ``policy`` section with its defaults, on DTensor or FSDP1.
@@ -338,7 +350,7 @@ def estimate_sharded(policy: PolicyConfig, facts: ModelFacts, layout: Layout, pl
 
 
 def _offloads(policy: PolicyConfig) -> bool:
-    """Whether the shards live in host memory."""
+    """Return whether the shards live in host memory."""
     if enabled_backend(policy) == "dtensor":
         return bool(policy["dtensor_cfg"]["cpu_offload"])
     return bool(policy["fsdp_offload_enabled"])

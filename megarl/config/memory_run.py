@@ -1,5 +1,6 @@
-"""Memory run: what a run needs besides the devices of training (the generation engine, host memory of a node, disk), and the memory ledger:
-what lies at each moment on a device that policy and engine share. All sizes are bytes."""
+"""Memory run: what a run needs besides the devices of training (the generation engine, host memory of a node,
+disk), and the memory ledger: what lies at each moment on a device that policy and engine share. All sizes are
+bytes."""
 
 from __future__ import annotations
 
@@ -26,28 +27,31 @@ MIB = 2**20
 ASSUMED_DEVICE_GIB = 80.0
 """Memory of a GPU where ``cluster.device_memory_gib`` does not say."""
 CONTEXT_REST = GIB
-"""Bytes of a process on a device beside its tensors: the CUDA context, kernels, workspaces of libraries. Assumed, not measured."""
+"""Bytes of a process on a device beside its tensors: the CUDA context, kernels, workspaces of libraries.
+Assumed, not measured."""
 NCCL_CHANNELS = 24
 """Channels of a communicator: what NCCL 2.28 takes at most on one node of H100. Assumed, not measured."""
 NCCL_BUFFERS = 4 * MIB + 640 * 120 * 8 * 8 + 512 * 8 * 8 * 16
-"""Bytes of a channel's connection: NCCL_BUFFSIZE, and the buffers of the protocols LL128 (threads, numbers a thread, steps, 8 bytes) and LL
-(threads, lines a thread, steps, 16 bytes), as in NCCL's ``device.h``."""
+"""Bytes of a channel's connection: NCCL_BUFFSIZE, and the buffers of the protocols LL128 (threads, numbers a
+thread, steps, 8 bytes) and LL (threads, lines a thread, steps, 16 bytes), as in NCCL's ``device.h``."""
 ENGINE_REST = 2 * GIB
-"""Bytes that stay of an engine's process on a device while it sleeps: context, communicators, CUDA graphs. Assumed, not measured."""
+"""Bytes that stay of an engine's process on a device while it sleeps: context, communicators, CUDA graphs.
+Assumed, not measured."""
 GRAPHS = GIB
 """Bytes of an engine's CUDA graphs, which vLLM takes of its share. Assumed, not measured."""
 SLOT_BYTES, GATHERED_BYTES = GIB // 2, 5 * 64 * 2**20
-"""Bytes of a half of a refit's buffer, and of the weights that are gathered for it, where neither a configured size nor a larger weight
-says more."""
+"""Bytes of a half of a refit's buffer, and of the weights that are gathered for it, where neither a
+configured size nor a larger weight says more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What lies at one moment on a device that a rank of the policy shares with a rank of an engine.
+    """Memory at one moment on a device that a rank of the policy shares with a rank of an engine.
 
     Attributes:
         name: of the moment.
-        policy: bytes of the policy's process: parameters, gradients, optimizer state, activations, and what its process always takes.
+        policy: bytes of the policy's process: parameters, gradients, optimizer state, activations, and what
+        its process always takes.
         engine: bytes of the engine's process.
         transfer: bytes of the buffer that weights are handed over in, and of what is gathered for it.
     """
@@ -71,17 +75,19 @@ def device_ledger(
     *,
     rest: int = CONTEXT_REST,
 ) -> list[Moment]:
-    """The moments of a run on a device that an engine shares, from its start to the first trained step, in their order.
+    """The moments of a run on a device that an engine shares, from its start to the first trained step, in
+    their order.
 
-    vLLM starts only where its whole budget is free. So the policy, which a checkpoint brings with the moments of its optimizer, leaves the
-    device before; in a first start these come with the first step.
+    vLLM starts only where its whole budget is free. So the policy, which a checkpoint brings with the moments
+    of its optimizer, leaves the device before; in a first start these come with the first step.
 
     Args:
         policy: a checked ``policy`` section with its defaults.
         rank: the rank of the policy, of the fullest stage.
         engine: the engine's part of the device.
         facts: sizes of the model.
-        beside: ranks of the models beside the policy, of their fullest stages, by the names of their sections. They take turns with it.
+        beside: ranks of the models beside the policy, of their fullest stages, by the names of their
+        sections. They take turns with it.
         rest: what stays of a process of training that has left the device (``process_rest``).
     """
     largest = facts.vocab_size * facts.hidden_size * BYTES[policy["precision"]]
@@ -97,7 +103,8 @@ def device_ledger(
         Moment("policy built, resumed", resumed, 0),
         Moment("engine starts, policy has left", rest, engine.budget),
         Moment("engine sleeps, parameters are back", parameters, ENGINE_REST),
-        # vLLM keeps what its rank has of a layer's experts until all of them came, and then loads them into a new layer
+        # vLLM keeps what its rank has of a layer's experts until all of them came, and then loads them into a
+        # new layer
         Moment("refit", parameters, ENGINE_REST + engine.weights + 2 * engine.experts, slots + gathered),
         Moment("generation", rest, engine.budget, slots),
         Moment("log-probabilities", parameters + rank.scoring, ENGINE_REST, slots),
@@ -113,12 +120,14 @@ def device_gib(cluster: ClusterConfig) -> float:
 
 
 def process_rest(groups: int) -> int:
-    """What a process with NCCL communicators of so many groups takes on a device beside its tensors, also when they have left it."""
+    """Return the bytes that a process with NCCL communicators of so many groups takes on a device beside its
+    tensors, also when they have left it."""
     return CONTEXT_REST + groups * NCCL_CHANNELS * NCCL_BUFFERS
 
 
 def _moment_bytes(policy: PolicyConfig, rank: RankMemory) -> int:
-    """Bytes of the optimizer's moments on a rank: the float32 numbers that are neither copies of weights nor of gradients."""
+    """Bytes of the optimizer's moments on a rank: the float32 numbers that are neither copies of weights nor
+    of gradients."""
     if enabled_backend(policy) != "megatron":
         return rank.optimizer
     optimizer, element = policy["megatron_cfg"]["optimizer"], BYTES[policy["precision"]]
@@ -129,14 +138,16 @@ def _moment_bytes(policy: PolicyConfig, rank: RankMemory) -> int:
 
 
 def host_memory(config: RunConfig, ranks: Sequence[RankMemory], beside: Iterable[Sequence[RankMemory]] = ()) -> int:
-    """Host memory of a node: of each of its ranks the reference policy and a copy of the weights that it takes the place of; optimizer
-    state and weights while an engine on the same device generates, the first also where ``offload_optimizer_for_logprob`` says so; where
-    ranks run on a CPU, everything. A checkpoint that is written while training goes on is not among it.
+    """Host memory of a node: of each of its ranks the reference policy and a copy of the weights that it
+    takes the place of; optimizer state and weights while an engine on the same device generates, the first
+    also where ``offload_optimizer_for_logprob`` says so; where ranks run on a CPU, everything. A checkpoint
+    that is written while training goes on is not among it.
 
     Args:
         config: a checked run with its defaults.
         ranks: of the policy.
-        beside: of each model beside it. Each leaves the device while another one is there, as the policy then does.
+        beside: of each model beside it. Each leaves the device while another one is there, as the policy then
+        does.
     """
     generation = config["policy"]["generation"]
     on_cpu = config["cluster"]["device"] == "cpu"
@@ -155,10 +166,11 @@ def host_memory(config: RunConfig, ranks: Sequence[RankMemory], beside: Iterable
 
 
 def checkpoint_bytes(policy: PolicyConfig, facts: ModelFacts) -> int:
-    """One checkpoint: weights, float32 copies of them and the optimizer's moments, as the backend writes them; of adapters these alone.
+    """One checkpoint: weights, float32 copies of them and the optimizer's moments, as the backend writes
+    them; of adapters these alone.
 
-    Megatron writes the weights in ``policy.precision``, and with the distributed optimizer or in 16 bit float32 copies of them; the torch
-    backends write float32 weights.
+    Megatron writes the weights in ``policy.precision``, and with the distributed optimizer or in 16 bit
+    float32 copies of them; the torch backends write float32 weights.
     """
     adapters, element = adapters_of(policy), BYTES[policy["precision"]]
     parameters = model_parameters(facts) if adapters is None else adapter_parameters(adapters, facts, range(facts.num_layers))
@@ -171,14 +183,16 @@ def checkpoint_bytes(policy: PolicyConfig, facts: ModelFacts) -> int:
 
 
 def checkpoint_bytes_beside(config: RunConfig) -> int:
-    """What the trained models beside the policy add to a checkpoint; those whose sizes are not known are left out."""
+    """Return the bytes that the trained models beside the policy add to a checkpoint; those of unknown sizes
+    are left out."""
     sections = [at(config, path) for path, section in model_sections(config).items() if section.is_trained]
     known = [(section, facts) for section in sections if (facts := facts_of_policy(section)) is not None]
     return sum(checkpoint_bytes(section, facts) for section, facts in known)
 
 
 def checkpoints_kept(config: RunConfig) -> int:
-    """Most checkpoints on the disk at once: those that are kept, the newest, and the one that is being written."""
+    """Most checkpoints on the disk at once: those that are kept, the newest, and the one that is being
+    written."""
     section = config["checkpointing"]
     steps = own_section(config)["max_num_steps"]
     written = -(-steps // section["save_period"])

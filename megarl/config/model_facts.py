@@ -1,4 +1,5 @@
-"""The numbers of a model that the rules and the memory estimate need, read from its ``config.json`` without transformers.
+"""The numbers of a model that the rules and the memory estimate need, read from its ``config.json`` without
+transformers.
 
 For the models of the recipes they are at hand, so that a dry run can size them before anything is downloaded.
 """
@@ -34,8 +35,8 @@ _SIZES = (
 
 
 def read_model_facts(model_name: str) -> ModelFacts | None:
-    """The facts of a model on this disk (a directory, or a Hugging Face id whose ``config.json`` has been downloaded before), or of one
-    whose sizes are known.
+    """The facts of a model on this disk (a directory, or a Hugging Face id whose ``config.json`` has been
+    downloaded before), or of one whose sizes are known.
 
     Returns:
         None for another id, which is no fault; the network is never asked.
@@ -61,7 +62,8 @@ def read_model_facts(model_name: str) -> ModelFacts | None:
 
 
 def facts_of_policy(policy: PolicyConfig) -> ModelFacts | None:
-    """The facts of the model that a checked ``policy`` section describes; as ``read_model_facts`` otherwise."""
+    """The facts of the model that a checked ``policy`` section describes; as ``read_model_facts``
+    otherwise."""
     facts = read_model_facts(policy["model_name"])
     if facts is None or not scores(policy):
         return facts
@@ -69,7 +71,8 @@ def facts_of_policy(policy: PolicyConfig) -> ModelFacts | None:
 
 
 def published_config(model_name: str) -> dict[str, Any] | None:
-    """The known content of ``config.json`` of a model that is not on this disk itself; None for one that is, or that is not known.
+    """The known content of ``config.json`` of a model that is not on this disk itself; None for one that is,
+    or that is not known.
 
     Raises:
         ConfigError: ``model_name`` is no Hugging Face id.
@@ -80,7 +83,8 @@ def published_config(model_name: str) -> dict[str, Any] | None:
 
 
 def config_file(model_name: str) -> Path | None:
-    """The ``config.json`` of a model on this disk; None where there is none. Errors as of ``published_config``."""
+    """The ``config.json`` of a model on this disk; None where there is none. Errors as of
+    ``published_config``."""
     directory = Path(model_name).expanduser()
     if not directory.is_dir():
         return None if looks_like_path(model_name) else _cached_config(model_name)
@@ -89,7 +93,7 @@ def config_file(model_name: str) -> Path | None:
 
 
 def looks_like_path(model_name: str) -> bool:
-    """Whether a name cannot be a Hugging Face id (``name`` or ``owner/name``)."""
+    """Return whether a name cannot be a Hugging Face id (``name`` or ``owner/name``)."""
     return model_name.startswith(("/", ".", "~")) or model_name.endswith("/") or model_name.count("/") > 1
 
 
@@ -162,7 +166,8 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
 
 
 def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer; of a family that ``converters`` does not know, where ``layer_types`` says so."""
+    """The window of each layer; of a family that ``converters`` does not know, where ``layer_types`` says
+    so."""
     by_layer = bool(config.get("layer_types")) if family is USUAL else "layer_types" in family.config_keys
     return read_windows(config, num_layers, uniform=family.has_uniform_window, by_layer=by_layer)
 

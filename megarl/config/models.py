@@ -1,7 +1,8 @@
-"""Models of a run beside the policy: sections that have the keys of ``policy``, and of which absent ones are as there.
+"""Models of a run beside the policy: sections that have the keys of ``policy``, and of which absent ones are
+as there.
 
-Whoever checks or estimates a model sees a configuration in which its section stands in the place of ``policy``; what is found there is
-reported under the section's own name.
+Whoever checks or estimates a model sees a configuration in which its section stands in the place of
+``policy``; what is found there is reported under the section's own name.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 
 POLICY: Final = "policy"
 _OF_POLICY = re.compile(rf"\b{POLICY}(?=\.\w|\[)")
+# Keys that say what a model is for.
 _NOT_INHERITED = ("generation", "generation_batch_size", "reward_model_cfg", "peft")
-"""Keys that say what a model is for."""
 
 
 def model_sections(config: Mapping[str, Any]) -> dict[str, ModelSection]:
-    """The sections of models beside the policy, by dotted path, of a run's configuration that need not be valid."""
+    """The sections of models beside the policy, by dotted path, of a run's configuration that need not be
+    valid."""
     found: dict[str, ModelSection] = {}
     for name, section in models_of(config.get(KEY)).items():
         given = config.get(name)
@@ -43,10 +45,11 @@ def model_roles(config: RunConfig) -> tuple[Role, ...]:
 
 
 def in_full(policy: Mapping[str, Any], own: Mapping[str, Any], section: ModelSection) -> Config:
-    """A section as it would be written in full: its own keys over those of ``policy``, of which sections merge key by key.
+    """A section as it would be written in full: its own keys over those of ``policy``, of which sections
+    merge key by key.
 
-    A model that scores generates nothing. Of a language model the section ``generation`` says, as of the policy, from which distribution
-    tokens are drawn, and so what its log-probabilities are.
+    A model that scores generates nothing. Of a language model the section ``generation`` says, as of the
+    policy, from which distribution tokens are drawn, and so what its log-probabilities are.
     """
     of_policy = {key: value for key, value in policy.items() if key not in _NOT_INHERITED}
     if section.scores:
@@ -69,7 +72,8 @@ def renamed_text(text: str, path: str) -> str:
 
 
 def as_of_policy(key: str, paths: Iterable[str]) -> str:
-    """A dotted key of one of the sections at ``paths`` as the key of ``policy`` that it is; any other key as it is."""
+    """A dotted key of one of the sections at ``paths`` as the key of ``policy`` that it is; any other key as
+    it is."""
     for path in paths:
         if key == path or key.startswith(f"{path}."):
             return f"{POLICY}{key.removeprefix(path)}"

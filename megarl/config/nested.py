@@ -17,7 +17,7 @@ def at(config: Mapping[Any, Any], path: str) -> Any:
 
 
 def has(config: Mapping[Any, Any], path: str) -> bool:
-    """Whether there is a value at a dotted path, be it None."""
+    """Return whether there is a value at a dotted path, be it None."""
     above, _, name = path.rpartition(".")
     section = at(config, above) if above else config
     return isinstance(section, Mapping) and name in section

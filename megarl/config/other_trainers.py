@@ -30,6 +30,7 @@ SECTIONS = {
 """Sections that megarl has not, whose other keys are named after their trainer too."""
 _MEGATRON = "policy.megatron_cfg"
 _OPTIMIZER = f"{_MEGATRON}.optimizer"
+# Keys of the Megatron backend, as the torch backends have them.
 _ON_TORCH = {
     f"{_OPTIMIZER}.lr": "policy.optimizer.kwargs.lr",
     f"{_OPTIMIZER}.weight_decay": "policy.optimizer.kwargs.weight_decay",
@@ -38,14 +39,14 @@ _ON_TORCH = {
     f"{_MEGATRON}.context_parallel_size": "policy.dtensor_cfg.context_parallel_size",
     f"{_MEGATRON}.activation_checkpointing": "policy.dtensor_cfg.activation_checkpointing",
 }
-"""Keys of the Megatron backend, as the torch backends have them."""
 _ENTRIES = {key: (trainer, text) for trainer, table in FOREIGN_KEYS.items() for key, text in table.items()}
 _ABOVE = {key[: dot.start()] for key in _ENTRIES for dot in re.finditer(r"\.", key)}
 _IS_KEY = re.compile(r"[\w.{}]+")
 
 
 def without_foreign_keys(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
-    """Split a configuration into what is megarl's, or nobody's, and violations of the keys of other trainers."""
+    """Split a configuration into what is megarl's, or nobody's, and violations of the keys of other
+    trainers."""
     found: list[Violation] = []
     config = _with_one_peft_section(config)
     known = frozenset(known_paths(run_type(config.get(KEY))))
@@ -68,13 +69,13 @@ def without_foreign_keys(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
     return kept_of(config), found
 
 
+# NeMo-RL's sections of adapters, by backend.
 _PEFT_SECTIONS = {"megatron_cfg": "peft", "dtensor_cfg": "lora_cfg"}
-"""NeMo-RL's sections of adapters, by backend."""
 
 
 def _with_one_peft_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A configuration with NeMo-RL's section of adapters of the enabled backend as ``policy.peft``, where that is absent; those of other
-    backends do nothing."""
+    """A configuration with NeMo-RL's section of adapters of the enabled backend as ``policy.peft``, where
+    that is absent; those of other backends do nothing."""
     policy = config.get("policy")
     if not isinstance(policy, Mapping):
         return config
@@ -172,7 +173,8 @@ def _value(text: str) -> object:
 
 
 def option_faults(options: Iterable[tuple[str, object]], config: Mapping[str, Any], own: Sequence[str]) -> Iterator[Violation]:
-    """Yield the violations of options that a command does not have, and of keys of other trainers, with what to write instead.
+    """Yield the violations of options that a command does not have, and of keys of other trainers, with what
+    to write instead.
 
     Args:
         options: with their values; ``True`` for one without.

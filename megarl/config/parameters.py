@@ -1,4 +1,5 @@
-"""Parameters of a model and of its ranks: sums over the mapping rules of the converters, so that there is one description of a model."""
+"""Parameters of a model and of its ranks: sums over the mapping rules of the converters, so that there is one
+description of a model."""
 
 from __future__ import annotations
 
@@ -41,9 +42,9 @@ def first_layer(facts: ModelFacts, kind: LayerKind) -> int:
 def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: list[int]) -> int:
     """Parameters on one tensor-parallel rank of one pipeline stage, without routed experts.
 
-    The first stage holds the embedding, the last one the final norm and the output layer; when both are tied and there are several stages,
-    the last one holds a copy of the embedding. A model that scores has one row in the place of the output layer. The vocabulary is padded
-    to a multiple of ``tensor``.
+    The first stage holds the embedding, the last one the final norm and the output layer; when both are tied
+    and there are several stages, the last one holds a copy of the embedding. A model that scores has one row
+    in the place of the output layer. The vocabulary is padded to a multiple of ``tensor``.
     """
     first, last, start = stage == 0, stage == len(layers) - 1, sum(layers[:stage])
     rules = [rule for rule in _model_rules(facts) if (first if rule.megatron_name.startswith("embedding.") else last)]

@@ -1,5 +1,6 @@
-"""The places that a configuration names answer. What lies on a mount whose server is gone would be waited for without end, and by all that
-comes after; so each is looked at once, with a deadline, before anything else touches it. What only reads can be given up later, too."""
+"""The places that a configuration names answer. What lies on a mount whose server is gone would be waited for
+without end, and by all that comes after; so each is looked at once, with a deadline, before anything else
+touches it. What only reads can be given up later, too."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ PATIENCE_S = 30.0
 """That a place may take to say whether it is there; a server that is only busy does so in less."""
 
 _LOOK_S = 1.0
+# Of processor time between two looks, by which something is read; what the looks themselves take is less.
 _BUSY_S = 0.001
-"""Of processor time between two looks, by which something is read; what the looks themselves take is less."""
 
 _FIX = "see df and dmesg, mount it anew (umount -l), or give another place"
 _OF_MODELS = ("model_name", "tokenizer.name", "generation.model_name", "megatron_cfg.family_file")
@@ -52,13 +53,14 @@ def require_answers(places: Mapping[str, str], patience_s: float | None = None) 
 def read_in_time(read: Callable[[], T], place: str, patience_s: float | None = None) -> T:
     """Return what ``read`` returns, however long that takes, unless it stands still.
 
-    A place that answers may lead to others that do not, and a client of a network file system may answer from memory what its server would
-    not say.
+    A place that answers may lead to others that do not, and a client of a network file system may answer from
+    memory what its server would not say.
 
     Args:
         read: only reads; called by a thread of its own, which is left to itself where it stands still.
         place: that it reads, for the message.
-        patience_s: seconds without use of the processor, by this process, after which it is given up; None for ``PATIENCE_S``.
+        patience_s: seconds without use of the processor, by this process, after which it is given up; None
+        for ``PATIENCE_S``.
 
     Raises:
         DataError: it stands still. All that ``read`` raises is raised as well.
@@ -100,14 +102,15 @@ class _Reading:
         self.done.set()
 
     def result(self) -> Any:
-        """What it returned or raised."""
+        """Return or raise what it returned or raised."""
         if self._error is not None:
             raise self._error
         return self._value
 
 
 class _Look:
-    """A look at a place by a thread of its own: one that waits for a mount can neither be interrupted nor be waited for."""
+    """A look at a place by a thread of its own: one that waits for a mount can neither be interrupted nor be
+    waited for."""
 
     def __init__(self, path: str) -> None:
         self.done = threading.Event()
@@ -124,7 +127,8 @@ _stat: Callable[[Path], object] = os.stat
 
 
 def places_of(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Dotted keys of a configuration, valid or not, and their paths; a hub's id is one like any other name."""
+    """Dotted keys of a configuration, valid or not, and their paths; a hub's id is one like any other
+    name."""
     of_models = [f"{path}.{key}" for path in (POLICY, *model_sections(config)) for key in _OF_MODELS]
     for key in ("run_dir", *of_models, *_PLACES):
         value = at(config, key)

@@ -1,4 +1,5 @@
-"""The memory plan of a whole run, and whether it fits the devices: what is certain not to is refused, what probably does not is told."""
+"""The memory plan of a whole run, and whether it fits the devices: what is certain not to is refused, what
+probably does not is told."""
 
 from __future__ import annotations
 
@@ -47,20 +48,21 @@ def batch_plan(config: RunConfig, layout: Layout) -> BatchPlan:
 
 
 def has_reference_policy(config: RunConfig) -> bool:
-    """Whether the run keeps the weights it starts with."""
+    """Return whether the run keeps the weights it starts with."""
     return any(role.name == "reference" for role in roles(config))
 
 
 def memory_of_run(config: RunConfig) -> tuple[Layout, list[RankMemory]]:
-    """The ranks of a checked run, and the memory of one of each pipeline stage; no memory where the model's sizes are not known."""
+    """The ranks of a checked run, and the memory of one of each pipeline stage; no memory where the model's
+    sizes are not known."""
     layout = layout_of(View(config))
     facts = facts_of_policy(config["policy"])
     return layout, [] if facts is None else _memory(config, facts, layout, reference=has_reference_policy(config))
 
 
 def memory_of_models(config: RunConfig) -> dict[str, list[RankMemory]]:
-    """The memory of a rank of each pipeline stage of the models beside the policy of a checked run, by the dotted path of their sections;
-    those whose sizes are not known are left out."""
+    """The memory of a rank of each pipeline stage of the models beside the policy of a checked run, by the
+    dotted path of their sections; those whose sizes are not known are left out."""
     found = {}
     for path, section in model_sections(config).items():
         facts = facts_of_policy(at(config, path))
@@ -86,7 +88,8 @@ def _memory(config: RunConfig, facts: ModelFacts, layout: Layout, *, reference: 
 
 
 def ledger(config: RunConfig, facts: ModelFacts, ranks: list[RankMemory]) -> list[Moment]:
-    """What lies on the fullest device of training at each moment of a start; nothing where no engine shares it.
+    """Return the memory of the fullest training device at each moment of a start; empty if no engine shares
+    it.
 
     Args:
         config: a checked run with its defaults.
@@ -135,7 +138,8 @@ def size_text(size: int) -> str:
 
 
 def fullest_moment(config: RunConfig) -> Moment | None:
-    """The moment of a checked run at which a device of training has least free; None where the model's sizes are not known."""
+    """The moment of a checked run at which a device of training has least free; None where the model's sizes
+    are not known."""
     facts = facts_of_policy(config["policy"])
     if facts is None:
         return None
@@ -150,14 +154,15 @@ def fullest_moment(config: RunConfig) -> Moment | None:
 
 
 def state_bytes(config: RunConfig) -> int:
-    """Weights, gradients and optimizer state of a rank of a checked run, of the model and the stage that have most."""
+    """Weights, gradients and optimizer state of a rank of a checked run, of the model and the stage that have
+    most."""
     of_models = (memory_of_run(config)[1], *memory_of_models(config).values())
     return max((rank.state for ranks in of_models for rank in ranks), default=0)
 
 
 def state_fits(config: RunConfig) -> Iterator[Violation]:
-    """Yield a violation where weights, gradients and optimizer state alone are more than a device has: training would end in its first
-    step."""
+    """Yield a violation where weights, gradients and optimizer state alone are more than a device has:
+    training would end in its first step."""
     cluster, key = config.get("cluster") or {}, "cluster.device_memory_gib"
     gib = cluster.get("device_memory_gib")
     if gib is None or cluster["device"] == "cpu" or cluster["memory_check"] != "refuse":
@@ -174,7 +179,8 @@ def state_fits(config: RunConfig) -> Iterator[Violation]:
 
 
 def doubt(config: RunConfig, is_valid: Callable[[RunConfig], bool]) -> str | None:
-    """Say that a checked run does probably not fit its devices, and what would; None where it does, or where its sizes are not known.
+    """Say that a checked run does probably not fit its devices, and what would; None where it does, or where
+    its sizes are not known.
 
     Args:
         config: the run, with its defaults.
@@ -195,8 +201,8 @@ _MOST_RANKS_A_NODE, _MOST_NODES = 8, 64
 
 
 def changes_that_fit(config: RunConfig, *, whole: bool = False) -> Iterator[Mapping[str, object]]:
-    """Yield changes with which the plan has room, one key before two and, of one kind, the smallest change first; whether they obey the
-    rules is not asked.
+    """Yield changes with which the plan has room, one key before two and, of one kind, the smallest change
+    first; whether they obey the rules is not asked.
 
     Args:
         config: a run with its defaults.
@@ -232,7 +238,8 @@ def _fits(config: RunConfig, *, whole: bool) -> bool:
 
 
 def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
-    """Return by key the values that take less memory, the nearest first, and keys that cost speed before those that cost devices."""
+    """Return by key the values that take less memory, the nearest first, and keys that cost speed before
+    those that cost devices."""
     policy, cluster, backend = config["policy"], config["cluster"], enabled_backend(config["policy"])
     by_tokens = next((key for key in ("sequence_packing", "dynamic_batching") if policy[key]["enabled"]), None)
     longest = policy["max_total_sequence_length"]

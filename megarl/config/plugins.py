@@ -1,4 +1,4 @@
-"""What the configuration has to know of what can be plugged in: models' roles, algorithms, and kinds of rollout engines.
+"""Declarations of what can be plugged in: models' roles, algorithms, and kinds of rollout engines.
 
 Importing this module loads neither torch nor Ray.
 """
@@ -22,7 +22,8 @@ class Role:
 
     Attributes:
         name: of the role.
-        directory: of its weights, optimizer state and tokenizer in a checkpoint; None for a model that is not trained.
+        directory: of its weights, optimizer state and tokenizer in a checkpoint; None for a model that is not
+        trained.
         has_workers: it has workers of its own, trained or not; else those of another role have its weights.
         section: dotted path of the section of a configuration that the model is made by.
     """
@@ -34,7 +35,7 @@ class Role:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the model has an optimizer and a place in checkpoints."""
+        """True if the model has an optimizer and a place in checkpoints."""
         return self.directory is not None
 
 
@@ -54,16 +55,18 @@ REWARD_MODEL = Role("reward_model", None, section="reward_model")
 
 @dataclass(frozen=True, slots=True)
 class ModelSection:
-    """Section of a configuration for a model beside the policy. It has the keys of ``policy``; those that are absent are as there.
+    """Section of a configuration for a model beside the policy. It has the keys of ``policy``; those that are
+    absent are as there.
 
     Attributes:
         meaning: in words, without a full stop.
-        scores: the model has a score layer and generates nothing; else it is a language model, whose log-probabilities follow from how the
-            policy's answers are drawn.
+        scores: the model has a score layer and generates nothing; else it is a language model, whose
+            log-probabilities follow from how the policy's answers are drawn.
         is_trained: it has an optimizer.
         has_backbone_of_policy: it is of the policy's family, and all its sizes are the same.
         by_name: the section has several of them under names of the user's.
-        is_optional: without the section there is no such model; else the model is then made by ``policy`` alone.
+        is_optional: without the section there is no such model; else the model is then made by ``policy``
+        alone.
     """
 
     meaning: str
@@ -75,14 +78,17 @@ class ModelSection:
 
 
 class AlgorithmSpec:
-    """What an algorithm says of itself to the configuration.
+    """An algorithm's declaration of itself to the configuration.
 
     Attributes:
-        SECTIONS: the sections of a configuration that the algorithm needs, TypedDicts by name. Its own comes first and has
-            ``max_num_steps``; where it has ``max_num_epochs``, ``val_period``, ``val_at_start`` or ``val_at_end``, a run heeds them.
+        SECTIONS: the sections of a configuration that the algorithm needs, TypedDicts by name. Its own comes
+            first and has ``max_num_steps``; where it has ``max_num_epochs``, ``val_period``, ``val_at_start``
+            or ``val_at_end``, a run heeds them.
         OPTIONAL: those of them that a run may lack; rules say when.
-        MODELS: sections of models beside the policy, by name; a role names its own as ``section``, ``NAME`` or ``NAME.NAME_OF_THE_USER``.
-        GENERATES: a step samples responses, so that ``policy.generation``, ``env`` and prompts are needed; else the data have answers.
+        MODELS: sections of models beside the policy, by name; a role names its own as ``section``, ``NAME``
+        or ``NAME.NAME_OF_THE_USER``.
+        GENERATES: a step samples responses, so that ``policy.generation``, ``env`` and prompts are needed;
+        else the data have answers.
         PAIRS: the data are pairs of a better and a worse answer, two rows of a batch one after the other;
             ``policy.train_global_batch_size`` and ``policy.train_micro_batch_size`` count pairs.
         SCORES: the actor is a model that scores (``policy.reward_model_cfg``).
@@ -143,11 +149,14 @@ class EngineKind:
 
     Attributes:
         title: what people call it.
-        start: starts the engines of a run, a ``RolloutEngine``; called with the ``RayVirtualCluster`` and the whole configuration.
+        start: starts the engines of a run, a ``RolloutEngine``; called with the ``RayVirtualCluster`` and the
+        whole configuration.
         complete: fills the ``generation`` section in, called with it and the ``policy`` section.
-        section: TypedDict (of ``typing_extensions``) of ``policy.generation.engine_cfg``, its own keys; None for none.
+        section: TypedDict (of ``typing_extensions``) of ``policy.generation.engine_cfg``, its own keys; None
+        for none.
         rules: on the engine's part of the configuration.
-        memory: of a device, called with a checked run's configuration and the model's sizes; None where it is not known.
+        memory: of a device, called with a checked run's configuration and the model's sizes; None where it is
+        not known.
         distributions: names of Python distributions, one of which has to be installed; empty for none.
         extra: megarl's extra that installs one, in words.
     """

@@ -1,7 +1,8 @@
 """The shape of the ``policy`` section of a configuration.
 
-Plain TypedDicts: importing this module imports neither torch nor ray. ``megarl.config.schema`` checks values against them,
-``megarl.config.defaults`` holds the value of every optional key, ``megarl.config.rules`` the rules between keys.
+Plain TypedDicts: importing this module imports neither torch nor ray. ``megarl.config.schema`` checks values
+against them, ``megarl.config.defaults`` holds the value of every optional key, ``megarl.config.rules`` the
+rules between keys.
 """
 
 from __future__ import annotations
@@ -353,8 +354,9 @@ class MegatronConfig(TypedDict):
 
 
 class RewardModelConfig(TypedDict):
-    """A model that scores: a linear layer with one output in the place of the output layer, ``score.weight`` of transformers'
-    ``...ForSequenceClassification``. A language model gets a new one, drawn from the seed."""
+    """A model that scores: a linear layer with one output in the place of the output layer, ``score.weight``
+    of transformers' ``...ForSequenceClassification``. A language model gets a new one, drawn from the
+    seed."""
 
     enabled: Annotated[bool, Key("the model scores; it has no log-probabilities, generates nothing, and is trained with losses of values.")]
     reward_model_type: NotRequired[
@@ -366,10 +368,12 @@ class RewardModelConfig(TypedDict):
 
 
 class PeftConfig(TypedDict):
-    """Low-rank adapters (LoRA): beside chosen linear layers W the product (alpha / dim) B A is trained, and nothing else.
+    """Low-rank adapters (LoRA): beside chosen linear layers W the product (alpha / dim) B A is trained, and
+    nothing else.
 
-    Each of a layer's query, key, value, gate and up matrices has an adapter of its own, as in PEFT, on every backend. NeMo-RL's
-    ``policy.megatron_cfg.peft`` and ``policy.dtensor_cfg.lora_cfg`` are read as this section."""
+    Each of a layer's query, key, value, gate and up matrices has an adapter of its own, as in PEFT, on every
+    backend. NeMo-RL's ``policy.megatron_cfg.peft`` and ``policy.dtensor_cfg.lora_cfg`` are read as this
+    section."""
 
     enabled: Annotated[bool, Key("train adapters; the model's own weights stay as they are, and are the reference policy.")]
     target_modules: NotRequired[
@@ -473,7 +477,8 @@ SchedulerMilestones: TypeAlias = dict[str, list[int]]
 
 
 class PolicyConfig(TypedDict):
-    """A policy: its model, its batches and the backend it runs on. Exactly one backend may be enabled; with none, FSDP1 is meant."""
+    """A policy: its model, its batches and the backend it runs on. Exactly one backend may be enabled; with
+    none, FSDP1 is meant."""
 
     model_name: Annotated[str, Key("Hugging Face id or local directory.")]
     tokenizer: Annotated[TokenizerConfig, Key("the tokenizer.")]

@@ -1,4 +1,5 @@
-"""Values that satisfy all rules of a configuration at once, found by trying those that single rules propose."""
+"""Values that satisfy all rules of a configuration at once, found by trying those that single rules
+propose."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from megarl.config.sections import Config
 from megarl.errors import ConfigError, Violation
 
 Changes = Mapping[str, object]
+# Validations of a configuration take some milliseconds each.
 _MOST_TRIALS = 400
-"""Validations of a configuration take some milliseconds each."""
+# Candidates of different rules that are combined at most.
 _MOST_STEPS = 3
-"""Candidates of different rules that are combined at most."""
 
 
 Followers = Mapping[str, Sequence[str]]
@@ -30,7 +31,8 @@ def valid(
     Args:
         given: the configuration, plain containers.
         examine: returns a configuration filled in, and what is wrong with it.
-        followers: returns the keys that are written as references to another one; asked for only where there is something wrong.
+        followers: returns the keys that are written as references to another one; asked for only where there
+        is something wrong.
 
     Raises:
         ConfigError: with proposals that were tried on the whole of it.
@@ -52,7 +54,8 @@ def valid(
 
 
 def with_proposals(violations: Sequence[Violation], violations_after: Callable[[Changes], Sequence[Violation]]) -> list[Violation]:
-    """Return violations whose fixes go together: with all of them applied, none of these keys breaks a rule, and no other key does.
+    """Return violations whose fixes go together: with all of them applied, none of these keys breaks a rule,
+    and no other key does.
 
     A violation without candidates, or none of whose candidates passes, keeps the advice of its rule.
 
@@ -112,7 +115,8 @@ class _Search:
         return None
 
     def _mended(self, key: str, changes: dict[str, object], steps: int) -> dict[str, object] | None:
-        """Return ``changes`` with further ones, after which neither ``key`` nor a changed key nor one that was valid breaks a rule."""
+        """Return ``changes`` with further ones, after which neither ``key`` nor a changed key nor one that
+        was valid breaks a rule."""
         if len(self._known) > _MOST_TRIALS:
             return None
         tolerated = self._open - {key, *changes}

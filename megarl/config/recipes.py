@@ -48,7 +48,8 @@ def recipes(part: str = "") -> Iterator[Recipe]:
 
 
 def _summary(text: str) -> str:
-    """The sentences that begin in the first line of a file's first comment, to their ends, which may be further down."""
+    """The sentences that begin in the first line of a file's first comment, to their ends, which may be
+    further down."""
     lines = [line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())]
     if not lines or lines[0].endswith("."):
         return "".join(lines[:1])
@@ -58,13 +59,15 @@ def _summary(text: str) -> str:
 
 
 def inherited(name: str, start: Path) -> Path:
-    """The file that ``defaults`` of a configuration in ``start`` name: one relative to it, or else a shipped one."""
+    """The file that ``defaults`` of a configuration in ``start`` name: one relative to it, or else a shipped
+    one."""
     path = start / Path(name).expanduser()
     return path if path.is_file() else _shipped(name) or path
 
 
 def find(text: str) -> Path:
-    """The file that a command line names: a path, or the name of a recipe or of a file below ``base`` and ``quickstart``.
+    """The file that a command line names: a path, or the name of a recipe or of a file below ``base`` and
+    ``quickstart``.
 
     Raises:
         ConfigError: it looks like a name, and there is no such recipe.
@@ -86,13 +89,14 @@ def find(text: str) -> Path:
 
 
 def is_recipe(text: str) -> bool:
-    """Whether a word of a command line names a YAML file that is there, or a shipped configuration."""
+    """Return whether a word of a command line names a YAML file that is there, or a shipped configuration."""
     path = Path(text)
     return (path.suffix in _SUFFIXES and path.is_file()) or _shipped(text) is not None
 
 
 def missing_recipe(words: Iterable[str]) -> Violation:
-    """The violation of a command line without a configuration, with the recipes that are the likeliest by its other words."""
+    """The violation of a command line without a configuration, with the recipes that are the likeliest by its
+    other words."""
     said = {part for word in words for part in re.split(r"[^a-z0-9.]+|\.(?!\d)|(?<=[a-z])(?=\d)", word.lower()) if len(part) > 1}
 
     def likeness(recipe: Recipe) -> tuple[int, bool]:
@@ -105,7 +109,8 @@ def missing_recipe(words: Iterable[str]) -> Violation:
 
 
 def name_of(path: Path) -> str:
-    """Return the name of a configuration: that of a recipe with its directory, the file's without its suffix; names have dots."""
+    """Return the name of a configuration: that of a recipe with its directory, the file's without its suffix;
+    names have dots."""
     shipped = path.resolve()
     if shipped.is_relative_to(directory()):
         shipped = shipped.relative_to(directory())
@@ -114,7 +119,8 @@ def name_of(path: Path) -> str:
 
 
 def misnamed_directory(text: str, run_dir: str) -> str | None:
-    """Return the run directory that versions up to 0.1 gave what a command line names, where it holds a run; None elsewhere.
+    """Return the run directory that versions up to 0.1 gave what a command line names, where it holds a run;
+    None elsewhere.
 
     They cut a name at its last dot, so that several recipes shared a directory.
 

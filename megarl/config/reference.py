@@ -1,7 +1,8 @@
 """Write the generated tables of the configuration pages: ``python -m megarl.config.reference configs``.
 
-``README.md`` has the tables of recipes, which come from their dry runs. ``KEYS.md`` has a table of keys for every section: keys from the
-TypedDicts that configurations are checked against, meanings and defaults from their fields.
+``README.md`` has the tables of recipes, which come from their dry runs. ``KEYS.md`` has a table of keys for
+every section: keys from the TypedDicts that configurations are checked against, meanings and defaults from
+their fields.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def updated(page: str, name: str, configs: Path) -> str:
     """Return the text of a page with its generated table replaced by the current one.
 
     Args:
-        page: the text, with ``<!-- generated: TABLE -->`` and ``<!-- end: TABLE -->`` around the table that ``PAGES`` names.
+        page: the text, with ``<!-- generated: TABLE -->`` and ``<!-- end: TABLE -->`` around the table that
+        ``PAGES`` names.
         name: file name of the page.
         configs: directory of the recipes.
 
@@ -90,7 +92,8 @@ def recipe_table(configs: Path) -> Iterator[str]:
 
 
 def ledger_table(configs: Path) -> Iterator[str]:
-    """One row a recipe whose engine shares the policy's devices: GiB together on the fullest one at each moment of a start."""
+    """One row a recipe whose engine shares the policy's devices: GiB together on the fullest one at each
+    moment of a start."""
     rows = []
     for path in sorted(configs.glob("*.yaml")):
         config = validate_config(load_config(path), name=path.stem)
@@ -132,7 +135,8 @@ def _rows(path: str, section: Any) -> Iterator[tuple[str, str, str, str]]:
 
 
 def search_keys(words: Sequence[str]) -> Iterator[str]:
-    """Yield a paragraph for every key that has all of the words in its name or its meaning, in any case; then those of other trainers.
+    """Yield a paragraph for every key that has all of the words in its name or its meaning, in any case; then
+    those of other trainers.
 
     Args:
         words: none for all of megarl's keys.
@@ -213,7 +217,8 @@ def _value(config: Any, path: str) -> Any:
 
 
 def _example(size: int) -> dict[str, Any]:
-    """A configuration of required keys alone; two of different sizes differ wherever a default follows from another key."""
+    """A configuration of required keys alone; two of different sizes differ wherever a default follows from
+    another key."""
     source = {"path": "train.jsonl", "prompt_key": "prompt", "answer_key": "answer"}
     megatron = {"enabled": True, "optimizer": {"lr": 1e-6 * size}, "tensor_model_parallel_size": size // 4}
     sections = {"generation": {"max_new_tokens": size}, "reward_model_cfg": {"enabled": True}}

@@ -1,4 +1,5 @@
-"""Report: what ``--dry-run`` shows: the resolved configuration, the ranks, the batches and the memory of a rank."""
+"""Report: what ``--dry-run`` shows: the resolved configuration, the ranks, the batches and the memory of a
+rank."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ from megarl.redaction import redacted
 
 WIDTH = 100
 RANKS_SHOWN = 32
+# Terms of a rank's memory, each in words.
 _TERMS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -41,7 +43,6 @@ _TERMS = {
     "scoring": "in its turn: a log-probability pass",
     "generation_cache": "in its turn: generation cache",
 }
-"""Terms of a rank's memory, each in words."""
 
 
 def print_report(config: RunConfig, facts: ModelFacts | None, console: Console) -> None:
@@ -99,7 +100,8 @@ def _shown(ranks: int) -> Iterable[int | None]:
 
 
 def batch_table(plan: BatchPlan, answers_to: str | None) -> Table:
-    """The arithmetic of a step, one quantity a line; ``answers_to`` names the records that have several answers, None where none has."""
+    """The arithmetic of a step, one quantity a line; ``answers_to`` names the records that have several
+    answers, None where none has."""
     table = Table(title="batches of a step", show_header=False)
     table.add_column("quantity")
     table.add_column("arithmetic")
@@ -133,8 +135,8 @@ def validation_table(config: RunConfig) -> Table:
 
 
 def memory_table(rows: list[RankMemory], model: str | None = None) -> Table:
-    """Memory of a rank, one column a pipeline stage; of many stages the first, second and last one. ``model`` names one that is not the
-    policy."""
+    """Memory of a rank, one column a pipeline stage; of many stages the first, second and last one. ``model``
+    names one that is not the policy."""
     shown = rows if len(rows) <= 4 else [rows[0], rows[1], rows[-1]]
     whose = "" if model is None else f"{model}: "
     table = Table(title=f"{whose}estimated memory of a rank, by pipeline stage (parameters are exact)")

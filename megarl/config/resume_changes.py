@@ -25,13 +25,15 @@ _SCHEDULE = (
 )
 # Its state has another form, which the other one does not read.
 _DISTRIBUTED = "policy.megatron_cfg.optimizer.use_distributed_optimizer"
-# How a step is computed, not what: any of these reads the state of any other; the distributed optimizer has a rule of its own.
+# How a step is computed, not what: any of these reads the state of any other; the distributed optimizer has a
+# rule of its own.
 _FREE = (
     _DISTRIBUTED,
     *(f"policy.megatron_cfg.optimizer.{key}" for key in ("clip_grad", "bf16", "fp16", "params_dtype", "use_precision_aware_optimizer")),
     *(f"policy.optimizer.kwargs.{key}" for key in ("foreach", "fused", "capturable", "differentiable")),
 )
-# What the run so far was promised to be made of. Where the data lies is free: its content is compared by its fingerprint.
+# What the run so far was promised to be made of. Where the data lies is free: its content is compared by its
+# fingerprint.
 _PROMISED = (
     "algorithm",
     "recipe",
@@ -52,15 +54,15 @@ _PLACES_OF_DATA = ("data.train.path", "data.train.name", "data.validation", "dat
 _PLACE_IN_LIST = re.compile(r"data\.train\.\d+\.(path|name)")
 
 
+# Sections whose keys megarl does not know.
 _BY_A_PERSON = frozenset({"kwargs", "options", "engine_cfg", "vllm_kwargs"})
-"""Sections whose keys megarl does not know."""
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted keys that both configurations have, with both values, where these differ.
 
-    A key that only one of them has is a new or a dropped one of another megarl, and says nothing; but among ``kwargs`` and options, which a
-    person wrote, it is a change from or to None.
+    A key that only one of them has is a new or a dropped one of another megarl, and says nothing; but among
+    ``kwargs`` and options, which a person wrote, it is a change from or to None.
     """
     changes: dict[str, tuple[Any, Any]] = {}
     for key in [key for key in before if key in now]:
@@ -76,7 +78,8 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
 
 
 def _by_place(old: Any, new: Any) -> tuple[Any, Any]:
-    """Lists of as many sections as mappings by place, so that what differs in one of them is named; anything else as it is."""
+    """Lists of as many sections as mappings by place, so that what differs in one of them is named; anything
+    else as it is."""
     both = (old, new)
     if all(isinstance(value, list) and len(value) == len(old) and all(isinstance(each, Mapping) for each in value) for value in both):
         return {str(place): each for place, each in enumerate(old)}, {str(place): each for place, each in enumerate(new)}
@@ -93,7 +96,8 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint:
         accepted: ``checkpointing.accept_changes``.
 
     Raises:
-        ConfigError: a change cannot take effect, or breaks what the run was promised to be and is not accepted.
+        ConfigError: a change cannot take effect, or breaks what the run was promised to be and is not
+        accepted.
     """
     changes, models = changed_keys(before, now), tuple(model_sections(now).items())
     trained = [path for path, section in models if section.is_trained]

@@ -1,8 +1,8 @@
 """The arguments of a user's reward function: what each parameter is given, by its name.
 
-A function may be written for megarl, for verl's ``compute_score``, for TRL's ``reward_funcs`` or for verifiers' rubrics: the names of its
-parameters say what they are to hold. Parameters that hold values of several responses (``completions``) get lists of one, and the function
-returns a list of one.
+A function may be written for megarl, for verl's ``compute_score``, for TRL's ``reward_funcs`` or for
+verifiers' rubrics: the names of its parameters say what they are to hold. Parameters that hold values of
+several responses (``completions``) get lists of one, and the function returns a list of one.
 """
 
 from __future__ import annotations
@@ -64,14 +64,15 @@ _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEY
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """How a reward function is called.
+    """The arguments of a call of a reward function.
 
     Attributes:
         positional, keywords: names of the parameters that are given, in their order.
-        takes_rest: it has ``**kwargs``, which get what no parameter names: columns of the record, and what the caller gives that the
-            function was written for.
+        takes_rest: it has ``**kwargs``, which get what no parameter names: columns of the record, and what
+            the caller gives that the function was written for.
         is_of_several: it takes lists of responses and returns a list of numbers.
-        takes_messages: of a conversation, a response is a list of messages to it, as to TRL's and verifiers' functions.
+        takes_messages: of a conversation, a response is a list of messages to it, as to TRL's and verifiers'
+        functions.
     """
 
     positional: tuple[str, ...]
@@ -82,13 +83,14 @@ class Arguments:
 
     @property
     def wants_record(self) -> bool:
-        """Whether it reads more than the response and the reference answer."""
+        """True if it reads more than the response and the reference answer."""
         read = {SEVERAL.get(name) or SINGLE.get(name) for name in (*self.positional, *self.keywords)}
         return self.takes_rest or not read <= {RESPONSE, ANSWER}
 
 
 def arguments_of(function: Callable[..., Any]) -> Arguments:
-    """Return how a reward function is called. Whether its names are known is ``unknown_parameters``' to say."""
+    """Return how a reward function is called. Whether its names are known is ``unknown_parameters``' to
+    say."""
     parameters = _parameters_of(function)
     if parameters is None:
         return Arguments((RESPONSE, ANSWER), ())
@@ -118,7 +120,7 @@ def unknown_parameters(function: Callable[..., Any], columns: Collection[str] = 
 
 
 def takes_a_response(function: Callable[..., Any]) -> bool:
-    """Whether a function reads the response, without which it can score nothing."""
+    """Return whether a function reads the response, without which it can score nothing."""
     arguments = arguments_of(function)
     names = (*arguments.positional, *arguments.keywords)
     return any((SEVERAL.get(name) or SINGLE.get(name)) in (RESPONSE, STATE) for name in names)
@@ -153,7 +155,8 @@ def values_for(arguments: Arguments, values: Mapping[str, Any], columns: Mapping
 
 
 def _value(name: str, arguments: Arguments, values: Mapping[str, Any], columns: Mapping[str, Any]) -> Any:
-    # A field of the data that is called so is what the function was written for: verl's extra_info, TRL's ground_truth.
+    # A field of the data that is called so is what the function was written for: verl's extra_info, TRL's
+    # ground_truth.
     if name in columns and SINGLE.get(name) not in (RESPONSE, PROMPT, STATE):
         found = columns[name]
     elif name in SEVERAL:

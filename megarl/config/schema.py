@@ -1,4 +1,5 @@
-"""Checks a configuration against the TypedDicts: types, missing keys, unknown keys. Rules between keys are in ``megarl.config.rules``."""
+"""Checks a configuration against the TypedDicts: types, missing keys, unknown keys. Rules between keys are in
+``megarl.config.rules``."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def check_run(config: Mapping[str, Any]) -> list[Violation]:
 
 
 def _violations_of_model(config: Mapping[str, Any], path: str, model: ModelSection, known: set[str]) -> Iterator[Violation]:
-    """Yield the violations of the shape of a section that takes from ``policy`` what it does not say, but those that it takes from there.
+    """Yield the violations of the shape of a section that takes from ``policy`` what it does not say, but
+    those that it takes from there.
 
     Args:
         config: of the run.
@@ -141,7 +143,8 @@ def check_section(config: Mapping[str, Any], section: Any, prefix: str = "") -> 
 
 
 def _steps(config: Any, fault: Any) -> Steps:
-    """A checker's location, each part with whether it is a step in ``config``; the others name a member of a union."""
+    """A checker's location, each part with whether it is a step in ``config``; the others name a member of a
+    union."""
     steps: list[tuple[int | str, bool]] = []
     current = config
     for position, part in enumerate(fault["loc"]):
@@ -158,7 +161,8 @@ def _steps(config: Any, fault: Any) -> Steps:
 
 
 def _likeliest_members(located: list[tuple[Steps, Any]]) -> list[tuple[Steps, Any]]:
-    """Keep, of the members of a union, the faults of the one most likely meant: that fits deepest, then has fewest faults."""
+    """Keep, of the members of a union, the faults of the one most likely meant: that fits deepest, then has
+    fewest faults."""
     kept = located
     for level in range(max((len(steps) for steps, _ in located), default=0)):
         members: dict[Steps, dict[int | str, list[tuple[Steps, Any]]]] = {}
@@ -221,7 +225,8 @@ def _reads_as_number_or_flag(text: str) -> bool:
 
 
 def nearest(path: str, known: Iterable[str]) -> str | None:
-    """The allowed dotted path that was most likely meant: a key of like name in the same section, else one of the same name elsewhere."""
+    """The allowed dotted path that was most likely meant: a key of like name in the same section, else one of
+    the same name elsewhere."""
     parent, _, name = path.rpartition(".")
     paths = list(known)
     siblings = {other.rpartition(".")[2]: other for other in paths if other.rpartition(".")[0] == parent}

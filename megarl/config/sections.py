@@ -1,4 +1,5 @@
-"""The shape of a run's configuration: one TypedDict a section. The policy's own section is in ``megarl.config.policy``."""
+"""The shape of a run's configuration: one TypedDict a section. The policy's own section is in
+``megarl.config.policy``."""
 
 from __future__ import annotations
 
@@ -155,7 +156,7 @@ class SamplesConfig(TypedDict):
 
 
 class LoggerConfig(TypedDict):
-    """Where metrics go besides ``metrics.jsonl``, which is always written, and what is kept of samples."""
+    """Sinks of metrics besides ``metrics.jsonl``, which is always written, and the samples that are kept."""
 
     log_dir: NotRequired[
         Annotated[str, Key("where TensorBoard, Weights & Biases and sinks of your own put their files; the run's directory when absent.")]
@@ -241,10 +242,10 @@ class ClusterConfig(TypedDict):
 
 
 class DeadlinesConfig(TypedDict):
-    """Bounds in seconds for the phases of a run. A phase that takes longer ends the run with exit code 4, and with the stacks
-    of the workers. A phase has ``multiple`` times the slowest of its last ten, at least ``least_s`` and at most its own key; the first
-    time, of which nothing is measured, it has ``first_s``. Workers that are stopped, or that all stand still, are not given so long, see
-    ``least_s``."""
+    """Bounds in seconds for the phases of a run. A phase that takes longer ends the run with exit code 4, and
+    with the stacks of the workers. A phase has ``multiple`` times the slowest of its last ten, at least
+    ``least_s`` and at most its own key; the first time, of which nothing is measured, it has ``first_s``.
+    Workers that are stopped, or that all stand still, are not given so long, see ``least_s``."""
 
     init_s: NotRequired[
         Annotated[

@@ -14,8 +14,8 @@ def _read(name: str) -> Mapping[str, dict[str, Any]]:
 
 
 KNOWN_MODELS = _read("known_models.json")
-"""Published sizes of much-used models: content of ``config.json`` by Hugging Face id, without what neither the rules, the memory plan nor
-the converters read. A dry run sizes them before anything is downloaded."""
+"""Published sizes of much-used models: content of ``config.json`` by Hugging Face id, without what neither
+the rules, the memory plan nor the converters read. A dry run sizes them before anything is downloaded."""
 FOREIGN_KEYS: Mapping[str, Mapping[str, str]] = _read("other_trainers.json")
-"""By trainer, or an earlier megarl: its dotted key to megarl's key, of which the value is the same, or to a sentence. ``{value}`` is what
-stands at the key, ``{algorithm}`` the section of the run's algorithm."""
+"""By trainer, or an earlier megarl: its dotted key to megarl's key, of which the value is the same, or to a
+sentence. ``{value}`` is what stands at the key, ``{algorithm}`` the section of the run's algorithm."""

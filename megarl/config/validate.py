@@ -1,4 +1,5 @@
-"""All checks of a configuration in one go: shape, rules between keys, and the model on disk. Every violation is reported at once."""
+"""All checks of a configuration in one go: shape, rules between keys, and the model on disk. Every violation
+is reported at once."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def _violations(completed: Config, found: list[Violation], after: list[Violation
     Args:
         completed: with its defaults.
         found: violations of its shape as it was given; they are reported.
-        after: those of its shape with defaults: what follows from a value of the wrong type is of the wrong type too.
+        after: those of its shape with defaults: what follows from a value of the wrong type is of the wrong
+        type too.
     """
     faulty = {violation.key for violation in (*found, *after) if violation.value is not ABSENT}
     facts, model_violations = facts_or_violations(completed[POLICY], faulty)
@@ -113,7 +115,8 @@ def _violations(completed: Config, found: list[Violation], after: list[Violation
 
 
 def facts_or_violations(policy: Any, faulty: set[str], path: str = POLICY) -> tuple[ModelFacts | None, list[Violation]]:
-    """The sizes of the model that a section names, as far as they are on this disk, and what is wrong with it.
+    """The sizes of the model that a section names, as far as they are on this disk, and what is wrong with
+    it.
 
     Args:
         policy: the section, which need not be one.

@@ -1,4 +1,5 @@
-"""Validation sets as the configuration has them: which sources make one, what it is called, and how answers to its prompts are sampled."""
+"""Validation sets as the configuration has them: which sources make one, what it is called, and how answers
+to its prompts are sampled."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ TEMPERATURE: Final = "val_temperature"
 TOP_P: Final = "val_top_p"
 TOP_K: Final = "val_top_k"
 SAMPLING_KEYS: Final = (GENERATIONS, TEMPERATURE, TOP_P, TOP_K)
-"""Keys of a validation source that hold for its whole set; absent, they are those of the algorithm's section and of the generation."""
+"""Keys of a validation source that hold for its whole set; absent, they are those of the algorithm's section
+and of the generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +46,15 @@ class SetPlan:
 
     @property
     def sampling(self) -> Mapping[str, Any] | None:
-        """How tokens are drawn, in the words of a generation configuration; None for greedy answers."""
+        """Return the sampling of tokens in the words of a generation configuration; None for greedy
+        responses."""
         if self.temperature == 0:
             return None
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
     @property
     def drawn(self) -> str:
-        """How answers are drawn, in words."""
+        """Describe how responses are sampled."""
         if self.temperature == 0:
             return "greedy"
         top_k = "" if self.top_k is None else f", top-k {self.top_k}"
@@ -67,7 +70,8 @@ class _Members:
 
 
 def set_name(source: DataSource) -> str:
-    """Name of the set of a validation source: ``val_set``, else the end of its name or path, as far as metrics can bear it."""
+    """Name of the set of a validation source: ``val_set``, else the end of its name or path, as far as
+    metrics can bear it."""
     given = source.get("val_set")
     if given is not None:
         return str(given)

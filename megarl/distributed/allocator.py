@@ -1,4 +1,4 @@
-"""What the environment says of torch's allocator on CUDA devices, and what megarl adds to it."""
+"""Settings of torch's allocator on CUDA devices: those of the environment, and those that megarl adds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class AllocatorOptions:
 
     @staticmethod
     def of_environment() -> AllocatorOptions:
-        """Those that torch finds in this process's environment; none of the older variable where nothing is set."""
+        """Read the settings that torch finds in this process's environment; the older variable adds none
+        where it is not set."""
         variable = next((name for name in VARIABLES if env.text(name)), VARIABLES[-1])
         parts = (part.strip() for part in (env.text(variable) or "").split(","))
         return AllocatorOptions(variable, tuple(part for part in parts if part))
@@ -37,7 +38,7 @@ class AllocatorOptions:
 
     @property
     def expandable(self) -> bool | None:
-        """Whether segments may grow; None where nothing is said of it."""
+        """Return whether segments may grow; None if no setting says so."""
         said = [part.partition(":")[2].strip().lower() for part in self.parts if _name(part) == _EXPANDABLE]
         return said[-1] == "true" if said else None
 
@@ -56,7 +57,8 @@ def _name(part: str) -> str:
 
 
 def fast_pinning() -> dict[str, str]:
-    """Environment with which torch takes page-locked memory on several threads: the first offload of a model waits for it.
+    """Environment with which torch takes page-locked memory on several threads: the first offload of a model
+    waits for it.
 
     On an H200 8.6 GB/s instead of 2.5. What this environment says of torch's allocator stays.
     """

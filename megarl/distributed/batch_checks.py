@@ -1,5 +1,5 @@
-"""Checks of a batch on the driver, before any worker is called: keys, shapes, dtypes, values. Each error names the key, what was expected
-and what came."""
+"""Checks of a batch on the driver, before any worker is called: keys, shapes, dtypes, values. Each error
+names the key, what was expected and what came."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def _length_problems(lengths: Any, rows: int, width: int, max_length: int, max_l
 
 
 def check_scored_tokens(data: Mapping[str, Any], key: str, vocab_size: int) -> None:
-    """Refuse a column of further tokens to be scored that a worker could not use: no rank has a column for one out of range, and its
-    logit would count as 0.
+    """Refuse a column of further tokens to be scored that a worker could not use: no rank has a column for
+    one out of range, and its logit would count as 0.
 
     Args:
         data: a batch that ``check_batch`` has passed.
@@ -101,7 +101,8 @@ def check_scored_tokens(data: Mapping[str, Any], key: str, vocab_size: int) -> N
 
 
 def check_sequence_dimension(data: Mapping[str, Any]) -> None:
-    """Refuse a batch of which a tensor has other rows or columns than its ``input_ids``; what a worker asks of what it is given itself.
+    """Refuse a batch of which a tensor has other rows or columns than its ``input_ids``; what a worker asks
+    of what it is given itself.
 
     Args:
         data: of a data-parallel rank; one without ``input_ids`` passes.

@@ -1,7 +1,8 @@
-"""A dictionary of columns with one row a sample: joining, sharding over data-parallel ranks, micro-batching, and its collectives.
+"""A dictionary of columns with one row a sample: joining, sharding over data-parallel ranks, micro-batching,
+and its collectives.
 
-Columns are tensors, or lists with one item a row. The collectives take data of different size on each rank, in any process group, on the
-device that its backend serves.
+Columns are tensors, or lists with one item a row. The collectives take data of different size on each rank,
+in any process group, on the device that its backend serves.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def rebalance_nd_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) 
     """The rows of all ranks, stacked in rank order, on every rank.
 
     Args:
-        tensor: ``[rows, ...]``, the number of rows may differ between ranks (also be 0); the other dimensions and the dtype may not.
+        tensor: ``[rows, ...]``, the number of rows may differ between ranks (also be 0); the other dimensions
+        and the dtype may not.
         group: process group, None for the default one.
 
     Returns:
@@ -73,7 +75,8 @@ def gather_jagged_object_lists(objects: list[ObjectT], group: dist.ProcessGroup 
 
 
 def _gather_row_counts(tensor: Tensor, group: dist.ProcessGroup | None) -> list[int]:
-    """Rows on every rank. All ranks see all shapes, so that all raise the same error where one would otherwise wait for ever."""
+    """Rows on every rank. All ranks see all shapes, so that all raise the same error where one would
+    otherwise wait indefinitely."""
     known = tensor.dtype in _DTYPES and 1 <= tensor.ndim <= _MAX_DIMENSIONS
     header = [_DTYPES.index(tensor.dtype) if known else -1, tensor.ndim, *list(tensor.shape)[:_MAX_DIMENSIONS]]
     header += [0] * (_MAX_DIMENSIONS + 2 - len(header))
@@ -123,18 +126,21 @@ def count_rows(columns: Mapping[str, Any]) -> int:
 
 
 def take_rows(value: Any, rows: Sequence[int]) -> Any:
-    """The given rows, in that order; always a copy for tensors, since a view would carry its whole storage along when it is pickled."""
+    """The given rows, in that order; always a copy for tensors, since a view would carry its whole storage
+    along when it is pickled."""
     if isinstance(value, Tensor):
         return value.index_select(0, torch.as_tensor(rows, dtype=torch.int64, device=value.device))
     return [value[row] for row in rows]
 
 
 def join_rows(key: str, values: Sequence[Any], pad_value: float) -> Any:
-    """One column out of many: lists joined; tensors joined along dim 0 and right-padded along dim 1 to the longest.
+    """One column out of many: lists joined; tensors joined along dim 0 and right-padded along dim 1 to the
+    longest.
 
     Args:
         key: for messages.
-        values: all lists, or all tensors with the same number of dimensions and the same dimensions from dim 2 on.
+        values: all lists, or all tensors with the same number of dimensions and the same dimensions from dim
+        2 on.
         pad_value: written on the padding.
 
     Raises:
@@ -176,13 +182,17 @@ DictT = TypeVar("DictT", bound=Mapping[str, Any])
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
-    """Columns of equal length: tensors ``[B, ...]`` whose dim 1, if any, is the sequence dimension, or lists of B items.
+    """Columns of equal length: tensors ``[B, ...]`` whose dim 1, if any, is the sequence dimension, or lists
+    of B items.
 
     Attributes:
-        micro_batch_indices: for each global batch, ``[start, end]`` of each micro-batch, counted from the first row of that global batch;
-            None unless the batch came from dynamic batching or sequence packing.
-        micro_batch_lengths: for each global batch, the padded row length (dynamic) or padded total length (packed) of each micro-batch.
-        elem_counts_per_gb: for each global batch, its number of rows here; None unless the batch came from sequence packing.
+        micro_batch_indices: for each global batch, ``[start, end]`` of each micro-batch, counted from the
+            first row of that global batch; None unless the batch came from dynamic batching or sequence
+            packing.
+        micro_batch_lengths: for each global batch, the padded row length (dynamic) or padded total length
+        (packed) of each micro-batch.
+        elem_counts_per_gb: for each global batch, its number of rows here; None unless the batch came from
+        sequence packing.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -192,7 +202,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         self.elem_counts_per_gb: list[int] | None = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # of all protocols, 5 alone hands the bytes of arrays over without a copy; copy.deepcopy takes an older one
+        # of all protocols, 5 alone hands the bytes of arrays over without a copy; copy.deepcopy takes an
+        # older one
         if protocol < _OUT_OF_BAND:
             return super().__reduce_ex__(protocol)
         attributes = {name: value for name, value in vars(self).items() if name != "data"}
@@ -222,7 +233,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return joined
 
     def all_gather(self, group: dist.ProcessGroup | None) -> Self:
-        """The rows of all ranks of ``group`` in rank order, on every rank; ranks may hold different numbers of rows.
+        """The rows of all ranks of ``group`` in rank order, on every rank; ranks may hold different numbers
+        of rows.
 
         Raises:
             BatchError: on every rank, if keys, dtypes or trailing dimensions differ.
@@ -320,7 +332,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return repeated
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cut every tensor that has a dimension ``dim`` to at most ``truncated_len`` along it, in place (views, no copies)."""
+        """Cut every tensor that has a dimension ``dim`` to at most ``truncated_len`` along it, in place
+        (views, no copies)."""
         for key, value in self.data.items():
             if isinstance(value, Tensor) and value.ndim > dim:
                 self.data[key] = value.narrow(dim, 0, min(truncated_len, value.shape[dim]))
@@ -328,8 +341,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def reorder_data(self, reordered_indices: Sequence[int] | Tensor) -> None:
         """Undo a reordering in place: what is row r now becomes row ``reordered_indices[r]``.
 
-        Given the order that ``shard_by_batch_size`` returned, this restores the original order of rows that were computed on the shards and
-        stacked in shard order.
+        Given the order that ``shard_by_batch_size`` returned, this restores the original order of rows that
+        were computed on the shards and stacked in shard order.
 
         Raises:
             BatchError: the indices are not a permutation of the rows.
@@ -379,23 +392,25 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]:
         """Distribute rows over shards. Rows are cut into chunks of ``batch_size`` first.
 
-        Each shard gets its part of every chunk, in chunk order. Without further arguments a part is a contiguous slice. With dynamic
-        batching or sequence packing, rows are placed by length, the shards carry their micro-batches, and the order of the rows is returned
-        too. No row is physically packed or truncated here.
+        Each shard gets its part of every chunk, in chunk order. Without further arguments a part is a
+        contiguous slice. With dynamic batching or sequence packing, rows are placed by length, the shards
+        carry their micro-batches, and the order of the rows is returned too. No row is physically packed or
+        truncated here.
 
         Args:
             shards: number of data-parallel shards.
             batch_size: rows of a chunk (a global batch); None takes all rows as one chunk.
-            allow_uneven_shards: accept any number of rows; shards have ``ceil(B / shards)`` rows, the last ones fewer. Needs
-                ``batch_size`` None; not for dynamic batching.
+            allow_uneven_shards: accept any number of rows; shards have ``ceil(B / shards)`` rows, the last
+                ones fewer. Needs ``batch_size`` None; not for dynamic batching.
             dynamic_batching_args, sequence_packing_args: at most one of them.
 
         Returns:
-            The shards; with either argument, also a list whose r-th entry is the original row that is row r of the stacked shards
-            (what ``reorder_data`` takes).
+            The shards; with either argument, also a list whose r-th entry is the original row that is row r
+            of the stacked shards (what ``reorder_data`` takes).
 
         Raises:
-            BatchError: (also an AssertionError) sizes do not divide, columns differ in size, or lengths are missing or out of range.
+            BatchError: (also an AssertionError) sizes do not divide, columns differ in size, or lengths are
+            missing or out of range.
             PackingError: (a ValueError) rows cannot be packed as asked.
         """
         dealt = self.deal(shards, batch_size, allow_uneven_shards, dynamic_batching_args, sequence_packing_args)
@@ -412,7 +427,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> list[DealtRows]:
-        """As ``shard_by_batch_size``, but no row is copied before it is sent to a worker, where it arrives as the same shard."""
+        """Shard by batch size without copying a row before it is sent; the worker receives the shard of
+        ``shard_by_batch_size``."""
         if dynamic_batching_args is not None and sequence_packing_args is not None:
             raise BatchError("dynamic_batching_args and sequence_packing_args cannot be passed together; leave one of them out")
         total = count_rows(self.data)
@@ -440,10 +456,12 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
         Args:
             batch_idx: number of the global batch.
-            batch_size: rows of each global batch on this shard; ignored for packed batches, which know their own sizes.
+            batch_size: rows of each global batch on this shard; ignored for packed batches, which know their
+            own sizes.
 
         Raises:
-            BatchError: there is no such global batch, or ``batch_size`` is missing or disagrees with the micro-batches.
+            BatchError: there is no such global batch, or ``batch_size`` is missing or disagrees with the
+            micro-batches.
         """
         if self.elem_counts_per_gb is not None:
             self._require_batch_number(batch_idx, len(self.elem_counts_per_gb))
@@ -471,7 +489,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """Micro-batches of ``microbatch_size`` rows, in order; their tensors are views.
 
         Raises:
-            BatchError: the rows do not divide by ``microbatch_size``. Raised at the call, not at the first step.
+            BatchError: the rows do not divide by ``microbatch_size``. Raised at the call, not at the first
+            step.
         """
         total = count_rows(self.data)
         if microbatch_size < 1 or total % microbatch_size:
@@ -589,7 +608,8 @@ class SlicedDataDict(BatchedDataDict[Mapping[str, Any]]):
 
 
 class DealtRows:
-    """Rows of a batch that are dealt to a worker. To other processes it travels as the shard that it stands for.
+    """Rows of a batch that are dealt to a worker. To other processes it travels as the shard that it stands
+    for.
 
     Args:
         batch: all rows.
@@ -620,7 +640,8 @@ class DealtRows:
 
 
 def with_columns(dealt: Sequence[DealtRows], keys: Collection[str]) -> list[DealtRows]:
-    """The same rows of a batch's columns ``keys`` alone, as far as it has them; those that were given where it has no others."""
+    """The same rows of a batch's columns ``keys`` alone, as far as it has them; those that were given where
+    it has no others."""
     batch = dealt[0]._batch
     kept = {key: value for key, value in batch.data.items() if key in keys}
     if len(kept) == len(batch.data):

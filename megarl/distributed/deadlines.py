@@ -1,4 +1,5 @@
-"""Deadlines of the calls of workers, by phase: bounds that follow from how long a phase has taken, and where a run is when one is late."""
+"""Deadlines of the calls of workers, by phase: bounds that follow from how long a phase has taken, and where
+a run is when one is late."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ _NAMES = {STEP: "train"}
 
 @dataclass
 class RunPosition:
-    """Where the driver of a run is; for the messages of workers that fail or are late.
+    """The driver's position in a run, for messages of workers that fail or are late.
 
     Attributes:
         step: number of the step that it is in; None before the first one, and without a run.
@@ -113,7 +114,8 @@ class Call:
         return cls(method, VALIDATE if position.validates and phase in _VALIDATED else phase, position.step)
 
     def __str__(self) -> str:
-        """For example ``train, step 12``, ``generate (validation), step 12``, ``save_checkpoint, step 12``."""
+        """For example ``train, step 12``, ``generate (validation), step 12``, ``save_checkpoint, step
+        12``."""
         name = _NAMES.get(self.phase, self.phase)
         parts = [name if self.phase != VALIDATE else f"{_NAMES.get(_PHASE_OF[self.method], _PHASE_OF[self.method])} (validation)"]
         if self.step is not None:
@@ -123,11 +125,12 @@ class Call:
 
 @dataclass
 class _Durations:
-    """What a phase has taken, seconds.
+    """Seconds that the calls of a phase have taken.
 
     Attributes:
         last: the last ten times.
-        first: by method, the slowest of the times that were the first one of new workers, which compile, allocate and connect.
+        first: by method, the slowest of the times that were the first one of new workers, which compile,
+        allocate and connect.
     """
 
     last: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -140,7 +143,8 @@ _kept: dict[str, _Measured] | None = None
 
 @contextlib.contextmanager
 def keeping_durations() -> Iterator[None]:
-    """Inside, a group of workers that is built anew knows what the phases of the group of its name took before it: one launch."""
+    """Inside, a group of workers that is built again knows what the phases of the group of its name took
+    before it: one launch."""
     global _kept
     before, _kept = _kept, {}
     try:
@@ -150,13 +154,14 @@ def keeping_durations() -> Iterator[None]:
 
 
 class PhaseDeadlines:
-    """How long a call may take: ``multiple`` times the slowest of the last ten of its phase, at least ``least_s``, at most the limit of the
-    phase.
+    """Bounds on the time of calls: ``multiple`` times the slowest of the last ten of a phase, at least
+    ``least_s``, at most the limit of the phase.
 
-    The first call of a method of new workers counts apart, because that is when they compile and allocate, which may take many times a
-    usual pass: it may take ``multiple`` times the slowest first call before, too. Where none was measured it has ``first_s``, at most the
-    limit of the phase. A bound of ``least_s`` would end healthy runs there; that workers stand still is seen after ``look_s`` all the
-    same. Other methods than those of phases have the limit of a step.
+    The first call of a method of new workers counts apart, because that is when they compile and allocate,
+    which may take many times a usual pass: it may take ``multiple`` times the slowest first call before, too.
+    Where none was measured it has ``first_s``, at most the limit of the phase. A bound of ``least_s`` would
+    end healthy runs there; that workers stand still is seen after ``look_s`` all the same. Other methods than
+    those of phases have the limit of a step.
 
     Args:
         limits: seconds by phase; one that is absent has the limit of a step.
@@ -179,11 +184,12 @@ class PhaseDeadlines:
 
     @classmethod
     def of(cls, section: DeadlinesConfig, name: str = "") -> PhaseDeadlines:
-        """As the section ``deadlines`` of a configuration says.
+        """Make them from the section ``deadlines`` of a configuration.
 
         Args:
             section: of the configuration.
-            name: of the group of workers, by which ``keeping_durations`` keeps what is measured; "" keeps nothing.
+            name: of the group of workers, by which ``keeping_durations`` keeps what is measured; "" keeps
+            nothing.
         """
         measured = _kept.setdefault(name, {}) if _kept is not None and name else None
         limits = {phase: at(section, f"{phase}_s") for phase in PHASES}
@@ -191,12 +197,13 @@ class PhaseDeadlines:
 
     @property
     def longest_s(self) -> float:
-        """What no call may exceed, seconds."""
+        """Return the seconds that no call may exceed."""
         return max(self._limits.values())
 
     @property
     def look_s(self) -> float:
-        """After how many seconds without an answer workers are given up that are stopped, or that all stand still."""
+        """After how many seconds without an answer workers are given up that are stopped, or that all stand
+        still."""
         return self._least_s
 
     def new_workers(self) -> None:
@@ -205,7 +212,7 @@ class PhaseDeadlines:
         self._counted.clear()
 
     def bound_s(self, call: Call) -> float:
-        """What a call may take, seconds from its beginning on."""
+        """Return the seconds that a call may take from its beginning."""
         return self._bound(call)[0]
 
     def key(self, call: Call) -> str:

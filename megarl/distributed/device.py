@@ -1,4 +1,5 @@
-"""The runtime: the one place that knows whether this process computes on a CPU (gloo) or on a CUDA device (NCCL)."""
+"""The runtime: the one place that knows whether this process computes on a CPU (gloo) or on a CUDA device
+(NCCL)."""
 
 from __future__ import annotations
 
@@ -24,16 +25,19 @@ from megarl.distributed import nvml
 from megarl.errors import ConfigError, Violation
 
 MEBIBYTE = 1024 * 1024
+# What cuBLAS, Transformer Engine and NCCL read when they start: the values with which they give the same
+# bits, the preferred one first.
 _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",), "NCCL_ALGO": ("Ring",)}
-"""What cuBLAS, Transformer Engine and NCCL read when they start: the values with which they give the same bits, the preferred one first."""
 
 FULL_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0"}
-"""Environment in which cuBLAS rounds no operand of a float32 product to TF32, whoever calls it; read when it starts."""
+"""Environment in which cuBLAS rounds no operand of a float32 product to TF32, whoever calls it; read when it
+starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFigures:
-    """Memory of this process in MiB: on a CUDA device the allocator's figures, on a CPU the resident set and its peak."""
+    """Memory of this process in MiB: on a CUDA device the allocator's figures, on a CPU the resident set and
+    its peak."""
 
     allocated_mb: float
     reserved_mb: float
@@ -67,14 +71,16 @@ class DeviceRuntime:
             torch.cuda.set_device(self.device)
 
     def set_arithmetic(self, *, deterministic: bool = False) -> None:
-        """State how a CUDA device adds up, whatever torch's defaults are; to be called before the process group is joined.
+        """State how a CUDA device adds up, whatever torch's defaults are; to be called before the process
+        group is joined.
 
-        16-bit products are added up in float32: by default cuBLAS may add the parts of a product that it has split in 16 bits. Float32
-        products are not rounded to TF32; for those of Transformer Engine see ``FULL_FLOAT32``. On a CPU this does nothing.
+        16-bit products are added up in float32: by default cuBLAS may add the parts of a product that it has
+        split in 16 bits. Float32 products are not rounded to TF32; for those of Transformer Engine see
+        ``FULL_FLOAT32``. On a CPU this does nothing.
 
         Args:
-            deterministic: only kernels that give the same bits every time, and one order of addition in NCCL. An operation that has no such
-                kernel raises RuntimeError. Not yet seen on a GPU.
+            deterministic: only kernels that give the same bits every time, and one order of addition in NCCL.
+                An operation that has no such kernel raises RuntimeError. Not yet seen on a GPU.
 
         Raises:
             ConfigError: a variable that decides it is set to something else.
@@ -95,7 +101,8 @@ class DeviceRuntime:
                 bound = f"the environment has {name} = {found}, with which the same run may give other bits"
                 raise ConfigError([Violation("policy.deterministic", True, bound, f"unset {name}, or set it to {values[0]}")])
             env.set_variables({name: found})
-        # the backward passes of these two kinds of attention have no deterministic kernel; FlashAttention's has one
+        # the backward passes of these two kinds of attention have no deterministic kernel; FlashAttention's
+        # has one
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.use_deterministic_algorithms(True)
@@ -130,14 +137,16 @@ class DeviceRuntime:
         return MemoryFigures(resident, resident, peak, peak)
 
     def free_memory(self) -> int:
-        """Memory of a CUDA device that no process has, bytes, as NVML sees it; where that does not answer, as CUDA does."""
+        """Memory of a CUDA device that no process has, bytes, as NVML sees it; where that does not answer, as
+        CUDA does."""
         try:
             return int(nvml.get_free_memory_bytes(self.device.index))
         except RuntimeError:
             return int(torch.cuda.mem_get_info(self.device)[0])
 
     def memory_limit(self) -> int:
-        """Memory that this process may have at most, bytes: all of a CUDA device, on a CPU the memory of the machine or less."""
+        """Memory that this process may have at most, bytes: all of a CUDA device, on a CPU the memory of the
+        machine or less."""
         if self.is_cuda:
             return int(torch.cuda.get_device_properties(self.device).total_memory)
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -145,15 +154,16 @@ class DeviceRuntime:
         return machine if limit == resource.RLIM_INFINITY else min(machine, limit)
 
     def has_room(self, size: int, left: float) -> bool:
-        """Whether a CUDA device has ``size`` bytes, and beside them the share ``left`` of its memory, free for this process; on a CPU
-        never: it has no memory but the host's."""
+        """Return whether a CUDA device has ``size`` bytes, and beside them the share ``left`` of its memory,
+        free for this process; on a CPU never: it has no memory but the host's."""
         if not self.is_cuda:
             return False
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return self.free_memory() + unused - size >= left * torch.cuda.get_device_properties(self.device).total_memory
 
     def gpu_figures(self) -> dict[str, float]:
-        """``free_memory_mb``, ``power_w`` and ``utilization_percent`` of a CUDA device, as far as NVML says them; nothing on a CPU."""
+        """``free_memory_mb``, ``power_w`` and ``utilization_percent`` of a CUDA device, as far as NVML says
+        them; nothing on a CPU."""
         if not self.is_cuda:
             return {}
         try:
@@ -164,7 +174,8 @@ class DeviceRuntime:
         return {name: value for name, value in figures.items() if value is not None}
 
     def facts(self, named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-        """Rank, device, memory figures (MiB) and the first of some parameters as a sample; needs torch.distributed."""
+        """Rank, device, memory figures (MiB) and the first of some parameters as a sample; needs
+        torch.distributed."""
         name, parameter = next(iter(named_parameters))
         local_rank = env.integer("LOCAL_RANK", 0)
         figures = self.memory()
@@ -189,12 +200,14 @@ class DeviceRuntime:
         }
 
     def reset_peak_memory(self) -> None:
-        """Start peak figures anew (on a CPU the kernel keeps the peak of the whole process; nothing to reset)."""
+        """Start peak figures again (on a CPU the kernel keeps the peak of the whole process; nothing to
+        reset)."""
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def identity(self) -> str:
-        """Return what tells this device from every other one: the UUID of a GPU as NVML has it, the process of a CPU worker."""
+        """Return what tells this device from every other one: the UUID of a GPU as NVML has it, the process
+        of a CPU worker."""
         if self.is_cuda:
             with contextlib.suppress(RuntimeError):
                 return nvml.get_device_uuid(self.device.index)
@@ -245,7 +258,8 @@ class Stopwatch:
 
 
 def sent_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on ``device``. The host does not wait for what is on its way to a CUDA device: it copies from page-locked memory."""
+    """The tensor on ``device``. The host does not wait for what is on its way to a CUDA device: it copies
+    from page-locked memory."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -271,7 +285,8 @@ def wanted_device() -> str:
 
 
 def will_use_cuda() -> bool:
-    """Whether ``runtime`` will choose a CUDA device, without making CUDA ready: processes that fork afterwards may still use it."""
+    """Return whether ``runtime`` will choose a CUDA device, without initializing CUDA: processes that fork
+    afterwards may still use it."""
     # is_available() may initialise the driver; this asks NVML
     return wanted_device() != "cpu" and torch.cuda.device_count() > 0
 
@@ -280,8 +295,9 @@ def will_use_cuda() -> bool:
 def runtime() -> DeviceRuntime:
     """The runtime of this process.
 
-    ``MEGARL_DEVICE`` (``auto``, ``cpu``, ``cuda``) decides, because it is read before there is a configuration; ``auto`` means CUDA where
-    there is one. The CUDA device is ``LOCAL_RANK`` modulo the devices this process can see.
+    ``MEGARL_DEVICE`` (``auto``, ``cpu``, ``cuda``) decides, because it is read before there is a
+    configuration; ``auto`` means CUDA where there is one. The CUDA device is ``LOCAL_RANK`` modulo the
+    devices this process can see.
     """
     wanted = wanted_device()
     available = torch.cuda.is_available()
@@ -293,17 +309,20 @@ def runtime() -> DeviceRuntime:
 
 
 def runtime_on(device: torch.device) -> DeviceRuntime:
-    """The runtime of a device that somebody else has chosen; a CUDA device without an index is the current one of this process."""
+    """The runtime of a device that somebody else has chosen; a CUDA device without an index is the current
+    one of this process."""
     if device.type != "cuda":
         return DeviceRuntime(device, "gloo")
     index = torch.cuda.current_device() if device.index is None else device.index
     return DeviceRuntime(torch.device("cuda", index), "nccl")
 
 
-# what allocators without an error class of their own say: torch's on a CPU, and C++'s where it comes through torch
+# what allocators without an error class of their own say: torch's on a CPU, and C++'s where it comes through
+# torch
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that there was no memory, on a CPU or on a GPU, in this process or as another one's text."""
+    """Return whether ``error`` says that there was no memory, on a CPU or on a GPU, in this process or as
+    another one's text."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error).lower() for sign in _NO_MEMORY)

@@ -1,6 +1,8 @@
-"""Temporary directories that bear the name of the process they belong to, so that the next start can remove those of dead runs.
+"""Temporary directories that bear the name of the process they belong to, so that the next start can remove
+those of dead runs.
 
-A run removes its own in the end, or its keeper does; where both were killed, as with a whole control group, nobody is left to.
+A run removes its own in the end, or its keeper does; where both were killed, as with a whole control group,
+nobody is left to.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ OWNER_FILE = ".owner.json"
 
 
 def owned_directory(parent: str | Path, prefix: str = PREFIX) -> Path:
-    """Make a temporary directory that this user alone can enter, and that belongs to this process; sweep those of dead ones beside it.
+    """Make a temporary directory that this user alone can enter, and that belongs to this process; sweep
+    those of dead ones beside it.
 
     Raises:
         OSError: it cannot be made.
@@ -49,7 +52,8 @@ def keep(directory: Path) -> None:
 def sweep(parent: Path) -> list[Path]:
     """Remove this user's directories there whose processes have certainly ended, and return them.
 
-    Those of another machine or container, whose processes cannot be seen here, stay, and so do those that name no owner.
+    Those of another machine or container, whose processes cannot be seen here, stay, and so do those that
+    name no owner.
     """
     removed = []
     for directory in sorted(parent.glob(f"{PREFIX}*")):
@@ -77,7 +81,8 @@ def _is_abandoned(directory: Path) -> bool:
 
 
 def _identity(process: int) -> dict[str, Any]:
-    """What tells a process from all others: number, time of its start, and where numbers of processes mean the same. Start 0 for none.
+    """Return what identifies a process: its number, the time of its start, and the namespace of numbers.
+    Start 0 for none.
 
     Raises:
         OSError: this system does not say.
@@ -97,7 +102,8 @@ def _identity(process: int) -> dict[str, Any]:
 
 
 def _is_used(directory: Path) -> bool:
-    """Whether a process names the directory on its command line, as those of Ray do that outlive a killed driver for a while."""
+    """Return whether a process names the directory on its command line, as those of Ray do that outlive a
+    killed driver for a while."""
     name = os.fsencode(directory)
     for line in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

@@ -21,15 +21,16 @@ class ShardingIndexError(MegarlError, IndexError):
 class NamedSharding:
     """Ranks arranged in an n-dimensional grid whose axes have names.
 
-    Example: ``NamedSharding(numpy.arange(4).reshape(2, 2), ["data_parallel", "tensor_parallel"])`` puts rank 2 at data_parallel 1,
-    tensor_parallel 0.
+    Example: ``NamedSharding(numpy.arange(4).reshape(2, 2), ["data_parallel", "tensor_parallel"])`` puts rank
+    2 at data_parallel 1, tensor_parallel 0.
 
     Args:
         layout: array, or nested lists, of distinct ranks. Floats with whole values are accepted.
         names: one distinct name an axis.
 
     Raises:
-        ShardingError: (a ValueError) the names do not match the layout, or the layout holds something else than distinct ranks.
+        ShardingError: (a ValueError) the names do not match the layout, or the layout holds something else
+        than distinct ranks.
     """
 
     def __init__(self, layout: Sequence[Any] | np.ndarray, names: Sequence[str]) -> None:
@@ -94,7 +95,8 @@ class NamedSharding:
         return sorted(int(rank) for rank in np.ravel(selected))
 
     def get_ranks(self, **coords: int) -> NamedSharding | int:
-        """The sub-grid at the given coordinates, over the axes that are not named; a plain rank when all axes are named.
+        """The sub-grid at the given coordinates, over the axes that are not named; a plain rank when all axes
+        are named.
 
         Raises:
             ShardingError: an axis name is unknown.

@@ -1,4 +1,5 @@
-"""Choice of the node that takes each part of a virtual cluster, and slots of a local Ray. Pure: no Ray here."""
+"""Choice of the node that takes each part of a virtual cluster, and slots of a local Ray. Pure: no Ray
+here."""
 
 from __future__ import annotations
 
@@ -46,10 +47,12 @@ class RayNode:
 
 
 def choose_nodes(counts: Sequence[int], bundle: Mapping[str, float], nodes: Sequence[RayNode]) -> list[RayNode]:
-    """A node for each entry of ``counts``, each another one, in the order of ``nodes`` as far as their sizes allow.
+    """A node for each entry of ``counts``, each another one, in the order of ``nodes`` as far as their sizes
+    allow.
 
-    Neighbours in ``nodes`` so become neighbours in rank. Nodes with too little for an entry are left to smaller ones. Where something is
-    taken already, free nodes come first; where all is taken, the answer is that of an idle cluster, and the caller waits.
+    Neighbours in ``nodes`` so become neighbours in rank. Nodes with too little for an entry are left to
+    smaller ones. Where something is taken already, free nodes come first; where all is taken, the answer is
+    that of an idle cluster, and the caller waits.
 
     Args:
         counts: bundles of each part, all above 0.

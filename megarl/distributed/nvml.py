@@ -1,7 +1,7 @@
 """NVIDIA's management library: identity, free memory, power and use of the GPUs of this process.
 
-It counts the memory of every process on a GPU, which torch's allocator does not, and names a GPU alike in every process. A GPU is given by
-its index among those that this process can see, as torch counts them.
+It counts the memory of every process on a GPU, which torch's allocator does not, and names a GPU alike in
+every process. A GPU is given by its index among those that this process can see, as torch counts them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class GpuFigures:
     Attributes:
         free_mb: memory that no process has, MiB.
         power_w: drawn power, watts; None where the GPU does not say.
-        utilization_percent: share of the last sampling period (up to a second) in which a kernel ran; None where the GPU does not say.
+        utilization_percent: share of the last sampling period (up to a second) in which a kernel ran; None
+        where the GPU does not say.
     """
 
     free_mb: float
@@ -55,8 +56,8 @@ def nvml_context() -> Iterator[Any]:
 
 
 def count_devices() -> int:
-    """GPUs of this machine, also those that ``CUDA_VISIBLE_DEVICES`` hides; where NVML does not answer, those that the driver lists in
-    the file system, and 0 without a driver."""
+    """GPUs of this machine, also those that ``CUDA_VISIBLE_DEVICES`` hides; where NVML does not answer, those
+    that the driver lists in the file system, and 0 without a driver."""
     try:
         with nvml_context() as nvml:
             return int(_asked(nvml, nvml.nvmlDeviceGetCount))
@@ -68,7 +69,8 @@ def device_id_to_physical_device_id(device_id: int) -> int:
     """The driver's index of a GPU.
 
     Args:
-        device_id: its index among those that ``CUDA_VISIBLE_DEVICES`` names; without the variable the driver's own.
+        device_id: its index among those that ``CUDA_VISIBLE_DEVICES`` names; without the variable the
+        driver's own.
 
     Raises:
         RuntimeError: there is no such GPU, or the driver does not answer.
@@ -78,7 +80,8 @@ def device_id_to_physical_device_id(device_id: int) -> int:
 
 
 def get_device_uuid(device_idx: int) -> str:
-    """Return what names a GPU in every process: ``GPU-<uuid>``, of a part of one ``MIG-<uuid>``. Arguments and errors as above."""
+    """Return what names a GPU in every process: ``GPU-<uuid>``, of a part of one ``MIG-<uuid>``. Arguments
+    and errors as above."""
     with nvml_context() as nvml:
         found = _asked(nvml, lambda: nvml.nvmlDeviceGetUUID(_handle(nvml, device_idx)))
         return found.decode() if isinstance(found, bytes) else str(found)

@@ -1,9 +1,11 @@
-"""Parcels: what of a batch's columns travels to another process, and the columns made of it again there, equal to the bit.
+"""Parcels: what of a batch's columns travels to another process, and the columns made of it again there,
+equal to the bit.
 
-A tensor travels as a numpy array, whose bytes pickle hands over as they are (Ray writes them into its store in one copy, where every reader
-sees the same memory). What can be made anew at the other end stays behind: padding, if a column has one value there; 31 of the 32 bits of a
-mask of zeros and ones; all but one of the values of a row that are the same. What arrives is new memory, which may be written to: numpy
-arrays of Ray's store may not.
+A tensor travels as a numpy array, whose bytes pickle hands over as they are (Ray writes them into its store
+in one copy, where every reader sees the same memory). What can be made again at the other end stays behind:
+padding, if a column has one value there; 31 of the 32 bits of a mask of zeros and ones; all but one of the
+values of a row that are the same. What arrives is new memory, which may be written to: numpy arrays of Ray's
+store may not.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ import torch
 from torch import Tensor
 
 LENGTH_KEYS = ("input_lengths", "unpadded_sequence_lengths")
-"""Columns that say where the rows of the others end. Without one, the rows end where the first column with positions is zero to the end."""
+"""Columns that say where the rows of the others end. Without one, the rows end where the first column with
+positions is zero to the end."""
 
+# Share of the positions from which on padding stays behind; to pick out what is left costs about as much as
+# copying it.
 _LEAST_PADDING = 1 / 8
-"""Share of the positions from which on padding stays behind; to pick out what is left costs about as much as copying it."""
 
+# Values at the front of a column that are looked at before the whole of it.
 _FIRST = 64
-"""Values at the front of a column that are looked at before the whole of it."""
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -44,8 +48,8 @@ class Parcel:
 
     Attributes:
         dtype, shape: of the tensor.
-        form: ``whole``: all values; ``inside``: those of the positions in front of each row's end; ``bits``: the same, eight zeros or ones
-            a byte; ``row``: one value a row, which stands at all its positions.
+        form: ``whole``: all values; ``inside``: those of the positions in front of each row's end; ``bits``:
+            the same, eight zeros or ones a byte; ``row``: one value a row, which stands at all its positions.
         values: integers of the tensor's width, or uint8 for ``bits``.
         fill: what stands behind the ends of rows, an integer of the tensor's width.
     """
@@ -128,7 +132,8 @@ class Packer:
 
     @cached_property
     def _lengths(self) -> np.ndarray | None:
-        """Where the rows end, [B] int64; None where few positions are behind an end, or the lengths do not fit."""
+        """Return where the rows end, [B] int64; None if few positions are behind an end, or the lengths do
+        not fit."""
         wide = next((array for array in self._arrays.values() if array.ndim > 1), None)
         if wide is None:
             return None
@@ -162,7 +167,7 @@ def _form(array: np.ndarray, dtype: torch.dtype, padding: np.ndarray | None) -> 
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a column is a tensor that its values, type and shape describe wholly."""
+    """Return whether a column is a tensor that its values, type and shape describe wholly."""
     return (
         type(value) is Tensor
         and value.layout == torch.strided
@@ -173,7 +178,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _integers(tensor: Tensor) -> np.ndarray:
-    """A tensor's memory as integers, which are compared bit by bit and which numpy has for each of torch's types."""
+    """A tensor's memory as integers, which are compared bit by bit and which numpy has for each of torch's
+    types."""
     array: np.ndarray = tensor.view(_AS_INTEGERS[tensor.element_size()]).numpy()
     return array
 
@@ -197,7 +203,7 @@ def _ends(array: np.ndarray) -> np.ndarray:
 
 
 def _same_in_rows(array: np.ndarray) -> bool:
-    """Whether all positions of a row have one value, in every row."""
+    """Return whether all positions of a row have one value, in every row."""
     if array.strides[1] == 0:
         return True
     first = array[:, :1]
@@ -205,7 +211,7 @@ def _same_in_rows(array: np.ndarray) -> bool:
 
 
 def _is_binary(array: np.ndarray, one: int) -> bool:
-    """Whether there are zeros and ones alone."""
+    """Return whether there are zeros and ones alone."""
 
     def binary(values: np.ndarray) -> bool:
         return int(np.count_nonzero(values == 0)) + int(np.count_nonzero(values == one)) == values.size

@@ -1,8 +1,10 @@
-"""Calls of Ray, each of which has a bound in time: what starts, asks and ends things in a cluster goes through these functions.
+"""Calls of Ray, each of which has a bound in time: what starts, asks and ends things in a cluster goes
+through these functions.
 
-Ray's own calls have no bound where one of its processes is stopped or does not get to answer: ``ray.put`` waits for the raylet and
-``ray.nodes`` for the control process, in C++, where no signal is seen. So a thread beside looks at the calls that are under way, and
-whoever has asked for it (``bounded``) is told of one that has not come back. Outside of ``bounded`` nothing is looked at.
+Ray's own calls have no bound where one of its processes is stopped or does not get to answer: ``ray.put``
+waits for the raylet and ``ray.nodes`` for the control process, in C++, where no signal is seen. So a thread
+beside looks at the calls that are under way, and whoever has asked for it (``bounded``) is told of one that
+has not come back. Outside of ``bounded`` nothing is looked at.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _LOOK_SECONDS = 1.0
 
 
 class _Watch:
-    """The thread that looks, and by thread the call that is under way: when it is late, monotonic seconds; its bound; what it is."""
+    """The thread that looks, and by thread the call that is under way: when it is late, monotonic seconds;
+    its bound; what it is."""
 
     def __init__(self, least_s: float, on_late: Callable[[str], None]) -> None:
         self.least_s, self._on_late = least_s, on_late
@@ -69,7 +72,8 @@ def calling(what: str, may_take_s: float | None = 0.0) -> Iterator[None]:
 
     Args:
         what: for the message.
-        may_take_s: seconds that the call may wait by its own arguments, or that its phase has; None gives it no bound.
+        may_take_s: seconds that the call may wait by its own arguments, or that its phase has; None gives it
+        no bound.
     """
     watch = _watch
     if watch is None or may_take_s is None:
@@ -105,7 +109,8 @@ def wait(references: Sequence[Any], num_returns: int, timeout: float | None) -> 
 
 
 def submit(remote: Any, *args: Any, **kwargs: Any) -> Any:
-    """Start a task, an actor or a method of one: ``remote.remote(*args, **kwargs)``, which stores large arguments first."""
+    """Start a task, an actor or a method of one: ``remote.remote(*args, **kwargs)``, which stores large
+    arguments first."""
     with calling("the start of a task or an actor"):
         return remote.remote(*args, **kwargs)
 

@@ -1,9 +1,11 @@
-"""Ends what a local Ray leaves behind, also when its driver was killed: a small process beside the driver, this file run as a program.
+"""Ends what a local Ray leaves behind, also when its driver was killed: a small process beside the driver,
+this file run as a program.
 
-Ray's processes, which a driver starts, have sessions of their own: a signal to the driver's group or a terminal that closes does not reach
-them. The keeper is told those sessions. When the driver is gone, or closes the pipe, it waits a moment for them to leave in order, kills
-who is left, and removes Ray's directory. Ray's own agents would look only after a minute whether their node still lives. It needs the
-standard library alone, and Linux.
+Ray's processes, which a driver starts, have sessions of their own: a signal to the driver's group or a
+terminal that closes does not reach them. The keeper is told those sessions. When the driver is gone, or
+closes the pipe, it waits a moment for them to leave in order, kills who is left, and removes Ray's directory.
+Ray's own agents would look only after a minute whether their node still lives. It needs the standard library
+alone, and Linux.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ SESSION, DIRECTORY, DONE = "session", "directory", "done"
 
 @dataclass
 class Kept:
-    """What the driver has said.
+    """The orders of the driver.
 
     Attributes:
         sessions: numbers of Ray's sessions.
@@ -54,7 +56,8 @@ class Kept:
 
 
 def members(sessions: Collection[int]) -> Iterator[int]:
-    """Process ids of all that run in some sessions; those that have ended and were not waited for do not count."""
+    """Process ids of all that run in some sessions; those that have ended and were not waited for do not
+    count."""
     for name in os.listdir("/proc"):
         if name.isdecimal():
             # others come and go meanwhile
@@ -67,7 +70,8 @@ def members(sessions: Collection[int]) -> Iterator[int]:
 
 
 def end(kept: Kept, grace_s: float = GRACE_SECONDS) -> None:
-    """Wait until nothing runs in the sessions, kill what does after ``grace_s`` seconds, and remove the directory."""
+    """Wait until nothing runs in the sessions, kill what does after ``grace_s`` seconds, and remove the
+    directory."""
     begun = time.monotonic()
     while (left := list(members(kept.sessions))) and time.monotonic() < begun + grace_s + _KILL_SECONDS:
         if time.monotonic() > begun + grace_s:
@@ -80,7 +84,7 @@ def end(kept: Kept, grace_s: float = GRACE_SECONDS) -> None:
 
 
 def listen(driver: int) -> Kept:
-    """What the driver says until it is gone, or has no more to say."""
+    """Read the orders of the driver until it is gone or has closed the pipe."""
     kept, said = Kept(), b""
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLIN)

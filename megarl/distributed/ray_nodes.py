@@ -1,6 +1,7 @@
 """The nodes of a Ray cluster: what each has, and whether all have come.
 
-As a program it waits for nodes, for launch/ray_node.sh: ``python -m megarl.distributed.ray_nodes --expect n1,n2 --timeout 600``.
+As a program it waits for nodes, for launch/ray_node.sh: ``python -m megarl.distributed.ray_nodes --expect
+n1,n2 --timeout 600``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _POLL_S = 1.0
 
 
 def alive_nodes() -> list[RayNode]:
-    """The nodes that are up, sorted by name with numbers in their order, which is how Slurm lists neighbours."""
+    """The nodes that are up, sorted by name with numbers in their order, which is how Slurm lists
+    neighbours."""
     with ray_calls.calling("ray.available_resources_per_node"):
         free = available_resources_per_node()
     living = [node for node in ray_calls.nodes() if node["Alive"]]

@@ -1,5 +1,5 @@
-"""The processes and the directory of a local Ray: sessions of their own, a directory that no other user can enter, and a keeper that ends
-and removes them with the driver."""
+"""The processes and the directory of a local Ray: sessions of their own, a directory that no other user can
+enter, and a keeper that ends and removes them with the driver."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ logger = logging.getLogger(__name__)
 
 # Ray puts Unix sockets below its directory, and their paths may have about 107 bytes in all.
 LONGEST_DIRECTORY = 40
+# Name of Ray's directory within the private one: Ray opens its own to everybody.
 _OF_RAY = "ray"
-"""Name of Ray's directory within the private one: Ray opens its own to everybody."""
 _FAREWELL_SECONDS = ray_keeper.GRACE_SECONDS + 5.0
 
 
 class LocalRay:
-    """What one local Ray of this process has on this machine.
+    """Processes and directories of one local Ray of this process.
 
     Attributes:
-        private: directory that this user alone can enter; it goes with Ray unless ``MEGARL_KEEP_RAY_FILES`` is set.
+        private: directory that this user alone can enter; it goes with Ray unless ``MEGARL_KEEP_RAY_FILES``
+        is set.
         directory: Ray's own in it.
     """
 
@@ -46,10 +47,12 @@ class LocalRay:
 
     @contextlib.contextmanager
     def own_sessions(self, on_start: Callable[[subprocess.Popen[Any]], None]) -> Iterator[None]:
-        """Processes that Ray starts within get sessions of their own, are known to the keeper, and ``on_start`` is told of them.
+        """Processes that Ray starts within get sessions of their own, are known to the keeper, and
+        ``on_start`` is told of them.
 
-        A terminal sends its signals to a whole group of processes, and so do many launchers. Ray's processes would end at once, and a run
-        that wants to save first has no workers then. Ray cannot be told; what it starts processes by is replaced meanwhile.
+        A terminal sends its signals to a whole group of processes, and so do many launchers. Ray's processes
+        would end at once, and a run that wants to save first has no workers then. Ray cannot be told; what it
+        starts processes by is replaced meanwhile.
         """
         services: Any = importlib.import_module("ray._private.services")
         start = getattr(services, "ConsolePopen", None)
@@ -77,7 +80,8 @@ class LocalRay:
         self._tell(ray_keeper.DIRECTORY)
 
     def end(self) -> None:
-        """End what is left of Ray, which was shut down before, and remove its directory. The keeper does it; it is waited for."""
+        """End what is left of Ray, which was shut down before, and remove its directory. The keeper does it;
+        it is waited for."""
         if self._keeper is None:
             return
         self._tell(ray_keeper.DONE)
@@ -99,8 +103,8 @@ class LocalRay:
 
 
 def _private_directory(log_dir: str | None) -> Path:
-    """A new directory with mode 0700, in ``log_dir`` or where temporary files go; where that path is too long for Unix sockets, in
-    ``/tmp``."""
+    """A new directory with mode 0700, in ``log_dir`` or where temporary files go; where that path is too long
+    for Unix sockets, in ``/tmp``."""
     wanted = [log_dir] if log_dir is not None else [env.text("MEGARL_RAY_TEMP"), env.text("RAY_TMPDIR"), tempfile.gettempdir()]
     for parent in [str(Path(path).expanduser().absolute()) for path in wanted if path]:
         # mkdtemp appends eight letters

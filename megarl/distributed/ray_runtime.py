@@ -1,8 +1,10 @@
-"""Start a private local Ray or attach to a running one, and say what of the driver's environment its workers get.
+"""Start a private local Ray or attach to a running one, and say what of the driver's environment its workers
+get.
 
-A local Ray listens on the loopback interface only, without dashboard and without usage reports, and every connection needs a random
-token. The interface can be chosen only through a constant of Ray that otherwise depends on the operating system, see ``_loopback_only``.
-Its processes are out of reach of signals to the driver's group, and its directory of other users (``ray_processes``).
+A local Ray listens on the loopback interface only, without dashboard and without usage reports, and every
+connection needs a random token. The interface can be chosen only through a constant of Ray that otherwise
+depends on the operating system, see ``_loopback_only``. Its processes are out of reach of signals to the
+driver's group, and its directory of other users (``ray_processes``).
 """
 
 from __future__ import annotations
@@ -40,14 +42,16 @@ from megarl.time_limit import OutOfTimeError, time_limit
 logger = logging.getLogger(__name__)
 
 INIT_SECONDS = 120.0
-"""How long each of the two tries of ``ray.init`` may take at most; Ray itself gives up on most of what can go wrong after 30 to 60 s."""
+"""How long each of the two tries of ``ray.init`` may take at most; Ray itself gives up on most of what can go
+wrong after 30 to 60 s."""
 _SHORTEST_TRY_S = 0.05
 SHUTDOWN_SECONDS = 10.0
 """How long ``ray.shutdown`` may take before the processes that it waits for are killed."""
+# How long it may take from then on: it has come back after 5 s where its processes were gone.
 _STUCK_SECONDS = 15.0
-"""How long it may take from then on: it has come back after 5 s where its processes were gone."""
+# How long a try may go beyond its limit before this process ends: single waits of Ray's in C++, of up to 30
+# s, hear no alarm.
 _OVERTIME_SECONDS = 40.0
-"""How long a try may go beyond its limit before this process ends: single waits of Ray's in C++, of up to 30 s, hear no alarm."""
 TOLD_AFTER_SECONDS = 20.0
 """After which a start that is not done is told of, again and again."""
 
@@ -89,17 +93,19 @@ def init_ray(
 ) -> None:
     """Make Ray ready in this process; does nothing when it is ready already.
 
-    Attaches to the cluster that ``RAY_ADDRESS`` names; without it starts a local one, which ends with this process.
+    Attaches to the cluster that ``RAY_ADDRESS`` names; without it starts a local one, which ends with this
+    process.
 
     Args:
-        log_dir: where a local Ray gets a private directory for its own files and logs, which goes with it; a path that is too long for
-            Unix sockets is not used, with a warning.
-        num_cpus: worker slots of a local Ray, which may be more than it has cores; None gives 64 or the number of cores, whichever is more.
+        log_dir: where a local Ray gets a private directory for its own files and logs, which goes with it; a
+            path that is too long for Unix sockets is not used, with a warning.
+        num_cpus: worker slots of a local Ray, which may be more than it has cores; None gives 64 or the
+        number of cores, whichever is more.
         log_to_driver: show what workers print in the driver's output.
         object_store_bytes: size of a local Ray's object store in bytes; None lets Ray choose.
         timeout_s: for all tries together, of which each has at most ``INIT_SECONDS``.
-        silent_s: after so many seconds, a control process that is stopped meanwhile ends this process, as one that is killed does at once
-            (``StartWatch``): Ray has no error for either.
+        silent_s: after so many seconds, a control process that is stopped meanwhile ends this process, as one
+            that is killed does at once (``StartWatch``): Ray has no error for either.
 
     Raises:
         ClusterError: nothing answers at ``RAY_ADDRESS``, or the local Ray does not start.
@@ -120,7 +126,7 @@ def init_ray(
 
 
 class _Local:
-    """What the local Ray of this process has on this machine, if it has one."""
+    """The local Ray of this process, if it has started one."""
 
     present: LocalRay | None = None
 
@@ -132,11 +138,12 @@ def shutdown_ray() -> None:
 
 
 def _shut_down(end_processes: Callable[[], None]) -> None:
-    """``ray.shutdown``, which waits for ever where one of Ray's processes is stopped.
+    """``ray.shutdown``, which waits indefinitely where one of Ray's processes is stopped.
 
     Args:
-        end_processes: kills those processes; called in another thread where it has not come back in time. Where that does not help either,
-            because the Ray is somebody else's, this process ends with exit code 4.
+        end_processes: kills those processes; called in another thread where it has not come back in time.
+            Where that does not help either, because the Ray is somebody else's, this process ends with exit
+            code 4.
     """
     done = threading.Event()
 
@@ -172,7 +179,8 @@ def _shutdown_at_exit() -> None:
 
 @contextlib.contextmanager
 def _termination_handler_kept() -> Iterator[None]:
-    """``ray.init`` puts its own handler of SIGTERM, which ends the process at once, over that of a driver which wants to save first."""
+    """``ray.init`` puts its own handler of SIGTERM, which ends the process at once, over that of a driver
+    which wants to save first."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -182,7 +190,8 @@ def _termination_handler_kept() -> Iterator[None]:
 
 
 def _init_with_one_retry(options: Mapping[str, Any], end: float, watched: Callable[[], AbstractContextManager[object]]) -> None:
-    """``ray.init``, and once more where it failed: on a busy machine one of Ray's processes may come too late for the others."""
+    """``ray.init``, and once more where it failed: on a busy machine one of Ray's processes may come too late
+    for the others."""
     try:
         _init_in_time(options, end, watched)
     except Exception as error:
@@ -193,7 +202,8 @@ def _init_with_one_retry(options: Mapping[str, Any], end: float, watched: Callab
 
 
 def _init_in_time(options: Mapping[str, Any], end: float, watched: Callable[[], AbstractContextManager[object]]) -> None:
-    """``ray.init`` under a deadline, which is before ``end`` in monotonic seconds. Of a try that failed no process of Ray is left.
+    """``ray.init`` under a deadline, which is before ``end`` in monotonic seconds. Of a try that failed no
+    process of Ray is left.
 
     Args:
         options: of ``ray.init``.
@@ -267,7 +277,8 @@ def _is_of_ray(process: psutil.Process) -> bool:
 
 
 def _failure(error: Exception) -> type[MegarlError]:
-    """Of a start: one that hangs, which Ray says by a plain Exception where it finds that itself, or one that something is wrong with."""
+    """Return the error of a failed start: a hang, which Ray reports by a plain Exception, or another
+    fault."""
     return DeadlineError if isinstance(error, TimeoutError) or "timed out" in str(error) else ClusterError
 
 
@@ -332,9 +343,11 @@ def _watched_start(local: LocalRay, silent_s: float) -> Iterator[None]:
 
 
 def _ask_for_a_token() -> None:
-    """Have a Ray that this process starts refuse whoever has not its token: else every user of the machine could run code in it.
+    """Have a Ray that this process starts refuse whoever has not its token: else every user of the machine
+    could run code in it.
 
-    Ray's own default differs between its versions: of those from 2.52 on, which can ask for a token, the earlier ones do not.
+    Ray's own default differs between its versions: of those from 2.52 on, which can ask for a token, the
+    earlier ones do not.
     """
     if env.text("RAY_AUTH_TOKEN") is None and env.text("RAY_AUTH_TOKEN_PATH") is None:
         env.set_variables(token := {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
@@ -347,7 +360,8 @@ def _ask_for_a_token() -> None:
 
 
 def _redact_what_workers_print() -> None:
-    """Let Ray show what workers, engines and its own processes have printed without the secrets that this process knows.
+    """Let Ray show what workers, engines and its own processes have printed without the secrets that this
+    process knows.
 
     The function is looked up when a Ray is joined, and where an error is shown (as of 2.60).
     """
@@ -367,8 +381,9 @@ def _redact_what_workers_print() -> None:
 def _loopback_only() -> Iterator[None]:
     """Make a Ray that starts inside take 127.0.0.1 as its node address.
 
-    On Linux Ray replaces a loopback ``_node_ip_address`` by the outer address and listens on all interfaces, unless it believes that it
-    cannot form clusters. It reads that from the environment when it is imported, which may be long before this call.
+    On Linux Ray replaces a loopback ``_node_ip_address`` by the outer address and listens on all interfaces,
+    unless it believes that it cannot form clusters. It reads that from the environment when it is imported,
+    which may be long before this call.
     """
     constants: Any = importlib.import_module("ray._private.ray_constants")
     before = getattr(constants, "ENABLE_RAY_CLUSTER", None)
@@ -383,7 +398,8 @@ def _loopback_only() -> Iterator[None]:
 
 
 def is_single_host() -> bool:
-    """True when the cluster lives on the loopback interface: nothing can join it, so that waiting for more resources is useless."""
+    """True when the cluster lives on the loopback interface: nothing can join it, so that waiting for more
+    resources is useless."""
     host = ray.get_runtime_context().gcs_address.rpartition(":")[0]
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
@@ -391,10 +407,11 @@ def is_single_host() -> bool:
 
 
 def forwarded_environment(source: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The part of ``source`` (default: this process's environment) that workers get, plus a ``PYTHONPATH`` with the driver's import path.
+    """The part of ``source`` (default: this process's environment) that workers get, plus a ``PYTHONPATH``
+    with the driver's import path.
 
-    Ray shows these values to everyone who may look at the cluster, so only variables that steer computation are taken, and nothing whose
-    name looks like a secret. On one host workers inherit everything else anyway.
+    Ray shows these values to everyone who may look at the cluster, so only variables that steer computation
+    are taken, and nothing whose name looks like a secret. On one host workers inherit everything else anyway.
     """
     variables = env.snapshot() if source is None else source
     chosen = {name: value for name, value in variables.items() if _may_be_forwarded(name)}
@@ -407,7 +424,8 @@ def _may_be_forwarded(name: str) -> bool:
 
 
 def _driver_import_path(python_path: str) -> list[str]:
-    """Directories from which the driver imports project code: a checkout need not be installed for its workers to find it."""
+    """Directories from which the driver imports project code: a checkout need not be installed for its
+    workers to find it."""
     checkout = str(Path(__file__).resolve().parents[2])
     interpreter = {str(Path(prefix).resolve()) for prefix in (sys.prefix, sys.base_prefix)}
     candidates = [checkout, *python_path.split(os.pathsep), *sys.path]

@@ -1,9 +1,10 @@
-"""Notices that Ray's control process (GCS), or the raylet of the driver's own node, is gone, stopped or silent.
+"""Notices that Ray's control process (GCS), or the raylet of the driver's own node, is gone, stopped or
+silent.
 
-Ray itself gives up a lost GCS after a minute, and then aborts the driver; when the raylet is gone it ends the driver at the next word to
-it, with exit code 1 and nothing in its launches. Where one of them is stopped, or its node swaps, calls of Ray wait for ever. In each case
-nothing can be started, asked or ended in the cluster, so that there is no error to raise: whoever watches is told in a thread of its own,
-and leaves.
+Ray itself gives up a lost GCS after a minute, and then aborts the driver; when the raylet is gone it ends the
+driver at the next word to it, with exit code 1 and nothing in its launches. Where one of them is stopped, or
+its node swaps, calls of Ray wait indefinitely. In each case nothing can be started, asked or ended in the
+cluster, so that there is no error to raise: whoever watches is told in a thread of its own, and leaves.
 """
 
 from __future__ import annotations
@@ -32,27 +33,30 @@ from megarl.observe.launches import end_open_launches
 logger = logging.getLogger(__name__)
 
 REFUSED_SECONDS = 10.0
-"""After which a port that nobody listens on any more counts as a lost process; one that is started anew has come back by then."""
+"""After which a port that nobody listens on any more counts as a lost process; one that is started again has
+come back by then."""
 
 SILENT_SECONDS = 40.0
-"""Longest silence of a process whose port is open, which may be due to the network; of the GCS, Ray itself gives up after 60 s."""
+"""Longest silence of a process whose port is open, which may be due to the network; of the GCS, Ray itself
+gives up after 60 s."""
 
+# Of ``deadlines.least_s``, after which a silent process counts as lost: the rest is for the last look and
+# for leaving.
 _SHARE_OF_LEAST = 0.7
-"""Of ``deadlines.least_s``, after which a silent process counts as lost: the rest is for the last look and for leaving."""
 
 CONTROL, RAYLET = "Ray's control process (GCS)", "Ray's process of this node (raylet)"
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What an HTTP/2 client says first: the preface and an empty frame of settings (RFC 9113, section 3.4). A gRPC server answers with its own
-settings before it asks who is there, so that neither a token nor a message of Ray's is needed. The kernel alone would accept a connection
-for a process that is stopped."""
+"""What an HTTP/2 client says first: the preface and an empty frame of settings (RFC 9113, section 3.4). A
+gRPC server answers with its own settings before it asks who is there, so that neither a token nor a message
+of Ray's is needed. The kernel alone would accept a connection for a process that is stopped."""
 _LOOK_SECONDS = 2.0
 _ANSWER_SECONDS = 5.0
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET, errno.ECONNABORTED)
 
 
 def leave(message: str, kind: type[MegarlError] = WorkerLostError) -> None:
-    """End this process at once, with an exit code that says "start me again", and its launches with a reason: to end in order it would have
-    to ask Ray. The workers, and a local Ray, end with their driver."""
+    """End this process at once, with an exit code that says "start me again", and its launches with a reason:
+    to end in order it would have to ask Ray. The workers, and a local Ray, end with their driver."""
     end_open_launches(f"{kind.__name__}: {message}")
     with contextlib.suppress(OSError):
         os.write(2, f"megarl: {message}\n".encode())
@@ -65,7 +69,8 @@ def leave_late(message: str) -> None:
 
 
 def silent_seconds(least_s: float) -> float:
-    """Return after how many seconds of silence a process is given up, so that the run has ended after ``least_s`` seconds."""
+    """Return after how many seconds of silence a process is given up, so that the run has ended after
+    ``least_s`` seconds."""
     return min(SILENT_SECONDS, _SHARE_OF_LEAST * least_s)
 
 
@@ -75,7 +80,8 @@ class PortWatch:
     Args:
         name: of the process, for messages.
         address: ``host:port`` of its gRPC server.
-        silent_s: seconds without an answer after which it counts as lost; one whose port is closed has at most ``REFUSED_SECONDS``.
+        silent_s: seconds without an answer after which it counts as lost; one whose port is closed has at
+        most ``REFUSED_SECONDS``.
         on_lost: told once, in another thread, what to say about it; None ends this process (``leave``).
     """
 
@@ -113,7 +119,8 @@ class PortWatch:
 
 
 def greet(address: str, timeout_s: float = _ANSWER_SECONDS) -> int:
-    """Greet the gRPC server at ``host:port``; 0 where it answers, or this process cannot look, otherwise the error's number."""
+    """Greet the gRPC server at ``host:port``; 0 where it answers, or this process cannot look, otherwise the
+    error's number."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as connected:
@@ -163,7 +170,8 @@ class ProcessWatch:
             os.close(descriptor)
 
     def _watch(self) -> None:
-        # Ray ends this process at its next word to a raylet that has ended: that cannot wait for a look now and then
+        # Ray ends this process at its next word to a raylet that has ended: that cannot wait for a look now
+        # and then
         waiting = select.poll()
         waiting.register(self._process, select.POLLIN)
         waiting.register(self._closed, select.POLLIN)
@@ -192,8 +200,9 @@ def _lost(what: str) -> str:
 
 
 class StartWatch:
-    """Watches the control process of a local Ray while the driver joins it: Ray would wait a minute for one that was killed, and then end
-    the driver with exit code 1 and no word. One that ends by itself is left to Ray, which says why.
+    """Watches the control process of a local Ray while the driver joins it: Ray would wait a minute for one
+    that was killed, and then end the driver with exit code 1 and no word. One that ends by itself is left to
+    Ray, which says why.
 
     Args:
         silent_s, on_lost: as of ``ProcessWatch``.
@@ -221,8 +230,8 @@ class StartWatch:
 
 @contextlib.contextmanager
 def watched_join(address: str, silent_s: float) -> Iterator[None]:
-    """Watch the control process of somebody else's Ray while this process joins it; one that does not answer at first is left to Ray,
-    which says so.
+    """Watch the control process of somebody else's Ray while this process joins it; one that does not answer
+    at first is left to Ray, which says so.
 
     Args:
         address: ``host:port``; anything else that Ray takes is not watched.
@@ -238,10 +247,12 @@ def watched_join(address: str, silent_s: float) -> Iterator[None]:
 
 
 def watch_ray(least_s: float) -> contextlib.ExitStack:
-    """Watch the Ray that this process has joined, and bound its calls of it, until the stack that is returned is closed.
+    """Watch the Ray that this process has joined, and bound its calls of it, until the stack that is returned
+    is closed.
 
     Args:
-        least_s: seconds within which this process ends, with exit code 4, when Ray's control process or the own raylet is lost.
+        least_s: seconds within which this process ends, with exit code 4, when Ray's control process or the
+        own raylet is lost.
     """
     stack = contextlib.ExitStack()
     silent_s = silent_seconds(least_s)

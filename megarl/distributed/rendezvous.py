@@ -1,8 +1,9 @@
 """Rendezvous of the ranks of one worker group, without ever giving up a port that was promised.
 
-Rank 0 binds a listening socket on port 0 in its own process and keeps it; only then are address and port published. The socket itself
-becomes the server socket of ``torch.distributed.TCPStore``, so no other process can take the port in between. Under ``torchrun`` nothing
-was bound here and the ordinary ``env://`` rendezvous is used.
+Rank 0 binds a listening socket on port 0 in its own process and keeps it; only then are address and port
+published. The socket itself becomes the server socket of ``torch.distributed.TCPStore``, so no other process
+can take the port in between. Under ``torchrun`` nothing was bound here and the ordinary ``env://`` rendezvous
+is used.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _BACKLOG = 4096
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Endpoint: where a group meets. ``run_id`` is a random word that its ranks alone know: by it they prove that they belong to the group,
-    and it is never sent."""
+    """Endpoint: where a group meets. ``run_id`` is a random word that its ranks alone know: by it they prove
+    that they belong to the group, and it is never sent."""
 
     address: str
     port: int
@@ -41,8 +42,8 @@ class Endpoint:
 
 
 class _Rendezvous:
-    """Rendezvous: what one process knows of its meeting point. ``generation`` counts process groups, so that keys of one never meet the
-    next."""
+    """Rendezvous: what one process knows of its meeting point. ``generation`` counts process groups, so that
+    keys of one never meet the next."""
 
     def __init__(self) -> None:
         self.endpoint: Endpoint | None = None
@@ -95,18 +96,21 @@ def set_endpoint(endpoint: Endpoint) -> None:
 
 
 def init_process_group(backend: str, timeout: datetime.timedelta = DEFAULT_TIMEOUT, device: torch.device | None = None) -> None:
-    """``torch.distributed.init_process_group`` over the kept port (Ray) or over ``env://`` (torchrun). Every worker calls this.
+    """``torch.distributed.init_process_group`` over the kept port (Ray) or over ``env://`` (torchrun). Every
+    worker calls this.
 
-    Rank and world size come from ``RANK`` and ``WORLD_SIZE``. May be called again after ``destroy_process_group``, by all ranks.
+    Rank and world size come from ``RANK`` and ``WORLD_SIZE``. May be called again after
+    ``destroy_process_group``, by all ranks.
 
     Args:
         backend: for example ``"gloo"``, ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``.
         timeout: bound of the meeting and of every collective.
-        device: of this rank. A CUDA device is bound to the group: NCCL connects the ranks here, and not in the first step, and a barrier
-            need not guess the device.
+        device: of this rank. A CUDA device is bound to the group: NCCL connects the ranks here, and not in
+            the first step, and a barrier need not guess the device.
 
     Raises:
-        ClusterError: wrong world size, a rank that is taken, a foreign group at this address, or nothing listening there.
+        ClusterError: wrong world size, a rank that is taken, a foreign group at this address, or nothing
+        listening there.
         DeadlineError: the others did not come in time.
     """
     import torch.distributed as dist
@@ -159,12 +163,14 @@ def _connect(endpoint: Endpoint, rank: int, world_size: int, timeout: datetime.t
 
 
 def check_membership(store: Store, endpoint: Endpoint, rank: int, world_size: int) -> None:
-    """Compare what this rank was told with what rank 0, whose store it is, was told, at once instead of after the collective timeout.
+    """Compare what this rank was told with what rank 0, whose store it is, was told, at once instead of after
+    the collective timeout.
 
     Waits until rank 0 is there: whoever else comes first does not decide whose group this is.
 
     Raises:
-        ClusterError: other run id, other world size, rank out of range, or a second process with the same rank.
+        ClusterError: other run id, other world size, rank out of range, or a second process with the same
+        rank.
         DeadlineError: rank 0 did not come within the store's timeout, or is gone.
     """
     where = f"at {endpoint.address}:{endpoint.port}"
@@ -191,7 +197,8 @@ def check_membership(store: Store, endpoint: Endpoint, rank: int, world_size: in
 
 
 def _check_proofs(store: Store, endpoint: Endpoint, world_size: int) -> None:
-    """Rank 0: whether all others belong to the group. The group is made as soon as all have come, so they are waited for anyway.
+    """Rank 0: whether all others belong to the group. The group is made as soon as all have come, so they are
+    waited for anyway.
 
     Raises:
         ClusterError: one does not prove it.
@@ -216,7 +223,8 @@ def _proof(endpoint: Endpoint, purpose: str, number: int = 0) -> str:
 
 
 def _agreed_value(store: Store, key: str, own: str, rank: int, where: str) -> str:
-    """The value of ``key`` that rank 0 wrote; every other rank waits for it. ``own`` is what this rank was told."""
+    """The value of ``key`` that rank 0 wrote; every other rank waits for it. ``own`` is what this rank was
+    told."""
     import torch.distributed as dist
 
     try:
@@ -228,7 +236,8 @@ def _agreed_value(store: Store, key: str, own: str, rank: int, where: str) -> st
 
 
 def _keep_gloo_on_loopback(address: str) -> None:
-    """Gloo otherwise listens on the interface of the host name, although the whole group meets on the loopback interface."""
+    """Gloo otherwise listens on the interface of the host name, although the whole group meets on the
+    loopback interface."""
     with contextlib.suppress(ValueError):
         if not ipaddress.ip_address(address).is_loopback or env.text("GLOO_SOCKET_IFNAME"):
             return
@@ -239,10 +248,12 @@ def _keep_gloo_on_loopback(address: str) -> None:
 
 
 def compare_collectives() -> None:
-    """Have every group that is made from now on compare each collective over its ranks before it begins: operation, shape, dtype and how
-    many there were before. Where they differ, all ranks raise a RuntimeError that has what each of them calls. Call it on all ranks.
+    """Have every group that is made from now on compare each collective over its ranks before it begins:
+    operation, shape, dtype and how many there were before. Where they differ, all ranks raise a RuntimeError
+    that has what each of them calls. Call it on all ranks.
 
-    It is the debugging level DETAIL of ``torch.distributed``. Of sends and receives between two ranks it says nothing.
+    It is the debugging level DETAIL of ``torch.distributed``. Of sends and receives between two ranks it says
+    nothing.
     """
     import torch.distributed as dist
 
@@ -252,7 +263,8 @@ def compare_collectives() -> None:
 def set_group_timeouts(seconds: float) -> None:
     """Let all groups that this process belongs to wait so long for the other ranks in a collective.
 
-    Whoever makes a group without a thought of it gets 10 minutes with NCCL and 30 with gloo, as Megatron-Core and meshes of devices do.
+    Whoever makes a group without a thought of it gets 10 minutes with NCCL and 30 with gloo, as Megatron-Core
+    and meshes of devices do.
     """
     from torch.distributed import distributed_c10d
 
@@ -264,6 +276,7 @@ def set_group_timeouts(seconds: float) -> None:
 
 
 def _innermost(backend: Any) -> Any | None:
-    """The backend itself, also where ``compare_collectives`` has put something around it; None where it has no timeout."""
+    """The backend itself, also where ``compare_collectives`` has put something around it; None where it has
+    no timeout."""
     inner = getattr(backend, "wrapped_pg", backend)
     return inner if hasattr(inner, "_set_default_timeout") else None

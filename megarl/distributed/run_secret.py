@@ -1,8 +1,9 @@
 """The secret of a run, by which its processes prove to one another on their sockets that they belong to it.
 
-The driver draws it, and its workers get it by Ray, in the arguments of their start. A proof is an HMAC-SHA256 of a purpose and of what is
-proven, so that one made for one purpose is of no use for another; the secret itself is never sent. Without a driver of megarl, as under
-``torchrun``, there is no secret: everybody can then make a proof, and meetings are as open as those of ``torch.distributed``.
+The driver draws it, and its workers get it by Ray, in the arguments of their start. A proof is an HMAC-SHA256
+of a purpose and of what is proven, so that one made for one purpose is of no use for another; the secret
+itself is never sent. Without a driver of megarl, as under ``torchrun``, there is no secret: everybody can
+then make a proof, and meetings are as open as those of ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ VARIABLE = "MEGARL_RUN_SECRET"
 
 @functools.cache
 def drawn_secret() -> str:
-    """This process's own secret for the workers that it starts: 64 hexadecimal digits, the same ones at every call."""
+    """This process's own secret for the workers that it starts: 64 hexadecimal digits, the same ones at every
+    call."""
     secret = env.text(VARIABLE) or secrets.token_hex(32)
     learn({VARIABLE: secret})
     return secret
 
 
 def own_secret() -> str:
-    """That of the run which this process belongs to: of a worker by its environment, of the driver once it has drawn one; empty without."""
+    """That of the run which this process belongs to: of a worker by its environment, of the driver once it
+    has drawn one; empty without."""
     return env.text(VARIABLE) or (drawn_secret() if drawn_secret.cache_info().currsize else "")
 
 
@@ -36,7 +39,8 @@ def proof(purpose: str, *parts: str, secret: str | None = None) -> str:
 
     Args:
         purpose: what the proof is for.
-        parts: what is proven; each counts by itself, so that ``("ab", "c")`` is another proof than ``("a", "bc")``.
+        parts: what is proven; each counts by itself, so that ``("ab", "c")`` is another proof than ``("a",
+        "bc")``.
         secret: None for that of this process's run.
     """
     key = own_secret() if secret is None else secret
@@ -45,5 +49,6 @@ def proof(purpose: str, *parts: str, secret: str | None = None) -> str:
 
 
 def proves(given: object, purpose: str, *parts: str, secret: str | None = None) -> bool:
-    """Whether ``given``, which may be anything, is that proof. Takes as long for every wrong one."""
+    """Return whether ``given``, which may be anything, is that proof. Takes equally long for every wrong
+    one."""
     return isinstance(given, str) and hmac.compare_digest(given.encode(), proof(purpose, *parts, secret=secret).encode())

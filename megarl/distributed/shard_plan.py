@@ -14,7 +14,7 @@ from megarl.errors import BatchError
 
 
 class DynamicBatchingArgs(TypedDict):
-    """Dynamic batching args: how to form micro-batches of rows of similar length.
+    """Settings of micro-batches of rows of similar length.
 
     Keys:
         max_tokens_per_microbatch: rows times padded length never exceeds this.
@@ -34,7 +34,7 @@ class DynamicBatchingArgs(TypedDict):
 
 
 class SequencePackingArgs(TypedDict):
-    """Sequence packing args: how to form micro-batches that are packed into one row each.
+    """Settings of micro-batches that are packed into one row each.
 
     Keys:
         max_tokens_per_microbatch: the padded lengths of a micro-batch never sum to more than this.
@@ -42,7 +42,8 @@ class SequencePackingArgs(TypedDict):
         algorithm: name of a packing algorithm, by default best_fit_decreasing.
         sequence_length_pad_multiple: each sequence counts as rounded up to a multiple of this.
         seed: for the algorithm first_fit_shuffle, by default 0.
-        attention_crossover_length: length in tokens at which attention costs as much as the matrix multiplications, to balance shards.
+        attention_crossover_length: length in tokens at which attention costs as much as the matrix
+        multiplications, to balance shards.
         rows_together: consecutive rows that must stay in one micro-batch (2 for pairs), by default 1.
     """
 
@@ -62,8 +63,10 @@ class ShardPlan:
 
     Attributes:
         rows: row numbers of the whole batch.
-        micro_batch_indices: for each chunk (global batch), ``[start, end]`` of each micro-batch, counted from the chunk's first row.
-        micro_batch_lengths: for each chunk, the padded row length (dynamic) or the padded total length (packed) of each micro-batch.
+        micro_batch_indices: for each chunk (global batch), ``[start, end]`` of each micro-batch, counted from
+        the chunk's first row.
+        micro_batch_lengths: for each chunk, the padded row length (dynamic) or the padded total length
+        (packed) of each micro-batch.
         elem_counts_per_gb: for each chunk, the number of rows of this shard.
     """
 
@@ -95,7 +98,8 @@ def plan_even(total: int, batch_size: int, shards: int) -> list[list[int]]:
 
 
 def plan_uneven(total: int, shards: int) -> list[list[int]]:
-    """Rows of each shard: contiguous, ``ceil(total / shards)`` each until none are left; the last shards may be smaller or empty."""
+    """Rows of each shard: contiguous, ``ceil(total / shards)`` each until none are left; the last shards may
+    be smaller or empty."""
     share = -(-total // shards)
     return [list(range(min(shard * share, total), min((shard + 1) * share, total))) for shard in range(shards)]
 
@@ -103,8 +107,9 @@ def plan_uneven(total: int, shards: int) -> list[list[int]]:
 def plan_dynamic(lengths: Sequence[int], width: int, batch_size: int, shards: int, args: DynamicBatchingArgs) -> list[ShardPlan]:
     """Group rows of similar length, with the same micro-batch limits and padded lengths on all shards.
 
-    Each chunk is sorted by length and dealt round-robin; slot i of all shards together decides the padded length, so that every shard
-    runs the same number of micro-batches of the same shape. A micro-batch closes when one more row would exceed the token budget.
+    Each chunk is sorted by length and dealt round-robin; slot i of all shards together decides the padded
+    length, so that every shard runs the same number of micro-batches of the same shape. A micro-batch closes
+    when one more row would exceed the token budget.
 
     Args:
         lengths: one length a row, 1 to ``width``.
@@ -140,10 +145,12 @@ def plan_dynamic(lengths: Sequence[int], width: int, batch_size: int, shards: in
 
 
 def plan_packed(lengths: Sequence[int], batch_size: int, shards: int, args: SequencePackingArgs) -> list[ShardPlan]:
-    """Pack each chunk into bins, the same number for every shard; a bin is a micro-batch. Shards may get different numbers of rows.
+    """Pack each chunk into bins, the same number for every shard; a bin is a micro-batch. Shards may get
+    different numbers of rows.
 
     Raises:
-        PackingError: a padded length exceeds the budget, a chunk has fewer rows than shards, or the algorithm is unknown.
+        PackingError: a padded length exceeds the budget, a chunk has fewer rows than shards, or the algorithm
+        is unknown.
         BatchError: ``sequence_length_pad_multiple`` is not positive.
     """
     multiple = args["sequence_length_pad_multiple"]

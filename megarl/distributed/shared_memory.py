@@ -1,7 +1,8 @@
 """Room in ``/dev/shm``, where Ray's object store and the ranks of a vLLM engine share memory.
 
-A file there may be larger than the room for it: who writes a page that there is no room for is ended by the kernel (SIGBUS), without a
-word. So what is left is said before, and where a process has died. The buffers of a refit are no files, and have nothing to do with it.
+A file there may be larger than the room for it: who writes a page that there is no room for is ended by the
+kernel (SIGBUS), without a word. So what is left is said before, and where a process has died. The buffers of
+a refit are no files, and have nothing to do with it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def free_bytes() -> int | None:
 
 
 def note_of_full_memory() -> str:
-    """What to add to the message of a process that died on this host; empty where there is room."""
+    """Return a note for the message of a process that died on this host; empty if there is room."""
     free = free_bytes()
     if free is None or free >= LITTLE:
         return ""

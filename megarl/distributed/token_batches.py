@@ -22,7 +22,7 @@ def pad_rows(rows: Sequence[Sequence[int]], pad_value: int) -> tuple[Tensor, Ten
 
 
 def pad_arrays(rows: Sequence[np.ndarray], pad_value: int) -> tuple[Tensor, Tensor]:
-    """As ``pad_rows``, of rows that are int64 arrays already, without a step in Python for each token."""
+    """Pad rows that are int64 arrays, without a step in Python for each token; like ``pad_rows``."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     return _padded(np.concatenate(rows) if rows else np.empty(0, np.int64), lengths, pad_value)
 
@@ -46,7 +46,7 @@ class TokenRows(Sequence[list[int]]):
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> TokenRows:
-        """Of rows that are lists already."""
+        """Make it of rows that are lists."""
         ids, lengths = pad_rows(rows, 0)
         return cls(ids.numpy(), np.zeros(len(rows), np.int64), lengths.numpy())
 
@@ -110,16 +110,18 @@ def span_mask(starts: Tensor, ends: Tensor, length: int) -> Tensor:
 
 
 def supervised_batch(examples: Sequence[Example], pad_token_id: int, rows: int | None = None) -> BatchedDataDict[Any]:
-    """Prompts with answers; only the answers' tokens, the end-of-sequence token among them, are targets; of a conversation all turns of the
-    assistant.
+    """Prompts with answers; only the answers' tokens, the end-of-sequence token among them, are targets; of a
+    conversation all turns of the assistant.
 
     Args:
         examples: at least one.
         pad_token_id: fills rows up.
-        rows: fill the batch up to this many rows with copies of the first example that have ``sample_mask`` 0.
+        rows: fill the batch up to this many rows with copies of the first example that have ``sample_mask``
+        0.
 
     Returns:
-        ``input_ids`` [B, S] int64, ``input_lengths`` [B] int64, ``token_mask`` [B, S] float, ``sample_mask`` [B] float.
+        ``input_ids`` [B, S] int64, ``input_lengths`` [B] int64, ``token_mask`` [B, S] float, ``sample_mask``
+        [B] float.
     """
     filling = max((rows or 0) - len(examples), 0)
     used = [*examples, *([examples[0]] * filling)]

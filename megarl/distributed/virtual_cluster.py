@@ -1,4 +1,5 @@
-"""Reserves bundles for workers in a Ray cluster, one for each worker rank, on a GPU or on CPU alone; and TCP ports for their rendezvous."""
+"""Reserves bundles for workers in a Ray cluster, one for each worker rank, on a GPU or on CPU alone; and TCP
+ports for their rendezvous."""
 
 from __future__ import annotations
 
@@ -27,17 +28,18 @@ from megarl.errors import ConfigError, DeadlineError, MegarlError, StateError, W
 # Ray's processes take theirs below, and the kernel above where nothing else is configured.
 _QUIET = range(20_000, 32_768)
 _ATTEMPTS = 100
+# Between two looks for nodes that are lost while Ray reserves bundles.
 _LOOK_S = 5.0
-"""Between two looks for nodes that are lost while Ray reserves bundles."""
 _KERNELS_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port(address: str, ports: Sequence[int] = _QUIET) -> int:
-    """A port of ``address`` out of ``ports`` that nobody listens on now, and that the kernel gives to nobody who does not ask by number.
+    """A port of ``address`` out of ``ports`` that nobody listens on now, and that the kernel gives to nobody
+    who does not ask by number.
 
-    Between this answer and the server's bind, every connection and every bind to port 0 on this host takes a port of the kernel's range; a
-    port out of that range is left alone unless somebody names it. Where the kernel's range leaves no such port of ``ports``, it is one of
-    that range.
+    Between this answer and the server's bind, every connection and every bind to port 0 on this host takes a
+    port of the kernel's range; a port out of that range is left alone unless somebody names it. Where the
+    kernel's range leaves no such port of ``ports``, it is one of that range.
 
     Raises:
         OSError: the address is not one of this host, or has no free port.
@@ -89,7 +91,8 @@ class ClusterConfig(TypedDict):
 
 
 class PY_EXECUTABLES:
-    """Python interpreters of the workers. One environment serves all kinds of workers; the names are those of the NeMo-RL policy API."""
+    """Python interpreters of the workers. One environment serves all kinds of workers; the names are those of
+    the NeMo-RL policy API."""
 
     SYSTEM = sys.executable
     BASE = sys.executable
@@ -98,7 +101,8 @@ class PY_EXECUTABLES:
 
 
 def _get_node_ip_and_free_port() -> tuple[str, int]:
-    """Address of this node and a port that was free a moment ago; another process may take it. Worker groups do not use it."""
+    """Address of this node and a port that was free a moment ago; another process may take it. Worker groups
+    do not use it."""
     address = ray.util.get_node_ip_address()
     return address, free_port(address)
 
@@ -109,11 +113,15 @@ class RayVirtualCluster:
     Args:
         bundle_ct_per_node_list: worker ranks of each node, for example ``[8, 8]``.
         use_gpus: every bundle holds one GPU; False for CPU-only ranks.
-        max_colocated_worker_groups: worker groups that share the bundles; each worker gets one CPU and this fraction of the GPU.
-        num_gpus_per_node: GPUs a node is expected to have; bounds ``bundle_ct_per_node_list`` when ``use_gpus``.
+        max_colocated_worker_groups: worker groups that share the bundles; each worker gets one CPU and this
+        fraction of the GPU.
+        num_gpus_per_node: GPUs a node is expected to have; bounds ``bundle_ct_per_node_list`` when
+        ``use_gpus``.
         name: prefix of the placement groups' names.
-        placement_group_strategy: Ray strategy of a unified placement group (``PACK``, ``SPREAD``, ``STRICT_PACK``, ``STRICT_SPREAD``).
-        max_retries: how often to look for enough resources, with waits of 1, 2, 4, ... s between; nodes may still be joining.
+        placement_group_strategy: Ray strategy of a unified placement group (``PACK``, ``SPREAD``,
+        ``STRICT_PACK``, ``STRICT_SPREAD``).
+        max_retries: how often to look for enough resources, with waits of 1, 2, 4, ... s between; nodes may
+        still be joining.
         ready_timeout_s: seconds to wait until Ray has reserved everything.
 
     Raises:
@@ -160,8 +168,9 @@ class RayVirtualCluster:
     def get_placement_groups(self) -> list[PlacementGroup]:
         """The placement groups, one for each node that has bundles, reserved on the first call.
 
-        In a Ray cluster of several nodes each group lies on a node of its own, in the order of the nodes' names; on a single node all lie
-        there. Ranks count through the groups, so that neighbours in rank (tensor parallelism) are on one node.
+        In a Ray cluster of several nodes each group lies on a node of its own, in the order of the nodes'
+        names; on a single node all lie there. Ranks count through the groups, so that neighbours in rank
+        (tensor parallelism) are on one node.
 
         Raises:
             ResourceInsufficientError: the cluster is too small.
@@ -172,7 +181,8 @@ class RayVirtualCluster:
         return self._init_placement_groups()
 
     def _init_placement_groups(self, strategy: str | None = None, use_unified_pg: bool = False) -> list[PlacementGroup]:
-        """As ``get_placement_groups``; ``use_unified_pg`` makes one group of all bundles, for workers that span nodes."""
+        """Create the placement groups; ``use_unified_pg`` makes one group of all bundles, for workers that
+        span nodes."""
         if self._placement_groups is None:
             if self._is_shut_down:
                 raise StateError(f"virtual cluster {self.name!r} was shut down. Fix: make a new RayVirtualCluster")
@@ -195,7 +205,8 @@ class RayVirtualCluster:
         return [node.without(self._bundle, sum(count for count, node_id in places if node_id == node.node_id)) for node in nodes]
 
     def lost_nodes(self) -> list[str]:
-        """Names of the nodes that places were reserved on, and that are gone; none where all lie on the only node."""
+        """Names of the nodes that places were reserved on, and that are gone; none where all lie on the only
+        node."""
         names = map(lost_node_name, sorted(self._nodes))
         return [name for name in names if name is not None]
 
@@ -269,18 +280,20 @@ class RayVirtualCluster:
 
     @property
     def _bundle(self) -> dict[str, int]:
-        """What a bundle takes."""
+        """Return the resources of a bundle."""
         return {"CPU": self.max_colocated_worker_groups, **({"GPU": 1} if self.use_gpus else {})}
 
     def _places(self, nodes: Sequence[RayNode]) -> list[tuple[int, str | None]]:
-        """Bundles of each node, and the node; None where there is but one, which then stands for all, as on a laptop."""
+        """Bundles of each node, and the node; None where there is but one, which then stands for all, as on a
+        laptop."""
         counts = [count for count in self._bundle_ct_per_node_list if count > 0]
         if len(nodes) == 1:
             return [(count, None) for count in counts]
         return [(count, node.node_id) for count, node in zip(counts, choose_nodes(counts, self._bundle, nodes), strict=True)]
 
     def get_master_address_and_port(self) -> tuple[str, int]:
-        """Address of the node of bundle 0 and a port that was free there a moment ago. Worker groups keep a bound port instead."""
+        """Address of the node of bundle 0 and a port that was free there a moment ago. Worker groups keep a
+        bound port instead."""
         first = self.get_placement_groups()[0]
         task = ray.remote(_get_node_ip_and_free_port).options(
             num_cpus=0,
@@ -320,7 +333,8 @@ def _remove(groups: Sequence[PlacementGroup]) -> None:
 
 
 def check_places_together(clusters: Sequence[RayVirtualCluster]) -> None:
-    """Look once whether the living nodes have the places of all these, free or taken, each cluster beside those before it.
+    """Look once whether the living nodes have the places of all these, free or taken, each cluster beside
+    those before it.
 
     Raises:
         ResourceInsufficientError: they have not.
@@ -345,7 +359,8 @@ def _check_arguments(bundle_counts: list[int], use_gpus: bool, max_colocated: in
 
 
 def _retry(check: Callable[[], None], attempts: int, wait: Callable[[float], None]) -> None:
-    """Run ``check`` until it passes, at most ``attempts`` times, waiting 1, 2, 4, ... s between; the last error is raised."""
+    """Run ``check`` until it passes, at most ``attempts`` times, waiting 1, 2, 4, ... s between; the last
+    error is raised."""
     for attempt in range(attempts):
         try:
             return check()

@@ -1,4 +1,5 @@
-"""Dispatch of calls: which worker is called with what, by the routing rules of a worker group, as plain functions without Ray."""
+"""Dispatch of calls: which worker is called with what, by the routing rules of a worker group, as plain
+functions without Ray."""
 
 from __future__ import annotations
 
@@ -69,13 +70,15 @@ def plan_sharded_data(
 ) -> list[WorkerCall]:
     """Give every worker its shard of the nested lists.
 
-    A value ``v`` of ``nested`` is indexed as ``v[c0][c1]...`` with the worker's coordinates on ``in_sharded_axes``. Workers along
-    ``replicate_on_axes`` get the very same object. On an axis that is in neither (free) only coordinate 0 gets data; the others are
-    not called, or are called with None for every value when ``dummy_calls_on_free_axes``. Answers count from workers with coordinate 0
-    on all of ``output_is_replicated`` and on all free axes.
+    A value ``v`` of ``nested`` is indexed as ``v[c0][c1]...`` with the worker's coordinates on
+    ``in_sharded_axes``. Workers along ``replicate_on_axes`` get the very same object. On an axis that is in
+    neither (free) only coordinate 0 gets data; the others are not called, or are called with None for every
+    value when ``dummy_calls_on_free_axes``. Answers count from workers with coordinate 0 on all of
+    ``output_is_replicated`` and on all free axes.
 
     Raises:
-        ConfigError: (a ValueError) no sharding, an unknown axis, or an axis that is both sharded and replicated.
+        ConfigError: (a ValueError) no sharding, an unknown axis, or an axis that is both sharded and
+        replicated.
         BatchError: (also an AssertionError) a list's length is not its axis' size.
     """
     known = _require(sharding)

@@ -1,4 +1,5 @@
-"""Small helpers of the worker groups: merging of Ray options, profiler options, threads, and the words that name a worker."""
+"""Small helpers of the worker groups: merging of Ray options, profiler options, threads, and the words that
+name a worker."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ _SHORT_AXIS_NAMES = {
 def recursive_merge_options(default_options: Mapping[str, Any], extra_options: Mapping[str, Any]) -> dict[str, Any]:
     """Merge two nested option mappings; where both give a value, ``extra_options`` wins.
 
-    Ray stores the profiler option of a decorated actor class as ``runtime_env["_nsight"]``, but accepts it only as ``"nsight"``:
-    the former is renamed before the merge, and an ``nsight`` beside it wins. Neither input is changed, and the result shares nothing
-    with them.
+    Ray stores the profiler option of a decorated actor class as ``runtime_env["_nsight"]``, but accepts it
+    only as ``"nsight"``: the former is renamed before the merge, and an ``nsight`` beside it wins. Neither
+    input is changed, and the result shares nothing with them.
     """
     default_copy = _with_public_nsight_key(default_options)
     extra_copy = _with_public_nsight_key(extra_options)
@@ -58,8 +59,10 @@ def get_nsight_config_if_pattern_matches(worker_name: str, patterns: str | None 
 
     Args:
         worker_name: name of the worker or of its group, for example ``lm_policy``.
-        patterns: comma-separated shell patterns (``*policy*,vllm*``); None reads ``MEGARL_NSYS_WORKER_PATTERNS``.
-        step_range: ``start:stop`` of the profiled steps, used in the report's file name; None reads ``MEGARL_NSYS_PROFILE_STEP_RANGE``.
+        patterns: comma-separated shell patterns (``*policy*,vllm*``); None reads
+        ``MEGARL_NSYS_WORKER_PATTERNS``.
+        step_range: ``start:stop`` of the profiled steps, used in the report's file name; None reads
+        ``MEGARL_NSYS_PROFILE_STEP_RANGE``.
     """
     pattern_text = patterns if patterns is not None else env.text("MEGARL_NSYS_WORKER_PATTERNS", "")
     steps = step_range if step_range is not None else env.text("MEGARL_NSYS_PROFILE_STEP_RANGE", "")
@@ -95,7 +98,8 @@ def threads_of_rank(cores: int, ranks: int) -> int:
 
 
 def format_coordinates(rank: int, coordinates: Mapping[str, int] | None, host: str) -> str:
-    """The words that open every error of a worker, for example ``[pp1 dp0 cp0 tp1 node7]``; without axes ``[rank3 node7]``."""
+    """The words that open every error of a worker, for example ``[pp1 dp0 cp0 tp1 node7]``; without axes
+    ``[rank3 node7]``."""
     if not coordinates:
         return f"[rank{rank} {host}]"
     axes = " ".join(f"{_SHORT_AXIS_NAMES.get(axis, axis)}{index}" for axis, index in coordinates.items())

@@ -1,8 +1,9 @@
 """One group of workers on a virtual cluster: start them, call them by axis, collect their answers, end them.
 
-``group.workers[i]`` is a handle whose methods are called as on a Ray actor: ``group.workers[i].method.remote(key=value)``. Results of such
-calls, and of every ``run_*`` method, can be given to ``ray.get``; ``get_all_worker_results`` is better: it sees the first failure while
-other workers hang, says which worker failed, and has a deadline.
+``group.workers[i]`` is a handle whose methods are called as on a Ray actor:
+``group.workers[i].method.remote(key=value)``. Results of such calls, and of every ``run_*`` method, can be
+given to ``ray.get``; ``get_all_worker_results`` is better: it sees the first failure while other workers
+hang, says which worker failed, and has a deadline.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class MultiWorkerFuture:
 
     Attributes:
         futures: one for each called worker.
-        return_from_workers: indices of the workers whose answers make up the result; None means all that were called.
+        return_from_workers: indices of the workers whose answers make up the result; None means all that were
+        called.
         called_workers: index of the worker behind each future; None means workers 0, 1, 2, ...
     """
 
@@ -68,11 +70,12 @@ class MultiWorkerFuture:
     def get_results(
         self, worker_group: RayWorkerGroup, return_generators_as_proxies: bool = False, timeout_s: float | None = None
     ) -> list[Any]:
-        """As ``worker_group.get_all_worker_results(self, ...)``."""
+        """Return ``worker_group.get_all_worker_results(self, ...)``."""
         return worker_group.get_all_worker_results(self, return_generators_as_proxies, timeout_s=timeout_s)
 
     def selected(self, values: Sequence[Any]) -> list[Any]:
-        """Selected of one value for each future, those that belong to the result, in the order of ``return_from_workers``."""
+        """Selected of one value for each future, those that belong to the result, in the order of
+        ``return_from_workers``."""
         if self.return_from_workers is None:
             return list(values)
         called = self.called_workers if self.called_workers is not None else range(len(values))
@@ -86,11 +89,15 @@ class RayWorkerGroup:
     Args:
         cluster: gives the places.
         remote_worker_builder: the class and its arguments.
-        workers_per_node: None for one worker in every bundle, a number for all nodes, or a list with one number a node.
+        workers_per_node: None for one worker in every bundle, a number for all nodes, or a list with one
+        number a node.
         name_prefix: opens the workers' names and is matched against the profiler patterns.
-        bundle_indices_list: (placement group, bundles) of each group of tied workers; excludes ``workers_per_node``.
-        sharding_annotations: axes of the workers' ranks; needed for sharded calls and for coordinates in errors.
-        env_vars: environment of the workers; overrides what is forwarded from the driver, is overridden by ``configure_worker``.
+        bundle_indices_list: (placement group, bundles) of each group of tied workers; excludes
+        ``workers_per_node``.
+        sharding_annotations: axes of the workers' ranks; needed for sharded calls and for coordinates in
+        errors.
+        env_vars: environment of the workers; overrides what is forwarded from the driver, is overridden by
+        ``configure_worker``.
         init_timeout_s: seconds until all constructors must have returned.
         call_timeout_s: default bound of ``get_all_worker_results``, in seconds.
         deadlines: bounds by phase, in place of that one.
@@ -172,7 +179,8 @@ class RayWorkerGroup:
 
     @property
     def workers(self) -> list[WorkerHandle]:
-        """Handles by rank; empty after ``shutdown``. What ``run_before_next`` left is run first: a handle's calls go past the group."""
+        """Handles by rank; empty after ``shutdown``. What ``run_before_next`` left is run first: a handle's
+        calls go past the group."""
         self._run_before()
         return self._workers
 
@@ -183,12 +191,14 @@ class RayWorkerGroup:
 
     @property
     def calls(self) -> int:
-        """Calls of this group so far; as long as it is the same, the workers have not been asked for anything."""
+        """Calls of this group so far; as long as it is the same, the workers have not been asked for
+        anything."""
         return self._calls
 
     def run_before_next(self, method_name: str) -> None:
-        """Let all workers run a method without arguments before whatever they are called for next, in the same message where that goes to
-        all of them. An error of it is raised where the results of that call are waited for; the call itself is then not run.
+        """Let all workers run a method without arguments before whatever they are called for next, in the
+        same message where that goes to all of them. An error of it is raised where the results of that call
+        are waited for; the call itself is then not run.
 
         Raises:
             StateError: the workers were shut down, or one still hangs in a call that failed.
@@ -212,7 +222,8 @@ class RayWorkerGroup:
 
     @property
     def dp_size(self) -> int:
-        """Number of data-parallel shards: size of that axis, or without axes the number of groups of tied workers."""
+        """Number of data-parallel shards: size of that axis, or without axes the number of groups of tied
+        workers."""
         return len(self._dp_leaders)
 
     def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
@@ -241,7 +252,8 @@ class RayWorkerGroup:
     def run_all_workers_single_data(
         self, method_name: str, *args: Any, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Call all workers with the same arguments; on ``run_rank_0_only_axes`` only those at coordinate 0. Returns a list of futures."""
+        """Call all workers with the same arguments; on ``run_rank_0_only_axes`` only those at coordinate 0.
+        Returns a list of futures."""
         refuse_positional(method_name, args)
         workers = workers_on_first_of(self.sharding_annotations, len(self._workers), run_rank_0_only_axes)
         return self._submit(method_name, [WorkerCall(worker, kwargs) for worker in workers])
@@ -254,7 +266,8 @@ class RayWorkerGroup:
         common_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Sequence[Any],
     ) -> list[Any]:
-        """Call workers with one item each of the lists in ``kwargs``, and all of ``common_kwargs``. Returns a list of futures.
+        """Call workers with one item each of the lists in ``kwargs``, and all of ``common_kwargs``. Returns a
+        list of futures.
 
         Raises:
             BatchError: (also an AssertionError) a list's length is not the number of called workers.
@@ -280,7 +293,8 @@ class RayWorkerGroup:
 
         Raises:
             ConfigError: (a ValueError) an axis is unknown, or both sharded and replicated.
-            BatchError: (also an AssertionError) positional arguments, or a list whose length is not its axis' size.
+            BatchError: (also an AssertionError) positional arguments, or a list whose length is not its axis'
+            size.
         """
         refuse_positional(method_name, args)
         calls = plan_sharded_data(
@@ -307,12 +321,12 @@ class RayWorkerGroup:
     ) -> list[Any]:
         """Wait for the answers, also of plain lists of futures, and return those that belong to the result.
 
-        The items of generators are appended one after another, worker by worker; with ``return_generators_as_proxies`` the Ray
-        generators themselves are returned at once instead.
+        The items of generators are appended one after another, worker by worker; with
+        ``return_generators_as_proxies`` the Ray generators themselves are returned at once instead.
 
         Args:
-            timeout_s: bound in seconds; None takes the group's: that of the phase, from the beginning of the call on, or
-                ``call_timeout_s``.
+            timeout_s: bound in seconds; None takes the group's: that of the phase, from the beginning of the
+                call on, or ``call_timeout_s``.
 
         Raises:
             MegarlError, WorkerError, DeadlineError: see ``await_results``.
@@ -348,8 +362,8 @@ class RayWorkerGroup:
         """End all workers. May be called more than once.
 
         Args:
-            cleanup_method: method that every worker runs first, for at most ``timeout`` seconds; skipped when ``force``, or when a
-                worker hangs in a failed call.
+            cleanup_method: method that every worker runs first, for at most ``timeout`` seconds; skipped when
+                ``force``, or when a worker hangs in a failed call.
 
         Returns:
             True if the clean-up went well; the workers are gone in any case.
@@ -416,7 +430,8 @@ class RayWorkerGroup:
 
 
 def _share(calls: Sequence[WorkerCall]) -> dict[int, ray.ObjectRef[Any]]:
-    """Objects that go to more than one worker, by identity, stored once instead of being packed again for each."""
+    """Objects that go to more than one worker, by identity, stored once instead of being packed again for
+    each."""
     seen: dict[int, Any] = {}
     shared: dict[int, ray.ObjectRef[Any]] = {}
     for call in calls:

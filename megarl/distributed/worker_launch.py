@@ -3,7 +3,8 @@
 Order of the phases, each over all ranks at the same time:
 
 1. an empty shell in every place, with the environment its process needs from the start;
-2. each shell imports the worker class and asks ``configure_worker``; where the answer needs other Ray options, the shell is replaced;
+2. each shell imports the worker class and asks ``configure_worker``; where the answer needs other Ray
+   options, the shell is replaced;
 3. rank 0 binds the meeting port and keeps it; the driver learns address and port;
 4. all constructors run concurrently, so that they can meet in ``rendezvous.init_process_group``.
 """
@@ -40,7 +41,8 @@ class WorkerSpec:
         placement_group, bundle_index: its place.
         num_gpus: share of the bundle's GPU, 0 on CPU.
         bundle_indices: (placement group index, bundles) of a group of tied workers, for its leader only.
-        environment: variables of this rank alone (``RANK`` and the like), set before the worker class is imported.
+        environment: variables of this rank alone (``RANK`` and the like), set before the worker class is
+        imported.
         options: Ray options, for example ``runtime_env`` with the variables that all ranks share.
         coordinates: axis name to index, for messages.
     """
@@ -57,12 +59,13 @@ class WorkerSpec:
 
 
 class RayWorkerBuilder:
-    """Ray worker builder: what to build: the full name of a worker class, and its constructor's arguments.
+    """The worker to build on Ray: the full name of its class, and its constructor's arguments.
 
     Args:
-        ray_actor_class_fqn: ``package.module.Class``. A plain class, or one decorated with ``ray.remote``, whose options then count as
-            defaults. If the class has ``configure_worker(num_gpus, bundle_indices) -> (resources, env_vars, init_kwargs)``, its
-            answer overrides Ray options, environment and constructor arguments.
+        ray_actor_class_fqn: ``package.module.Class``. A plain class, or one decorated with ``ray.remote``,
+            whose options then count as defaults. If the class has ``configure_worker(num_gpus,
+            bundle_indices) -> (resources, env_vars, init_kwargs)``, its answer overrides Ray options,
+            environment and constructor arguments.
         args, kwargs: arguments of the constructor.
     """
 
@@ -105,7 +108,8 @@ class RayWorkerBuilder:
 
 
 class PendingWorkers:
-    """Workers whose processes are starting. ``wait`` runs the remaining phases; if anything fails, no process is left behind.
+    """Workers whose processes are starting. ``wait`` runs the remaining phases; if anything fails, no process
+    is left behind.
 
     Attributes:
         endpoint: where they meet; None until ``wait`` has returned.
@@ -199,7 +203,8 @@ def kill_actor(actor: ActorHandle[Any]) -> None:
 
 
 def _ray_options(spec: WorkerSpec, requirement: ClassRequirements) -> dict[str, Any]:
-    """Ray options of one worker: decorator < caller < ``configure_worker``; the decorator has no say in the share of the GPU."""
+    """Ray options of one worker: decorator < caller < ``configure_worker``; the decorator has no say in the
+    share of the GPU."""
     options = recursive_merge_options({"num_cpus": 1}, requirement.decorator_options)
     options = recursive_merge_options(options, {**spec.options, "num_gpus": spec.num_gpus})
     asked: Mapping[str, Any] = {**requirement.resources, "runtime_env": {"env_vars": requirement.env_vars}}

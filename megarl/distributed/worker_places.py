@@ -37,7 +37,8 @@ class WorkerPlace:
     name: str
 
     def environment(self) -> dict[str, str]:
-        """The variables of a distributed launcher, but for the address, which is known only once rank 0 has bound it."""
+        """The variables of a distributed launcher, but for the address, which is known only once rank 0 has
+        bound it."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.bundle),

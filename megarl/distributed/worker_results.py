@@ -1,4 +1,5 @@
-"""Wait for workers: the first failure ends the wait, no wait is endless, and every error says which worker it comes from."""
+"""Wait for workers: the first failure ends the wait, no wait is endless, and every error says which worker it
+comes from."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from megarl.errors import WORKER_TRACE, DeadlineError, MegarlError, StateError, 
 
 logger = logging.getLogger(__name__)
 
-# When one rank fails, its peers fail a moment later with broken connections. Waiting this long lets the cause be told from the echo.
+# When one rank fails, its peers fail a moment later with broken connections. Waiting this long lets the cause
+# be told from the echo.
 _ECHO_WAIT_S = 1.0
 # Ray's health check gives a silent node up after 15 s to 50 s.
 _CAUSE_WAIT_S = 60.0
@@ -49,8 +51,10 @@ class Deadline:
     Attributes:
         seconds: the bound.
         key: of the configuration, that the bound comes from; "" where it comes from the caller.
-        look_s: after so many seconds without any answer workers are given up that are stopped or stand still; None never looks.
-        wait_for_others: the workers may wait for somebody outside of their group, so that standing still is no reason.
+        look_s: after so many seconds without any answer workers are given up that are stopped or stand still;
+        None never looks.
+        wait_for_others: the workers may wait for somebody outside of their group, so that standing still is
+        no reason.
     """
 
     def __init__(
@@ -62,8 +66,8 @@ class Deadline:
         look_s: float | None = None,
         wait_for_others: bool = False,
     ) -> None:
-        """Args:
-        begun: monotonic seconds from which on it counts, where that leaves a moment to fetch what is done; None for now.
+        """Args: begun: monotonic seconds from which on it counts, where that leaves a moment to fetch what is
+        done; None for now.
         """
         self.seconds, self.key, self.look_s, self.wait_for_others = seconds, key, look_s, wait_for_others
         now = time.monotonic()
@@ -76,8 +80,8 @@ class Deadline:
 
 
 class WorkerRegistry:
-    """Worker registry: who is behind an actor: rank, coordinates and process of every worker of one group, the calls that are under way,
-    and those that never came back."""
+    """Workers of one group by actor (rank, coordinates, process), the calls that are under way, and those
+    that never came back."""
 
     def __init__(self) -> None:
         self._calls: dict[str, Call] = {}
@@ -132,8 +136,8 @@ class WorkerRegistry:
         return bool(self._unfinished)
 
     def check_free(self, what: str) -> None:
-        """Raises:
-        StateError: a worker is still busy with a call that was given up, so that a new call would wait behind it.
+        """Raises: StateError: a worker is still busy with a call that was given up, so that a new call would
+        wait behind it.
         """
         if self.has_unfinished():
             stuck = ", ".join(self.label(reference) for reference in self._unfinished)
@@ -143,7 +147,8 @@ class WorkerRegistry:
 
 
 def await_results(references: Sequence[ray.ObjectRef[Any]], registry: WorkerRegistry, what: str, deadline: Deadline) -> list[Any]:
-    """Values of ``references``, in order. Watches all of them, so that a worker that fails is seen while its peers hang.
+    """Values of ``references``, in order. Watches all of them, so that a worker that fails is seen while its
+    peers hang.
 
     Args:
         references: results of worker calls; one may stand there twice.
@@ -152,11 +157,12 @@ def await_results(references: Sequence[ray.ObjectRef[Any]], registry: WorkerRegi
         deadline: bound of the wait.
 
     Raises:
-        MegarlError: a worker raised one; the same class again, its message preceded by the worker's coordinates.
+        MegarlError: a worker raised one; the same class again, its message preceded by the worker's
+        coordinates.
         WorkerError: a worker raised another exception (its ``__cause__``).
         WorkerLostError: a worker's process or node is gone.
-        DeadlineError: not all answered in time, the process of one is stopped, or all that do not answer stand still; the message has the
-            stacks of those that still run.
+        DeadlineError: not all answered in time, the process of one is stopped, or all that do not answer
+            stand still; the message has the stacks of those that still run.
     """
     values: dict[ray.ObjectRef[Any], Any] = {}
     pending = list(dict.fromkeys(references))
@@ -185,7 +191,8 @@ def await_results(references: Sequence[ray.ObjectRef[Any]], registry: WorkerRegi
 def _await_cause(
     failures: list[tuple[ray.ObjectRef[Any], RayError]], pending: list[ray.ObjectRef[Any]], values: dict[ray.ObjectRef[Any], Any]
 ) -> list[ray.ObjectRef[Any]]:
-    """While all failures look like echoes, wait for what they echo: of a node that is gone, Ray learns later than its peers do."""
+    """While all failures look like echoes, wait for what they echo: of a node that is gone, Ray learns later
+    than its peers do."""
     deadline = Deadline(_CAUSE_WAIT_S)
     while pending and deadline.left() and all(_echo_rank(error) == 2 for _, error in failures):
         ready, pending = ray_calls.wait(pending, num_returns=1, timeout=deadline.left())
@@ -225,7 +232,8 @@ def _echo_rank(error: RayError) -> int:
 
 
 def _await_death(actor: str) -> None:
-    """All that Ray has said is that a connection was lost; a little later it knows whether a process or its node has ended."""
+    """All that Ray has said is that a connection was lost; a little later it knows whether a process or its
+    node has ended."""
     deadline = Deadline(_CAUSE_WAIT_S)
     with contextlib.suppress(RayError, RuntimeError, OSError):
         while deadline.left():
@@ -266,7 +274,7 @@ def _translate(label: str, error: RayError, what: str, also: str) -> MegarlError
 def _deadline_error(
     pending: Sequence[ray.ObjectRef[Any]], total: int, registry: WorkerRegistry, what: str, deadline: Deadline, reason: str
 ) -> DeadlineError:
-    """Of workers that were late, or, with a reason, given up before."""
+    """Return the error of workers that were late or, with a reason, given up earlier."""
     labels = [registry.label(reference) for reference in pending]
     processes = [registry.process(reference) for reference in pending]
     looks = looks_at(processes)
@@ -286,7 +294,8 @@ def _deadline_error(
 
 
 def blame(labels: Sequence[str], looks: Sequence[ProcessLook | None]) -> str:
-    """A sentence on who keeps the others waiting, of workers that all do not answer; "" where nobody stands out.
+    """A sentence on who keeps the others waiting, of workers that all do not answer; "" where nobody stands
+    out.
 
     One whose process does not run does, and one that is not in a collective while others are.
     """

@@ -1,7 +1,8 @@
 """The Ray actor that holds a worker: a generic shell, and the handle by which the driver speaks to it.
 
-The driver knows a worker class by name only. The shell imports and constructs it in the worker's own process, so that the driver never
-imports what workers need. Importing this file loads no torch: thread counts are set before torch is loaded.
+The driver knows a worker class by name only. The shell imports and constructs it in the worker's own process,
+so that the driver never imports what workers need. Importing this file loads no torch: thread counts are set
+before torch is loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """Worker process: where a worker runs."""
+    """Host and process of a worker."""
 
     host: str
     node_id: str
@@ -46,7 +47,8 @@ class WorkerProcess:
 
 @dataclass(frozen=True, slots=True)
 class ClassRequirements:
-    """Class requirements: what a worker class asks for: Ray options of its decorator, and the three answers of its ``configure_worker``."""
+    """Requirements of a worker class: Ray options of its decorator, and the three replies
+    of its ``configure_worker``."""
 
     decorator_options: dict[str, Any] = field(default_factory=dict)
     resources: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +57,8 @@ class ClassRequirements:
 
 
 def import_worker_class(name: str) -> tuple[type, dict[str, Any]]:
-    """Import ``package.module.Class``; a Ray-decorated class is unwrapped, and its decorator's options are returned with it.
+    """Import ``package.module.Class``; a Ray-decorated class is unwrapped, and its decorator's options are
+    returned with it.
 
     Raises:
         ConfigError: the name is not dotted, the module lacks it, or it is not a class.
@@ -80,10 +83,11 @@ def import_worker_class(name: str) -> tuple[type, dict[str, Any]]:
 
 
 def own_compile_cache() -> None:
-    """Have ``torch.compile`` keep what it compiles where nobody else can write: it unpickles what it finds there.
-    ``TORCHINDUCTOR_CACHE_DIR`` stays where it is set.
+    """Have ``torch.compile`` keep what it compiles where nobody else can write: it unpickles what it finds
+    there. ``TORCHINDUCTOR_CACHE_DIR`` stays where it is set.
 
-    By default that is a directory in the machine's temporary one, by the name of the user, and whoever makes it first may write into it.
+    By default that is a directory in the machine's temporary one, by the name of the user, and whoever makes
+    it first may write into it.
     """
     if env.text(_COMPILE_CACHE):
         return
@@ -129,7 +133,8 @@ class WorkerShell:
         return process, ClassRequirements(options, dict(resources or {}), dict(env_vars or {}), dict(init_kwargs or {}))
 
     def open_rendezvous(self) -> tuple[str, int]:
-        """Bind the group's meeting port in this process and keep it (rank 0 only). Returns address and port."""
+        """Bind the group's meeting port in this process and keep it (rank 0 only). Returns address and
+        port."""
         address = ray.util.get_node_ip_address()
         return address, rendezvous.open_listener(address)
 
@@ -194,9 +199,11 @@ class RemoteMethod:
 
 
 class WorkerHandle:
-    """The driver's end of one worker: ``handle.method.remote(...)`` returns a Ray future, as with a plain actor handle.
+    """The driver's end of one worker: ``handle.method.remote(...)`` returns a Ray future, as with a plain
+    actor handle.
 
-    Object references among the direct arguments are resolved by Ray. ``actor`` is the Ray actor itself, for ``ray.kill``.
+    Object references among the direct arguments are resolved by Ray. ``actor`` is the Ray actor itself, for
+    ``ray.kill``.
     """
 
     __slots__ = ("_class_name", "_methods", "actor", "process")

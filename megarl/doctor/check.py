@@ -21,7 +21,8 @@ class Check:
     """One thing that was looked at.
 
     Attributes:
-        room: which kind of thing: ``versions``, ``devices``, ``builds``, ``system``, ``network`` or ``storage``.
+        room: which kind of thing: ``versions``, ``devices``, ``builds``, ``system``, ``network`` or
+        ``storage``.
         name: the thing.
         verdict: how it is.
         found: what was found, with its unit and, where it falls short, the bound.

@@ -29,17 +29,20 @@ _STYLES = {Verdict.OK: "green", Verdict.ABSENT: "bright_black", Verdict.WARNING:
 
 
 def run(run_dir: str | None = None, as_json: bool = False, needs_transformer_engine: bool = False) -> int:
-    """Show all checks of this machine; 1 when one of them failed, else 0. What is absent and not needed is no failure."""
+    """Show all checks of this machine; 1 when one of them failed, else 0. What is absent and not needed is no
+    failure."""
     return show(examine(run_dir, needs_transformer_engine), as_json)
 
 
 def run_on_nodes(config: RunConfig | None, as_json: bool = False) -> int:
-    """Show the checks of a Ray cluster, against what a checked configuration asks for where there is one; 1 when one failed, else 0."""
+    """Show the checks of a Ray cluster, against what a checked configuration asks for where there is one; 1
+    when one failed, else 0."""
     return show(check_nodes(config), as_json, "the cluster")
 
 
 def show(checks: Iterable[Check], as_json: bool, where: str = "") -> int:
-    """Show checks as they come, and return the exit code; ``where`` is what they are about, this machine by default."""
+    """Show checks as they come, and return the exit code; ``where`` is what they are about, this machine by
+    default."""
     checks = (replace(check, found=redacted_text(check.found), fix=redacted_text(check.fix)) for check in checks)
     if as_json:
         answers = list(checks)

@@ -12,12 +12,14 @@ from megarl.doctor.check import Check, Room, Verdict
 ROOM = Room("devices")
 GIB = 2**30
 OLDEST_DRIVER = {12: "525", 13: "580"}
-"""Oldest driver that serves a major version of CUDA (CUDA release notes, "CUDA toolkit and minimum required driver version")."""
+"""Oldest driver that serves a major version of CUDA (CUDA release notes, "CUDA toolkit and minimum required
+driver version")."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as its driver sees it; memory in bytes, 0 where the driver does not say it. ``fault`` is why it cannot be asked.
+    """A GPU as its driver sees it; memory in bytes, 0 where the driver does not say it. ``fault`` is why it
+    cannot be asked.
 
     ``capability`` is its compute capability, (9, 0) of an H100; (0, 0) where the driver does not say it.
     """
@@ -47,9 +49,11 @@ class DriverFault:
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """The CUDA version of torch (``"12.8"``; None for CPUs), the number of GPUs that it can use, and the architectures of its kernels.
+    """The CUDA version of torch (``"12.8"``; None for CPUs), the number of GPUs that it can use, and the
+    architectures of its kernels.
 
-    ``kernels`` are named as by ``torch.cuda.get_arch_list``, for example ``("sm_80", "sm_90", "compute_90")``; empty where it says none.
+    ``kernels`` are named as by ``torch.cuda.get_arch_list``, for example ``("sm_80", "sm_90",
+    "compute_90")``; empty where it says none.
     """
 
     cuda: str | None
@@ -57,10 +61,12 @@ class TorchBuild:
     kernels: tuple[str, ...] = ()
 
     def serves(self, capability: tuple[int, int]) -> bool:
-        """Whether it has kernels for a GPU of this compute capability, or code that the driver can compile for it.
+        """Return whether it has kernels for a GPU of this compute capability, or code that the driver can
+        compile for it.
 
-        Kernels run on their own generation and later ones of the same major number; those whose name ends in an a on no other, and
-        code that the driver compiles on all later ones, unless its name ends in an f (CUDA programming guide, "Compute Capabilities").
+        Kernels run on their own generation and later ones of the same major number; those whose name ends in
+        an a on no other, and code that the driver compiles on all later ones, unless its name ends in an f
+        (CUDA programming guide, "Compute Capabilities").
         """
         if not self.kernels or capability == (0, 0):
             return True

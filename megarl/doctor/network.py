@@ -1,7 +1,8 @@
-"""The doctor's check whether processes of this host can compute together: a real all-reduce, by the way that a run's workers meet.
+"""The doctor's check whether processes of this host can compute together: a real all-reduce, by the way that
+a run's workers meet.
 
-``python -m megarl.doctor.network BACKEND RANK WORLD_SIZE PORT`` is one of its processes. Rank 0 is started with port 0, binds one and
-writes ``port N`` to standard output, after whatever an import may have said there.
+``python -m megarl.doctor.network BACKEND RANK WORLD_SIZE PORT`` is one of its processes. Rank 0 is started
+with port 0, binds one and writes ``port N`` to standard output, after whatever an import may have said there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _RUN_ID = "megarl-doctor"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Meet the other processes and add numbers with them; writes the seconds that one sum took. Exit code 1 for a wrong sum."""
+    """Meet the other processes and add numbers with them; writes the seconds that one sum took. Exit code 1
+    for a wrong sum."""
     import torch
     import torch.distributed as dist
 

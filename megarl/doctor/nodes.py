@@ -1,7 +1,8 @@
-"""``megarl doctor --nodes``: the doctor's check of a Ray cluster before a run: whether its nodes have what the run asks for, are alike, and
-can compute together.
+"""``megarl doctor --nodes``: the doctor's check of a Ray cluster before a run: whether its nodes have what
+the run asks for, are alike, and can compute together.
 
-The ranks are placed, started and connected as those of a run are, so that what fails here would have failed there, some minutes later.
+The ranks are placed, started and connected as those of a run are, so that what fails here would have failed
+there, some minutes later.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def check_nodes(config: RunConfig | None = None) -> Iterator[Check]:
     """Check the cluster that ``RAY_ADDRESS`` names, or a local one.
 
     Args:
-        config: of a run, checked and filled in, whose nodes and GPUs are asked for; None takes all that the cluster has.
+        config: of a run, checked and filled in, whose nodes and GPUs are asked for; None takes all that the
+        cluster has.
     """
     from megarl.distributed.ray_nodes import alive_nodes
     from megarl.distributed.ray_runtime import init_ray
@@ -71,7 +73,7 @@ def check_nodes(config: RunConfig | None = None) -> Iterator[Check]:
 
 
 def judge_nodes(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
-    """Whether there are as many nodes as a run asks for."""
+    """Check whether there are as many nodes as a run asks for."""
     found = f"{len(nodes)} in Ray: {', '.join(node.name for node in nodes)}"
     wanted = int(config["cluster"]["num_nodes"]) if config is not None else 1
     if len(nodes) >= wanted:
@@ -81,7 +83,8 @@ def judge_nodes(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
 
 
 def judge_gpus(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
-    """Whether Ray has the GPUs of a run on enough nodes. Where Slurm gave a job none, Ray sees none, whatever is built into its nodes."""
+    """Check whether Ray has the GPUs of a run on enough nodes. Where Slurm gave a job none, Ray sees none,
+    whatever is built into its nodes."""
     have = {node.name: int(node.total.get("GPU", 0)) for node in nodes}
     said = ", ".join(f"{name}: {count}" for name, count in have.items())
     if config is None:
@@ -100,7 +103,8 @@ def judge_gpus(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
 
 
 def shape_of(nodes: Sequence[RayNode], config: RunConfig | None) -> Shape:
-    """The ranks that are let compute together: all of a run, or one on every GPU; without GPUs one a node, but two at least."""
+    """The ranks that are let compute together: all of a run, or one on every GPU; without GPUs one a node,
+    but two at least."""
     gpus = min(int(node.total.get("GPU", 0)) for node in nodes)
     if config is not None:
         section = config["cluster"]
@@ -133,7 +137,8 @@ def check_ranks(shape: Shape) -> Iterator[Check]:
 
 
 def judge_sums(group: Any, shape: Shape, facts: Sequence[Mapping[str, Any]]) -> Check:
-    """Whether the ranks of a worker group add up numbers, which of them get wrong sums, and how fast they are; ``facts`` of each rank."""
+    """Check whether the ranks of a worker group add up numbers, which of them get wrong sums, and how fast
+    they are; ``facts`` of each rank."""
     backend, world = ("nccl" if shape.gpus else "gloo"), len(facts)
     name, numbers = f"{backend} all-reduce", NUMBERS[backend]
     interfaces = sorted({fact["interface"] for fact in facts})
@@ -152,7 +157,8 @@ def judge_sums(group: Any, shape: Shape, facts: Sequence[Mapping[str, Any]]) -> 
 
 
 def interface_hint(backend: str, facts: Sequence[Mapping[str, Any]]) -> str:
-    """What to set where ranks do not reach one another: hosts with several networks may each choose another one."""
+    """Say what to set when ranks do not reach one another: hosts with several networks may each choose
+    another one."""
     by_name: dict[str, list[str]] = {}
     for fact in facts:
         by_name.setdefault(fact["interface"], []).append(fact["host"])
@@ -164,7 +170,8 @@ def interface_hint(backend: str, facts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def compare(facts: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
-    """Whether all ranks have the same versions, which environments on local disks of the nodes easily have not."""
+    """Check whether all ranks have the same versions, which environments on local disks of the nodes easily
+    have not."""
     alike = True
     for name in facts[0]["versions"]:
         hosts: dict[str, list[str]] = {}
@@ -181,7 +188,8 @@ def compare(facts: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
 
 
 def interface_towards(address: str) -> str:
-    """Name of the network interface by which this host reaches an address, for example ``eth0``; the address of it where it has no name."""
+    """Name of the network interface by which this host reaches an address, for example ``eth0``; the address
+    of it where it has no name."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing: the kernel only chooses the way
@@ -205,7 +213,8 @@ class Adder:
         }
 
     def add(self, numbers: int) -> tuple[float, bool]:
-        """Join the other ranks and sum float32 [numbers] over all of them: seconds of one sum, and whether each element is right."""
+        """Join the other ranks and sum float32 [numbers] over all of them: seconds of one sum, and whether
+        each element is right."""
         import torch
         import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Whether a run can live in a directory: whole files, seen by other processes, locked, with room; and whether other nodes see them too."""
+"""Checks of a run's directory: complete files, seen by other processes and nodes, locks, free space."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def check_storage(run_dir: Path) -> Iterator[Check]:
 
 
 def _without_links(path: Path) -> Path:
-    """The path by which the kernel knows it. Raises OSError for links in a circle, and for ``~`` without a home directory."""
+    """The path by which the kernel knows it. Raises OSError for links in a circle, and for ``~`` without a
+    home directory."""
     try:
         return path.expanduser().resolve()
     except RuntimeError as error:
@@ -73,7 +74,7 @@ def check_durable_write(directory: Path) -> Check:
 
 
 def check_lock(directory: Path) -> Check:
-    """Whether the kernel keeps a second run out of the directory of a first."""
+    """Check whether the kernel keeps a second run out of the directory of a first."""
     with (directory / "lock").open("wb") as first, (directory / "lock").open("rb+") as second:
         try:
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,7 +89,7 @@ def check_lock(directory: Path) -> Check:
 
 
 def judge_space(free: int) -> Check:
-    """Whether checkpoints find room; bytes."""
+    """Check whether checkpoints find room; bytes."""
     found = f"{free / GIB:.1f} GiB free: one checkpoint of {free / CHECKPOINT_BYTES / 1e9:.1f} billion parameters"
     if free >= LEAST_FREE:
         return ROOM.ok("space", found)
@@ -100,7 +101,8 @@ def judge_space(free: int) -> Check:
 
 
 def check_file_system(place: Path) -> Check:
-    """Return which file system it is; ``place`` without links. That other nodes see it too can only be seen from there."""
+    """Return which file system it is; ``place`` without links. That other nodes see it too can only be seen
+    from there."""
     mounts = [part for part in psutil.disk_partitions(all=True) if place.is_relative_to(part.mountpoint)]
     # Of several on one directory the last one counts: an automounter's own lies below what it has mounted.
     mount = max(reversed(mounts), key=lambda part: len(part.mountpoint), default=None)

@@ -1,4 +1,5 @@
-"""The doctor's checks of what is installed, against the bounds that megarl's package states, and of processors, memory and open files."""
+"""The doctor's checks of what is installed, against the bounds that megarl's package states, and of
+processors, memory and open files."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def check_versions() -> Iterator[Check]:
         if requirement.name in SHOWN or check.verdict is not Verdict.OK:
             yield check
     what_for = "GPU kernels; without it Megatron runs on the portable layers"
-    # its part for torch is compiled on the spot, and in an isolated build against the newest torch instead of the one that is here
+    # its part for torch is compiled on the spot, and in an isolated build against the newest torch instead of
+    # the one that is here
     yield _optional("Transformer Engine", ("transformer-engine",), "te", what_for, "--no-build-isolation ")
     for kind in map(engine_kind, ENGINES):
         what_for = "a faster engine for generation; without it the policy generates itself"
@@ -57,7 +59,7 @@ def constraints_file() -> str:
 
 
 def check_package(requirement: Requirement) -> Check:
-    """Whether a package is there, in a version that is asked for."""
+    """Check whether a package is there, in a version that is asked for."""
     version = installed_version(requirement.name)
     fix = f"pip install -c {constraints_file()} '{requirement.name}{requirement.specifier}'"
     if version is None:
@@ -69,7 +71,7 @@ def check_package(requirement: Requirement) -> Check:
 
 
 def check_slurm(timeout_s: float = _SLURM_S) -> Check:
-    """Whether jobs can be submitted from here; ``sbatch`` may take so many seconds to answer."""
+    """Check whether jobs can be submitted from here; ``sbatch`` may take so many seconds to answer."""
     program = shutil.which("sbatch")
     if program is None:
         fix = "run this on a login node of the cluster; to try it on one machine: apt-get install slurm-wlm"
@@ -84,7 +86,8 @@ def check_slurm(timeout_s: float = _SLURM_S) -> Check:
 
 
 def requirements_of(name: str) -> list[Requirement]:
-    """Return what an installed package asks for, with its extras; nothing of one that is absent or cannot be read."""
+    """Return what an installed package asks for, with its extras; nothing of one that is absent or cannot be
+    read."""
     found = []
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for text in importlib.metadata.requires(name) or ():
@@ -94,7 +97,7 @@ def requirements_of(name: str) -> list[Requirement]:
 
 
 def applies(requirement: Requirement, extra: str = "") -> bool:
-    """Whether a requirement holds on this machine, for an extra or without any."""
+    """Return whether a requirement holds on this machine, for an extra or without any."""
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
@@ -122,7 +125,8 @@ LEAST_SHARED_MEMORY = 2 * GIB
 LEAST_OPEN_FILES = 4096
 """Ray holds several sockets for every worker, each data loader and checkpoint shard further files."""
 LEAST_LOCKED_MEMORY = 64 * GIB
-"""NCCL registers its buffers, and GPUDirect those of torch, with an InfiniBand device: such memory counts as locked."""
+"""NCCL registers its buffers, and GPUDirect those of torch, with an InfiniBand device: such memory counts as
+locked."""
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -138,7 +142,7 @@ def check_system() -> Iterator[Check]:
 
 
 def judge_shared_memory(size: int, free: int) -> Check:
-    """Whether ``/dev/shm`` holds what workers on one host share; bytes."""
+    """Check whether ``/dev/shm`` holds what workers on one host share; bytes."""
     found = f"{size / GIB:.2f} GiB"
     if free >= LEAST_SHARED_MEMORY:
         return SYSTEM.ok(str(SHARED_MEMORY), found)
@@ -154,7 +158,7 @@ def judge_shared_memory(size: int, free: int) -> Check:
 
 
 def judge_open_files(soft: int, hard: int) -> Check:
-    """Whether a driver of many workers may open enough files."""
+    """Check whether a driver of many workers may open enough files."""
     infinite = resource.RLIM_INFINITY
     if soft == infinite or soft >= LEAST_OPEN_FILES:
         return SYSTEM.ok("open files", "no limit" if soft == infinite else f"{soft:,}")
@@ -169,7 +173,8 @@ def infiniband_devices() -> list[str]:
 
 
 def judge_locked_memory(soft: int, infiniband: Sequence[str]) -> Check:
-    """Whether NCCL may register memory with the InfiniBand devices named; without one, no limit is in the way. Bytes."""
+    """Check whether NCCL may register memory with the InfiniBand devices named; without one, no limit is in
+    the way. Bytes."""
     name, infinite = "locked memory", resource.RLIM_INFINITY
     found = "no limit" if soft == infinite else f"{soft / 2**20:,.0f} MiB"
     if not infiniband:

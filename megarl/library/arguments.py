@@ -1,4 +1,5 @@
-"""The arguments of ``megarl.train`` as a configuration, and the faults of a configuration in terms of these arguments."""
+"""The arguments of ``megarl.train`` as a configuration, and the faults of a configuration in terms of these
+arguments."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ _LEARNING_RATE = {
 }
 _STEPS, _PROMPTS, _RESPONSES = 100, 8, 8
 _LONGEST_PROMPT, _LONGEST_RESPONSE = 512, 256
+# Learning rates that may not be above the one that is asked for.
 _SLOWEST_START = ("policy.megatron_cfg.optimizer.min_lr", "policy.megatron_cfg.scheduler.lr_warmup_init")
-"""Learning rates that may not be above the one that is asked for."""
 
 
 @dataclass
@@ -80,14 +81,16 @@ class Call:
         return Violation(key, value, violation.bound, violation.fix)
 
     def argument_of(self, key: str) -> str | None:
-        """Return the argument that has given the value of a key or of a section above it, or else those that are in its section."""
+        """Return the argument that has given the value of a key or of a section above it, or else those that
+        are in its section."""
         above = [each for each in self.arguments if key == each or key.startswith(f"{each}.")]
         if above:
             return self.arguments[max(above, key=len)]
         return ", ".join(argument for each, argument in self.arguments.items() if each.startswith(f"{key}.")) or None
 
     def in_arguments(self, text: str) -> str:
-        """Return the message of a command with the arguments behind the keys at the beginnings of its lines."""
+        """Return the message of a command with the arguments behind the keys at the beginnings of its
+        lines."""
 
         def with_argument(match: re.Match[str]) -> str:
             argument = self.argument_of(match[2])
@@ -132,12 +135,13 @@ def begin(algorithm: str, backend: Backend) -> Call:
 
 
 def is_of_base(call: Call) -> bool:
-    """Whether a call inherits the files of an algorithm, which leave sizes open, and not a recipe."""
+    """Return whether a call inherits the files of an algorithm, which leave sizes open, and not a recipe."""
     return isinstance(call.written["defaults"], list)
 
 
 def add_overrides(call: Call, algorithm: str, backend: Backend, overrides: Mapping[str, Any]) -> None:
-    """Write overrides into a call: a section with a dictionary, a whole dotted key, or the last part of a key that is unique."""
+    """Write overrides into a call: a section with a dictionary, a whole dotted key, or the last part of a key
+    that is unique."""
     known = known_paths(run_type(algorithm))
     for name, value in overrides.items():
         if name in _SOURCE_KEYS:
@@ -236,7 +240,8 @@ def _takes_answer(path: str) -> bool:
 
 
 def add_rewards(call: Call, reward: Any) -> None:
-    """Write rewards into a call: the name of one, a function, a list of these, or a dictionary of sections of ``env.rewards``."""
+    """Write rewards into a call: the name of one, a function, a list of these, or a dictionary of sections of
+    ``env.rewards``."""
     if isinstance(reward, str):
         call.put("env.reward", reward, "reward")
     elif callable(reward):

@@ -49,24 +49,28 @@ def train(
     """Train a model, as ``megarl train`` does, and return its run.
 
     Args:
-        algorithm: ``grpo``, one that is made of it (``dapo``, ``gspo``, ``rloo``, ...), ``sft``, ``dpo`` or ``rm``; or a recipe, or
-            the path of a configuration, whose values the other arguments replace.
+        algorithm: ``grpo``, one that is made of it (``dapo``, ``gspo``, ``rloo``, ...), ``sft``, ``dpo`` or
+            ``rm``; or a recipe, or the path of a configuration, whose values the other arguments replace.
         model: directory or hub id of a Hugging Face model, or a run, whose exported model is taken.
-        data: rows (dictionaries with prompt and answer), a ``datasets.Dataset``, a table of pandas or polars, the path of a file, the name
-            of a set, or a data source as a configuration has it. Rows are written into the run's directory.
-        reward: a function of a response, which says by the names of its parameters what it takes (README, "A custom reward"); the
-            name of a built-in reward; a list of these; or a dictionary of sections of ``env.rewards``, with weights. Functions run in
-            other processes: what they change outside of themselves is not seen here.
+        data: rows (dictionaries with prompt and answer), a ``datasets.Dataset``, a table of pandas or polars,
+            the path of a file, the name of a set, or a data source as a configuration has it. Rows are
+            written into the run's directory.
+        reward: a function of a response, which says by the names of its parameters what it takes (README, "A
+            custom reward"); the name of a built-in reward; a list of these; or a dictionary of sections of
+            ``env.rewards``, with weights. Functions run in other processes: what they change outside of
+            themselves is not seen here.
         validation: data like ``data``, to measure by during training.
         run_dir: of a run to begin or to go on with; None makes ``runs/ALGORITHM-MODEL-N``.
         backend: ``megatron``, ``dtensor`` or ``fsdp1``; a recipe has its own.
         progress: show what the command prints.
-        overrides: any key of a configuration by its last part (``max_num_steps=20``, ``learning_rate=1e-5``), a section by a dictionary
-            (``policy={"precision": "bfloat16"}``), or a whole key (``**{"policy.generation.top_k": 50}``).
+        overrides: any key of a configuration by its last part (``max_num_steps=20``, ``learning_rate=1e-5``),
+            a section by a dictionary (``policy={"precision": "bfloat16"}``), or a whole key
+            (``**{"policy.generation.top_k": 50}``).
 
     Raises:
         ConfigError: everything that is wrong with the arguments, in one list.
-        KeyboardInterrupt: Ctrl-C, after the run has finished its step and written a checkpoint; the same call with its ``run_dir`` goes on.
+        KeyboardInterrupt: Ctrl-C, after the run has finished its step and written a checkpoint; the same call
+        with its ``run_dir`` goes on.
         MegarlError: the run failed.
     """
     with _prepared(algorithm, model, data, reward, validation, run_dir, backend, overrides) as (call, directory):
@@ -123,13 +127,16 @@ def evaluate(
 
 
 def convert(source: Any, target: str | os.PathLike[str], *, progress: bool = True, **options: Any) -> dict[str, Any]:
-    """Convert a checkpoint between Hugging Face and Megatron-Core, whichever it is not, and return what was done.
+    """Convert a checkpoint between Hugging Face and Megatron-Core, whichever it is not, and return what was
+    done.
 
     Args:
-        source: a Hugging Face directory or hub id, or a Megatron checkpoint; a run stands for the model that it has exported.
+        source: a Hugging Face directory or hub id, or a Megatron checkpoint; a run stands for the model that
+        it has exported.
         target: directory to make.
         progress: show what the command prints beside its result.
-        options: of ``megarl convert import`` or ``export``: ``dtype="bfloat16"``, ``overwrite=True``, ``hf_config=DIR``.
+        options: of ``megarl convert import`` or ``export``: ``dtype="bfloat16"``, ``overwrite=True``,
+        ``hf_config=DIR``.
 
     Raises:
         ConfigError: an option or the source cannot be used.
@@ -166,7 +173,8 @@ def _prepared(
     backend: Backend,
     overrides: Mapping[str, Any],
 ) -> Iterator[tuple[Call, Path]]:
-    """Write the configuration of a call into the directory of its run; what is refused leaves nothing of it behind."""
+    """Write the configuration of a call into the directory of its run; what is refused leaves nothing of it
+    behind."""
     call = begin(algorithm, backend)
     name = "-".join(filter(None, [call.written["recipe"], _name_of_model(model)]))
     is_new = run_dir is None or not Path(run_dir).exists()

@@ -104,13 +104,14 @@ def _read_lines(child: subprocess.Popen[bytes], lines: queue.SimpleQueue[str | N
 
 def _environment() -> dict[str, str]:
     """Return the variables of the process of a command."""
-    # Jupyter asks for colours, by which rich takes a pipe for a terminal and redraws its lines for ever
+    # Jupyter asks for colours, by which rich takes a pipe for a terminal and redraws its lines indefinitely
     kept = {name: value for name, value in env.snapshot().items() if name not in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")}
     return {**kept, "PYTHONPATH": os.pathsep.join(_import_places()), "PYTHONUNBUFFERED": "1"}
 
 
 def _import_places() -> Iterator[str]:
-    """Yield where this process imports from and another Python would not, so that it finds megarl and the modules of the caller."""
+    """Yield where this process imports from and another Python would not, so that it finds megarl and the
+    modules of the caller."""
     prefixes = tuple(str(Path(prefix).resolve()) + os.sep for prefix in {sys.prefix, sys.base_prefix})
     for place in sys.path:
         path = str(Path(place).resolve())

@@ -12,8 +12,8 @@ from typing import Any
 from megarl.config.data_sources import NAMED_SETS, is_file
 from megarl.errors import ConfigError, DataError, Violation
 
+# Methods by which a table writes itself: of ``datasets.Dataset`` and of pandas, and of polars.
 _TABLES = {"to_parquet": ".parquet", "write_parquet": ".parquet"}
-"""Methods by which a table writes itself: of ``datasets.Dataset`` and of pandas, and of polars."""
 
 
 def source_of(argument: str, data: Any, directory: Path) -> dict[str, Any]:

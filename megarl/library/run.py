@@ -1,4 +1,4 @@
-"""What a run has left, for a notebook: its metrics as a table, its samples, its model and its curves."""
+"""Results of a run, for a notebook: its metrics as a table, its samples, its model and its curves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _ROWS = 10
 
 
 class Metrics(dict[str, list[Any]]):
-    """Metrics by name, each a list with a value for each step; None where a step has none. ``pandas.DataFrame(metrics)`` takes it.
+    """Metrics by name, each a list with a value for each step; None where a step has none.
+    ``pandas.DataFrame(metrics)`` takes it.
 
     ``metrics["reward"]`` is short for ``metrics["train/reward"]``, or else for the metric of validation.
     """
@@ -141,7 +142,8 @@ class Run:
         return kept_config(self.directory / CONFIG_FILE)
 
     def plot(self) -> Picture:
-        """Draw the curves into the run's directory, with the page ``report.html``; returns the first picture, which a notebook shows.
+        """Draw the curves into the run's directory, with the page ``report.html``; returns the first picture,
+        which a notebook shows.
 
         Raises:
             DataError: there is nothing to draw yet.

@@ -34,15 +34,16 @@ _STYLES = {
     "eta": "bright_black",
 }
 
+# Ends the name of the metric that every validation set has.
 _OF_A_SET = "/samples"
-"""Ends the name of the metric that every validation set has."""
 
 
 class TrainingConsole:
-    """Shows a run. On a terminal: coloured lines above a live progress bar; in a pipe or file: plain lines of at most 100 columns.
+    """Shows a run. On a terminal: coloured lines above a live progress bar; in a pipe or file: plain lines of
+    at most 100 columns.
 
-    Use it as a context manager, or call ``start`` and ``finish``. The terminal is given back as it was when an
-    exception ends the block.
+    Use it as a context manager, or call ``start`` and ``finish``. The terminal is given back as it was when
+    an exception ends the block.
     """
 
     def __init__(
@@ -105,8 +106,9 @@ class TrainingConsole:
 
         Args:
             step: its number, from 1 to ``total_steps``.
-            metrics: ``loss``, ``reward``, ``grad_norm``, ``tokens_per_s`` (each also under ``train/``) and the output of
-                ``PhaseTimer.collect`` (also under ``timing/``); what is missing is left out of the line.
+            metrics: ``loss``, ``reward``, ``grad_norm``, ``tokens_per_s`` (each also under ``train/``) and
+                the output of ``PhaseTimer.collect`` (also under ``timing/``); what is missing is left out of
+                the line.
         """
         now = self._clock()
         self._recent_seconds.append(now - self._last_step_at)
@@ -129,7 +131,8 @@ class TrainingConsole:
             self._phase.done, self._phase.rest_s = step, remaining_s
 
     def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show the numbers of a validation, in the order they come; those of a set among several (``NAME/...``) on a line of their own."""
+        """Show the numbers of a validation, in the order they come; those of a set among several
+        (``NAME/...``) on a line of their own."""
         sets = [name.removesuffix(_OF_A_SET) for name in metrics if name.endswith(_OF_A_SET)]
         lines: dict[str, dict[str, str]] = {"": {}, **{name: {} for name in sets}}
         for name, value in metrics.items():
@@ -196,7 +199,8 @@ class TrainingConsole:
         try:
             self._console.print(text, soft_wrap=True)
         except (OSError, SystemExit) as error:
-            # rich answers a closed pipe (``megarl train ... | head``) with SystemExit; nobody watching is no reason to stop.
+            # rich answers a closed pipe (``megarl train ... | head``) with SystemExit; nobody watching is no
+            # reason to stop.
             self._quiet = True
             logger.warning("nothing more is shown, the console cannot be written: %s", error)
 

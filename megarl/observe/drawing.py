@@ -46,7 +46,8 @@ def draw_smoothed(axes: Axes, curve: Series, colour: str, label: str) -> None:
 
 @contextmanager
 def plain_text() -> Iterator[None]:
-    """Inside, words are drawn as they are: between two dollar signs, as names of runs may have them, matplotlib would read a formula.
+    """Inside, words are drawn as they are: between two dollar signs, as names of runs may have them,
+    matplotlib would read a formula.
 
     Raises:
         MegarlError: matplotlib is not installed.
@@ -76,7 +77,8 @@ def one_panel(title: str) -> tuple[Figure, Axes]:
 
 
 def stacked_panels(title: str, count: int) -> tuple[Figure, list[Axes]]:
-    """A figure with ``count`` panels above each other that share the step axis. Needs no display: a Figure of its own draws by Agg."""
+    """A figure with ``count`` panels above each other that share the step axis. Needs no display: a Figure of
+    its own draws by Agg."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 4.8 if count == 1 else 7.0), dpi=120, layout="constrained")
@@ -104,9 +106,11 @@ def finish_axes(axes: Axes, y_label: str, legend: bool = False, last: bool = Tru
 
 
 def run_labels(run_dirs: Sequence[str | Path]) -> dict[str | Path, str]:
-    """The shortest ends of the paths that tell the runs apart: ``grpo``, or ``seed-1/grpo`` where several are called ``grpo``.
+    """The shortest ends of the paths that tell the runs apart: ``grpo``, or ``seed-1/grpo`` where several are
+    called ``grpo``.
 
-    None begins with an underscore, as matplotlib leaves such names out of legends; bytes that are no UTF-8 are replaced.
+    None begins with an underscore, as matplotlib leaves such names out of legends; bytes that are no UTF-8
+    are replaced.
     """
     parts = [Path(run_dir).resolve().parts for run_dir in run_dirs]
     for length in range(1, max(map(len, parts), default=1) + 1):
@@ -124,7 +128,8 @@ def phase_names(series: Mapping[str, Series]) -> list[str]:
 
 
 def of_training(curve: Series) -> Series:
-    """The curve without step 0, whose row is about the validation before the first step; as it is where there is nothing else."""
+    """The curve without step 0, whose row is about the validation before the first step; as it is where there
+    is nothing else."""
     first = next((index for index, step in enumerate(curve.steps) if step > 0), 0)
     return Series(curve.steps[first:], curve.values[first:])
 
@@ -135,7 +140,8 @@ def phase_title(name: str) -> str:
 
 
 def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
-    """Draw the seconds of every phase of a step, stacked, as at most 60 bars; what no phase covers is ``other``.
+    """Draw the seconds of every phase of a step, stacked, as at most 60 bars; what no phase covers is
+    ``other``.
 
     Returns:
         What the legend says, for ``axes.legend`` or ``figure.legend``.

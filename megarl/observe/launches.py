@@ -1,5 +1,5 @@
-"""The file ``launches.jsonl``: when each launch of a run started, from which step, what it started anew, and how it ended.
-``metrics.jsonl`` cannot say that: it is cut back on resume."""
+"""The file ``launches.jsonl``: when each launch of a run started, from which step, what it started again, and
+how it ended. ``metrics.jsonl`` cannot say that: it is cut back on resume."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "launches.jsonl"
 FINISHED = "finished"
 ENGINES, WORKERS = "engines", "workers"
-"""What a launch starts anew: the rollout engines alone, or all workers."""
+"""What a launch starts again: the rollout engines alone, or all workers."""
 _LONGEST_REASON = 300
 T = TypeVar("T")
 UnixSeconds = Annotated[float, Field(ge=0, lt=1e12)]
@@ -34,7 +34,7 @@ UnixSeconds = Annotated[float, Field(ge=0, lt=1e12)]
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """What a launch started anew, within its process.
+    """One restart of workers or engines within the process of a launch.
 
     Attributes:
         what: ``ENGINES`` or ``WORKERS``.
@@ -96,24 +96,26 @@ class LaunchOutcome:
         self._identity = None if self.path is None else _identity(self.path)
 
     def restarted(self, what: str, error: BaseException, step: int | None = None) -> None:
-        """Write down that something is started anew now; see ``Restart``."""
+        """Write down that something is started again now; see ``Restart``."""
         self.write({"restart": {"what": what, "time": time.time(), "reason": _reason(error), "step": step}})
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Add a line, unless the launch's own was never written, or the file is another one by now: there it would be of another launch."""
+        """Add a line, unless the launch's own was never written, or the file is another one by now: there it
+        would be of another launch."""
         if self.path is not None and _identity(self.path) == self._identity is not None:
             _append(self.path, entry)
 
 
+# Launches of this process that are not written down yet, by their file: unix seconds at which they began.
 _starting: dict[Path, float] = {}
-"""Launches of this process that are not written down yet, by their file: unix seconds at which they began."""
+# Launches of this process that have not ended, by their file.
 _open_launches: dict[Path, LaunchOutcome] = {}
-"""Launches of this process that have not ended, by their file."""
 
 
 @contextmanager
 def recorded_start(run_dir: Path) -> Iterator[None]:
-    """Write down a launch that is lost, or late, in what it does before ``recorded_launch``. One that is refused leaves nothing."""
+    """Write down a launch that is lost, or late, in what it does before ``recorded_launch``. One that is
+    refused leaves nothing."""
     path = run_dir / FILE_NAME
     _starting[path] = time.time()
     try:
@@ -140,7 +142,8 @@ def _start(begun: float) -> dict[str, Any]:
 
 @contextmanager
 def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterator[LaunchOutcome]:
-    """Write down that a launch starts now and, when the block is left, how it ended. A full disk costs the record, not the run.
+    """Write down that a launch starts now and, when the block is left, how it ended. A full disk costs the
+    record, not the run.
 
     Yields:
         What will be written: whoever reaches the last step sets it to ``FINISHED``.
@@ -163,14 +166,16 @@ def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterato
 
 
 def end_open_launches(outcome: str) -> None:
-    """Write down how the launches of this process end, where it is going to leave without an error that would say so."""
+    """Write down how the launches of this process end, where it is going to leave without an error that would
+    say so."""
     _end_starting(outcome)
     while _open_launches:
         _open_launches.popitem()[1].write(_end(outcome))
 
 
 def read_launches(run_dir: Path) -> list[Launch]:
-    """The launches of a run, oldest first; empty for a run without the file. Lines that a killed launch left half-written are skipped.
+    """The launches of a run, oldest first; empty for a run without the file. Lines that a killed launch left
+    half-written are skipped.
 
     Raises:
         OSError: the file is there and cannot be read.
@@ -197,7 +202,7 @@ def read_launches(run_dir: Path) -> list[Launch]:
 
 
 def restarts_within(launches: Iterable[Launch], what: str) -> int:
-    """How often ``ENGINES`` or ``WORKERS`` were started anew within launches."""
+    """Count the restarts of ``ENGINES`` or ``WORKERS`` within launches."""
     return sum(restart.what == what for launch in launches for restart in launch.restarts)
 
 
@@ -232,7 +237,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _append(path: Path, entry: Mapping[str, Any]) -> bool:
-    """Whether the line was written."""
+    """Append a line; returns whether it was written."""
     try:
         with path.open("ab+") as stream:
             # What a killed launch left of a line must not swallow this one.

@@ -1,4 +1,5 @@
-"""Reduction of metrics: how the values of one, one per micro-batch and rank, become the number of a step. Pure Python."""
+"""Reduction of metrics: how the values of one, one per micro-batch and rank, become the number of a step.
+Pure Python."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ DEFAULT_REDUCTIONS: Mapping[str, Reduction] = MappingProxyType({name: Reduction.
 
 
 def default_reduction(name: str) -> Reduction:
-    """The reduction of a metric that nobody declared: by known name, then by suffix (``_min``, ``_max``), else a sum.
+    """The reduction of a metric that nobody declared: by known name, then by suffix (``_min``, ``_max``),
+    else a sum.
 
     A prefix such as ``train/`` plays no part.
     """
@@ -58,8 +60,8 @@ def reduce_values(values: Sequence[float], reduction: Reduction) -> float:
 
     Args:
         values: numbers, or zero-dimensional tensors; at least one.
-        reduction: how to combine them. A NaN among the values gives NaN under every reduction, so that a fault on one rank
-            is seen whatever the order of the ranks.
+        reduction: how to combine them. A NaN among the values gives NaN under every reduction, so that a
+            fault on one rank is seen whatever the order of the ranks.
 
     Raises:
         ValueError: there is no value.
@@ -97,7 +99,8 @@ def reduce_metrics(all_mb_metrics: Mapping[str, Sequence[float]], reductions: Ma
 
 
 def _exact_sum(numbers: Sequence[float]) -> float:
-    """A sum that does not depend on the order of the ranks; ``fsum`` refuses infinities of both signs and overflow."""
+    """A sum that does not depend on the order of the ranks; ``fsum`` refuses infinities of both signs and
+    overflow."""
     try:
         return math.fsum(numbers)
     except (ValueError, OverflowError):

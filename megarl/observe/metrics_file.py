@@ -1,4 +1,5 @@
-"""The file ``metrics.jsonl``: one JSON object a line, appended while training, cut back on resume, read by the plots."""
+"""The file ``metrics.jsonl``: one JSON object a line, appended while training, cut back on resume, read by
+the plots."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ FILE_NAME = "metrics.jsonl"
 class MetricsFile:
     """Appends rows ``{"step": int, "time": unix seconds, name: value, ...}`` to a JSON-lines file.
 
-    Every row reaches the operating system before ``append`` returns. NaN and infinities have no JSON form: they are
-    written as null and logged as a warning.
+    Every row reaches the operating system before ``append`` returns. NaN and infinities have no JSON form:
+    they are written as null and logged as a warning.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,8 +60,9 @@ class MetricsFile:
             raise
 
     def truncate_after(self, step: int) -> int:
-        """Remove the rows of later steps, and return how many. Where they are the last ones, as usual, the file is cut, which takes no room
-        on a disk that may be full; else it is replaced in one rename, never half-written.
+        """Remove the rows of later steps, and return how many. Where they are the last ones, as usual, the
+        file is cut, which takes no room on a disk that may be full; else it is replaced in one rename, never
+        half-written.
 
         Raises:
             OSError: the file could not be cut, or a new one not be written; the old one stays.
@@ -93,7 +95,8 @@ class MetricsFile:
             self._descriptor = -1
 
     def _find_again(self) -> None:
-        """Look whether the file is still there, and say so where somebody has removed or replaced it: rows would go where nobody reads.
+        """Look whether the file is still there, and say so where somebody has removed or replaced it: rows
+        would go where nobody reads.
 
         Raises:
             OSError: it cannot be opened or written again.
@@ -147,7 +150,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def stream_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows one by one, as the file of a long run is larger than what is kept of it; none of a file that has no whole row yet.
+    """The rows one by one, as the file of a long run is larger than what is kept of it; none of a file that
+    has no whole row yet.
 
     Raises:
         DataError: as ``read_metrics``, but for an empty file.

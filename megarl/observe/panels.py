@@ -1,4 +1,5 @@
-"""The panels of a report: which metrics they show, of one run or of several over one another, and their pictures as SVG."""
+"""The panels of a report: which metrics they show, of one run or of several over one another, and their
+pictures as SVG."""
 
 from __future__ import annotations
 
@@ -32,13 +33,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
+# Line styles of the curves of a panel where the colour tells the run.
 _LINES = ("-", ":", "-.")
-"""Line styles of the curves of a panel where the colour tells the run."""
 
 Runs = Mapping[str, Mapping[str, Series]]
 """All metrics of each run, by its label."""
 _OF_PAGE = {"#000000": "currentColor", GRID_COLOUR: "var(--line)"}
-# A point of a picture is a pixel on a phone of 390 pixels, which leaves a picture 320 of them; on larger screens it is more.
+# A point of a picture is a pixel on a phone of 390 pixels, which leaves a picture 320 of them; on larger
+# screens it is more.
 _WIDTH, _HEIGHT, _LINE = 320 / 72, 200 / 72, 15 / 72
 _STYLE: dict[str, Any] = {
     "font.size": 11.5,
@@ -48,14 +50,14 @@ _STYLE: dict[str, Any] = {
 }
 _RUN_COLOURS = (COLOURS[1], COLOURS[4], COLOURS[0], COLOURS[2], COLOURS[6], COLOURS[5], COLOURS[8], COLOURS[9])
 _RUN_LUMINANCES = (0.16, 0.27)
+# Of a line of text in a picture.
 _MOST_CHARACTERS = 44
-"""Of a line of text in a picture."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A curve of a panel: the metrics it may come from, its name, whether it is sparse (drawn with points, dashed beside others), and
-    whether it is drawn as it is, without a running mean."""
+    """A curve of a panel: the metrics it may come from, its name, whether it is sparse (drawn with points,
+    dashed beside others), and whether it is drawn as it is, without a running mean."""
 
     metrics: tuple[str, ...]
     name: str
@@ -65,8 +67,9 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A panel: title, unit of its axis, curves. ``fraction`` fixes the axis to 0 to 1 where all values lie there, ``from_zero`` begins it
-    at 0. With ``zero_is_absent`` a metric that is 0 at every step counts as one that the run does not compute."""
+    """A panel: title, unit of its axis, curves. ``fraction`` fixes the axis to 0 to 1 where all values lie
+    there, ``from_zero`` begins it at 0. With ``zero_is_absent`` a metric that is 0 at every step counts as
+    one that the run does not compute."""
 
     title: str
     unit: str
@@ -222,7 +225,8 @@ def _draw_timing(runs: Runs) -> str:
 
 
 def draw_panel(axes: Axes, panel: Panel, runs: Runs) -> list[Any]:
-    """Draw the curves that the runs have of a panel; of several runs the handles tell the kinds of curves, and the page tells the runs.
+    """Draw the curves that the runs have of a panel; of several runs the handles tell the kinds of curves,
+    and the page tells the runs.
 
     Returns:
         The handles of a legend.
@@ -262,7 +266,8 @@ def _set_limits(axes: Axes, panel: Panel, low: float, high: float) -> None:
 
 
 def _set_legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str], title: str | None = None) -> None:
-    """Make room for a legend above the axes, where it never lies over a curve; in two columns where their words have room."""
+    """Make room for a legend above the axes, where it never lies over a curve; in two columns where their
+    words have room."""
     half = -(-len(labels) // 2)
     halves = [labels[:half], labels[half:]]
     columns = 2 if title and sum(max(map(len, part), default=0) for part in halves) < _MOST_CHARACTERS - 4 else 1
@@ -345,14 +350,16 @@ def _compare_phases(axes: Axes, runs: Runs) -> None:
 
 
 def run_colours(count: int) -> list[str]:
-    """A colour for each of several runs; of very many, colours around the circle, darker and lighter ones in turn."""
+    """A colour for each of several runs; of very many, colours around the circle, darker and lighter ones in
+    turn."""
     if count <= len(_RUN_COLOURS):
         return list(_RUN_COLOURS[:count])
     return [_colour_of_luminance(index / count, _RUN_LUMINANCES[index % 2]) for index in range(count)]
 
 
 def _colour_of_luminance(hue: float, luminance: float) -> str:
-    """The colour of a hue in [0, 1) that is as bright as said (relative luminance of WCAG 2), so that it is seen on any page."""
+    """The colour of a hue in [0, 1) that is as bright as said (relative luminance of WCAG 2), so that it is
+    seen on any page."""
     shades = (colorsys.hls_to_rgb(hue, percent / 100, 0.6) for percent in range(100))
     nearest = min(shades, key=lambda shade: abs(relative_luminance(shade) - luminance))
     return "#" + "".join(f"{round(255 * part):02x}" for part in nearest)
@@ -372,7 +379,8 @@ def _figure(height: float = _HEIGHT) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """The picture as an element of a page, with the page's colours: text as text, ids that no other picture has, no prologue."""
+    """The picture as an element of a page, with the page's colours: text as text, ids that no other picture
+    has, no prologue."""
     import matplotlib
 
     buffer = io.StringIO()

@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _REWARDS = tuple(name for name in REWARD_NAMES if "/" in name)
+# Title and panels of the pictures of a run.
 _PICTURES = {"reward.png": ("Reward", ("Reward",)), "loss.png": ("Loss", ("Loss", "Gradient norm"))}
-"""Title and panels of the pictures of a run."""
 
 
 @plain_text()
 def plot_run(run_dir: str | Path) -> list[Path]:
     """Draw a run's curves into its directory.
 
-    These are panels of the report: ``reward.png`` (reward of the samples and validation accuracy), ``loss.png`` (loss, validation loss,
-    gradient norm) and ``timing.png`` (seconds of every phase, stacked); each only when there is something to draw. Several
-    ``metrics*.jsonl`` in the directory are read as one run, a later step row winning. A directory without any whose children are runs is
-    plotted child by child.
+    These are panels of the report: ``reward.png`` (reward of the samples and validation accuracy),
+    ``loss.png`` (loss, validation loss, gradient norm) and ``timing.png`` (seconds of every phase, stacked);
+    each only when there is something to draw. Several ``metrics*.jsonl`` in the directory are read as one
+    run, a later step row winning. A directory without any whose children are runs is plotted child by child.
 
     Returns:
         The files written.
@@ -79,7 +79,8 @@ def plot_run(run_dir: str | Path) -> list[Path]:
 
 @plain_text()
 def compare_runs(run_dirs: Sequence[str | Path], out_png: str | Path) -> Path:
-    """Draw the validation accuracy (else the reward) of several seeds of one recipe, with their mean over common steps.
+    """Draw the validation accuracy (else the reward) of several seeds of one recipe, with their mean over
+    common steps.
 
     Raises:
         DataError: no run is given, a run has no metrics file, or the runs do not share a metric to compare.

@@ -1,7 +1,7 @@
 """Progress of what takes long and has no steps: the phases of a start, exports.
 
-On a terminal the phase under way is one live line; elsewhere it is a plain line every few seconds. Each phase leaves
-one line that says what was done and how long it took.
+On a terminal the phase under way is one live line; elsewhere it is a plain line every few seconds. Each phase
+leaves one line that says what was done and how long it took.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EVERY_S = 5.0
 
 
 class Phase:
-    """What is under way.
+    """One phase under way.
 
     Args:
         title: in a word or two.
@@ -170,7 +170,8 @@ _shown: list[ProgressConsole] = []
 
 @contextlib.contextmanager
 def progress_shown(console: ProgressConsole) -> Iterator[ProgressConsole]:
-    """Show phases that begin inside the block; outside of any such block, as in a library, nothing is shown."""
+    """Show phases that begin inside the block; outside of any such block, as in a library, nothing is
+    shown."""
     _shown.append(console)
     try:
         yield console
@@ -180,7 +181,8 @@ def progress_shown(console: ProgressConsole) -> Iterator[ProgressConsole]:
 
 @contextlib.contextmanager
 def phase(title: str, unit: str = "", total: int | None = None, *, is_told: bool = True) -> Iterator[Phase]:
-    """Show what the block does, if anybody watches. Arguments as of ``Phase`` and ``ProgressConsole.phase``."""
+    """Show what the block does, if anybody watches. Arguments as of ``Phase`` and
+    ``ProgressConsole.phase``."""
     if not _shown:
         yield Phase(title, unit, total)
         return

@@ -1,4 +1,5 @@
-"""Sample files: ``samples/train_step_N.jsonl`` and ``samples/validation_step_N.jsonl`` of a run, one JSON object a sample.
+"""Sample files: ``samples/train_step_N.jsonl`` and ``samples/validation_step_N.jsonl`` of a run, one JSON
+object a sample.
 
 They are written by a thread of their own. Whatever keeps it from writing costs samples, never the run.
 """
@@ -26,7 +27,8 @@ TRAIN, VALIDATION = "train", "validation"
 """Kinds of files."""
 
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
-"""Characters that a terminal may obey, that turn the direction of text around, or that are no text; tab and line feed are not in it."""
+"""Characters that a terminal may obey, that turn the direction of text around, or that are no text; tab and
+line feed are not in it."""
 
 Then = Callable[[str, int, Sequence[Mapping[str, Any]]], None]
 """Takes the samples of a step: kind, step, rows."""
@@ -39,8 +41,8 @@ _PATIENCE_S = 10.0
 class SampleFiles:
     """Sample files of a run that trains.
 
-    ``write`` hands rows over and returns at once. A disk that is full, slow or gone costs the samples of a step: the first time with a
-    warning, in the end with the number of such steps.
+    ``write`` hands rows over and returns at once. A disk that is full, slow or gone costs the samples of a
+    step: the first time with a warning, in the end with the number of such steps.
     """
 
     def __init__(self, directory: Path, most_files: int | None = None, patience_s: float = _PATIENCE_S) -> None:
@@ -64,7 +66,8 @@ class SampleFiles:
             kind: ``TRAIN`` or ``VALIDATION``.
             step: of the run.
             rows: what JSON holds; not changed afterwards.
-            then: called with the same by the thread once they are written, or cannot be: what else is done with them and takes time.
+            then: called with the same by the thread once they are written, or cannot be: what else is done
+            with them and takes time.
         """
         with self._changed:
             full = len(self._waiting) >= _MOST_WAITING
@@ -79,14 +82,16 @@ class SampleFiles:
             self._thread.start()
 
     def flush(self) -> None:
-        """Wait until all that was handed over is on disk, as long as a disk is given; for one that hangs only once."""
+        """Wait until all that was handed over is on disk, as long as a disk is given; for one that hangs only
+        once."""
         with self._changed:
             self._stalled = not self._changed.wait_for(lambda: not self._waiting, 0.0 if self._stalled else self._patience_s)
         if self._stalled:
             self._lose(f"the disk has not taken them within {self._patience_s:g} s")
 
     def truncate_after(self, step: int) -> None:
-        """Remove the files of later steps, which are computed again, and what a killed run left unfinished."""
+        """Remove the files of later steps, which are computed again, and what a killed run left
+        unfinished."""
         try:
             late = [path for kind in (TRAIN, VALIDATION) for number, path in list_samples(self._directory, kind) if number > step]
             for path in [*late, *self._directory.glob(".*.tmp")]:
@@ -165,7 +170,8 @@ def list_samples(directory: Path, kind: str) -> list[tuple[int, Path]]:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The samples of a file; lines that are none, as somebody may have edited it, are left out with a warning.
+    """The samples of a file; lines that are none, as somebody may have edited it, are left out with a
+    warning.
 
     Raises:
         OSError: it cannot be read.
@@ -185,7 +191,8 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def shorten(text: str, limit: int) -> str:
-    """The text, without its middle where it is longer than ``limit`` characters: what matters of an answer is how it ends."""
+    """The text, without its middle where it is longer than ``limit`` characters: what matters of an answer is
+    how it ends."""
     if len(text) <= limit:
         return text
     head = limit // 2
@@ -202,6 +209,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    """A row as JSON in which letters of any language stay, and what ``UNSAFE`` has is escaped, so that ``cat`` shows it too."""
+    """A row as JSON in which letters of any language stay, and what ``UNSAFE`` has is escaped, so that
+    ``cat`` shows it too."""
     text = json.dumps(row, ensure_ascii=False, allow_nan=False)
     return UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode() + b"\n"

@@ -11,7 +11,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric over a run: ``values[i]`` belongs to ``steps[i]``; steps rise strictly, values are finite."""
+    """One metric over a run: ``values[i]`` belongs to ``steps[i]``; steps rise strictly, values are
+    finite."""
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
@@ -28,7 +29,8 @@ class Log:
 
     Attributes:
         series: every numeric metric as a curve.
-        not_finite: metrics whose newest value is null, NaN or infinite, each with the step since which that is so.
+        not_finite: metrics whose newest value is null, NaN or infinite, each with the step since which that
+        is so.
         last_time: unix seconds of the last row; None where it has none.
     """
 
@@ -40,13 +42,15 @@ class Log:
 def collect_series(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
     """Every numeric metric of the rows as a curve.
 
-    Where two rows give the same metric for the same step, the later row counts. Null, NaN and infinite values are gaps.
+    Where two rows give the same metric for the same step, the later row counts. Null, NaN and infinite values
+    are gaps.
     """
     return dict(collect_log(rows).series)
 
 
 def collect_log(rows: Iterable[Mapping[str, Any]]) -> Log:
-    """Collect curves, and what no curve shows. The rows are read once, one by one; of each only its numbers are kept."""
+    """Collect curves, and what no curve shows. The rows are read once, one by one; of each only its numbers
+    are kept."""
     points: dict[str, tuple[list[int], list[float]]] = {}
     not_finite: dict[str, int] = {}
     last_time: float | None = None
@@ -87,7 +91,8 @@ def _series(steps: Sequence[int], values: Sequence[float], same: dict[tuple[int,
 
 
 def smoothing_window(count: int) -> int:
-    """Steps that a running mean of ``count`` points should cover: an odd tenth of them, 3 to 51; 1 (no smoothing) below 10 points."""
+    """Steps that a running mean of ``count`` points should cover: an odd tenth of them, 3 to 51; 1 (no
+    smoothing) below 10 points."""
     return 1 if count < 10 else min(max(count // 10 | 1, 3), 51)
 
 

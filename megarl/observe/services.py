@@ -1,4 +1,5 @@
-"""Sinks other than the metrics file: TensorBoard, Weights & Biases, MLflow and Trackio, each imported only when it is switched on."""
+"""Sinks other than the metrics file: TensorBoard, Weights & Biases, MLflow and Trackio, each imported only
+when it is switched on."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 _WANDB_ID_FILE, _MLFLOW_ID_FILE, _TRACKIO_ID_FILE = "wandb_run_id", "mlflow_run_id", "trackio_run_id"
 _OWN_NAMES = ("step", "time")
+# Parameters, and seconds for which the end of a run waits for a server that does not take its last rows.
 _MOST_PARAMS = 100
-"""Parameters, and seconds for which the end of a run waits for a server that does not take its last rows."""
 _LAST_ROWS_S = 60.0
 
 
@@ -32,7 +33,8 @@ class TensorBoardSink:
 
     def __init__(self, settings: TensorboardConfig, log_dir: Path) -> None:
         """Args:
-            settings: keyword arguments of ``SummaryWriter``, null meaning absent; ``log_dir`` in it wins over the argument.
+            settings: keyword arguments of ``SummaryWriter``, null meaning absent; ``log_dir`` in it wins over
+            the argument.
             log_dir: where the event files go.
 
         Raises:
@@ -104,8 +106,8 @@ class WandbSink(_RunSink):
     def write_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Send the samples of a step as a table, ``samples/KIND``, whose column ``step`` says which.
 
-        It goes with the row that W&B has at hand, since it may come when that of its own step is gone, and W&B takes no earlier step.
-        Token ids stay here; the parts of a reward are columns ``reward/NAME``.
+        It goes with the row that W&B has at hand, since it may come when that of its own step is gone, and
+        W&B takes no earlier step. Token ids stay here; the parts of a reward are columns ``reward/NAME``.
         """
         rows = [_as_columns(sample) for sample in samples]
         columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -118,7 +120,8 @@ class WandbSink(_RunSink):
 class MlflowSink:
     """Sends numbers to MLflow; a resumed run goes on in the same MLflow run.
 
-    A thread sends them, because MLflow's client asks a server that does not answer again for minutes, and a step must not wait for it.
+    A thread sends them, because MLflow's client asks a server that does not answer again for minutes, and a
+    step must not wait for it.
     """
 
     name = "MLflow"
@@ -127,7 +130,8 @@ class MlflowSink:
         """Args:
             settings: ``experiment_name``, and ``run_name`` and ``tracking_uri``, null meaning absent.
             log_dir: where megarl keeps the id of the MLflow run.
-            run_config: the resolved configuration, sent as parameters when the MLflow run is made; secrets in it are hidden.
+            run_config: the resolved configuration, sent as parameters when the MLflow run is made; secrets in
+            it are hidden.
 
         Raises:
             ConfigError: MLflow is not installed.
@@ -161,7 +165,8 @@ class MlflowSink:
         self._calls.raise_fault()
 
     def _same_run(self, path: Path) -> str | None:
-        """Return the id of the MLflow run that an earlier launch made, running again; None where there is none any more."""
+        """Return the id of the MLflow run that an earlier launch made, running again; None where there is
+        none any more."""
         run_id = path.read_text().strip() if path.exists() else ""
         if not run_id:
             return None
@@ -188,7 +193,8 @@ class MlflowSink:
 
 
 class TrackioSink(_RunSink):
-    """Gives rows to Trackio, which sends them by a thread of its own; a resumed run goes on in the same Trackio run."""
+    """Gives rows to Trackio, which sends them by a thread of its own; a resumed run goes on in the same
+    Trackio run."""
 
     name = "Trackio"
 
@@ -209,7 +215,8 @@ class TrackioSink(_RunSink):
 
 
 class _InOrder:
-    """A thread that makes calls one after another, and keeps the first fault of them until it is asked for."""
+    """A thread that makes calls one after another, and keeps the first fault of them until it is asked
+    for."""
 
     def __init__(self, name: str) -> None:
         self._waiting: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()

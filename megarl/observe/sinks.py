@@ -23,19 +23,20 @@ logger = logging.getLogger(__name__)
 
 _OWN_NAMES = ("step", "time")
 _MOST_BYTES = 64 << 20
+# Sinks by their section of ``logger``.
 _SERVICES: dict[str, type[WandbSink] | type[MlflowSink] | type[TrackioSink]] = {
     "wandb": WandbSink,
     "mlflow": MlflowSink,
     "trackio": TrackioSink,
 }
-"""Sinks by their section of ``logger``."""
 
 
 class Sink(Protocol):
     """One place where rows go. Any method may raise; ``MetricSinks`` contains it.
 
-    A class of the user's own, named in ``logger.sinks``, is made with ``(log_dir, run_config)``: a directory for its files and the resolved
-    configuration without its secrets. Its methods are called by one thread, between the steps, which wait for it.
+    A class of the user's own, named in ``logger.sinks``, is made with ``(log_dir, run_config)``: a directory
+    for its files and the resolved configuration without its secrets. Its methods are called by one thread,
+    between the steps, which wait for it.
     """
 
     name: str
@@ -58,7 +59,8 @@ class MetricsFileSink:
     def __init__(self, run_dir: Path, most_bytes: int = _MOST_BYTES) -> None:
         """Args:
             run_dir: directory of the run.
-            most_bytes: of rows that are kept while the file takes none, as on a full disk; of more, the oldest are lost.
+            most_bytes: of rows that are kept while the file takes none, as on a full disk; of more, the
+            oldest are lost.
 
         Raises:
             OSError: the file cannot be opened.
@@ -79,7 +81,8 @@ class MetricsFileSink:
         self._write_waiting()
 
     def truncate_after(self, step: int) -> None:
-        """Remove the lines of later steps, also of those that wait; where that fails, before the next one is written."""
+        """Remove the lines of later steps, also of those that wait; where that fails, before the next one is
+        written."""
         self._waiting = deque(each for each in self._waiting if each[0] <= step)
         # what an earlier cut was to take away is still in the file
         self._cut_after = step if self._cut_after is None else min(self._cut_after, step)
@@ -120,7 +123,8 @@ class MetricsFileSink:
 
 
 class MetricSinks:
-    """All sinks of a run. A sink that fails is reported once, and reported again only after it worked in between."""
+    """All sinks of a run. A sink that fails is reported once, and reported again only after it worked in
+    between."""
 
     def __init__(self, sinks: list[Sink], clock: Callable[[], float] = time.time) -> None:
         """Args:
@@ -136,8 +140,8 @@ class MetricSinks:
         """Write one row.
 
         Args:
-            metrics: name to number, text, None, or a tensor or array of one element; nested mappings become ``outer/inner``.
-                Anything else is left out, with one warning a name.
+            metrics: name to number, text, None, or a tensor or array of one element; nested mappings become
+                ``outer/inner``. Anything else is left out, with one warning a name.
             step: number of the step.
             prefix: put before every name with a slash, for example ``train`` makes ``train/loss``.
         """
@@ -156,7 +160,8 @@ class MetricSinks:
             self._guard(sink, "write", dict(row))
 
     def log_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Hand the samples of a step to the sinks that take such, from whatever thread; the step may have been logged meanwhile.
+        """Hand the samples of a step to the sinks that take such, from whatever thread; the step may have
+        been logged meanwhile.
 
         Args:
             kind: ``train`` or ``validation``.
@@ -168,7 +173,8 @@ class MetricSinks:
                 self._guard(sink, "write_samples", kind, step, samples)
 
     def truncate_after(self, step: int) -> None:
-        """Forget, on resume from the checkpoint of ``step``, what an earlier launch logged for later steps."""
+        """Forget, on resume from the checkpoint of ``step``, what an earlier launch logged for later
+        steps."""
         for sink in self._sinks:
             self._guard(sink, "truncate_after", step)
 
@@ -200,8 +206,8 @@ def open_sinks(logger_config: LoggerConfig, run_dir: str | Path, run_config: Map
     """The sinks that a ``logger`` section asks for.
 
     Args:
-        logger_config: a checked ``logger`` section. ``log_dir`` (default: the run directory) is for the files of all sinks but
-            ``metrics.jsonl``, which is always written, in the run directory.
+        logger_config: a checked ``logger`` section. ``log_dir`` (default: the run directory) is for the files
+            of all sinks but ``metrics.jsonl``, which is always written, in the run directory.
         run_dir: directory of the run; made when missing.
         run_config: the resolved configuration, which sinks get with its secrets hidden.
 

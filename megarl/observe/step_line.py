@@ -1,5 +1,5 @@
-"""The one line that the console shows for a step: which numbers, in which order, and what gives way on a narrow screen; and that of the
-throughput of its phases."""
+"""The one line that the console shows for a step: which numbers, in which order, and what gives way on a
+narrow screen; and that of the throughput of its phases."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def first_number(metrics: Mapping[str, Any], names: Iterable[str]) -> float | No
 
 
 def phase_seconds(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of the phases of the top level, longest first; ``step_s`` and phases inside phases are left out."""
+    """Seconds of the phases of the top level, longest first; ``step_s`` and phases inside phases are left
+    out."""
     seconds: dict[str, float] = {}
     for name, value in metrics.items():
         bare_name = name.removeprefix(_TIMING_PREFIX)
@@ -65,7 +66,8 @@ def phase_seconds(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def format_number(value: float) -> str:
-    """Three to four significant digits in little room: ``0.0312``, ``-1.25``, ``12.3``, ``1,234``, ``2.1e-05``, ``nan``."""
+    """Three to four significant digits in little room: ``0.0312``, ``-1.25``, ``12.3``, ``1,234``,
+    ``2.1e-05``, ``nan``."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -98,9 +100,9 @@ def format_seconds(seconds: float) -> str:
 def step_fields(step: int, total_steps: int, metrics: Mapping[str, Any], eta_s: float | None, width: int) -> list[tuple[str, str]]:
     """The parts of the line as (kind, text); two spaces join them.
 
-    When the line would be wider than ``width`` columns, the parts that matter least go first: phases (shortest first), then
-    ETA, then throughput, then the time of the step. Progress, loss, reward, what has none and gradient norm always stay. Phases of less
-    than 0.05 s are not worth a column.
+    When the line would be wider than ``width`` columns, the parts that matter least go first: phases
+    (shortest first), then ETA, then throughput, then the time of the step. Progress, loss, reward, what has
+    none and gradient norm always stay. Phases of less than 0.05 s are not worth a column.
     """
     fields = [("progress", f"step {step:>{len(str(total_steps))}}/{total_steps}")]
     loss, reward, grad_norm = (first_number(metrics, names) for names in (LOSS_NAMES, REWARD_NAMES, GRAD_NORM_NAMES))
@@ -130,7 +132,8 @@ def step_fields(step: int, total_steps: int, metrics: Mapping[str, Any], eta_s: 
 
 
 def throughput_line(metrics: Mapping[str, Any]) -> str:
-    """Rates of the phases: ``generation 2.3k tok/s, MFU 12%; training 6.1k tok/s, MFU 34%; padding efficiency 85%; idle 0.02s``.
+    """Rates of the phases: ``generation 2.3k tok/s, MFU 12%; training 6.1k tok/s, MFU 34%; padding efficiency
+    85%; idle 0.02s``.
 
     Empty where no phase has rates.
     """

@@ -52,8 +52,8 @@ class Sequences:
 class PhaseTimer:
     """Adds up wall time per phase until ``collect`` hands it out.
 
-    A phase may contain phases; an inner one is reported under ``outer/inner``, so the phases of the top level never count a
-    second twice and add up to at most the step. For one thread only.
+    A phase may contain phases; an inner one is reported under ``outer/inner``, so the phases of the top level
+    never count a second twice and add up to at most the step. For one thread only.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, on_change: Callable[[str], None] = lambda _: None) -> None:
@@ -91,7 +91,8 @@ class PhaseTimer:
         self._sequences.setdefault(self._open[-1][0], []).append(sequences)
 
     def merge(self, other: PhaseTimer, seconds: Mapping[str, float]) -> None:
-        """Take over the phases and sequences of another timer, which begins afresh, and ``seconds`` by phase: of what went on beside."""
+        """Take over the phases and sequences of another timer, which begins afresh, and ``seconds`` by phase:
+        of what went on beside."""
         collected = other.collect()
         del collected[STEP_SECONDS]
         for name, value in {**{name.removesuffix("_s"): value for name, value in collected.items()}, **seconds}.items():
@@ -100,15 +101,17 @@ class PhaseTimer:
             self._sequences.setdefault(phase, []).extend(sequences)
 
     def take_sequences(self) -> dict[str, list[Sequences]]:
-        """What the phases went through since the last call, by phase (an inner one as ``outer/inner``), and start afresh."""
+        """Return the sequence of phases since the last call, by phase (an inner one as ``outer/inner``), and
+        start again."""
         taken, self._sequences = self._sequences, {}
         return taken
 
     def collect(self) -> dict[str, float]:
-        """The seconds since the last call, as ``{"generation_s": ..., "train/optimizer_s": ..., "step_s": ...}``, and start afresh.
+        """The seconds since the last call, as ``{"generation_s": ..., "train/optimizer_s": ..., "step_s":
+        ...}``, and start afresh.
 
-        ``step_s`` is the wall time since the last call (or since construction). A phase that is still open is split here:
-        what has passed belongs to this step, the rest to the next.
+        ``step_s`` is the wall time since the last call (or since construction). A phase that is still open is
+        split here: what has passed belongs to this step, the rest to the next.
         """
         now = self._clock()
         for path, start in self._open:

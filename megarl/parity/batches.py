@@ -1,4 +1,5 @@
-"""The batch of a case: ragged lengths, masked tokens and samples, log-probabilities near the model's own; and how it is cut into calls."""
+"""The batch of a case: ragged lengths, masked tokens and samples, log-probabilities near the model's own; and
+how it is cut into calls."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ Batch = dict[str, Tensor]
 
 
 def token_batch(case: Case) -> Batch:
-    """``input_ids`` [B, S] (padding 0), ``input_lengths`` [B], ``token_mask`` [B, S], ``sample_mask`` [B] of all global batches."""
+    """``input_ids`` [B, S] (padding 0), ``input_lengths`` [B], ``token_mask`` [B, S], ``sample_mask`` [B] of
+    all global batches."""
     generator = torch.Generator().manual_seed(case.seed + 1)
     rows, columns = case.total_rows, case.length
     lengths = torch.randint(1, columns + 1, (rows,), generator=generator)
@@ -69,8 +71,9 @@ def with_signals(case: Case, batch: Batch, logprobs: Tensor) -> Batch:
     Args:
         case: names the loss.
         batch: of ``token_batch``.
-        logprobs: [B, S] of the model as it is before training, column 0 and padding 0; of one that scores its values. Previous,
-            generation and reference log-probabilities are drawn around them, so that some ratios are clipped and others are not.
+        logprobs: [B, S] of the model as it is before training, column 0 and padding 0; of one that scores its
+            values. Previous, generation and reference log-probabilities are drawn around them, so that some
+            ratios are clipped and others are not.
     """
     if case.loss_kind in ("nll", "rm"):
         return batch
@@ -115,8 +118,8 @@ def with_signals(case: Case, batch: Batch, logprobs: Tensor) -> Batch:
 
 
 def _teacher(case: Case, generator: torch.Generator) -> Tensor:
-    """[B, S, V] the log-probabilities of a teacher: at half of the positions flat, at the others 0.99 to 0.9999 of one token, as those of
-    large models mostly are."""
+    """[B, S, V] the log-probabilities of a teacher: at half of the positions flat, at the others 0.99 to
+    0.9999 of one token, as those of large models mostly are."""
     flat = torch.randn(case.total_rows, case.length, case.vocab, generator=generator)
     others = 10 ** -(2 + 2 * torch.rand(case.total_rows, case.length, 1, generator=generator))
     is_sharp = torch.rand(others.shape, generator=generator) < 0.5
@@ -127,8 +130,9 @@ def _teacher(case: Case, generator: torch.Generator) -> Tensor:
 
 
 REWARDS = ("reward", "reward/one", "reward/other", "rewarded", "prompt", "truncated", "values", "teacher_logprobs")
-"""Columns of which advantages are made: [B] the reward, its parts, whether an answer has one (some that are not trained on do), the number
-of the prompt, and whether an answer was cut off; [B, S] what a critic says at each token, and the log-probabilities of a teacher."""
+"""Columns of which advantages are made: [B] the reward, its parts, whether an answer has one (some that are
+not trained on do), the number of the prompt, and whether an answer was cut off; [B, S] what a critic says at
+each token, and the log-probabilities of a teacher."""
 ANSWERS_A_PROMPT = 3
 
 

@@ -1,7 +1,8 @@
 """A case: one comparison, and the line of text that stands for it.
 
-A case is flat: every field is a number, a name or a yes-or-no, and its default is the simplest value there is. Sizes that have to divide
-others are stored as factors (heads = ``kv`` x ``group``), so that most fields can be changed one at a time.
+A case is flat: every field is a number, a name or a yes-or-no, and its default is the simplest value there
+is. Sizes that have to divide others are stored as factors (heads = ``kv`` x ``group``), so that most fields
+can be changed one at a time.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ PLANS = ("built-in", "written", "names", "mlp")
 SCHEDULES = ("constant", "linear", "cosine", "inverse-square-root")
 DECAYS = ("constant", "linear", "cosine")
 PATHS = ("fast", "plain")
-# Adam divides by the root of the second moment, so that an error of a gradient comes back in a weight times up to the learning rate by
-# epsilon. Gradients here are of order 1e-2 to 1, their rounding errors of 1e-8 to 1e-7; a larger factor shows in the next gradient.
+# Adam divides by the root of the second moment, so that an error of a gradient comes back in a weight times
+# up to the learning rate by epsilon. Gradients here are of order 1e-2 to 1, their rounding errors of 1e-8 to
+# 1e-7; a larger factor shows in the next gradient.
 MILD_EPSILON = 1e-2
 RECIPE_EPSILON = 1e-8
-"""With it, a number whose gradient is nothing but rounding errors moves by the learning rate, this way or that: what such a case may be
-apart is measured (``megarl.parity.noise``)."""
+"""With it, a number whose gradient is nothing but rounding errors moves by the learning rate, this way or
+that: what such a case may be apart is measured (``megarl.parity.noise``)."""
 SCORING = ("rm", "value")
 """Losses of models that score: Bradley-Terry, and the value loss."""
 PAIRED = ("dpo", "rm")
@@ -79,7 +81,8 @@ class Case:
         topk: experts a token.
         expert: width of an expert, where the family has one of its own; shared experts are as wide, or twice.
         dispatcher: how tokens get to their experts.
-        balance: load-balancing loss of the routers: ``none``, ``aux`` over the global batch, ``seq`` over each sequence.
+        balance: load-balancing loss of the routers: ``none``, ``aux`` over the global batch, ``seq`` over
+        each sequence.
         zloss: z-loss of the routers.
         freeze: routers are not trained.
         router: type that routers compute in; ``model`` for that of the model.
@@ -87,7 +90,8 @@ class Case:
         sp: sequence parallel.
         first, last: layers of the first and the last pipeline stage; 0 divides evenly.
         vpp: model chunks a pipeline stage.
-        layout: which layers each model chunk holds, in Megatron-Core's notation; empty for what the other fields say.
+        layout: which layers each model chunk holds, in Megatron-Core's notation; empty for what the other
+        fields say.
         comm: how context-parallel ranks get at the keys and values of the others.
         plan: which tensor-parallel plan DTensor gets: its own, or one of ``megarl.parity.settings``.
         ep, etp: ranks that share the experts, and one expert.
@@ -105,16 +109,19 @@ class Case:
         segments: rows of one response at most, which share its advantage; 1 for a response a row.
         together: all global batches in one ``train()`` call.
         evaluate: evaluate first; it must report the loss of the first step and change nothing.
-        reference: keep a reference policy; afterwards its log-probabilities must be those from before training.
-        loss: ``nll``, ``pg``, ``dpo``, ``distill``, ``rm`` or ``value`` with options (``megarl.parity.options``), as ``pg+kl:0.02``; with
-            the last two the model scores, and values are compared where otherwise log-probabilities are.
-        advantages: of a policy gradient: ``given``, or made by that estimator, with options likewise; returns of a value loss alike.
+        reference: keep a reference policy; afterwards its log-probabilities must be those from before
+        training.
+        loss: ``nll``, ``pg``, ``dpo``, ``distill``, ``rm`` or ``value`` with options
+            (``megarl.parity.options``), as ``pg+kl:0.02``; with the last two the model scores, and values are
+            compared where otherwise log-probabilities are.
+        advantages: of a policy gradient: ``given``, or made by that estimator, with options likewise; returns
+        of a value loss alike.
         temperature: the sampling temperature.
         keep: tokens that top-k keeps; 0 for all.
         nucleus: top-p; 1 for all.
         optimizer: ``adam`` or ``sgd``.
-        eps: what Adam adds to the root of the second moment. Recipes have 1e-8; what a larger one does to rounding errors is said at
-            ``MILD_EPSILON``.
+        eps: what Adam adds to the root of the second moment. Recipes have 1e-8; what a larger one does to
+            rounding errors is said at ``MILD_EPSILON``.
         lr: the largest learning rate.
         clip: largest gradient norm; 0 for no clipping.
         warmup: the learning rate grows over the first calls.
@@ -213,13 +220,14 @@ class Case:
 
     @property
     def filters(self) -> bool:
-        """Whether top-k or top-p leave tokens out."""
+        """True if top-k or top-p leave tokens out."""
         return not self.sampling.keeps_all(self.vocab)
 
     @property
     def has_measured_bounds(self) -> bool:
-        """Whether nobody can say beforehand how far rounding errors lead: in 16 bit, where Adam divides by gradients that are all rounding,
-        in IPO's square, whose gradient has a margin as a factor from which a constant of its size is taken away, and in distillation, whose
+        """True if bounds of errors have to be measured, because nobody can predict how far rounding leads: in
+        16 bit; where Adam divides by gradients that are all rounding; in IPO's square, whose gradient has a
+        margin as a factor from which a constant of its size is taken away; and in distillation, whose
         gradient sums up differences between two distributions that cancel."""
         divides_by_rounding = self.optimizer == "adam" and self.eps < MILD_EPSILON
         return self.precision != "float32" or divides_by_rounding or "ipo" in self.loss_options or self.loss_kind == "distill"
@@ -267,7 +275,7 @@ class Case:
 
     @property
     def is_fast(self) -> bool:
-        """Whether the fast paths are taken."""
+        """True if the fast paths are taken."""
         return self.paths == "fast"
 
     @property
@@ -282,12 +290,13 @@ class Case:
 
     @property
     def scores(self) -> bool:
-        """Whether the model scores."""
+        """True if the model scores."""
         return self.loss_kind in SCORING
 
     @property
     def likeliest(self) -> int:
-        """Most likely tokens that a policy is asked for, and that a teacher gives; 0 where there is no teacher."""
+        """Most likely tokens that a policy is asked for, and that a teacher gives; 0 where there is no
+        teacher."""
         return min(int(self.loss_number("topk") or 0), self.vocab) if self.loss_kind == "distill" else 0
 
     @property
@@ -296,7 +305,8 @@ class Case:
         return frozenset(split(self.loss)[1])
 
     def loss_numbers(self, option: str) -> Numbers:
-        """The numbers of an option of the loss, also where the loss does not have the option: those that it then has."""
+        """The numbers of an option of the loss, also where the loss does not have the option: those that it
+        then has."""
         return numbers_of(self.loss, option)
 
     def loss_number(self, option: str) -> float | None:
@@ -316,12 +326,13 @@ class Case:
 
     @property
     def compares_answers(self) -> bool:
-        """Whether an advantage depends on the rewards of other answers to the same prompt."""
+        """True if an advantage depends on the rewards of other answers to the same prompt."""
         return self.advantages_kind in ("grpo", "rloo", "gdpo", "reinforce-baseline")
 
     @property
     def takes_divergence_from_rewards(self) -> bool:
-        """Whether the rewards that advantages are made of have lost the divergence from the reference policy."""
+        """True if the rewards that advantages are made of have lost the divergence from the reference
+        policy."""
         return self.loss_kind == "pg" and "in-reward" in self.loss_options
 
     def __str__(self) -> str:
@@ -355,6 +366,7 @@ SPARSE_FIELDS = ("experts", "topk", "expert", "dispatcher", "balance", "zloss", 
 """Fields of a mixture of experts."""
 _MEGATRON_ONLY = ("pp", "first", "last", "vpp", "layout", "ep", "etp", "decay", "wide", "distopt", "overlap", "bucket")
 _OF_LANGUAGE = ("temperature", "keep", "nucleus", "reference", "chunk", "lora")
+# What a backend, a family, a way of batching or an optimizer has no use for.
 _FOREIGN: dict[str, tuple[str, ...]] = {
     "megatron": ("offload", "plan"),
     "dtensor": _MEGATRON_ONLY,
@@ -373,11 +385,11 @@ _FOREIGN: dict[str, tuple[str, ...]] = {
     "rm": ("advantages", "segments", *_OF_LANGUAGE),
     "value": ("segments", *_OF_LANGUAGE),
 }
-"""What a backend, a family, a way of batching or an optimizer has no use for."""
 
 
 def fields_without_use(owner: str) -> tuple[str, ...]:
-    """The fields that a backend, a family, a way of batching, an optimizer, paths or a kind of loss, given by its name, has no use for."""
+    """The fields that a backend, a family, a way of batching, an optimizer, paths or a kind of loss, given by
+    its name, has no use for."""
     return _FOREIGN.get(owner, ())
 
 

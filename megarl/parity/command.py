@@ -1,4 +1,5 @@
-"""The command ``megarl parity``: many random cases, one given case, or the proof that planted faults are caught."""
+"""The command ``megarl parity``: many random cases, one given case, or the proof that planted faults are
+caught."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Options:
         backends: which workers; empty for all that the rules accept.
         max_world: most ranks.
         case: a line that stands for one case; it alone is run.
-        mutate: name of a fault to plant in the workers; with ``prove`` also a kind of quantity or a module, for all faults of it.
+        mutate: name of a fault to plant in the workers; with ``prove`` also a kind of quantity or a module,
+        for all faults of it.
         prove: plant every fault, or those that ``mutate`` names, and fail when one is not caught.
         json: file for the results.
         only: words that every random case has, and every case of a proof in addition to its own.
@@ -65,8 +67,8 @@ class Results:
     Attributes:
         failures: a dictionary for each failing case: ``case``, ``smallest``, ``mismatches``.
         late: lines of the cases whose workers gave no answer in time.
-        worst: the largest error of each kind of quantity, in float32, in float32 with a small epsilon and in 16 bit, and the case that
-            had it.
+        worst: the largest error of each kind of quantity, in float32, in float32 with a small epsilon and in
+            16 bit, and the case that had it.
         coverage: of the cases that passed.
     """
 
@@ -93,7 +95,8 @@ def _with_measured_bounds(case: Case) -> str:
 
 
 def run(options: Options, console: Console | None = None) -> int:
-    """Do what the command line asks. Returns the exit code: 0 when all agrees (or, proving, all is caught), 1 otherwise.
+    """Do what the command line asks. Returns the exit code: 0 when all agrees (or, proving, all is caught), 1
+    otherwise.
 
     Raises:
         ConfigError: the case or the mutation cannot be used.

@@ -1,9 +1,10 @@
-"""Whether what the ranks measured is what the reference expects.
+"""Comparison of what ranks measured with the reference.
 
-Bounds are relative: one number in float32, in 16 bit those that ``megarl.parity.noise`` measures. What a number is relative to: a
-log-probability to itself or 1; a loss or a metric to what its rows contribute, because terms that cancel leave no better sum, or to what
-such an error of the log-probabilities makes of it (``Expected.scales``); a weight to the norm of its tensor; a gradient norm to itself,
-or to the size of terms that cancel in it (``Expected.norm_scales``).
+Bounds are relative: one number in float32, in 16 bit those that ``megarl.parity.noise`` measures. What a
+number is relative to: a log-probability to itself or 1; a loss or a metric to what its rows contribute,
+because terms that cancel leave no better sum, or to what such an error of the log-probabilities makes of it
+(``Expected.scales``); a weight to the norm of its tensor; a gradient norm to itself, or to the size of terms
+that cancel in it (``Expected.norm_scales``).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Difference:
 
     @property
     def passes(self) -> bool:
-        """Whether the error is within its bound."""
+        """True if the error is within its bound."""
         return self.error <= self.bound
 
     def __str__(self) -> str:
@@ -126,8 +127,8 @@ def _likeliest(
     distributions: Tensor,
     bounds: Bounds,
 ) -> Iterator[Difference]:
-    """The most likely tokens: their log-probabilities are the largest there are, and those of the tokens that are said to have them. Of two
-    that are equal to rounding either may come first, but neither twice."""
+    """The most likely tokens: their log-probabilities are the largest there are, and those of the tokens that
+    are said to have them. Of two that are equal to rounding either may come first, but neither twice."""
     logits, tokens = (dealt.restore([part[name] for part in parts]) for name in ("topk_logits", "topk_indices"))
     follows = torch.arange(1, case.length + 1)[None] < batch["input_lengths"][: len(logits), None]
     if case.is_fast:
@@ -147,7 +148,8 @@ def _likeliest(
 def _restored(
     what: str, dealt: ShardedBatch, parts: Sequence[Tensor], expected: Tensor, bounds: Bounds, note: str = ""
 ) -> list[Difference]:
-    """Return what the data-parallel ranks gave for their rows, in the order of the batch: the worst token, and all of them."""
+    """Return what the data-parallel ranks gave for their rows, in the order of the batch: the worst token,
+    and all of them."""
     given, asked = [len(part) for part in parts], [shard.size for shard in dealt.shards]
     if given != asked:
         return [Difference(what, "logprobs", math.inf, bounds.of(LOGPROBS), f"{given} rows from the replicas", f"{asked}")]
@@ -189,7 +191,8 @@ def _losses(answer: Mapping[str, object]) -> list[float]:
 
 
 def _call(case: Case, call: int, answers: Sequence[Mapping[str, object]], expected: Expected, bounds: Bounds) -> list[Difference]:
-    """One ``train()`` call: its losses and gradient norms, and all metrics reduced as the driver reduces them."""
+    """One ``train()`` call: its losses and gradient norms, and all metrics reduced as the driver reduces
+    them."""
     metrics: dict[str, list[float]] = {}
     for answer in answers:
         reported = answer["all_mb_metrics"]
@@ -233,7 +236,8 @@ def _per_batch(metrics: Mapping[str, list[float]], norms: Sequence[float]) -> li
 
 
 def _replicas(shares: Sequence[Share]) -> list[Difference]:
-    """Ranks that hold the same rows answer the same, and all report the same loss, in whatever precision the model computes."""
+    """Ranks that hold the same rows answer the same, and all report the same loss, in whatever precision the
+    model computes."""
     first = {share.data_rank: share for share in reversed(shares)}
     found = []
     for rank, share in enumerate(shares):

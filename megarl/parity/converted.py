@@ -1,4 +1,5 @@
-"""Log-probabilities that a Megatron-Core worker computes from a Hugging Face directory, for ``megarl convert selftest``."""
+"""Log-probabilities that a Megatron-Core worker computes from a Hugging Face directory, for ``megarl convert
+selftest``."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def megatron_logprobs(family_files: Sequence[Path]) -> Iterator[Callable[[Path, 
 
 
 def logprobs_by(pool: WorkerPool, family_files: Sequence[Path], **megatron: Any) -> Callable[[Path, Tensor], Tensor]:
-    """A function from a Hugging Face directory and tokens [B, S] int64 to log-probabilities [B, S] float32, zero in column 0.
+    """A function from a Hugging Face directory and tokens [B, S] int64 to log-probabilities [B, S] float32,
+    zero in column 0.
 
     Args:
         pool: runs the worker.

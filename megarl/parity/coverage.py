@@ -164,7 +164,8 @@ COLUMNS = tuple(_column(backend, half) for half in (False, True) for backend in 
 
 
 class Coverage:
-    """Counts features, and pairs of features, of cases that passed, by backend, and of each backend those in 16 bit apart."""
+    """Counts features, and pairs of features, of cases that passed, by backend, and of each backend those in
+    16 bit apart."""
 
     def __init__(self) -> None:
         self._single: dict[str, Counter[str]] = {column: Counter() for column in COLUMNS}
@@ -179,7 +180,8 @@ class Coverage:
         self._pairs[column].update(f"{one} + {other}" for one, other in combinations(found, 2))
 
     def to_json(self) -> dict[str, dict[str, dict[str, int]]]:
-        """``features`` and ``pairs``, each by column of the table, with counts; the feature ``all`` is that of every case."""
+        """``features`` and ``pairs``, each by column of the table, with counts; the feature ``all`` is that
+        of every case."""
         used = self._used()
         return {
             "features": {

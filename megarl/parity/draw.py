@@ -1,4 +1,5 @@
-"""Random cases. Everything is drawn freely; the rules of configurations say what is possible, so a feature joins in when they let it."""
+"""Random cases. Everything is drawn freely; the rules of configurations say what is possible, so a feature
+joins in when they let it."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class Drawer:
         shelf: where the configs of drawn models are written, for the rules to read.
         backends: which workers.
         max_world: most ranks.
-        fixed: fields that every case has; of ``loss`` and ``advantages`` the kind, and options that it has at least.
+        fixed: fields that every case has; of ``loss`` and ``advantages`` the kind, and options that it has at
+        least.
 
     Attributes:
         refusals: how often each configuration key was the reason to draw again, with the last reason.
@@ -179,7 +181,8 @@ def _experts(generator: random.Random, fields: Mapping[str, Any], family: str) -
 
 
 def _stages(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers, and how pipeline stages share them: evenly, in chunks, with more or fewer in the first and the last, or as written."""
+    """Layers, and how pipeline stages share them: evenly, in chunks, with more or fewer in the first and the
+    last, or as written."""
     pipeline = fields.get("pp", 1)
     if pipeline == 1:
         return {"layers": generator.choice((1, 3, 3, 5))}
@@ -202,7 +205,8 @@ def _stages(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, An
 
 
 def _written(generator: random.Random, pipeline: int) -> dict[str, Any]:
-    """A written layout of one or two chunks a stage, each with any number of layers, none perhaps next to the embedding or the output."""
+    """A written layout of one or two chunks a stage, each with any number of layers, none perhaps next to the
+    embedding or the output."""
     chunks = pipeline * generator.choice((1, 1, 2))
     inner = [generator.randint(1, 2) for _ in range(chunks - 2)]
     counts = [generator.randint(0, 2), *inner, generator.randint(0, 2)]
@@ -279,10 +283,12 @@ def _batch(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
 
 
 def _adapters(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Adapters where the rules let them be, by a generator of its own and after all else, so that no case is drawn again for their sake.
+    """Adapters where the rules let them be, by a generator of its own and after all else, so that no case is
+    drawn again for their sake.
 
-    A written layout may have a stage without a layer, of which nothing would be trained. With Adam's small epsilon, a gradient that cancels
-    to rounding errors (of a key that is the only one seen) moves a number of a factor, and that a whole row of the weight.
+    A written layout may have a stage without a layer, of which nothing would be trained. With Adam's small
+    epsilon, a gradient that cancels to rounding errors (of a key that is the only one seen) moves a number of
+    a factor, and that a whole row of the weight.
     """
     possible = fields["backend"] != "fsdp1" and not fields.get("layout") and fields.get("eps") != RECIPE_EPSILON
     drawn = generator.random() < ADAPTED_SHARE

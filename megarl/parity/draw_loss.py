@@ -1,6 +1,8 @@
-"""Random losses, and random estimators of the advantages that they read: every option in the company that it has a meaning in.
+"""Random losses, and random estimators of the advantages that they read: every option in the company that it
+has a meaning in.
 
-What the rules of configurations refuse, and what would do nothing, is not drawn: cases that are refused would only be drawn again.
+What the rules of configurations refuse, and what would do nothing, is not drawn: cases that are refused would
+only be drawn again.
 """
 
 from __future__ import annotations
@@ -18,19 +20,20 @@ _SHARES = {
     **dict.fromkeys(("approx", "gspo", "gspo-token", "constant", "k1", "k2", "pathwise", "tis", "icepop", "seq-mask"), 0.3),
     **dict.fromkeys(("ratio-clamp", "kl-input-clamp", "kl-output-clamp"), 0.25),
 }
+# Of an option that the table above does not have.
 _SHARE = 0.4
-"""Of an option that the table above does not have."""
+# What an option says something about.
 _NEEDS = {
     **dict.fromkeys(("approx", "k1", "k2", "pathwise", "kl-input-clamp", "kl-output-clamp"), "kl"),
     **dict.fromkeys(("tis", "icepop", "seq-mask"), "is"),
     **dict.fromkeys(("gspo", "gspo-token", "constant"), "seq"),
     **{"in-reward": "k1", "sft-mean": "sft"},
 }
-"""What an option says something about."""
+# Options that say what goes without saying, if they have not other numbers than the first.
 _IDLE_WITHOUT_NUMBERS = frozenset(
     {"cliprange", "ratio-clamp", "kl-input-clamp", "kl-output-clamp", "beta", "weight", "topk", "gamma", "lambda"}
 )
-"""Options that say what goes without saying, if they have not other numbers than the first."""
+# Of each of these a loss has one at most.
 _APART = (
     *ONE_OF,
     ("gspo", "gspo-token", "cispo", "noratio"),
@@ -42,9 +45,9 @@ _APART = (
     ("in-reward", "approx"),
     ("raw", "sample"),
 )
-"""Of each of these a loss has one at most."""
 OF_TOKENS = ("given", "gae", "teacher")
-"""Where the tokens of an answer have advantages of their own; with ``in-reward`` those of REINFORCE++ have."""
+"""Where the tokens of an answer have advantages of their own; with ``in-reward`` those of REINFORCE++
+have."""
 _WITH_REWARDS_OF_TOKENS = ("grpo", "rloo", "reinforce", "reinforce-baseline", "gae")
 
 
@@ -82,7 +85,7 @@ def _estimator(generator: random.Random, kind: str, drawn: str) -> str:
 
 
 def _with_options(generator: random.Random, needed: str, known: Options) -> str:
-    """What is needed, with further options and with what these say something about; the options in the order that they are known in."""
+    """Return the needed options with further ones and those they depend on, in the order of the table."""
     kind, given = split(needed)
     names = {*given, *(name for name in known if generator.random() < _SHARES.get(name, _SHARE))}
     # an option of something that is not there is drawn in vain, unless it is needed
@@ -108,7 +111,7 @@ def _numbers(generator: random.Random, name: str, listed: tuple[Numbers, ...]) -
 
 
 def _has_a_meaning(loss: str, advantages: str) -> bool:
-    """Whether no two options exclude each other, and none does nothing."""
+    """Return whether no two options exclude each other, and each does something."""
     (kind, options), (estimator, of_estimator) = split(loss), split(advantages)
     names = {*options, *of_estimator}
     if any(len(names & set(apart)) > 1 for apart in _APART):
@@ -117,7 +120,8 @@ def _has_a_meaning(loss: str, advantages: str) -> bool:
         return False
     if "gspo-token" in names and not (estimator in OF_TOKENS or (estimator.startswith("reinforce") and "in-reward" in names)):
         return False
-    # ratios of 1 are those of tokens and of sequences alike; what is left of sequences is their importance weights
+    # ratios of 1 are those of tokens and of sequences alike; what is left of sequences is their importance
+    # weights
     if "forced" in names and {"gspo", "gspo-token"} & names and "is" not in names:
         return False
     # returns are never whitened

@@ -1,4 +1,5 @@
-"""Relative errors: a log-probability's to itself or 1, a number's to itself or the size of its terms, a weight's to its tensor."""
+"""Relative errors: a log-probability's to itself or 1, a number's to itself or the size of its terms, a
+weight's to its tensor."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ from torch import Tensor
 BOUND = 1e-5
 """Largest relative error in float32, and elsewhere of what rounding does not touch."""
 
-# exp(d), the difference to d and that to 1 each round once, exp by up to two units: 4 units of float32 of the sum of the terms at most
+# exp(d), the difference to d and that to 1 each round once, exp by up to two units: 4 units of float32 of the
+# sum of the terms at most
 ROUNDING = 4 * 2.0**-24
 
 
 def relative_error(found: float, expected: float, scale: float = 0.0) -> float:
-    """``|found - expected|`` by the larger of ``|expected|`` and ``scale``; 0 for equal numbers, also infinities, infinite for what is no
-    number."""
+    """``|found - expected|`` by the larger of ``|expected|`` and ``scale``; 0 for equal numbers, also
+    infinities, infinite for what is no number."""
     if found == expected:
         return 0.0
     size = max(abs(expected), scale)
@@ -26,13 +28,15 @@ def relative_error(found: float, expected: float, scale: float = 0.0) -> float:
 
 
 def token_errors(found: Tensor, expected: Tensor) -> Tensor:
-    """The error of every log-probability, in their shape; where ``expected`` is exactly 0 (column 0, padding) nothing else will do."""
+    """The error of every log-probability, in their shape; where ``expected`` is exactly 0 (column 0, padding)
+    nothing else will do."""
     error = (found - expected).abs() / expected.abs().clamp(min=1.0)
     return torch.where((expected == 0) & (found != 0), math.inf, error).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def tensor_error(found: Tensor, expected: Tensor) -> float:
-    """The norm of the difference by that of ``expected``; infinite for what is no number and for anything but 0 where 0 is expected."""
+    """The norm of the difference by that of ``expected``; infinite for what is no number and for anything but
+    0 where 0 is expected."""
     difference, size = float((found.float() - expected.float()).norm()), float(expected.float().norm())
     return difference / size if math.isfinite(difference) and size else math.inf if difference else 0.0
 

@@ -1,10 +1,13 @@
-"""Planted faults: a changed text of the trainer each, with the cases of ``megarl parity`` that have to show it.
+"""Planted faults: a changed text of the trainer each, with the cases of ``megarl parity`` that have to show
+it.
 
-A fault is planted without writing a file: its module is compiled with the changed text, and for as long as a case runs, the functions that
-differ have their new code. Whoever imported such a function before has the fault too.
+A fault is planted without writing a file: its module is compiled with the changed text, and for as long as a
+case runs, the functions that differ have their new code. Whoever imported such a function before has the
+fault too.
 
-The table here has a fault or two for each kind of quantity that is compared, and for each family of losses: enough to see that the
-comparison detects faults. A checkout has many more in ``tests/mutations``; where they are there, they are known here as well.
+The table here has a fault or two for each kind of quantity that is compared, and for each family of losses:
+enough to see that the comparison detects faults. A checkout has many more in ``tests/mutations``; where they
+are there, they are known here as well.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class Fault:
         old: a text that the source of the module has once, within a function.
         new: the text in its place.
         cases: lines of cases. Each runs on the backend that it names, or on all that have what it asks for.
-        kind: the kind of quantity that must be out of bounds in each of these runs; empty where any kind will do, in any of them.
+        kind: the kind of quantity that must be out of bounds in each of these runs; empty where any kind will
+        do, in any of them.
     """
 
     module: str
@@ -94,7 +98,8 @@ def changed_functions(fault: Fault, module: ModuleType) -> dict[FunctionType, Co
 
 
 def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
-    """The functions of a compiled module or class, by qualified name; functions within them are part of their code."""
+    """The functions of a compiled module or class, by qualified name; functions within them are part of their
+    code."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType) and constant.co_flags & inspect.CO_NEWLOCALS and "<" not in constant.co_qualname:
             yield constant.co_qualname, constant
@@ -119,6 +124,7 @@ def _function(module: ModuleType, name: str) -> FunctionType:
 
 _LOSSES, _VALUES, _ENGINE = "megarl.algorithms.loss_functions", "megarl.algorithms.value_losses", "megarl.models.engine"
 _ADAPTED = ("megatron", "dtensor")
+# By kind of quantity and name: the module, the text and the one in its place, and the cases.
 _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "logprobs": {
         "vocabulary-shards-not-combined": (
@@ -303,7 +309,6 @@ _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
 }
-"""By kind of quantity and name: the module, the text and the one in its place, and the cases."""
 FAULTS: Mapping[str, Fault] = MappingProxyType(
     {
         name: Fault(module, old, new, tuple(cases), kind)

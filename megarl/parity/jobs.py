@@ -1,4 +1,5 @@
-"""Jobs of worker processes: the calls that a driver would make for a case, in their order, on a real worker."""
+"""Jobs of worker processes: the calls that a driver would make for a case, in their order, on a real
+worker."""
 
 from __future__ import annotations
 
@@ -43,10 +44,11 @@ class Share:
         logprobs: [rows here, S] before training.
         logprobs_after: the same after training.
         under_mask: those that ``skip_masked`` gave, before and after training; empty on plain paths.
-        repeated: whether log-probabilities were the same to the bit when they were asked for again, the reference policy's in between.
+        repeated: whether log-probabilities were the same to the bit when they were asked for again, the
+        reference policy's in between.
         reference_logprobs: those of the reference policy, before and after training; empty without one.
-        likeliest: what ``get_topk_logits`` gave, on fast paths with ``skip_masked``, before and after training; empty where the case asks
-            for none.
+        likeliest: what ``get_topk_logits`` gave, on fast paths with ``skip_masked``, before and after
+            training; empty where the case asks for none.
         evaluation: what ``train(eval_mode=True)`` answered; None where it was not asked.
         calls: what each ``train()`` answered.
         weights: full tensors by Hugging Face name.
@@ -90,7 +92,8 @@ def _worker(case: Case, config: PolicyConfig) -> Iterator[Any]:
 
 
 def with_signals_made(case: Case, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The batch of a case with what a driver makes of its rewards, call by call, in the place of what the reference has made."""
+    """The batch of a case with what a driver makes of its rewards, call by call, in the place of what the
+    reference has made."""
     if case.advantages_kind == "given":
         return batch
     made = [_made(case, data) for data in calls_of(case, batch)]
@@ -157,7 +160,8 @@ def _measure(worker: Any, case: Case, config: PolicyConfig, batch: Mapping[str, 
     likeliest: list[Mapping[str, Tensor]] = []
 
     def score() -> tuple[Tensor, bool]:
-        """Log-probabilities, and whether they are the same again after the reference policy's; of a model that scores its values."""
+        """Log-probabilities, and whether they are the same again after the reference policy's; of a model
+        that scores its values."""
         worker.prepare_for_lp_inference()
         if case.scores:
             return worker.get_values(data=asked)["values"], True

@@ -39,7 +39,8 @@ def parse(line: str) -> Case:
     """The case that a line stands for; fields that are not named have their defaults.
 
     Raises:
-        CaseError: a word is not ``key=value``, its key is unknown or its value out of bounds. The message names the word.
+        CaseError: a word is not ``key=value``, its key is unknown or its value out of bounds. The message
+        names the word.
     """
     fields = {field.name: field for field in dataclasses.fields(Case)}
     values: dict[str, Any] = {}

@@ -14,10 +14,12 @@ from megarl.config.losses import ClippedPGLossConfig, DistillationLossConfig, DP
 from megarl.parity.case import Case
 from megarl.parity.lines import CaseError
 
-# float16 ends at 65504, and loss scaling starts with a factor of 2**16: a gradient of 1 would overflow, and the step be skipped. In one of
-# seven cases some number of a gradient is that large, in none of sixty was one larger than 8. A power of two rounds nothing.
+# float16 ends at 65504, and loss scaling starts with a factor of 2**16: a gradient of 1 would overflow, and
+# the step be skipped. In one of seven cases some number of a gradient is that large, in none of sixty was one
+# larger than 8. A power of two rounds nothing.
 QUIET = 2.0**-6
-# The gradient of IPO's square grows with the distance of the margin from 1 / (2 beta): a norm of 440 was seen.
+# The gradient of IPO's square grows with the distance of the margin from 1 / (2 beta): a norm of 440 was
+# seen.
 QUIET_SQUARE = 2.0**-10
 
 
@@ -29,7 +31,8 @@ def loss_weight(case: Case) -> float:
 
 
 def make_loss(case: Case) -> Any:
-    """The ``LossFunction`` that the workers compute; the reference has its own, ``megarl.parity.reference_losses``."""
+    """The ``LossFunction`` that the workers compute; the reference has its own,
+    ``megarl.parity.reference_losses``."""
     loss_fn, weight = _loss(case), loss_weight(case)
     loss_fn.skips_masked = case.is_fast
     return loss_fn if weight == 1.0 else _Weighted(loss_fn, weight)

@@ -1,4 +1,5 @@
-"""The tiny transformers model of a case: random weights, written once as a Hugging Face directory that workers and reference read."""
+"""The tiny transformers model of a case: random weights, written once as a Hugging Face directory that
+workers and reference read."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ OUTPUT, INPUT, INNER = 1.5, 4.0, 0.5
 _SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 3.0},
-    # Megatron-Core knows this kind only with Llama 3's own lengths; the large base gives even narrow heads waves that are as long
+    # Megatron-Core knows this kind only with Llama 3's own lengths; the large base gives even narrow heads
+    # waves that are as long
     "llama3": {
         "rope_type": "llama3",
         "rope_theta": 50000.0,
@@ -51,7 +53,8 @@ def model_config(case: Case) -> Any:
         "tie_word_embeddings": case.tied,
         "initializer_range": 0.2,
         "rms_norm_eps": 1e-6,
-        # transformers gives the embedding of a padding token no gradient, also where that token is part of a sequence; Megatron knows none
+        # transformers gives the embedding of a padding token no gradient, also where that token is part of a
+        # sequence; Megatron knows none
         "pad_token_id": None,
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -116,9 +119,10 @@ def _window(case: Case) -> dict[str, Any]:
 
 
 def _attention(case: Case) -> dict[str, Any]:
-    """What is particular to the attention of a family."""
+    """Return the settings that are particular to the attention of a family."""
     if case.family in LATENT:
-        # rows of projections that tensor parallelism divides by up to 8: 48 of queries, 20 + 4 of keys and values
+        # rows of projections that tensor parallelism divides by up to 8: 48 of queries, 20 + 4 of keys and
+        # values
         widths = {"q_lora_rank": None if case.family == "deepseek_v2" else 48, "kv_lora_rank": 20, "qk_rope_head_dim": 4, "head_dim": 4}
         return {**widths, "qk_nope_head_dim": case.head, "v_head_dim": case.head + 2, "num_key_value_heads": case.heads} | (
             {"rope_parameters": {"rope_theta": 500.0, **_SCALINGS["yarn"], "mscale": 1.0, "mscale_all_dim": 0.7}}
@@ -231,7 +235,8 @@ def _name(case: Case) -> str:
 
 
 def _random_model(case: Case) -> Any:
-    """Weights without structure, norms and biases among them, so that none can be forgotten and no two be exchanged unseen."""
+    """Weights without structure, norms and biases among them, so that none can be forgotten and no two be
+    exchanged unseen."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     options = {"experts_implementation": "eager"} if case.family in SPARSE else {}
@@ -252,8 +257,9 @@ def _random_model(case: Case) -> Any:
 
 
 def _spread(name: str, case: Case) -> float:
-    """Times one over the root of the inputs, the size of a matrix's numbers. At every width, activations are of order one, probabilities
-    neither flat nor sharp, and the gradient changes slowly enough with the weights for float32 to follow."""
+    """Times one over the root of the inputs, the size of a matrix's numbers. At every width, activations are
+    of order one, probabilities neither flat nor sharp, and the gradient changes slowly enough with the
+    weights for float32 to follow."""
     if "lm_head" in name or "score" in name or ("embed_tokens" in name and case.tied and not case.scores):
         return OUTPUT
     return INPUT if "embed_tokens" in name else INNER

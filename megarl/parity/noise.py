@@ -1,11 +1,13 @@
 """Rounding noise where no one number bounds it: measured, case by case, on plain transformers.
 
-Nobody can say beforehand how far a model in bfloat16 or float16 comes out from the same model in float32, or how far one in float32 does
-that Adam trains with a small epsilon. So the reference itself computes the case in its precision, ``MEMBERS`` times. Each time a random
-relative error of the size of a rounding error is added to what every module gives, and to what the loss reads, forward and backward, as
-computing in another order would add (Monte Carlo arithmetic: Parker, Pierce and Eggert, "Monte Carlo arithmetic: how to gamble with
-floating point and win", 2000). The farthest of these from the reference, quantity by quantity, is its noise; a backend may be ``FACTOR``
-times as far from it. Other cases in float32 have one bound for all quantities, and are judged like this where they miss it.
+Nobody can say beforehand how far a model in bfloat16 or float16 comes out from the same model in float32, or
+how far one in float32 does that Adam trains with a small epsilon. So the reference itself computes the case
+in its precision, ``MEMBERS`` times. Each time a random relative error of the size of a rounding error is
+added to what every module gives, and to what the loss reads, forward and backward, as computing in another
+order would add (Monte Carlo arithmetic: Parker, Pierce and Eggert, "Monte Carlo arithmetic: how to gamble
+with floating point and win", 2000). The farthest of these from the reference, quantity by quantity, is its
+noise; a backend may be ``FACTOR`` times as far from it. Other cases in float32 have one bound for all
+quantities, and are judged like this where they miss it.
 """
 
 from __future__ import annotations
@@ -30,14 +32,15 @@ from megarl.parity.routers import gates_of
 MEMBERS = 8
 MEMBERS_TO_CONFIRM = 48
 """What fails is judged once more by so many."""
-# A normal error is more than 4 times the largest of eight others in 1 of 10^4 cases, in 1 of 10^5 where those are larger by the root of
-# two, as the added errors make them.
+# A normal error is more than 4 times the largest of eight others in 1 of 10^4 cases, in 1 of 10^5 where those
+# are larger by the root of two, as the added errors make them.
 FACTOR = 4.0
 SPREAD = 0.25
-"""Standard deviation of the random errors, by the distance of 1 to the next number; rounding alone gives errors of up to half of that."""
+"""Standard deviation of the random errors, by the distance of 1 to the next number; rounding alone gives
+errors of up to half of that."""
 ROUTER_FACTOR = 4.0
-"""Routers get errors so many times as large: whether a token goes to one expert or another is not a matter of a little more or less, and
-one that might go either way has to go both ways among the members."""
+"""Routers get errors so many times as large: whether a token goes to one expert or another is not a matter of
+a little more or less, and one that might go either way has to go both ways among the members."""
 LOSS_SCALES = {"float32": 1.0, "bfloat16": 1.0, "float16": 2.0**16}
 """Both backends with loss scaling start there."""
 LOGPROBS, LOGPROBS_AFTER, MEAN, WEIGHT = "log-probabilities", "log-probabilities after training", ", root mean square", "weight "
@@ -83,31 +86,35 @@ def bounds_of(case: Case, model: Path, batch: Batch, logprobs: Tensor, expected:
 
 
 def _may_be_missed(quantity: str, error: float) -> bool:
-    """Whether members may all have had too small an error of a metric by chance. Below the bound of float32 is what no rounding in 16 bit
-    has touched, but for an accuracy: it stays as it is until a pair changes sides."""
+    """Return whether members may all have had too small an error of a metric by chance. Below the bound of
+    float32 is what no rounding in 16 bit has touched, but for an accuracy: it stays as it is until a pair
+    changes sides."""
     return (error > BOUND and not quantity.startswith(WEIGHT)) or quantity.endswith(" accuracy")
 
 
 def _of_one_token(found: Sequence[Tensor], logprobs: Tensor) -> float:
-    """The root mean square error of a log-probability, which eight draws of a single number may miss by chance. Metrics are measured by
-    what such an error makes of them, so that it is a floor for theirs too."""
+    """The root mean square error of a log-probability, which eight draws of a single number may miss by
+    chance. Metrics are measured by what such an error makes of them, so that it is a floor for theirs too."""
     return root_mean_square(torch.stack([token_errors(values, logprobs)[logprobs != 0] for values in found]))
 
 
 def _member(case: Case, model: torch.nn.Module, batch: Batch, number: int) -> tuple[Tensor, Expected]:
-    """Log-probabilities and training of the model, in the precision of the case, with random errors. Trains it in place."""
+    """Log-probabilities and training of the model, in the precision of the case, with random errors. Trains
+    it in place."""
     generator = torch.Generator().manual_seed(case.seed + 100 + number)
     _make_noisy(model, SPREAD * torch.finfo(dtype_of(case.precision, "case.precision")).eps, generator)
     logprobs = token_logprobs(model, batch, case.sampling)
 
     def read(scores: Tensor) -> Tensor:
-        """What a loss reads is float32 in every precision. Gradients of a distribution's tokens that should cancel, do so up to these;
-        where probabilities of the likeliest come from logarithms, their sum misses 1 by a rounding error of the logarithms."""
+        """Return the numbers that a loss reads, with rounding errors: they are float32 in every precision.
+        Gradients of a distribution's tokens that should cancel do so up to these errors; where probabilities
+        come from logarithms, their sum misses 1 by a rounding error of the logarithms."""
         size = float(scores.detach().abs().mean().clamp(min=1.0)) if case.likeliest else 1.0
         return _noisy(scores, SPREAD * size * torch.finfo(torch.float32).eps, generator)
 
     if case.likeliest:
-        # of a teacher that is nearly certain, what the others have is a difference of 1 and a sum that float32 rounds
+        # of a teacher that is nearly certain, what the others have is a difference of 1 and a sum that
+        # float32 rounds
         teacher = batch["teacher_topk_logits"]
         errors = torch.randn(teacher.shape, generator=generator) * teacher.abs().clamp(min=1.0)
         batch = {**batch, "teacher_topk_logits": teacher + SPREAD * torch.finfo(torch.float32).eps * errors}
@@ -139,7 +146,8 @@ def _noisy(value: Tensor, spread: float, generator: torch.Generator) -> Tensor:
 
 
 def _make_noisy(model: torch.nn.Module, spread: float, generator: torch.Generator) -> None:
-    """Disturb what every innermost module gives (projections, norms, embeddings, experts) and what routers get."""
+    """Disturb what every innermost module gives (projections, norms, embeddings, experts) and what routers
+    get."""
 
     gates = set(gates_of(model))
     for gate in gates:

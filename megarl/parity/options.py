@@ -1,7 +1,9 @@
-"""Options of losses and of estimators of advantages: words behind plus signs, some with numbers behind colons.
+"""Options of losses and of estimators of advantages: words behind plus signs, some with numbers behind
+colons.
 
-``pg+seq+constant:2.5`` is the clipped policy gradient with the options ``seq`` and ``constant``, the latter with the number 2.5. An option
-without its numbers has the first of those that are listed here; the others are drawn as well. ``none`` is no bound.
+``pg+seq+constant:2.5`` is the clipped policy gradient with the options ``seq`` and ``constant``, the latter
+with the number 2.5. An option without its numbers has the first of those that are listed here; the others are
+drawn as well. ``none`` is no bound.
 """
 
 from __future__ import annotations
@@ -62,23 +64,27 @@ LOSSES: Mapping[str, Options] = MappingProxyType(
 )
 """Options of each loss with their numbers.
 
-Of ``pg``, the clipped policy gradient: ``kl`` is the divergence from the reference policy, with its weight, ``approx`` weighs it by how
-much likelier a token is than where it was drawn, ``k1`` and ``k2`` estimate it otherwise, ``pathwise`` leaves the score function's part of
-its gradient out, ``in-reward`` takes it from the rewards that advantages are made of; ``is`` weighs tokens by how likely they were where
-they were drawn, and ``tis`` (upper bound), ``icepop`` and ``seq-mask`` (lower and upper bound) bound these weights; ``dual`` is the second
-clip; ``seq`` the mean over sequences, ``constant`` that by a constant (Dr.GRPO); ``noratio`` has the log-probability in the place of the
-ratio, ``forced`` takes the current log-probabilities for the previous ones, ``gspo`` and ``gspo-token`` are ratios of sequences, with the
-gradient of the sequence or of the token, ``cispo`` has the clipped ratio as a weight; ``cliprange`` is how far below and above 1 ratios are
-clipped; ``entropy`` is the weight of an entropy bonus; the clamps are bounds of logarithms of ratios, of the differences that the
-divergence is estimated from, and of the estimate.
+Of ``pg``, the clipped policy gradient: ``kl`` is the divergence from the reference policy, with its weight,
+``approx`` weighs it by how much likelier a token is than where it was drawn, ``k1`` and ``k2`` estimate it
+otherwise, ``pathwise`` leaves the score function's part of its gradient out, ``in-reward`` takes it from the
+rewards that advantages are made of; ``is`` weighs tokens by how likely they were where they were drawn, and
+``tis`` (upper bound), ``icepop`` and ``seq-mask`` (lower and upper bound) bound these weights; ``dual`` is
+the second clip; ``seq`` the mean over sequences, ``constant`` that by a constant (Dr.GRPO); ``noratio`` has
+the log-probability in the place of the ratio, ``forced`` takes the current log-probabilities for the previous
+ones, ``gspo`` and ``gspo-token`` are ratios of sequences, with the gradient of the sequence or of the token,
+``cispo`` has the clipped ratio as a weight; ``cliprange`` is how far below and above 1 ratios are clipped;
+``entropy`` is the weight of an entropy bonus; the clamps are bounds of logarithms of ratios, of the
+differences that the divergence is estimated from, and of the estimate.
 
-Of ``dpo``: ``ipo`` has IPO's square in the place of DPO's logarithm; ``mean`` rewards the mean over tokens; ``sft`` adds the likelihood of
-the chosen answers, ``sft-mean`` its mean over tokens; ``beta`` and ``weight`` are those of the preference loss.
+Of ``dpo``: ``ipo`` has IPO's square in the place of DPO's logarithm; ``mean`` rewards the mean over tokens;
+``sft`` adds the likelihood of the chosen answers, ``sft-mean`` its mean over tokens; ``beta`` and ``weight``
+are those of the preference loss.
 
 Of ``value``, a value model's: ``clip`` bounds the change of a value. ``rm`` is Bradley-Terry.
 
-Of ``distill``, the reverse divergence from a teacher over its most likely tokens: ``topk`` of them, ``forward`` the other divergence,
-``mixed`` the weight of the forward one in a sum of both; other tokens are one outcome, and with ``renorm`` none.
+Of ``distill``, the reverse divergence from a teacher over its most likely tokens: ``topk`` of them,
+``forward`` the other divergence, ``mixed`` the weight of the forward one in a sum of both; other tokens are
+one outcome, and with ``renorm`` none.
 """
 
 _OF_GROUPS: Options = {
@@ -99,12 +105,13 @@ ADVANTAGES: Mapping[str, Options] = MappingProxyType(
         "teacher": {"clip": ((-0.3, 0.4), (-0.5, None), (None, 0.2))},
     }
 )
-"""Where advantages come from: ``given``, or made as a driver makes them, of rewards, of values (``gae``, PPO's) or of a teacher's
-log-probabilities (``teacher``, distillation by a policy gradient). ``reinforce`` is REINFORCE++.
+"""Where advantages come from: ``given``, or made as a driver makes them, of rewards, of values (``gae``,
+PPO's) or of a teacher's log-probabilities (``teacher``, distillation by a policy gradient). ``reinforce`` is
+REINFORCE++.
 
-``raw`` does not divide by the deviation of a group, ``sample`` divides by that of a sample, ``plain`` has an answer's own reward in its
-baseline, ``clip`` bounds advantages. Of generalized advantages: ``gamma``, ``lambda``, ``bootstrap`` behind answers that were cut off, and
-``white`` whitens them.
+``raw`` does not divide by the deviation of a group, ``sample`` divides by that of a sample, ``plain`` has an
+answer's own reward in its baseline, ``clip`` bounds advantages. Of generalized advantages: ``gamma``,
+``lambda``, ``bootstrap`` behind answers that were cut off, and ``white`` whitens them.
 """
 ONE_OF = (("gspo", "gspo-token"), ("k1", "k2"), ("tis", "icepop", "seq-mask"), ("forward", "mixed"))
 """Of each of these a loss has one at most: one key has them as its values."""
@@ -112,7 +119,8 @@ ONE_OF = (("gspo", "gspo-token"), ("k1", "k2"), ("tis", "icepop", "seq-mask"), (
 
 @cache
 def split(text: str) -> tuple[str, Mapping[str, Numbers]]:
-    """The kind, and the options that stand behind it, each with the numbers that stand there; none where it has those that it begins with.
+    """The kind, and the options that stand behind it, each with the numbers that stand there; none where it
+    has those that it begins with.
 
     Raises:
         ValueError: a number is none.
@@ -126,7 +134,8 @@ def split(text: str) -> tuple[str, Mapping[str, Numbers]]:
 
 
 def numbers_of(text: str, option: str) -> Numbers:
-    """The numbers of an option of a loss or an estimator, also where it does not have the option: those that it begins with."""
+    """The numbers of an option of a loss or an estimator, also where it does not have the option: those that
+    it begins with."""
     kind, options = split(text)
     return options.get(option) or {**LOSSES, **ADVANTAGES}[kind][option][0]
 
@@ -142,7 +151,7 @@ def joined(kind: str, words: Iterable[str]) -> str:
 
 
 def fault_of(text: str, kinds: Mapping[str, Options]) -> str:
-    """What is wrong with a loss or an estimator of advantages, in words; empty when nothing is."""
+    """Describe the fault of a loss or an estimator of advantages; empty if there is none."""
     kind, *words = text.split("+")
     if kind not in kinds:
         return f"expected one of {', '.join(kinds)}"

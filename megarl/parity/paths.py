@@ -1,9 +1,11 @@
-"""The two ways that a case's worker can compute: by the fast paths of the engine and the backends, or by the plain ones that they replace.
+"""The two ways that a case's worker can compute: by the fast paths of the engine and the backends, or by the
+plain ones that they replace.
 
-Both have to give the reference's numbers. What runs on GPUs alone is played here: a variable-length attention kernel by torch's own
-attention sequence by sequence, functions that torch.compile fuses without the compiler, the Triton kernels in Triton's interpreter where
-Triton is installed. What else only ``fast`` has: positions under a mask are skipped, the output layer may compute in chunks, rotations have
-a backward pass of their own, Adam updates in one pass, and on DTensor a rank alone computes on whole parameters and reduces once.
+Both have to give the reference's numbers. What runs on GPUs alone is played here: a variable-length attention
+kernel by torch's own attention sequence by sequence, functions that torch.compile fuses without the compiler,
+the Triton kernels in Triton's interpreter where Triton is installed. What else only ``fast`` has: positions
+under a mask are skipped, the output layer may compute in chunks, rotations have a backward pass of their own,
+Adam updates in one pass, and on DTensor a rank alone computes on whole parameters and reduces once.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ def attention_of_runs(
     scale: float | None,
     window_size: tuple[int, int],
 ) -> Tensor:
-    """[T, H, D]: what ``varlen_attn`` of torch gives, one run after another; masks are aligned with a run's last query and last key."""
+    """[T, H, D]: what ``varlen_attn`` of torch gives, one run after another; masks are aligned with a run's
+    last query and last key."""
     mixed = []
     for begin, end, first, last in zip(*(starts[cut].tolist() for starts in (query_starts, key_starts) for cut in _CUTS), strict=True):
         asked, keys, values = (part.transpose(0, 1)[None] for part in (query[begin:end], key[first:last], value[first:last]))
@@ -88,7 +91,7 @@ _CUTS = (slice(None, -1), slice(1, None))
 
 
 def rotated(tensor: Tensor, by: Any) -> Tensor:
-    """What ``megarl.models.megatron.rotary.rotate`` gives, with the backward pass of autograd."""
+    """Return the result of ``megarl.models.megatron.rotary.rotate``, with the backward pass of autograd."""
     width = by.cosines.shape[-1]
     turned, others = tensor.split([width, tensor.shape[-1] - width], dim=-1)
     return torch.cat((turned * by.cosines + turned.roll(width // 2, dims=-1) * by.signed_sines, others), dim=-1)

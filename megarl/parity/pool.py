@@ -1,7 +1,8 @@
-"""A pool of worker processes on one machine that run any number of jobs over gloo, whatever layout each job wants.
+"""A pool of worker processes on one machine that run any number of jobs over gloo, whatever layout each job
+wants.
 
-Torch, transformers and Megatron are imported once, in a server process from which the workers are forked, so that a worker starts in a
-fraction of a second and shares their memory. Nothing listens beyond loopback.
+Torch, transformers and Megatron are imported once, in a server process from which the workers are forked, so
+that a worker starts in a fraction of a second and shares their memory. Nothing listens beyond loopback.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ LOOPBACK = "127.0.0.1"
 JOB_SECONDS = 300
 COLLECTIVE_SECONDS = 120
 GRACE_SECONDS = 3.0
-# Groups that a job leaves behind in caches of torch's keep threads that wake up a hundred times a second; forking a new process costs less.
+# Groups that a job leaves behind in caches of torch's keep threads that wake up a hundred times a second;
+# forking a new process costs less.
 THREADS_KEPT = 60
 PRELOADED = ("megarl.parity.preload",)
 
@@ -40,8 +42,9 @@ class JobError(AssertionError):
 class WorkerPool:
     """Runs functions on ``world`` processes with an initialised gloo group.
 
-    Functions and arguments travel by pickle through pipes, so functions have to be importable. When a rank fails and another still works,
-    which may mean that it waits in a collective for ever, all processes are replaced.
+    Functions and arguments travel by pickle through pipes, so functions have to be importable. When a rank
+    fails and another still works, which may mean that it waits in a collective indefinitely, all processes
+    are replaced.
 
     Args:
         job_seconds: longest time that a job may take.
@@ -82,7 +85,8 @@ class WorkerPool:
         while waiting:
             ready = wait(list(waiting), timeout=GRACE_SECONDS if errors else self._job_seconds)
             if not ready:
-                # a rank whose peer went away or stands still fails in the transport; the reason is told by another one, or by a stack
+                # a rank whose peer went away or stands still fails in the transport; the reason is told by
+                # another one, or by a stack
                 stacks = self._stacks(sorted(waiting.values())) if all(map(_is_echo, errors.values())) else ""
                 self.kill()
                 if errors:
@@ -106,7 +110,7 @@ class WorkerPool:
         return results
 
     def _stacks(self, ranks: Sequence[int]) -> str:
-        """What all threads of silent ranks are doing."""
+        """Return the stacks of all threads of silent ranks."""
         return "".join(f"\n--- rank {rank} ---\n{read_stack(self._workers[rank][0].pid)}" for rank in ranks)
 
     def _receive(self, rank: int, connection: Any) -> tuple[str, Any, bool]:
@@ -203,7 +207,8 @@ def _serve(connection: Connection, port: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that the pool lives in is gone, also in the middle of a collective that nobody else joins any more."""
+    """End this process when the one that the pool lives in is gone, also in the middle of a collective that
+    nobody else joins any more."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker is always somebody's child"
     parent.join()
@@ -216,7 +221,8 @@ def _in_group(store: dist.Store, name: str, rank: int, world: int, function: Cal
     timeout = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
     dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world, timeout=timeout)
     try:
-        # a rank that is done before another has connected would close the connection that the other one waits for
+        # a rank that is done before another has connected would close the connection that the other one waits
+        # for
         dist.barrier()
         return function(*arguments)
     finally:

@@ -1,4 +1,4 @@
-"""Whether a case can be run: the rules of configurations accept it, and the plan of its batches can be made."""
+"""Check of whether a case can be run: the configuration's rules accept it, and its batches can be planned."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from megarl.parity.losses import make_loss, policy_gradient_settings, preference
 from megarl.parity.models import ModelShelf, model_config
 from megarl.parity.settings import policy_config
 
-# A norm over a few numbers magnifies rounding errors wherever they are all small by chance: with a width of 3, float32 and float64 of the
-# same transformers model already differ by 4e-5 after one optimizer step.
+# A norm over a few numbers magnifies rounding errors wherever they are all small by chance: with a width of
+# 3, float32 and float64 of the same transformers model already differ by 4e-5 after one optimizer step.
 LEAST_HIDDEN = 16
 LEAST_NORMED_HEAD = 10
 
@@ -106,7 +106,7 @@ def _faults_of_family(case: Case) -> list[Violation]:
 
 
 def _faults_of_advantages(case: Case) -> list[Violation]:
-    """What advantages are made of, and what they are made for, do not go together."""
+    """Yield why the inputs of advantages and their use do not go together."""
     kind, found = case.advantages_kind, []
     if case.segments > 1 and kind != "given":
         bound = f"segments share an advantage that is given, and {kind} makes one of each row"

@@ -32,8 +32,8 @@ for _module in MODULES:
     with contextlib.suppress(Exception):
         importlib.import_module(_module)
 
-# Triton, where it is installed, lists its own leaks on the console when a process that imported it ends; the server ends when the command
-# has ended and its answer stands there. Workers never come here.
+# Triton, where it is installed, lists its own leaks on the console when a process that imported it ends; the
+# server ends when the command has ended and its answer stands there. Workers never come here.
 atexit.register(os._exit, 0)
 
 # workers collect garbage after every job; what was imported is none, and need not be looked through

@@ -1,4 +1,5 @@
-"""The proof that the comparison detects faults: each is planted in cases that have to show it, and has to be caught."""
+"""The proof that the comparison detects faults: each is planted in cases that have to show it, and has to be
+caught."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ CAUGHT, SURVIVED, BELOW_NOISE, NO_ANSWER, BROKEN = "caught", "survived", "below 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a fault in one case.
+    """Result of planting a fault in one case.
 
     Attributes:
         name: the fault.
         case: line of the case.
-        state: ``caught``; ``survived``; ``below noise`` where 16 bit alone makes a difference as large as the fault; ``no answer`` in time;
-            ``fails without the fault``, which shows nothing.
+        state: ``caught``; ``survived``; ``below noise`` where 16 bit alone makes a difference as large as the
+            fault; ``no answer`` in time; ``fails without the fault``, which shows nothing.
         detail: the kinds of quantities that showed it, or what the workers died of.
     """
 
@@ -66,15 +67,15 @@ def prove(
 ) -> int:
     """Plant faults in cases.
 
-    A fault with a kind has to be caught in each of its cases, by a quantity of that kind; one without in any of them, by any quantity, or
-    because the workers fail.
+    A fault with a kind has to be caught in each of its cases, by a quantity of that kind; one without in any
+    of them, by any quantity, or because the workers fail.
 
     Args:
         runner: runs the cases.
         faults: by name.
         cases: of each fault; none of one that has no case.
         console: shows progress and the verdicts.
-        file: gets the verdicts as JSON, anew after each case; None for none.
+        file: gets the verdicts as JSON, again after each case; None for none.
 
     Returns:
         0 when all faults with a case are caught, and there is one; otherwise 1.
@@ -102,7 +103,8 @@ def prove(
 
 
 def _verdicts(runner: CaseRunner, case: Case, faults: Mapping[str, Fault]) -> list[Verdict]:
-    """Return the verdicts of faults in a case, which runs once without one; none where the rules refuse the case."""
+    """Return the verdicts of faults in a case, which runs once without one; none where the rules refuse the
+    case."""
     if not faults or not runner.possible(case):
         return []
     clean = runner.run(case)
@@ -128,9 +130,11 @@ def _judge(runner: CaseRunner, name: str, fault: Fault, clean: CaseOutcome) -> V
 
 
 def is_above_noise(clean: CaseOutcome, in_float32: CaseOutcome) -> bool:
-    """Return whether a fault's effect in float32 is for some quantity more than twice the bound in 16 bit, so that no rounding can hide it.
+    """Return whether a fault's effect in float32 is for some quantity more than twice the bound in 16 bit, so
+    that no rounding can hide it.
 
-    Weights are rounded once more when they are exported, which can undo a difference of up to one step of their type.
+    Weights are rounded once more when they are exported, which can undo a difference of up to one step of
+    their type.
     """
     if in_float32.error:
         return True

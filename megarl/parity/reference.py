@@ -1,5 +1,5 @@
-"""The independent reference: plain transformers in one process, plain torch optimizers, the whole global batch at once, no line of the
-engine."""
+"""The independent reference: plain transformers in one process, plain torch optimizers, the whole global
+batch at once, no line of the engine."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from megarl.parity.routers import Routers
 from megarl.parity.settings import ADAPTER_SCALE, BETAS, MOMENTUM, Hyperparameters, adapter_directory, hyperparameters
 
 SMALL_CHANGE = 1e-3
+# What names of GPT-OSS's biases of all experts end in; they are vectors, stacked.
 _STACKED_BIAS = "_proj_bias"
-"""What names of GPT-OSS's biases of all experts end in; they are vectors, stacked."""
 
 
 class _Adapted(torch.nn.Linear):
@@ -57,7 +57,8 @@ def _put_adapters(model: torch.nn.Module, directory: Path) -> None:
 
 
 def load_model(directory: Path | str, dtype: torch.dtype = torch.float32, lora: int = 0) -> torch.nn.Module:
-    """The transformers model of a directory, in evaluation mode, with its adapters of rank ``lora`` unless that is 0."""
+    """The transformers model of a directory, in evaluation mode, with its adapters of rank ``lora`` unless
+    that is 0."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     content = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
@@ -73,8 +74,8 @@ def load_model(directory: Path | str, dtype: torch.dtype = torch.float32, lora: 
 
 
 def saved_weights(model: Any) -> dict[str, Tensor]:
-    """The weights as transformers stores them: their names on disk are not always those in memory, and a tied weight is there once.
-    Adapters are added to theirs."""
+    """The weights as transformers stores them: their names on disk are not always those in memory, and a tied
+    weight is there once. Adapters are added to theirs."""
     from safetensors.torch import load_file
 
     state = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
@@ -88,7 +89,8 @@ def saved_weights(model: Any) -> dict[str, Tensor]:
 
 
 def distributions(model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> Tensor:
-    """[B, S-1, V] float32, logarithms of what the next tokens are drawn from, differentiable; padding is masked out of the attention."""
+    """[B, S-1, V] float32, logarithms of what the next tokens are drawn from, differentiable; padding is
+    masked out of the attention."""
     mask = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
     logits = model(input_ids=data["input_ids"], attention_mask=mask.long()).logits[:, :-1].float() / sampling.temperature
     return _kept(logits, data["input_ids"][:, 1:, None], sampling).log_softmax(-1)
@@ -124,8 +126,8 @@ def _kept(logits: Tensor, targets: Tensor, sampling: SamplingSettings) -> Tensor
 
 
 def read_by_loss(model: Any, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> Tensor:
-    """What losses of the model read, differentiable, float32: ``next_token_logprobs``; of a model that scores the values of tokens [B, S],
-    padding 0."""
+    """Return what losses read of the model, differentiable float32: ``next_token_logprobs``; of a model that
+    scores the values of tokens [B, S], padding 0."""
     if not hasattr(model, "score"):
         return next_token_logprobs(model, data, sampling)
     inside = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
@@ -152,13 +154,13 @@ class Expected:
         norms: gradient norms before clipping, one a global batch.
         norm_scales: for each of them, the size of the terms it is made of.
         metrics: reduced over the call's global batches.
-        scales: for each metric, the size of its terms, or of their change with the log-probabilities if that is more; the metric itself
-            may be much smaller, when they cancel.
+        scales: for each metric, the size of its terms, or of their change with the log-probabilities if that
+            is more; the metric itself may be much smaller, when they cancel.
         weights: afterwards, by Hugging Face name.
         logprobs: [B, S] afterwards.
         base_logprobs: [B, S] of the reference policy; None where that is the model before training.
-        distributions: [B, S-1, V] logarithms of what the next tokens are drawn from, before and after training, where the case asks for
-            the most likely ones.
+        distributions: [B, S-1, V] logarithms of what the next tokens are drawn from, before and after
+            training, where the case asks for the most likely ones.
     """
 
     losses: list[list[float]] = field(default_factory=list)
@@ -188,9 +190,11 @@ def _as_it_is(scores: Tensor) -> Tensor:
 
 
 class ReferenceTrainer:
-    """Trains ``model`` in place: gradient of the whole global batch, clipped by its norm, then one optimizer step.
+    """Trains ``model`` in place: gradient of the whole global batch, clipped by its norm, then one optimizer
+    step.
 
-    In 16-bit precision the optimizer updates float32 copies of the parameters, from which the model's are rounded.
+    In 16-bit precision the optimizer updates float32 copies of the parameters, from which the model's are
+    rounded.
 
     Args:
         model: a transformers model.
@@ -225,7 +229,8 @@ class ReferenceTrainer:
         self._optimizer = _optimizer(self._master, decays, hyper)
 
     def call(self, batches: Sequence[Mapping[str, Any]], number: int, expected: Expected) -> None:
-        """The ``number``-th call of ``train()``, over its global batches; what it has to report is appended to ``expected``."""
+        """The ``number``-th call of ``train()``, over its global batches; what it has to report is appended
+        to ``expected``."""
         rate, decay = self._hyper.rate(number), self._hyper.weight_decay(number)
         steps = [self._step(batch, rate, decay) for batch in batches]
         expected.losses.append([step.loss for step in steps])
@@ -256,13 +261,14 @@ class ReferenceTrainer:
         }
         values = {name: float(value) for name, value in metrics.items()}
         scales = self._scales(data, sequences, tokens, [values.detach() for values in scores])
-        # loads are relative to the mean load; that of an expert without tokens is 0, and rounding may send it one
+        # loads are relative to the mean load; that of an expert without tokens is 0, and rounding may send it
+        # one
         loads = {name: max(1.0, value) for name, value in routing.metrics.items() if name.startswith("moe_expert_load_")}
         return _Step(float(loss.detach()), norm, max(norm, balancing), {**values, **known}, {**scales, **known, **loads})
 
     def _scores(self, data: Mapping[str, Any]) -> list[Tensor]:
-        """What the loss reads of the model, differentiable: log-probabilities, perhaps with entropies or those of further tokens, or
-        values."""
+        """Return what the loss reads, differentiable: log-probabilities, perhaps with entropies or those of
+        further tokens, or values."""
         if self._loss_fn.scored_tokens is not None:
             logarithms = distributions(self.model, data, self._sampling)
             return [_of_next_tokens(logarithms, data), logarithms.gather(2, data[self._loss_fn.scored_tokens][:, :-1])]
@@ -272,7 +278,8 @@ class ReferenceTrainer:
         return [_of_next_tokens(logarithms, data), entropies_of(logarithms)]
 
     def _size_of_gradients(self, terms: Tensor | None) -> float:
-        """The sum of the norms of the gradients of ``terms``; the gradient of their sum is smaller, as far as they cancel."""
+        """The sum of the norms of the gradients of ``terms``; the gradient of their sum is smaller, as far as
+        they cancel."""
         if terms is None:
             return 0.0
         size = 0.0
@@ -296,9 +303,10 @@ class ReferenceTrainer:
         return float(norm)
 
     def _scales(self, data: Mapping[str, Any], sequences: Tensor, tokens: Tensor, scores: Sequence[Tensor]) -> dict[str, float]:
-        """Return for each metric, how large it is row by row, or, if more, how fast it changes with what the loss reads of the model:
-        the factor by which an error of these, relative to the larger of themselves and 1, comes back in the metric. Where terms cancel
-        within a token, as much as makes their rounding errors relative ones of ``BOUND``."""
+        """Return for each metric, how large it is row by row, or, if more, how fast it changes with what the
+        loss reads of the model: the factor by which an error of these, relative to the larger of themselves
+        and 1, comes back in the metric. Where terms cancel within a token, as much as makes their rounding
+        errors relative ones of ``BOUND``."""
         moved = [values + SMALL_CHANGE * values.abs().clamp(min=1.0) for values in scores]
         parts: dict[str, list[float]] = {}
         for first in range(0, data["input_ids"].shape[0], self._together):
@@ -322,7 +330,8 @@ class ReferenceTrainer:
         return declared[name] if name in declared else default_reduction(name)
 
     def _over_batches(self, batches: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Sums and means are averaged over the global batches of a call; extremes are those of all of them."""
+        """Sums and means are averaged over the global batches of a call; extremes are those of all of
+        them."""
         combined = {}
         for name in batches[0]:
             values = [batch[name] for batch in batches]
@@ -350,8 +359,8 @@ def trained(
     loss_scale: float = 1.0,
     read: Callable[[Tensor], Tensor] = _as_it_is,
 ) -> Expected:
-    """Return what training ``model`` on the whole batch of a case, call by call, has to report. Trains it in place; the loss reads ``read``
-    of its scores."""
+    """Return what training ``model`` on the whole batch of a case, call by call, has to report. Trains it in
+    place; the loss reads ``read`` of its scores."""
     expected = Expected()
 
     def look() -> None:

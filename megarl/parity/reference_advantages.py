@@ -1,7 +1,8 @@
-"""The reference's own advantages: a row or a token at a time, written from the papers and from nothing of the driver's.
+"""The reference's own advantages: a row or a token at a time, written from the papers and from nothing of the
+driver's.
 
-GRPO (arXiv 2402.03300), RLOO (2402.14740), GDPO (2601.05242), REINFORCE++ (2501.03262), generalized advantages (1506.02438, equation 16)
-and, of a teacher, MOPD's (2601.02780, equation 8).
+GRPO (arXiv 2402.03300), RLOO (2402.14740), GDPO (2601.05242), REINFORCE++ (2501.03262), generalized
+advantages (1506.02438, equation 16) and, of a teacher, MOPD's (2601.02780, equation 8).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Columns = Mapping[str, Any]
 
 
 def reference_signals(case: Case, data: Columns) -> dict[str, Tensor]:
-    """What is made of the rewards, values or teacher's log-probabilities of one call, each [B, S] float32: ``advantages``, or for a
-    value loss ``prev_values`` and ``returns``."""
+    """Return the signals of one call, made of rewards, values or the teacher's log-probabilities, each [B, S]
+    float32: ``advantages``, or for a value loss ``prev_values`` and ``returns``."""
     found = torch.zeros(data["token_mask"].shape, dtype=torch.float64)
     if case.advantages_kind == "gae":
         return _generalized(case, data)
@@ -40,13 +41,15 @@ def reference_signals(case: Case, data: Columns) -> dict[str, Tensor]:
 
 
 def _answers(data: Columns, which: str = "sample_mask") -> dict[int, list[int]]:
-    """Of the rows that are trained on, or with ``rewarded`` of those that have a reward, the places of the tokens that count."""
+    """Return the positions of the tokens that count, of rows that are trained on, or with ``rewarded`` of
+    those that have a reward."""
     rows = [row for row in range(len(data[which])) if float(data[which][row]) != 0]
     return {row: data["token_mask"][row].nonzero().squeeze(1).tolist() for row in rows}
 
 
 def _penalties(case: Case, data: Columns, row: int, places: Sequence[int]) -> dict[int, float]:
-    """What the divergence takes from the reward of each token: its weight times k1, which has the clamps of the loss."""
+    """Return what the divergence takes from the reward of each token: its weight times k1, with the clamps of
+    the loss."""
     if not case.takes_divergence_from_rewards:
         return dict.fromkeys(places, 0.0)
     bounds = [bound for bound in (case.loss_number("kl-input-clamp"), case.loss_number("kl-output-clamp")) if bound is not None]
@@ -72,7 +75,8 @@ def _numbers(case: Case, option: str) -> tuple[float | None, ...]:
 
 
 def _of_groups(case: Case, data: Columns) -> dict[int, float]:
-    """One advantage a row that has a reward: those that are left out of training are compared with as well."""
+    """One advantage a row that has a reward: those that are left out of training are compared with as
+    well."""
     answers, options = _answers(data, "rewarded"), case.advantages_options
     if case.advantages_kind == "gdpo":
         parts = {name: _compared({row: float(data[f"reward/{name}"][row]) for row in answers}, data, options) for name in PART_WEIGHTS}
@@ -83,7 +87,8 @@ def _of_groups(case: Case, data: Columns) -> dict[int, float]:
 
 
 def _compared(rewards: Mapping[int, float], data: Columns, options: Any) -> dict[int, float]:
-    """For each row its reward less the mean of the others of its prompt, or of all of them, by the deviation of all of them or as it is."""
+    """For each row its reward less the mean of the others of its prompt, or of all of them, by the deviation
+    of all of them or as it is."""
     values = {}
     for row in rewards:
         peers = [rewards[other] for other in rewards if data["prompt"][other] == data["prompt"][row]]
@@ -97,7 +102,8 @@ def _compared(rewards: Mapping[int, float], data: Columns, options: Any) -> dict
 
 
 def _of_returns(case: Case, data: Columns, found: Tensor) -> None:
-    """Rewards less the penalties of a token and of those after it, less the mean of the prompt, whitened over tokens."""
+    """Rewards less the penalties of a token and of those after it, less the mean of the prompt, whitened over
+    tokens."""
     answered = {row: places for row, places in _answers(data).items() if places}
     places_of, returns = [], []
     for row, places in answered.items():
@@ -113,7 +119,8 @@ def _of_returns(case: Case, data: Columns, found: Tensor) -> None:
 
 
 def _generalized(case: Case, data: Columns) -> dict[str, Tensor]:
-    """Equation 16 as it stands: each advantage is the sum of all later errors of the values, each by its discount."""
+    """Equation 16 as it stands: each advantage is the sum of all later errors of the values, each by its
+    discount."""
     advantages, before, returns = (torch.zeros(data["token_mask"].shape, dtype=torch.float64) for _ in range(3))
     (gamma,), (trace,) = _numbers(case, "gamma"), _numbers(case, "lambda")
     assert gamma is not None and trace is not None

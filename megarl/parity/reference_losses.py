@@ -1,7 +1,8 @@
-"""The reference's own losses: one row after another in float64, written from the papers and from nothing of the engine's or the trainer's.
+"""The reference's own losses: one row after another in float64, written from the papers and from nothing of
+the engine's or the trainer's.
 
-Numbers are those of the case. Three steps of one may take a token past the trainer's default clamps, so that these losses have them too.
-Advantages are ``megarl.parity.reference_advantages``'s.
+Numbers are those of the case. Three steps of one may take a token past the trainer's default clamps, so that
+these losses have them too. Advantages are ``megarl.parity.reference_advantages``'s.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class _Call:
     pairs: float
 
     def rows(self) -> Iterator[tuple[int, Tensor]]:
-        """Number and target positions (in log-probabilities, which begin with the second token) of the rows that count."""
+        """Number and target positions (in log-probabilities, which begin with the second token) of the rows
+        that count."""
         for row in range(self.data["input_ids"].shape[0]):
             if float(self.data["sample_mask"][row]) != 0.0:
                 yield row, self.data["token_mask"][row, 1:].nonzero().squeeze(1)
@@ -81,15 +83,15 @@ Loss = tuple[Tensor, dict[str, Any]]
 class ReferenceLoss:
     """A loss as the NeMo-RL policy API calls it, with what the trainer asks of one; it computes in float64.
 
-    Its scores are log-probabilities [B, S-1] or values [B, S]; behind them come, where it needs them, entropies [B, S-1], or
-    log-probabilities [B, S-1, K] of further tokens.
+    Its scores are log-probabilities [B, S-1] or values [B, S]; behind them come, where it needs them,
+    entropies [B, S-1], or log-probabilities [B, S-1, K] of further tokens.
     """
 
     case: Case
 
     @property
     def needs_entropies(self) -> bool:
-        """Whether it needs those of the distributions that tokens are drawn from."""
+        """True if it needs the entropies of the distributions that tokens are sampled from."""
         return "entropy" in self.case.loss_options
 
     @property
@@ -120,8 +122,9 @@ class ReferenceLoss:
         return loss.float() * weight, {**metrics, "loss": float(loss.detach()) * weight}
 
     def rounded(self, data: Mapping[str, Any], sequences: float, tokens: float, *scores: Tensor) -> dict[str, float]:
-        """Return by metric the sum of the sizes of the numbers that cancel in it, where they do within one token: rounding errors are
-        relative to these and not to what is left. Of the loss too, which is made of the metrics."""
+        """Return by metric the sum of the sizes of the numbers that cancel in it, where they do within one
+        token: rounding errors are relative to these and not to what is left. Of the loss too, which is made
+        of the metrics."""
         _, rounded = _LOSSES[self.case.loss_kind]
         return {} if rounded is None else rounded(self._call(data, sequences, tokens), *scores)
 
@@ -155,9 +158,10 @@ def _negative_log_likelihood(call: _Call, logprobs: Tensor) -> Loss:
 
 
 def _rewards_of_pairs(call: _Call, logprobs: Tensor) -> Iterator[tuple[Tensor, Tensor, float, Tensor]]:
-    """Of the pairs that count: rewards of the chosen and the rejected answer, the size of the numbers that cancel in their difference, and
-    the log-probabilities of the chosen one."""
-    # column i of the reference is of the token that column i of the log-probabilities is of: it comes rolled by one
+    """Return, for the pairs that count, the rewards of the chosen and the rejected answer, the size of the
+    numbers that cancel in their difference, and the log-probabilities of the chosen one."""
+    # column i of the reference is of the token that column i of the log-probabilities is of: it comes rolled
+    # by one
     reference = call.data["reference_policy_logprobs"].double()
     for pair in call.pairs_of_rows():
         rewards, size = [], 0.0
@@ -169,8 +173,9 @@ def _rewards_of_pairs(call: _Call, logprobs: Tensor) -> Iterator[tuple[Tensor, T
 
 
 def _undecided(margins: Sequence[tuple[float, float]], pairs: float) -> float:
-    """The size of an accuracy that rounding may change, given for each pair its margin and the size of the numbers that cancel in it. An
-    error of these numbers that makes the least decided pair change sides then comes back in the accuracy as large as it is."""
+    """The size of an accuracy that rounding may change, given for each pair its margin and the size of the
+    numbers that cancel in it. An error of these numbers that makes the least decided pair change sides then
+    comes back in the accuracy as large as it is."""
     least = min((abs(margin) / size for margin, size in margins if size), default=math.inf)
     return 1 / pairs / max(least, 1e-12) * BOUND / ROUNDING
 
@@ -181,7 +186,8 @@ def _rounded_in_accuracy(call: _Call, logprobs: Tensor) -> dict[str, float]:
 
 
 def _preference(call: _Call, logprobs: Tensor) -> Loss:
-    """Rafailov et al., arXiv 2305.18290, equation 7, or Azar et al., arXiv 2310.12036, equation 17; and the chosen answer's likelihood."""
+    """Rafailov et al., arXiv 2305.18290, equation 7, or Azar et al., arXiv 2310.12036, equation 17; and the
+    chosen answer's likelihood."""
     case, options, beta = call.case, call.case.loss_options, _number(call.case, "beta")
     preference = likelihood = 0.0 * logprobs.sum()
     sums = dict.fromkeys(("accuracy", "rewards_chosen_mean", "rewards_rejected_mean"), 0.0)
@@ -225,8 +231,8 @@ def _bradley_terry(call: _Call, values: Tensor) -> Loss:
 
 
 def _rounded_in_margins(call: _Call, values: Tensor) -> dict[str, float]:
-    """Sizes of the scores that cancel in a margin, and in the loss that is made of it. An error of a score is relative to the score, which
-    is more than the error of a difference of given numbers."""
+    """Sizes of the scores that cancel in a margin, and in the loss that is made of it. An error of a score is
+    relative to the score, which is more than the error of a difference of given numbers."""
     margins = [(float(chosen - rejected), float(chosen.abs() + rejected.abs())) for chosen, rejected in _scores_of_pairs(call, values)]
     size = sum(size for _, size in margins) / call.pairs * BOUND / ROUNDING
     return {"margin": size, "accuracy": _undecided(margins, call.pairs)}
@@ -239,7 +245,8 @@ def _rounded_in_returns(call: _Call, values: Tensor) -> dict[str, float]:
 
 
 def _value_error(call: _Call, values: Tensor) -> Loss:
-    """Half the squared error of a value, or, if more, of the nearest value to the old one that the clip allows."""
+    """Half the squared error of a value, or, if more, of the nearest value to the old one that the clip
+    allows."""
     clip = _number(call.case, "clip") if "clip" in call.case.loss_options else math.inf
     total = 0.0 * values.sum()
     sums = dict.fromkeys(("clipped_share", "values_mean", "returns_mean"), 0.0)
@@ -260,8 +267,9 @@ def _value_error(call: _Call, values: Tensor) -> Loss:
 
 
 def _from_teacher(call: _Call, logprobs: Tensor, scored: Tensor) -> Loss:
-    """KL(teacher || policy), KL(policy || teacher), or a sum of both, over the teacher's tokens and, as one outcome,
-    all others, or over the teacher's tokens alone: token by token, by the definition of the divergence."""
+    """KL(teacher || policy), KL(policy || teacher), or a sum of both, over the teacher's tokens and, as one
+    outcome, all others, or over the teacher's tokens alone: token by token, by the definition of the
+    divergence."""
     share, total = _forward_share(call.case), 0.0 * scored.sum()
     sums = dict.fromkeys(("forward_kl", "reverse_kl", "teacher_mass", "policy_mass"), 0.0)
     for teacher, policy in _of_teacher_and_policy(call, scored):
@@ -279,7 +287,8 @@ def _forward_share(case: Case) -> float:
 
 
 def _has_rest(case: Case) -> bool:
-    """Whether all tokens but the teacher's are an outcome. Of all tokens of a vocabulary there is no rest, but for rounding."""
+    """Return whether all tokens but the teacher's form one outcome. Of a whole vocabulary there is no rest
+    but rounding."""
     return "renorm" not in case.loss_options and case.likeliest < case.vocab
 
 
@@ -291,15 +300,16 @@ def _of_teacher_and_policy(call: _Call, scored: Tensor) -> Iterator[tuple[Tensor
 
 
 def _outcomes(probabilities: Tensor, case: Case) -> Tensor:
-    """With the rest as one outcome, which is at least what float32 tells from 0 (16 units in the last place of 1);
-    else given these alone."""
+    """With the rest as one outcome, which is at least what float32 tells from 0 (16 units in the last place
+    of 1); else given these alone."""
     if not _has_rest(case):
         return probabilities / probabilities.sum()
     return torch.cat([probabilities, (1 - probabilities.sum())[None].clamp(min=LEAST_REST)])
 
 
 def _rounded_in_rest(call: _Call, logprobs: Tensor, scored: Tensor) -> dict[str, float]:
-    """How far an error of 1 in the probability of both rests, each a difference of 1 and a sum, comes back in a divergence."""
+    """Return how far an error of 1 in the probability of both rests, each a difference of 1 and a sum,
+    returns in a divergence."""
     sizes, share = {"forward_kl": 0.0, "reverse_kl": 0.0}, _forward_share(call.case)
     for both in _of_teacher_and_policy(call, scored) if _has_rest(call.case) else ():
         one, other = (float(_outcomes(each, call.case)[-1]) for each in both)
@@ -310,9 +320,10 @@ def _rounded_in_rest(call: _Call, logprobs: Tensor, scored: Tensor) -> dict[str,
 
 
 def _policy_gradient(call: _Call, logprobs: Tensor, entropies: Tensor | None = None) -> Loss:
-    """PPO (arXiv 1707.06347, equation 7) with its two bounds apart (2503.14476, equation 8) and a bound for negative advantages
-    (1912.09729, equation 4); ratios of sequences (2507.18071, equations 7 and 14); CISPO (2506.13585, equation 4); Dr.GRPO's constant
-    (2503.20783); a divergence with the score function's part of its gradient (2506.09477)."""
+    """PPO (arXiv 1707.06347, equation 7) with its two bounds apart (2503.14476, equation 8) and a bound for
+    negative advantages (1912.09729, equation 4); ratios of sequences (2507.18071, equations 7 and 14); CISPO
+    (2506.13585, equation 4); Dr.GRPO's constant (2503.20783); a divergence with the score function's part of
+    its gradient (2506.09477)."""
     case, options, tokens = call.case, call.case.loss_options, call.tokens
     in_loss = "kl" in options and "in-reward" not in options
     low, high = _bounds(case, "cliprange")
@@ -368,12 +379,13 @@ def _policy_gradient(call: _Call, logprobs: Tensor, entropies: Tensor | None = N
 
 
 def _ratio(current: Tensor, previous: Tensor, case: Case) -> Tensor:
-    """What a loss has in the place of the ratio, for each token of a sequence."""
+    """Return the quantity that a loss has in the place of the ratio, for each token of a sequence."""
     options, clamp = case.loss_options, _number(case, "ratio-clamp")
     if "noratio" in options:
         return current
     if "gspo-token" in options:
-        # equation 14: sg(s) pi / sg(pi) has the value s and the derivative s by the log of pi; where s is clamped it is a constant
+        # equation 14: sg(s) pi / sg(pi) has the value s and the derivative s by the log of pi; where s is
+        # clamped it is a constant
         with torch.no_grad():
             logarithm = (current - previous).mean()
             value = torch.exp(torch.clip(logarithm, -clamp, clamp))
@@ -391,7 +403,8 @@ def _of_level(logarithms: Tensor, options: Any) -> Tensor:
 
 
 def _within_bounds(weights: Tensor, logarithms: Tensor, case: Case) -> Tensor:
-    """Importance weights of a sequence, truncated, or 0 out of bounds; ``logarithms`` are those of its tokens."""
+    """Importance weights of a sequence, truncated, or 0 out of bounds; ``logarithms`` are those of its
+    tokens."""
     options = case.loss_options
     if "tis" in options:
         return torch.minimum(weights, torch.full_like(weights, _number(case, "tis")))
@@ -405,7 +418,7 @@ def _within_bounds(weights: Tensor, logarithms: Tensor, case: Case) -> Tensor:
 
 
 def _objective(advantage: Tensor, ratio: Tensor, clipped: Tensor, current: Tensor, case: Case) -> Tensor:
-    """What is to be maximised, for each token of a sequence."""
+    """Return the objective to be maximized, for each token of a sequence."""
     if "cispo" in case.loss_options:
         return clipped.detach() * advantage * current
     objective = torch.minimum(ratio * advantage, clipped * advantage)
@@ -422,9 +435,10 @@ def _share(length: int, call: _Call) -> float:
 
 
 def _divergence(current: Tensor, reference: Tensor, generation: Tensor, case: Case) -> Tensor:
-    """Sum of the divergence over the tokens, weighted by how much likelier they are than where they were drawn; its gradient is worked out
-    by hand: that of the divergence is the expectation of log(current / reference) times the gradient of the log-probability, whichever
-    estimator the value has; clamps bound it, and do not end it."""
+    """Sum of the divergence over the tokens, weighted by how much likelier they are than where they were
+    drawn; its gradient is worked out by hand: that of the divergence is the expectation of log(current /
+    reference) times the gradient of the log-probability, whichever estimator the value has; clamps bound it,
+    and do not end it."""
     options, most, bound = case.loss_options, _number(case, "kl-input-clamp"), _number(case, "kl-output-clamp")
     with torch.no_grad():
         weight = torch.exp(current - generation) if "approx" in options else torch.ones_like(current)
@@ -439,14 +453,15 @@ def _divergence(current: Tensor, reference: Tensor, generation: Tensor, case: Ca
 
 
 def _estimate(above: Tensor, options: Any) -> Tensor:
-    """The divergence of each token, from the logarithm of how much likelier it is than under the reference."""
+    """The divergence of each token, from the logarithm of how much likelier it is than under the
+    reference."""
     if "k1" in options:
         return above
     return above**2 / 2 if "k2" in options else torch.exp(-above) + above - 1
 
 
 def _clamped_share(current: Tensor, reference: Tensor, case: Case) -> float:
-    """How many of a sequence's tokens are past a clamp of the divergence."""
+    """Count the tokens of a sequence that are past a clamp of the divergence."""
     most, bound = _number(case, "kl-input-clamp"), _number(case, "kl-output-clamp")
     above = current.detach() - reference
     past = (above.abs() > most) | (_estimate(torch.clip(above, -most, most), case.loss_options).abs() > bound)
@@ -454,8 +469,9 @@ def _clamped_share(current: Tensor, reference: Tensor, case: Case) -> float:
 
 
 def _rounded_in_divergence(call: _Call, logprobs: Tensor, entropies: Tensor | None = None) -> dict[str, float]:
-    """Sizes of the terms of exp(d) - d - 1, each as it is weighed in the loss. Near d = 0 they cancel to d^2 / 2; k1 and k2 have nothing
-    that cancels but d itself, and an error of that is one of the log-probabilities."""
+    """Sizes of the terms of exp(d) - d - 1, each as it is weighed in the loss. Near d = 0 they cancel to d^2
+    / 2; k1 and k2 have nothing that cancels but d itself, and an error of that is one of the
+    log-probabilities."""
     case, options = call.case, call.case.loss_options
     most, bound = _number(case, "kl-input-clamp"), _number(case, "kl-output-clamp")
     if "kl" not in options or {"k1", "k2"} & options:
@@ -474,7 +490,7 @@ def _rounded_in_divergence(call: _Call, logprobs: Tensor, entropies: Tensor | No
 
 
 def _mismatch(apart: list[Tensor], tokens: float) -> dict[str, float]:
-    """How far the log-probabilities of generation are from the current ones."""
+    """Return the distance of the generation's log-probabilities from the current ones."""
     joined = torch.cat(apart) if apart else torch.zeros(0)
     return {
         MISMATCH_MEAN: float(joined.sum()) / tokens,
@@ -490,6 +506,7 @@ def _extremes(name: str, values: list[Tensor]) -> dict[str, float]:
     return {f"{name}_min": float(joined.min()), f"{name}_max": float(joined.max())}
 
 
+# By kind: the loss, and the sizes of the numbers that cancel in its metrics.
 _LOSSES: Mapping[str, tuple[Callable[..., Loss], Callable[..., dict[str, float]] | None]] = {
     "nll": (_negative_log_likelihood, None),
     "rm": (_bradley_terry, _rounded_in_margins),
@@ -498,4 +515,3 @@ _LOSSES: Mapping[str, tuple[Callable[..., Loss], Callable[..., dict[str, float]]
     "dpo": (_preference, _rounded_in_accuracy),
     "pg": (_policy_gradient, _rounded_in_divergence),
 }
-"""By kind: the loss, and the sizes of the numbers that cancel in its metrics."""

@@ -1,10 +1,12 @@
-"""Routers of a transformers mixture of experts over a global batch, and the losses that balance them, by their definitions.
+"""Routers of a transformers mixture of experts over a global batch, and the losses that balance them, by
+their definitions.
 
-For T real tokens, E experts, k of them a token, p the softmax over a router's logits (or their sigmoids divided by their sum, where a
-router takes sigmoids; DeepSeek-V3, arXiv:2412.19437, equation 18) and c[i] the tokens of expert i: the load-balancing
-loss is ``E * sum_i (c[i] / (T k)) * mean_t p[t, i]`` (Fedus et al., arXiv:2101.03961, equations 4 to 6), the same for each sequence alone
-and averaged (DeepSeek-V2, arXiv:2405.04434, section 2.2.3), the z-loss ``mean_t logsumexp(logits[t])**2`` (Zoph et al., arXiv:2202.08906,
-equation 5). Each layer's are added to the loss. Padding and masked samples do not count.
+For T real tokens, E experts, k of them a token, p the softmax over a router's logits (or their sigmoids
+divided by their sum, where a router takes sigmoids; DeepSeek-V3, arXiv:2412.19437, equation 18) and c[i] the
+tokens of expert i: the load-balancing loss is ``E * sum_i (c[i] / (T k)) * mean_t p[t, i]`` (Fedus et al.,
+arXiv:2101.03961, equations 4 to 6), the same for each sequence alone and averaged (DeepSeek-V2,
+arXiv:2405.04434, section 2.2.3), the z-loss ``mean_t logsumexp(logits[t])**2`` (Zoph et al.,
+arXiv:2202.08906, equation 5). Each layer's are added to the loss. Padding and masked samples do not count.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ class Judged:
 
     Attributes:
         loss: what they add to the loss; None in a dense model.
-        by_expert: the terms of the load-balancing loss, [E], differentiable; their gradients may cancel, and do where all experts get
-            the same number of tokens. None where that loss is not added.
+        by_expert: the terms of the load-balancing loss, [E], differentiable; their gradients may cancel, and
+            do where all experts get the same number of tokens. None where that loss is not added.
         metrics: by name.
     """
 
@@ -80,7 +82,7 @@ class Routers:
         self._heard.append((answer[0], answer[2], hasattr(gate, "e_score_correction_bias")))
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Begin again."""
         self._heard.clear()
 
     def judged(self, data: Mapping[str, Any]) -> Judged:
@@ -116,7 +118,8 @@ class Routers:
 
 
 def _balance(probabilities: Tensor, went_to: Tensor) -> Tensor:
-    """The load-balancing loss of some tokens by expert, [E], from [t, E] and [t, E], zero where a token does not count."""
+    """The load-balancing loss of some tokens by expert, [E], from [t, E] and [t, E], zero where a token does
+    not count."""
     assignments = went_to.sum().clamp(min=1)
     tokens = (went_to.sum(1) > 0).sum().clamp(min=1)
     share = went_to.sum(0) / assignments

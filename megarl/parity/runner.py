@@ -47,7 +47,7 @@ class CaseOutcome:
 
     @property
     def passes(self) -> bool:
-        """Whether all was within bounds."""
+        """True if all was within bounds."""
         return not self.error and not self.mismatches
 
     def summary(self, lines: int = 3) -> list[str]:
@@ -85,7 +85,7 @@ class CaseRunner:
         self._prepared: tuple[Case, _Prepared] | None = None
 
     def possible(self, case: Case) -> bool:
-        """Whether the case can be run."""
+        """Return whether the case can be run."""
         return refusal(case, self._shelf) is None
 
     def run(self, case: Case, fault: Fault | None = None) -> CaseOutcome:
@@ -105,7 +105,8 @@ class CaseRunner:
             outcome = self._judged(case, ready, shares)
         except Exception:  # answers of another form, which a fault can give, are the case's failure and no end of all cases
             return CaseOutcome(case, error=traceback.format_exc(), seconds=time.monotonic() - started)
-        # a planted fault that the fixed bounds of float32 catch is caught: before it is planted, its case has passed
+        # a planted fault that the fixed bounds of float32 catch is caught: before it is planted, its case has
+        # passed
         measures = case.has_measured_bounds or fault is None
         if not outcome.passes and measures and not ready.confirms:
             ready = self._keep(case, self._with_more_members(case, ready))
@@ -120,15 +121,16 @@ class CaseRunner:
     def _with_more_members(case: Case, ready: _Prepared) -> _Prepared:
         """Return the same case with bounds from many more runs of the reference.
 
-        A token whose ratio of probabilities is about to be clipped makes a gradient that jumps, one way in a few runs of many, which the
-        first eight may all miss. And where gradients of tokens cancel, plain transformers in float32 may be farther from float64 than the
-        fixed bound.
+        A token whose ratio of probabilities is about to be clipped makes a gradient that jumps, one way in a
+        few runs of many, which the first eight may all miss. And where gradients of tokens cancel, plain
+        transformers in float32 may be farther from float64 than the fixed bound.
         """
         bounds = bounds_of(case, ready.model, ready.batch, ready.logprobs, ready.expected, members=MEMBERS_TO_CONFIRM)
         return replace(ready, bounds=bounds, confirms=True)
 
     def _prepare(self, case: Case) -> _Prepared:
-        """The reference's side of a case. That of the last one is kept: a fault is put into a case that has just been run without."""
+        """The reference's side of a case. That of the last one is kept: a fault is put into a case that has
+        just been run without."""
         if self._prepared is None or self._prepared[0] != case:
             model = self._shelf.complete(case)
             config = accepted_config(case, model)

@@ -1,8 +1,9 @@
 """The policy configuration of a case, as a user would write it, and its optimizer in the terms of torch.
 
-Tensor-parallel plans that a user might write for ``dtensor_cfg.custom_parallel_plan``: ``written`` is the built-in plan, as a user's, by a
-function without arguments; ``names`` a dictionary with torch's plain column and row styles by name, without sequence parallelism; ``mlp``
-one that divides the MLPs alone and leaves every rank whole attentions.
+Tensor-parallel plans that a user might write for ``dtensor_cfg.custom_parallel_plan``: ``written`` is the
+built-in plan, as a user's, by a function without arguments; ``names`` a dictionary with torch's plain column
+and row styles by name, without sequence parallelism; ``mlp`` one that divides the MLPs alone and leaves every
+rank whole attentions.
 """
 
 from __future__ import annotations

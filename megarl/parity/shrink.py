@@ -1,4 +1,5 @@
-"""Makes a failing case smaller: features go first, then sizes are halved, one change at a time, always in the same order."""
+"""Makes a failing case smaller: features go first, then sizes are halved, one change at a time, always in the
+same order."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def _changed(case: Case, name: str, value: Any) -> Case:
 
 
 def _smaller(value: int, default: int) -> Iterator[int]:
-    """The default, half of the number, three quarters, and for small numbers one less, as far as they are not below the default."""
+    """The default, half of the number, three quarters, and for small numbers one less, as far as they are not
+    below the default."""
     tried = {value}
     for smaller in (default, value // 2, 3 * value // 4, value - 1 if value <= SMALL else value):
         if smaller not in tried and smaller >= default:
@@ -122,7 +124,8 @@ def _without_one_word(text: str) -> Iterator[str]:
 
 
 def shrink(case: Case, still_fails: Callable[[Case], bool], possible: Callable[[Case], bool]) -> Case:
-    """The smallest failing case that single steps lead to, field by field and again from the start until nothing helps any more.
+    """The smallest failing case that single steps lead to, field by field and again from the start until
+    nothing helps any more.
 
     Args:
         case: fails.

@@ -1,11 +1,11 @@
 """The quickstart: a language model learns by reinforcement on real Megatron-Core, on a machine without a GPU.
 
-``--task calculator`` teaches a model to call a tool. ``--backend dtensor`` and ``--backend fsdp1`` run the same job on the torch
-backends; ``--generation vllm`` and ``--generation vllm-apart`` let vLLM answer, on the policy's places or on one of its own.
-``--adapter lora`` reinforces low-rank adapters instead of all weights.
+``--task calculator`` teaches a model to call a tool. ``--backend dtensor`` and ``--backend fsdp1`` run the
+same job on the torch backends; ``--generation vllm`` and ``--generation vllm-apart`` let vLLM answer, on the
+policy's places or on one of its own. ``--adapter lora`` reinforces low-rank adapters instead of all weights.
 
-Makes problems and a tiny model, runs the two configurations under ``configs/quickstart`` as ``megarl train`` would, draws the reward
-curve, and lets plain transformers check the exported model.
+Makes problems and a tiny model, runs the two configurations under ``configs/quickstart`` as ``megarl train``
+would, draws the reward curve, and lets plain transformers check the exported model.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Summary:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the quickstart for each seed; the exit code is 0 when every run was checked and agrees with plain transformers."""
+    """Run the quickstart for each seed; the exit code is 0 when every run was checked and agrees with plain
+    transformers."""
     parser = argparse.ArgumentParser(prog="quickstart", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="one whole run for each seed (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="directory of the runs (default: runs/quickstart)")
@@ -124,8 +125,8 @@ def _directory(chosen: argparse.Namespace, seed: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """Differences of a run from the two recipes: names of ``TASKS``, ``BACKENDS``, ``GENERATION`` and ``ADAPTERS``, whether answers are
-    sampled beside training, and overrides of each part."""
+    """Differences of a run from the two recipes: names of ``TASKS``, ``BACKENDS``, ``GENERATION`` and
+    ``ADAPTERS``, whether answers are sampled beside training, and overrides of each part."""
 
     task: str
     backend: str
@@ -212,7 +213,8 @@ def _make_calculator(data: Path, model: Path, seed: int) -> None:
 
 
 def _check(task: str, exported: Path, before: Path, validation: Path) -> dict[str, float]:
-    """What plain transformers say of the exported model, and of the one before GRPO; fields of ``Summary``."""
+    """Score the exported model, and the one before GRPO, by plain transformers; returns fields of
+    ``Summary``."""
     from megarl.quickstart.material import evaluate_checkpoint
 
     if task == "arithmetic":

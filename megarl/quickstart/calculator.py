@@ -1,7 +1,8 @@
-"""Material of the quickstart's task with a tool: products that a tiny model cannot work out, and a calculator that can.
+"""Material of the quickstart's task with a tool: products that a tiny model cannot work out, and a calculator
+that can.
 
-The pupil of the demonstrations guesses in most problems, and calls the calculator in the others. Imitation learns how to call it, and a
-verifiable reward that calling pays.
+The pupil of the demonstrations guesses in most problems, and calls the calculator in the others. Imitation
+learns how to call it, and a verifiable reward that calling pays.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def write_products(path: Path, count: int, seed: int, split: Split = "train") ->
 
 
 def write_conversations(path: Path, count: int, seed: int, guess_share: float) -> None:
-    """Write conversations of a pupil who guesses in a share of the problems, ``{"messages", "tools"}`` a line."""
+    """Write conversations of a pupil who guesses in a share of the problems, ``{"messages", "tools"}`` a
+    line."""
     problems, guesses = _problems(seed, "train"), random.Random(f"guesses {seed}")
     write_lines(path, (_conversation(*next(problems), guesses.random() < guess_share) for _ in range(count)))
 
@@ -95,7 +97,8 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 @torch.no_grad()
 def evaluate_conversations(model_dir: Path, problems_path: Path, *, with_tool: bool = True) -> tuple[float, float]:
-    """Accuracy and calls a problem by plain transformers, in greedy conversations of two turns: an independent check.
+    """Accuracy and calls a problem by plain transformers, in greedy conversations of two turns: an
+    independent check.
 
     Args:
         model_dir: Hugging Face model.

@@ -1,11 +1,14 @@
-"""Material of the quickstart: seeded arithmetic problems, a tokenizer, a tiny Qwen2 with random weights, and its accuracy.
+"""Material of the quickstart: seeded arithmetic problems, a tokenizer, a tiny Qwen2 with random weights, and
+its accuracy.
 
-Every problem is about single digits or short numbers, in short English, and has an answer of one or two digits, so that a model of a
-hundred thousand weights can learn the task within minutes on a CPU, and exact match is a fair reward. They are written as JSONL records
-of a prompt and its answer. The tokenizer has byte-level pieces over the words of the problems.
+Every problem is about single digits or short numbers, in short English, and has an answer of one or two
+digits, so that a model of a hundred thousand weights can learn the task within minutes on a CPU, and exact
+match is a fair reward. They are written as JSONL records of a prompt and its answer. The tokenizer has
+byte-level pieces over the words of the problems.
 
-Files for supervised training may come from a careless pupil, who in a given share of the problems copies a number out of the question
-instead of working out the answer. Imitation then stops at the pupil's level, and a verifiable reward has something left to improve.
+Files for supervised training may come from a careless pupil, who in a given share of the problems copies a
+number out of the question instead of working out the answer. Imitation then stops at the pupil's level, and a
+verifiable reward has something left to improve.
 
 Accuracy is that of a saved model by plain transformers, an independent check of what training exported:
 ``python -m megarl.quickstart.material MODEL_DIR PROBLEMS_JSONL`` prints it.
@@ -48,7 +51,8 @@ _VALIDATION_SHARE = 5  # one prompt in this many belongs to validation
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem. ``prompt`` ends right where the answer starts; ``answer`` is a whole number of one or two digits."""
+    """One problem. ``prompt`` ends right where the answer starts; ``answer`` is a whole number of one or two
+    digits."""
 
     prompt: str
     answer: str
@@ -56,7 +60,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Exercise:
-    """A problem with both its true answer and the number that a careless pupil copies instead (by chance they may be equal)."""
+    """A problem with both its true answer and the number that a careless pupil copies instead (by chance they
+    may be equal)."""
 
     prompt: str
     answer: str
@@ -135,19 +140,22 @@ _KINDS: tuple[Callable[[random.Random], _Exercise], ...] = (
 
 
 def split_of(prompt: str) -> Split:
-    """The split that owns ``prompt``. It depends on the text alone: files made with different seeds share no prompt across splits."""
+    """The split that owns ``prompt``. It depends on the text alone: files made with different seeds share no
+    prompt across splits."""
     digest = hashlib.sha256(prompt.encode()).digest()
     return "validation" if int.from_bytes(digest[:8], "big") % _VALIDATION_SHARE == 0 else "train"
 
 
 def generate_problems(count: int, seed: int, split: Split = "train", mistake_share: float = 0.0) -> list[Problem]:
-    """``count`` problems of one split, every kind equally likely; the same ones for the same arguments. A prompt may come up twice.
+    """``count`` problems of one split, every kind equally likely; the same ones for the same arguments. A
+    prompt may come up twice.
 
     Args:
         count: number of problems, at least one.
         seed: seed of the draw. The prompts do not depend on ``mistake_share``.
         split: the split the prompts are taken from.
-        mistake_share: probability, per problem, that the answer is the careless pupil's instead of the true one.
+        mistake_share: probability, per problem, that the answer is the careless pupil's instead of the true
+        one.
 
     Raises:
         DataError: ``count`` is not positive, ``split`` is unknown, or ``mistake_share`` is no probability.
@@ -176,7 +184,8 @@ def _exercises(count: int, seed: int, split: str, only_with_mistake: bool = Fals
 
 
 def write_problems(path: str | Path, count: int, seed: int, split: Split = "train", mistake_share: float = 0.0) -> Path:
-    """Write ``generate_problems(...)`` to ``path``, one JSON object ``{"prompt": str, "answer": str}`` a line; missing folders are made.
+    """Write ``generate_problems(...)`` to ``path``, one JSON object ``{"prompt": str, "answer": str}`` a
+    line; missing folders are made.
 
     Raises:
         DataError: see ``generate_problems``.
@@ -185,8 +194,9 @@ def write_problems(path: str | Path, count: int, seed: int, split: Split = "trai
 
 
 def write_pairs(path: str | Path, count: int, seed: int, split: Split = "train") -> Path:
-    """Write pairs of answers to ``path``, one JSON object ``{"prompt": str, "chosen": str, "rejected": str}`` a line: the true answer and
-    the careless pupil's, of problems where they differ. They are those problems of ``generate_problems`` with the same arguments.
+    """Write pairs of answers to ``path``, one JSON object ``{"prompt": str, "chosen": str, "rejected": str}``
+    a line: the true answer and the careless pupil's, of problems where they differ. They are those problems
+    of ``generate_problems`` with the same arguments.
 
     Raises:
         DataError: see ``generate_problems``.
@@ -245,7 +255,8 @@ def _load(model_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 def greedy_answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], batch_size: int, max_new_tokens: int
 ) -> Iterator[str]:
-    """The decoded greedy continuation of each prompt, in order, without special tokens and surrounding blanks.
+    """The decoded greedy continuation of each prompt, in order, without special tokens and surrounding
+    blanks.
 
     Prompts are padded on the left, so ``tokenizer.padding_side`` must be ``"left"``.
     """
@@ -264,7 +275,8 @@ def greedy_answers(
 
 
 def evaluate_checkpoint(model_dir: str | Path, problems_path: str | Path, batch_size: int = 64, max_new_tokens: int = 4) -> float:
-    """The share, between 0 and 1, of the file's problems that the checkpoint answers exactly (up to surrounding blanks).
+    """The share, between 0 and 1, of the file's problems that the checkpoint answers exactly (up to
+    surrounding blanks).
 
     Raises:
         ModelError: ``model_dir`` holds no model.
@@ -282,7 +294,8 @@ def evaluate_checkpoint(model_dir: str | Path, problems_path: str | Path, batch_
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit code (0, or the error's own code with the reason on standard error)."""
+    """The command line; returns its exit code (0, or the error's own code with the reason on standard
+    error)."""
     parser = argparse.ArgumentParser(prog="python -m megarl.quickstart.material", description="Exact-match accuracy of a checkpoint.")
     parser.add_argument("model_dir", metavar="MODEL", help="folder with config.json, weights and tokenizer")
     parser.add_argument("problems_path", metavar="PROBLEMS", help="JSONL file of prompt and answer records")
@@ -311,7 +324,8 @@ _SAMPLE_SEED = 1
 
 
 def _qwen2(vocabulary: dict[str, int] | None = None, merges: list[tuple[str, str]] | None = None) -> Qwen2Tokenizer:
-    """Transformers loads a Qwen2 folder's tokenizer with this class whatever class saved it, and it would add its own unknown token."""
+    """Transformers loads a Qwen2 folder's tokenizer with this class whatever class saved it, and it would add
+    its own unknown token."""
     return Qwen2Tokenizer(
         vocab=vocabulary,
         merges=merges,
@@ -326,8 +340,9 @@ def _qwen2(vocabulary: dict[str, int] | None = None, merges: list[tuple[str, str
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of ``VOCABULARY_SIZE`` tokens, always the same one.
 
-    The words of the problems are single tokens, every decimal digit is a token of its own, and other text falls back to bytes, so that
-    decoding an encoded text (in Unicode's NFC form) gives that text back. No token is added to an encoded text; it pads on the right.
+    The words of the problems are single tokens, every decimal digit is a token of its own, and other text
+    falls back to bytes, so that decoding an encoded text (in Unicode's NFC form) gives that text back. No
+    token is added to an encoded text; it pads on the right.
     """
     return new_tokenizer([problem.prompt + problem.answer for problem in generate_problems(_SAMPLE_COUNT, _SAMPLE_SEED)])
 
@@ -380,7 +395,8 @@ def make_config(vocab_size: int, pad_token_id: int, eos_token_id: int) -> Qwen2C
 
 
 def make_model(out_dir: str | Path, seed: int) -> Path:
-    """Save a model with weights drawn from ``seed`` and its tokenizer to ``out_dir``, as float32 safetensors; folders are made.
+    """Save a model with weights drawn from ``seed`` and its tokenizer to ``out_dir``, as float32 safetensors;
+    folders are made.
 
     The caller's random state is left as it was.
     """

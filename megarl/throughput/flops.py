@@ -1,8 +1,9 @@
 """Floating-point operations of a model, from its sizes and the lengths of sequences. Pure numpy.
 
-Counted are the matrix products that the mathematics needs, a multiplication and an addition as two operations: projections, experts that
-a token goes to, attention between a token and what it sees (itself and before, within its window), and the output layer. Padding, masked
-pairs, recomputation and element-wise work count as nothing: what a layout adds to the work lowers its utilisation.
+Counted are the matrix products that the mathematics needs, a multiplication and an addition as two
+operations: projections, experts that a token goes to, attention between a token and what it sees (itself and
+before, within its window), and the output layer. Padding, masked pairs, recomputation and element-wise work
+count as nothing: what a layout adds to the work lowers its utilisation.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class ModelFlops:
         dense_mlps, experts: those of them of dense layers' MLPs, and of the experts of the other layers.
         routers: of the routers for a token; 0 for a dense model.
         logits: of the output layer for a token.
-        pairs: of attention for a pair of tokens, by window (None: no window); layers of one window are added up.
+        pairs: of attention for a pair of tokens, by window (None: no window); layers of one window are added
+        up.
     """
 
     token: float
@@ -81,11 +83,11 @@ class ModelFlops:
         )
 
     def attention(self, lengths: ArrayLike) -> float:
-        """Of attention between the tokens of sequences of these lengths, forward."""
+        """Return the FLOPs of attention between the tokens of sequences of these lengths, forward."""
         return sum(rate * float(attended_pairs(lengths, window).sum()) for window, rate in self.pairs)
 
     def forward(self, lengths: ArrayLike, logits: float | None = None) -> float:
-        """Of a forward pass over sequences of these lengths.
+        """Return the FLOPs of a forward pass over sequences of these lengths.
 
         Args:
             lengths: [B] tokens.
@@ -97,9 +99,10 @@ class ModelFlops:
     def training(
         self, lengths: ArrayLike, logits: float | None = None, *, frozen_routers: bool = False, adapters: int | None = None
     ) -> float:
-        """Of a forward and a backward pass, with arguments as for ``forward``: the backward pass has two products for each of the forward
-        pass, one for the gradient of the input and one for that of the weight, which a frozen router does not have, nor any weight of a
-        model with ``adapters`` parameters of adapters."""
+        """Return the FLOPs of a forward and a backward pass, with arguments as for ``forward``: the backward
+        pass has two products for each of the forward pass, one for the gradient of the input and one for that
+        of the weight, which a frozen router does not have, nor any weight of a model with ``adapters``
+        parameters of adapters."""
         tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
         if adapters is not None:
             last = (tokens if logits is None else logits) * self.logits
@@ -107,8 +110,8 @@ class ModelFlops:
         return 3 * self.forward(lengths, logits) - (tokens * self.routers if frozen_routers else 0.0)
 
     def recomputation(self, lengths: ArrayLike, parts: Collection[str] | None = None) -> float:
-        """Of computing every layer, or ``parts`` of it, once more in the backward pass: work of the device, not of the model, so that it
-        counts for the utilisation of the hardware alone."""
+        """Return the FLOPs of computing every layer, or ``parts`` of it, once more in the backward pass: work
+        of the device, not of the model, so that it counts for the utilisation of the hardware alone."""
         if parts is None:
             return self.forward(lengths, logits=0.0)
         tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
@@ -116,10 +119,10 @@ class ModelFlops:
         return tokens * of_token + (self.attention(lengths) if "core_attn" in parts else 0.0)
 
     def generation(self, prompts: ArrayLike, prompt_lengths: ArrayLike, lengths: ArrayLike) -> float:
-        """Of sampling responses with a cache of keys and values.
+        """Return the FLOPs of sampling responses with a cache of keys and values.
 
-        The last token of a response is not read by the model, and a prompt is read once, whatever the number of its responses. Latent
-        attention keeps what its heads read, so that nothing is projected up twice.
+        The last token of a response is not read by the model, and a prompt is read once, whatever the number
+        of its responses. Latent attention keeps what its heads read, so that nothing is projected up twice.
 
         Args:
             prompts: [P] tokens of the prompts.

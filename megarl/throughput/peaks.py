@@ -1,4 +1,5 @@
-"""Peak rates of devices: what the maker says for a known one, else the rate of a matrix product measured on it."""
+"""Peak rates of devices: what the maker says for a known one, else the rate of a matrix product measured on
+it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ PEAK_TFLOPS: Mapping[str, float] = MappingProxyType(
         "A10": 125.0,
     }
 )
-"""Dense bfloat16 (and float16) tensor-core peaks in TFLOP/s, from NVIDIA's data sheets, by a part of the device's name."""
+"""Dense bfloat16 (and float16) tensor-core peaks in TFLOP/s, from NVIDIA's data sheets, by a part of the
+device's name."""
 
 HALF = frozenset({"bfloat16", "float16"})
 _SECONDS = 0.05
@@ -41,7 +43,8 @@ def known_peak(device_name: str, precision: str) -> float | None:
 
     Args:
         device_name: as CUDA says it, for example ``NVIDIA H100 80GB HBM3``.
-        precision: of the matrix products, as in ``policy.precision``. Float32 has no entry: its rate depends on whether TF32 is allowed.
+        precision: of the matrix products, as in ``policy.precision``. Float32 has no entry: its rate depends
+        on whether TF32 is allowed.
     """
     if precision not in HALF:
         return None

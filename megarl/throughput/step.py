@@ -1,4 +1,5 @@
-"""Throughput of a step: tokens a second, operations a second and their share of the devices' peak, of each phase."""
+"""Throughput of a step: tokens a second, operations a second and their share of the devices' peak, of each
+phase."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Devices:
 
 @dataclass(frozen=True, slots=True)
 class StepThroughput:
-    """What a step reached.
+    """Rates that a step reached.
 
     Attributes:
         devices: of the run.
@@ -77,15 +78,17 @@ class StepThroughput:
         Args:
             tokens: of the step's samples, without padding.
             seconds: of the phases, as ``PhaseTimer.collect`` gives them.
-            sequences: what each phase went through, as ``PhaseTimer.take_sequences`` gives it; phases inside others, such as those of a
-                validation, do not count.
+            sequences: what each phase went through, as ``PhaseTimer.take_sequences`` gives it; phases inside
+                others, such as those of a validation, do not count.
 
         Returns:
-            For each phase with sequences, such as ``train``: ``train_tokens_per_s`` (generation: sampled tokens, other phases: all tokens
-            without padding), ``train_tokens_per_s_per_device`` and, where the model's sizes are known, ``train_tflops`` (of one device)
-            and ``train_mfu`` (share of ``peak_tflops``); with recomputation also ``train_hfu``, which counts it. The same without a phase's
-            name: for the whole step, over all devices. ``padding_efficiency``: tokens over positions of the training passes. ``idle_s``:
-            seconds of the step in no phase, or in one in which the devices wait.
+            For each phase with sequences, such as ``train``: ``train_tokens_per_s`` (generation: sampled
+            tokens, other phases: all tokens without padding), ``train_tokens_per_s_per_device`` and, where
+            the model's sizes are known, ``train_tflops`` (of one device) and ``train_mfu`` (share of
+            ``peak_tflops``); with recomputation also ``train_hfu``, which counts it. The same without a
+            phase's name: for the whole step, over all devices. ``padding_efficiency``: tokens over positions
+            of the training passes. ``idle_s``: seconds of the step in no phase, or in one in which the
+            devices wait.
         """
         figures: dict[str, float] = {"peak_tflops": self.devices.peak / 1e12}
         model = hardware = 0.0

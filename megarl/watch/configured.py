@@ -1,4 +1,5 @@
-"""The configuration beside a run. A person may have written there what no run would take; that counts as not said."""
+"""The configuration beside a run. A person may have written there what no run would take; that counts as not
+said."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Configured:
         model: its policy.
         backend: what that runs on.
         total_steps: the configured number of the last step; the data may end a run before it.
-        checkpoint_dir: where its checkpoints are now, also when the run was moved or is looked at from elsewhere.
+        checkpoint_dir: where its checkpoints are now, also when the run was moved or is looked at from
+        elsewhere.
         signing_key_file: by which they are signed.
     """
 
@@ -40,7 +42,8 @@ class Configured:
 
 
 def read_configured(run_dir: Path) -> Configured:
-    """Return what ``config.yaml`` in the directory says; little or nothing where it is missing, damaged, or another user's.
+    """Return what ``config.yaml`` in the directory says; little or nothing where it is missing, damaged, or
+    another user's.
 
     Raises:
         OSError: the file is there and cannot be read.

@@ -50,14 +50,16 @@ details { margin-top: 16px; } summary { cursor: pointer; } pre { overflow-x: aut
 
 
 def run(directories: Sequence[str], out: str | None = None) -> int:
-    """Draw runs: one gets its pictures and ``report.html``, several ``comparison.html``; a directory of runs stands for those.
+    """Draw runs: one gets its pictures and ``report.html``, several ``comparison.html``; a directory of runs
+    stands for those.
 
     Args:
         directories: of runs; one that is given twice, or also by a link, counts once.
         out: the page, and then nothing else is written; None for the places above.
 
     Raises:
-        DataError: a directory is not that of a run, there is nothing in one to draw, or a file cannot be read or written.
+        DataError: a directory is not that of a run, there is nothing in one to draw, or a file cannot be read
+        or written.
         MegarlError: matplotlib is not installed.
     """
     try:

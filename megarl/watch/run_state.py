@@ -28,7 +28,7 @@ MARKS = (FILE_NAME, LOCK_NAME, LAUNCHES_NAME)
 """What tells the directory of a run; a configuration is in that of a checkpoint too."""
 _RATES = ("tokens_per_s", "tokens_per_s_per_device", "tflops", "mfu", "hfu", "padding_efficiency", "idle_s")
 _STEP_SECONDS = f"timing/{STEP_SECONDS}"
-# How often checkpoints are listed anew, because the run removed one that was being read.
+# How often checkpoints are listed again, because the run removed one that was being read.
 _LISTINGS = 3
 
 
@@ -62,8 +62,8 @@ class RunState:
         algorithm: what trains; None where the configuration cannot be read, like the next two.
         model: its policy.
         backend: what that runs on.
-        state: ``running``, ``elsewhere`` (on a host that cannot be seen from here), ``finished``, ``ended`` (it said why), ``killed``
-            (it did not) or ``not started``.
+        state: ``running``, ``elsewhere`` (on a host that cannot be seen from here), ``finished``, ``ended``
+            (it said why), ``killed`` (it did not) or ``not started``.
         reason: the state in words.
         step: last finished step.
         total_steps: number of the last step; None where nothing says it.
@@ -73,7 +73,8 @@ class RunState:
         phases: mean seconds of each phase of the recent steps, longest first, with ``other``.
         step_s: median seconds of a recent step; the step before a checkpoint or validation does not move it.
         tokens_per_s: mean over the recent steps.
-        rates: means over the recent steps of tokens a second, TFLOP/s and utilisation of the phases, by metric without ``performance/``.
+        rates: means over the recent steps of tokens a second, TFLOP/s and utilisation of the phases, by
+        metric without ``performance/``.
         checkpoints: steps that have one, newest first.
         checkpoint: the newest whole one, or the newest when none is whole.
         unfinished: checkpoints that were begun.
@@ -110,11 +111,13 @@ def read_run_state(directory: str | Path, hashes: bool = False, now: float | Non
 
     Args:
         directory: of the run.
-        hashes: read every byte of the newest checkpoint; otherwise its files' names and sizes are compared with its manifest.
+        hashes: read every byte of the newest checkpoint; otherwise its files' names and sizes are compared
+        with its manifest.
         now: unix seconds; the present when None.
 
     Raises:
-        DataError: the directory is not that of a run, something in it cannot be read or does not answer, or its metrics are damaged.
+        DataError: the directory is not that of a run, something in it cannot be read or does not answer, or
+        its metrics are damaged.
     """
     try:
         return read_in_time(lambda: _look(Path(directory), hashes, time.time() if now is None else now), f"run directory {directory}")
@@ -126,8 +129,9 @@ def read_run_state(directory: str | Path, hashes: bool = False, now: float | Non
 def _look(run_dir: Path, hashes: bool, now: float) -> RunState:
     require_run(run_dir)
     configured = read_configured(run_dir)
-    # A run that ends writes its last row, then how it ended, then gives back its lock. Read in the opposite order, one that ends meanwhile
-    # is called running; in the same order it could seem to have left without a word.
+    # A run that ends writes its last row, then how it ended, then gives back its lock. Read in the opposite
+    # order, one that ends meanwhile is called running; in the same order it could seem to have left without a
+    # word.
     owner = read_owner(run_dir)
     launches = tuple(read_launches(run_dir))
     log = read_log(run_dir)
@@ -198,7 +202,8 @@ def _state(owner: Owner | None, launches: Sequence[Launch], step: int, total: in
             return "elsewhere", f"{owner}, which cannot be seen from this host"
         return "running", str(owner)
     reached = not launches and owner is None and total is not None and step >= total  # a run from before launches were written down
-    # An owner that no launch tells of was killed before its first step could begin; what an earlier launch said is not about it.
+    # An owner that no launch tells of was killed before its first step could begin; what an earlier launch
+    # said is not about it.
     told = launches[-1].outcome if launches and (owner is None or owner.pid == launches[-1].process) else None
     if reached or told == FINISHED:
         return "finished", f"all {total} steps"
@@ -247,7 +252,8 @@ def _mean(values: Sequence[float] | None) -> float | None:
 
 
 def _own_key(configured: Configured) -> bytes | None:
-    """The key by which the run signs its checkpoints; None where it does not, or whoever looks may not read it."""
+    """The key by which the run signs its checkpoints; None where it does not, or whoever looks may not read
+    it."""
     try:
         return read_signing_key(configured.signing_key_file)
     except ConfigError:
@@ -279,7 +285,8 @@ def _until_whole(found: Sequence[tuple[int, Path]], hashes: bool, now: float, ke
 
 
 def _checkpoint_state(step: int, path: Path, hashes: bool, now: float, key: bytes | None) -> CheckpointState | None:
-    """None when the run removed it meanwhile, as it does with older ones when it has saved: that is no damage."""
+    """None when the run removed it meanwhile, as it does with older ones when it has saved: that is no
+    damage."""
     try:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         age_s = max(now - path.stat().st_mtime, 0.0)

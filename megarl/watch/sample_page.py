@@ -1,7 +1,9 @@
-"""Samples in the report: a panel that filters, sorts and compares answers in the browser, within the one page.
+"""Samples in the report: a panel that filters, sorts and compares answers in the browser, within the one
+page.
 
-Samples are what a model wrote, so nothing of them becomes markup: they stand in the page as JSON in which no tag can begin, and reach it as
-text nodes alone. The page's own policy lets the browser run this one script and fetch nothing.
+Samples are what a model wrote, so nothing of them becomes markup: they stand in the page as JSON in which no
+tag can begin, and reach it as text nodes alone. The page's own policy lets the browser run this one script
+and fetch nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_STEPS = 12
 _MOST_BYTES = 3 * 2**20
+# Of each kind of samples: steps and bytes in a page; and characters of a text.
 _MOST_CHARACTERS = 6000
-"""Of each kind of samples: steps and bytes in a page; and characters of a text."""
 
 _LEFT_OUT = ("prompt_ids", "answer_ids")
 _TEXTS = ("prompt", "answer", "reference")
@@ -211,13 +213,15 @@ draw();
 
 
 def content_policy(with_samples: bool) -> str:
-    """What a browser may do with a page: show what is in it; of scripts run the panel's own alone."""
+    """Return the content security policy of a page: show what is in it, and run the panel's own script
+    alone."""
     script = f" script-src 'sha256-{base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()}';" if with_samples else ""
     return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:;{script}"
 
 
 def samples_panel(run_dir: Path) -> str:
-    """The panel with samples of a run, of some of its steps where there are many; empty for a run without any."""
+    """The panel with samples of a run, of some of its steps where there are many; empty for a run without
+    any."""
     try:
         data = {kind: found for kind in (TRAIN, VALIDATION) if (found := _of_kind(run_dir / DIRECTORY, kind)) is not None}
     except OSError as error:
@@ -233,7 +237,8 @@ def samples_panel(run_dir: Path) -> str:
 
 
 def _of_kind(directory: Path, kind: str) -> dict[str, Any] | None:
-    """Samples of some steps with how many there are, of as many bytes as the page has room for; None where there are none."""
+    """Samples of some steps with how many there are, of as many bytes as the page has room for; None where
+    there are none."""
     files = list_samples(directory, kind)
     if not files:
         return None

@@ -35,7 +35,8 @@ class Selection:
         step: whose; None for the newest that has some.
         kind: ``TRAIN`` or ``VALIDATION``.
         order: None for the order in which they were written.
-        text: only samples that have it in them (``holds``); without a step those of all steps, the newest first.
+        text: only samples that have it in them (``holds``); without a step those of all steps, the newest
+        first.
         against: the step whose answers to the same prompts are shown beside them.
         number: at most so many.
     """
@@ -52,7 +53,8 @@ def run(directory: str, selection: Selection) -> int:
     """Show samples of a run.
 
     Raises:
-        DataError: the directory is not that of a run, there are no such samples, or the place does not answer.
+        DataError: the directory is not that of a run, there are no such samples, or the place does not
+        answer.
     """
     parts = read_in_time(lambda: list(render(Path(directory), selection)), f"run directory {directory}")
     console = Console(highlight=False) if sys.stdout.isatty() else Console(width=WIDTH, highlight=False)
@@ -100,7 +102,8 @@ def _found(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> li
 
 
 def holds(row: Sample, text: str) -> bool:
-    """Whether the prompt or the answer of a sample has a text in it, whatever letters of either are capitals; the rule of the page too.
+    """Return whether a text is in the prompt or the response of a sample, in any case; the page uses the same
+    rule.
 
     Compared in capitals: some letters have several small forms.
     """
@@ -122,7 +125,8 @@ def _step(files: Mapping[int, Path], wanted: int | None, kind: str, run_dir: Pat
 
 
 def ordered(rows: Sequence[Sample], order: Order | None) -> list[Sample]:
-    """Samples in an order, equal ones as they were; by reward without those that are masked, whose reward is none."""
+    """Samples in an order, equal ones as they were; by reward without those that are masked, whose reward is
+    none."""
     if order is None:
         return list(rows)
     name, sign = ("length", -1) if order == "longest" else ("reward", 1 if order == "worst" else -1)
@@ -159,7 +163,8 @@ def _listed(rows: Sequence[Sample]) -> Iterator[RenderableType]:
 
 
 def _said(row: Sample) -> Iterator[RenderableType]:
-    """What the policy answered; of a conversation what each side said, the environment's part as the prompt is shown."""
+    """Return the response; of a conversation the text of each turn, with the environment's turns shown like
+    the prompt."""
     turns = row.get("turns")
     if not isinstance(turns, list) or not all(isinstance(turn, dict) and isinstance(turn.get("text"), str) for turn in turns):
         yield _visible(row["answer"])
@@ -196,8 +201,8 @@ def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) ->
 
 
 def _by_identity(rows: Sequence[Sample]) -> dict[tuple[str, ...], Sample]:
-    """Samples by what they share with those of other steps: prompt, number among the answers to it, and how often both came before, since a
-    step may have a record twice."""
+    """Samples by what they share with those of other steps: prompt, number among the answers to it, and how
+    often both came before, since a step may have a record twice."""
     seen: Counter[tuple[str, ...]] = Counter()
     found: dict[tuple[str, ...], Sample] = {}
     for row in rows:
@@ -208,7 +213,7 @@ def _by_identity(rows: Sequence[Sample]) -> dict[tuple[str, ...], Sample]:
 
 
 def _place(row: Sample, *, with_step: bool = True) -> str:
-    """Where a prompt comes from."""
+    """Return the source of a prompt."""
     parts = [f"step {_plain(row.get('step'))}"] if with_step else []
     parts += [f"set {_plain(row['set'])}"] if row.get("set") is not None else []
     parts.append(f"prompt {_plain(row.get('record'))} of {_plain(row.get('source') or 'the data')}")

@@ -70,8 +70,9 @@ def run(directory: str, as_json: bool = False, hashes: bool = False) -> int:
 
 
 def as_plain(state: RunState) -> dict[str, Any]:
-    """The state as JSON holds it; of each metric that is shown, and of mismatch and memory, the last, first, smallest and largest value; of
-    ``reward_errors`` and ``reward_timeouts`` the sum over all steps, where there are any."""
+    """The state as JSON holds it; of each metric that is shown, and of mismatch and memory, the last, first,
+    smallest and largest value; of ``reward_errors`` and ``reward_timeouts`` the sum over all steps, where
+    there are any."""
     fields = asdict(replace(state, series={}))  # which would be copied number by number
     del fields["series"]
     wanted = {name: curve for name, curve, _ in shown_metrics(state.series)}
@@ -147,7 +148,7 @@ def facts(state: RunState) -> Iterator[tuple[str, Text]]:
 
 
 def _rollouts_text(state: RunState) -> str:
-    """How old the answers are that are sampled beside training, and who waits for whom."""
+    """Describe the age of responses that are sampled beside training, and who waits for whom."""
     age, step_s = state.series[ROLLOUT_AGE].values[-1], state.step_s or 0.0
     waits = [(who, state.phases.get(phase, 0.0)) for who, phase in (("training", ROLLOUT_WAIT), ("engines", ENGINE_IDLE))]
     shares = " and ".join(f"{who} {format_share(min(seconds / step_s, 1.0))}" for who, seconds in waits if step_s)
@@ -156,7 +157,7 @@ def _rollouts_text(state: RunState) -> str:
 
 
 def _restarts_text(launches: Sequence[Launch]) -> str:
-    """What launches started anew within themselves, and why at last; empty where they did not."""
+    """Describe the restarts within launches, with the last reason; empty if there were none."""
     counts = {what: restarts_within(launches, what) for what in (WORKERS, ENGINES)}
     if not any(counts.values()):
         return ""

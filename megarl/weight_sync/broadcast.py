@@ -1,7 +1,9 @@
-"""Refits of engines apart from the policy: packed groups of weights over a ``TransferGroup``, one on its way while one is packed.
+"""Refits of engines apart from the policy: packed groups of weights over a ``TransferGroup``, one on its way
+while one is packed.
 
-Both sides go through all groups of a refit whatever happens, so that after a refit that was refused the next one finds both where it
-expects them. Only a group of ranks of which one is gone is of no more use: it is closed, so that nobody waits in it for the dead.
+Both sides go through all groups of a refit whatever happens, so that after a refit that was refused the next
+one finds both where it expects them. Only a group of ranks of which one is gone is of no more use: it is
+closed, so that nobody waits in it for the dead.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ Load = Callable[[list[tuple[str, torch.Tensor]]], None]
 
 
 class _Channel:
-    """One side of a group of ranks: two transfer buffers for a lifetime, each with a header, and the groups that go through them.
+    """One side of a group of ranks: two transfer buffers for a lifetime, each with a header, and the groups
+    that go through them.
 
-    A sender has the groups of its own stage. An engine has all groups in the one order of sending, whichever stage they come from; each
-    stage has up to two of them ready, so that the next one comes at once. Who cannot have the buffers leaves the group of ranks, so that
-    nobody waits for it there.
+    A sender has the groups of its own stage. An engine has all groups in the one order of sending, whichever
+    stage they come from; each stage has up to two of them ready, so that the next one comes at once. Who
+    cannot have the buffers leaves the group of ranks, so that nobody waits for it there.
 
     Args:
         group: the ranks.
@@ -49,7 +52,8 @@ class _Channel:
         self._works: dict[int, list[dist.Work]] = {}
         try:
             size = HEADER + group.buffer_bytes
-            # zeros, because what is between weights is sent as well, and is not to be what this process had there before
+            # zeros, because what is between weights is sent as well, and is not to be what this process had
+            # there before
             self._memory = [torch.zeros(size, dtype=torch.uint8, device=group.device) for _ in range(BUFFERS)]
             every = group.stages.parts(manifest, group.buffer_bytes)
             # with the stages that send them
@@ -113,11 +117,13 @@ class WeightBroadcaster(_Channel):
         """Send all weights of this stage and wait until every engine rank has confirmed those of all stages.
 
         Args:
-            stream: the stage's weights, taken to its end whatever happens, because gathering it is collective among the ranks of the stage.
+            stream: the stage's weights, taken to its end whatever happens, because gathering it is collective
+            among the ranks of the stage.
             version: of the weights, the same on all stages.
 
         Raises:
-            RefitError: an engine or another stage is gone, an engine could not load the weights, or they are not what the manifest says.
+            RefitError: an engine or another stage is gone, an engine could not load the weights, or they are
+            not what the manifest says.
         """
         self._round += 1
         packing: Exception | None = None
@@ -178,7 +184,8 @@ class WeightListener(_Channel):
         self.version: int | None = None
 
     def receive(self, load: Load) -> int:
-        """Take all weights, ``load`` each group while the next one arrives, confirm, and return their version.
+        """Take all weights, ``load`` each group while the next one arrives, confirm, and return their
+        version.
 
         Args:
             load: gets names and tensors that stand until it returns.

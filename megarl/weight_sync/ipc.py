@@ -1,12 +1,12 @@
 """Memory that weights are handed over in: made once, shared once by handle, and written again at every refit.
 
-It has two slots, so that one group of weights is gathered while the engine reads the other. On a CPU the memory has no name in any file
-system (``memfd_create``, Linux alone): another process of the same user opens it through ``/proc``, and the kernel frees it when the last
-of them is gone.
+It has two slots, so that one group of weights is gathered while the engine reads the other. On a CPU the
+memory has no name in any file system (``memfd_create``, Linux alone): another process of the same user opens
+it through ``/proc``, and the kernel frees it when the last of them is gone.
 
-On a GPU the slots are device memory, shared by CUDA's own handle. The handle is made once a buffer: each one that torch makes counts as a
-further reader to be waited for, and only the first is ever opened. It travels as numbers and bytes by name, and the reader takes no others:
-nothing that comes from the policy is unpickled.
+On a GPU the slots are device memory, shared by CUDA's own handle. The handle is made once a buffer: each one
+that torch makes counts as a further reader to be waited for, and only the first is ever opened. It travels as
+numbers and bytes by name, and the reader takes no others: nothing that comes from the policy is unpickled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ PAGE = 4096
 
 @functools.cache
 def host_identity() -> str:
-    """Return what processes have in common that can open one another's shared memory: the boot of the kernel and the process namespace."""
+    """Return what processes have in common that can open one another's shared memory: the boot of the kernel
+    and the process namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
@@ -71,7 +72,8 @@ class SharedBlock:
         return block
 
     def handle(self) -> dict[str, Any]:
-        """Handle, of plain types, by which another process opens it; on a GPU it holds PyTorch's own handle of the device memory."""
+        """Handle, of plain types, by which another process opens it; on a GPU it holds PyTorch's own handle
+        of the device memory."""
         return {
             "host": host_identity(),
             "process": os.getpid(),
@@ -118,11 +120,13 @@ class SharedBlock:
 
 
 class IpcBuffer:
-    """The two slots, and a page in front of them that says what they hold; on a GPU that page alone is in memory of the host.
+    """The two slots, and a page in front of them that says what they hold; on a GPU that page alone is in
+    memory of the host.
 
     Attributes:
         slot_bytes: of one slot.
-        marks: int64 [``SLOTS``, 3], session, refit and number of the group that each slot holds; -1 while it is written.
+        marks: int64 [``SLOTS``, 3], session, refit and number of the group that each slot holds; -1 while it
+        is written.
     """
 
     def __init__(self, slot_bytes: int, block: SharedBlock, data: torch.Tensor | None, device_handle: dict[str, Any] | None) -> None:
@@ -200,14 +204,14 @@ _EACH_SIDE = {"tensor_size", "storage_device"}
 def _plain_segments() -> Iterator[None]:
     """Inside, torch's allocator makes segments that do not grow, where it was told to make others.
 
-    CUDA's handles are for memory of ``cudaMalloc``. What grows is handed over by a file descriptor that the reader fetches from the
-    policy's process, which needs rights that many containers have not.
+    CUDA's handles are for memory of ``cudaMalloc``. What grows is handed over by a file descriptor that the
+    reader fetches from the policy's process, which needs rights that many containers have not.
     """
     options = AllocatorOptions.of_environment()
     if not options.expandable:
         yield
         return
-    # each call sets all options anew
+    # each call sets all options again
     _set_allocator(str(options.with_expandable(False)))
     try:
         yield

@@ -12,12 +12,13 @@ from typing import Any
 
 _SAY_SECONDS = 5.0
 _LONGEST_BYTES = 2**24
-# a host that vanished without a word is missed after about half a minute; so often a connection shows a firewall that it is used
+# a host that vanished without a word is missed after about half a minute; so often a connection shows a
+# firewall that it is used
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
 def can_be_read(descriptors: Iterable[int], seconds: float) -> bool:
-    """Whether something comes on one of them, also its end, within so many seconds."""
+    """Return whether one of them has something to read, its end included, within so many seconds."""
     # not select(), which takes no descriptor above 1,023
     poll = select.poll()
     for descriptor in descriptors:
@@ -26,7 +27,8 @@ def can_be_read(descriptors: Iterable[int], seconds: float) -> bool:
 
 
 class Line:
-    """A connection on which a message is a line of JSON. It ends with the process on its other side, however that ends."""
+    """A connection on which a message is a line of JSON. It ends with the process on its other side, however
+    that ends."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._heard = connection, b""
@@ -39,7 +41,7 @@ class Line:
 
     @property
     def descriptor(self) -> int:
-        """Of the connection, to wait for it."""
+        """Return the file descriptor of the connection, to wait for it."""
         return self._socket.fileno()
 
     def say(self, message: Any) -> None:
@@ -90,7 +92,7 @@ class Line:
         return list(map(json.loads, messages))
 
     def is_gone(self) -> bool:
-        """Whether the process on the other side has ended or left."""
+        """Return whether the process on the other side has ended or left."""
         self._socket.settimeout(0)
         try:
             return not self._socket.recv(1, socket.MSG_PEEK)

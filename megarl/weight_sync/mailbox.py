@@ -1,12 +1,15 @@
-"""Mailbox: what a rank of the policy and the engine's ranks that read its weights tell each other within a refit.
+"""Mailbox: what a rank of the policy and the engine's ranks that read its weights tell each other within a
+refit.
 
-A publishing rank of the policy keeps it for its lifetime, one a GPU, on a CPU one a host: a socket without a name in any file system, to
-which readers connect. The policy tells them where each group of a refit is, which it knows by its ticket, or why it has given the refit up;
-they tell it what they have read. It writes a slot again when all living readers have read what was in it.
+A publishing rank of the policy keeps it for its lifetime, one a GPU, on a CPU one a host: a socket without a
+name in any file system, to which readers connect. The policy tells them where each group of a refit is, which
+it knows by its ticket, or why it has given the refit up; they tell it what they have read. It writes a slot
+again when all living readers have read what was in it.
 
-Both sides go on whatever happens to the other. A reader that failed, or whose process ended, is waited for no longer; one that only stands
-still, until the patience of the policy ends. A policy that failed says why; one whose process ended is missed by its connection. So after a
-refit that failed the next one finds no one waiting.
+Both sides go on whatever happens to the other. A reader that failed, or whose process ended, is waited for no
+longer; one that only stands still, until the patience of the policy ends. A policy that failed says why; one
+whose process ended is missed by its connection. So after a refit that failed the next one finds no one
+waiting.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ class _Reader:
         line: to it.
         process: number of its process.
         session: of the engines that it belongs to; None until it has said so.
-        ticket, read: the refit that it is in, and how many groups of it it has read; ``_REFUSED`` where it reads no more.
+        ticket, read: the refit that it is in, and how many groups of it it has read; ``_REFUSED`` where it
+        reads no more.
         before: the refit that it was in when the present one began.
     """
 
@@ -53,7 +57,8 @@ class Mailbox:
 
     Args:
         on_gpu: the weights are in memory of this process's GPU; else any process of the host can read them.
-        engine_rank: number, in its engine, of the ranks that the weights are for; None where they are for all.
+        engine_rank: number, in its engine, of the ranks that the weights are for; None where they are for
+        all.
     """
 
     def __init__(self, *, on_gpu: bool, engine_rank: int | None = None) -> None:
@@ -101,7 +106,7 @@ class Mailbox:
                 self._drop(reader)
 
     def has_readers(self) -> bool:
-        """Whether any living rank of the engines of the refit reads here."""
+        """Return whether any living rank of the engines of the refit reads here."""
         self._look(0.0)
         return bool(self._readers())
 
@@ -125,7 +130,8 @@ class Mailbox:
         assert self.refit is not None
         if reader.ticket == self.refit[1]:
             return _REFUSED < reader.read < count
-        # it has not come yet only where it is as it was: else it may have ended this refit and entered the next one
+        # it has not come yet only where it is as it was: else it may have ended this refit and entered the
+        # next one
         return count > 0 and reader.ticket == reader.before
 
     def _readers(self) -> list[_Reader]:
@@ -194,10 +200,12 @@ class MailboxReader:
         self.has_read(ticket, 0)
 
     def payload(self, ticket: int, index: int, patience: float) -> dict[str, Any]:
-        """Where group ``index`` of a refit is, when the policy has posted it; what is said of other refits is passed over.
+        """Return where group ``index`` of a refit is, once the policy has posted it; messages of other refits
+        are passed over.
 
         Raises:
-            RefitError: the policy has given the refit up, has ended, or posts nothing for ``patience`` seconds.
+            RefitError: the policy has given the refit up, has ended, or posts nothing for ``patience``
+            seconds.
         """
         ends = time.monotonic() + patience
         try:
@@ -230,8 +238,8 @@ class MailboxReader:
 
 
 def beside(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank: int = 0) -> str:
-    """The device of the policy's rank from which a rank of an engine takes its weights: its own, or on a CPU one of its host that is for
-    it.
+    """The device of the policy's rank from which a rank of an engine takes its weights: its own, or on a CPU
+    one of its host that is for it.
 
     Args:
         mailboxes: handles by the identity of the policy rank's device.

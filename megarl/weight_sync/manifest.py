@@ -1,9 +1,11 @@
-"""The manifest of a refit: names, shapes and dtypes of the policy's weights in one order, and where they lie in a buffer.
+"""The manifest of a refit: names, shapes and dtypes of the policy's weights in one order, and where they lie
+in a buffer.
 
-Both sides know the manifest from before the first transfer, so that a transfer itself carries no name and no shape. With it goes what is
-decided once for all refits: how the memory above the model is divided (two transfer buffers, what is gathered for them, and lists), which
-pipeline stage sends which weights (runs of neighbours in the order of sending that one stage holds; an interleaved pipeline gives a stage
-several runs), and how weights are taken from a stream into a buffer in batches of copies.
+Both sides know the manifest from before the first transfer, so that a transfer itself carries no name and no
+shape. With it goes what is decided once for all refits: how the memory above the model is divided (two
+transfer buffers, what is gathered for them, and lists), which pipeline stage sends which weights (runs of
+neighbours in the order of sending that one stage holds; an interleaved pipeline gives a stage several runs),
+and how weights are taken from a stream into a buffer in batches of copies.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ GIB = 2**30
 BUCKET_BYTES = 64 * 2**20
 # a bucket is this part of the configured memory
 BUCKET_SHARE = 16
-# that are there at once: one on its way, one that has come, and what was put together out of it; of the first gloo has two copies
+# that are there at once: one on its way, one that has come, and what was put together out of it; of the first
+# gloo has two copies
 BUCKETS = 5
-# what a weight takes of host memory besides its bytes: its name in a group, its place in a buffer, and while groups are laid out for the
-# first time the copy that lays it there
+# what a weight takes of host memory besides its bytes: its name in a group, its place in a buffer, and while
+# groups are laid out for the first time the copy that lays it there
 LIST_BYTES = 256
 # this part of the configured memory is for connections and what allocators keep
 REST_SHARE = 64
@@ -45,7 +48,8 @@ def bucket_bytes(buffer_gib: float | None) -> int:
     """Bytes of weights that are gathered together, unless one alone takes more.
 
     Args:
-        buffer_gib: GiB that a refit may take, ``policy.refit_buffer_size_gb``; None where it is not configured.
+        buffer_gib: GiB that a refit may take, ``policy.refit_buffer_size_gb``; None where it is not
+        configured.
     """
     return BUCKET_BYTES if buffer_gib is None else min(BUCKET_BYTES, int(buffer_gib * GIB) // BUCKET_SHARE)
 
@@ -58,8 +62,9 @@ def buffer_bytes(buffer_gib: float, buffers: int, *, lists: int, gathered: int, 
         buffers: how many.
         lists: bytes of the lists of what lies in them.
         gathered: bytes that the weights take on their way into them.
-        largest: bytes of the largest weight, for which there is room as long as buffers of its size and the lists fit alone: what is
-            gathered of it, a bucket of its own, may then take more than is configured.
+        largest: bytes of the largest weight, for which there is room as long as buffers of its size and the
+            lists fit alone: what is gathered of it, a bucket of its own, may then take more than is
+            configured.
     """
     configured = int(buffer_gib * GIB)
     room = max(configured - lists, 0)
@@ -75,7 +80,8 @@ class Manifest:
 
     Attributes:
         tensors: the weights; of one that travels as a slice, the shape of the slice.
-        slices: of the names that travel as slices, in the order of sending, the slice and the shape of the whole weight.
+        slices: of the names that travel as slices, in the order of sending, the slice and the shape of the
+        whole weight.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -112,7 +118,8 @@ class Manifest:
         return manifest
 
     def sliced(self, slices: Slices) -> Manifest:
-        """The manifest of the same weights where those of ``slices`` travel as slices; for one rank of an engine.
+        """The manifest of the same weights where those of ``slices`` travel as slices; for one rank of an
+        engine.
 
         Raises:
             RefitError: one of them is no weight of this manifest, or does not have these indices.
@@ -128,7 +135,8 @@ class Manifest:
         return Manifest(tuple(tensors), chosen)
 
     def description(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """``{name: (shape, dtype)}`` in the order of sending, as the NeMo-RL policy API's ``prepare_refit_info`` gives it."""
+        """``{name: (shape, dtype)}`` in the order of sending, as the NeMo-RL policy API's
+        ``prepare_refit_info`` gives it."""
         return {tensor.name: (tensor.shape, tensor.dtype) for tensor in self.tensors}
 
     @cached_property
@@ -167,7 +175,8 @@ class Manifest:
             self.expect_infos(first, stop, [TensorInfo.of(*weight) for weight in zip(names, tensors, strict=True)])
 
     def expect_infos(self, first: int, stop: int, coming: Sequence[TensorInfo]) -> None:
-        """Check, by what announces the weights that come, that they are those from index ``first`` up to ``stop``.
+        """Check, by what announces the weights that come, that they are those from index ``first`` up to
+        ``stop``.
 
         Raises:
             RefitError: they are others than those that were announced.
@@ -186,8 +195,8 @@ class Manifest:
 
     @cached_property
     def _begins(self) -> array[int]:
-        """Bytes in front of each weight where all are in one buffer, and of all: eight each, where a number of Python's takes four times
-        that."""
+        """Bytes in front of each weight where all are in one buffer, and of all: eight each, where a number
+        of Python's takes four times that."""
         return array("q", accumulate((padded_bytes(tensor.nbytes) for tensor in self.tensors), initial=0))
 
     @property
@@ -201,7 +210,8 @@ class Manifest:
         return max(self.padded_sizes, key=lambda one: one[1], default=("no weight", 0))
 
     def groups(self, budget: int, first: int = 0, stop: int | None = None) -> Iterator[Group]:
-        """The weights from index ``first`` up to ``stop`` in groups of at most ``budget`` bytes each, in order, as few as that allows.
+        """The weights from index ``first`` up to ``stop`` in groups of at most ``budget`` bytes each, in
+        order, as few as that allows.
 
         Raises:
             RefitError: a weight alone is larger.
@@ -215,7 +225,8 @@ class Manifest:
             first = end
 
     def group(self, first: int, count: int) -> Group:
-        """The group of ``count`` weights from index ``first`` on; asked for at every refit, it is worked out once."""
+        """The group of ``count`` weights from index ``first`` on; asked for at every refit, it is worked out
+        once."""
         if (first, count) not in self._groups:
             self._groups[first, count] = Group.of(first, self.tensors[first : first + count])
         return self._groups[first, count]
@@ -261,7 +272,8 @@ WeightIterator = Iterator[tuple[str, torch.Tensor]]
 
 
 def pack(stream: WeightIterator, manifest: Manifest, group: Group, buffer: torch.Tensor | None) -> None:
-    """Take the weights of a group from a stream into ``buffer``, uint8; without any the stream goes on all the same.
+    """Take the weights of a group from a stream into ``buffer``, uint8; without any the stream goes on all
+    the same.
 
     Raises:
         RefitError: other weights come than were announced.
@@ -283,8 +295,8 @@ def pack(stream: WeightIterator, manifest: Manifest, group: Group, buffer: torch
 
 
 def _lay(stream: FlatBucketIterator, manifest: Manifest, group: Group, first: int, buffer: torch.Tensor | None) -> int:
-    """Lay a flat bucket into the buffer, and return the index after its last weight; nothing is done for a weight but for the first time
-    that it comes."""
+    """Lay a flat bucket into the buffer, and return the index after its last weight; nothing is done for a
+    weight but for the first time that it comes."""
     bucket = stream.take(group.stop - first)
     if bucket is None:
         manifest.expect_infos(first, group.stop, ())
@@ -308,7 +320,8 @@ def failing(error: Exception) -> WeightIterator:
 
 
 def drain(stream: WeightIterator) -> None:
-    """Go through what is left of a stream: gathering it is collective, so that every rank has to, whatever became of its own part."""
+    """Go through what is left of a stream: gathering it is collective, so that every rank has to, whatever
+    became of its own part."""
     if isinstance(stream, FlatBucketIterator):
         while stream.take(sys.maxsize) is not None:
             pass
@@ -333,7 +346,8 @@ class Stages:
 
     Attributes:
         count: of the stages.
-        runs: ``(stage, number of weights)`` of every run, in the order of sending; empty where stage 0 sends all.
+        runs: ``(stage, number of weights)`` of every run, in the order of sending; empty where stage 0 sends
+        all.
     """
 
     count: int = 1
@@ -348,7 +362,8 @@ class Stages:
             names: a list a stage, each in its order of sending.
 
         Raises:
-            RefitError: a weight is sent by no stage or by two, is not in the manifest, or comes in another order.
+            RefitError: a weight is sent by no stage or by two, is not in the manifest, or comes in another
+            order.
         """
         owners = {name: stage for stage, own in enumerate(names) for name in own}
         missing = [tensor.name for tensor in manifest.tensors if tensor.name not in owners]
@@ -362,7 +377,8 @@ class Stages:
         return cls(len(names), tuple((stage, sum(1 for _ in run)) for stage, run in in_order))
 
     def parts(self, manifest: Manifest, budget: int) -> Iterator[tuple[int, Group]]:
-        """Stages with the groups of weights that they send, at most ``budget`` bytes each, in the order of sending.
+        """Stages with the groups of weights that they send, at most ``budget`` bytes each, in the order of
+        sending.
 
         Raises:
             RefitError: a weight alone is larger, or the runs are those of another model.

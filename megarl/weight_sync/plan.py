@@ -1,10 +1,11 @@
 """Strided plans: where weights are stored in a transfer buffer, and the few copies that fill it.
 
-The weights of a group are stored in the order of sending, each at a multiple of ``ALIGNMENT`` bytes; what is between them means nothing.
-Where an iterator says in which flat tensors weights are stored (``FlatBucket``), a refit on a CPU has no time for a call a weight: strided
-copies are worked out once. Weights that follow one another on both sides become one copy, and copies of one form at equal distances (the
-groups of query heads, the ranks, the experts of a layer) become a single one with one more dimension, so that there are few however many
-tensors there are.
+The weights of a group are stored in the order of sending, each at a multiple of ``ALIGNMENT`` bytes; what is
+between them means nothing. Where an iterator says in which flat tensors weights are stored (``FlatBucket``),
+a refit on a CPU has no time for a call a weight: strided copies are worked out once. Weights that follow one
+another on both sides become one copy, and copies of one form at equal distances (the groups of query heads,
+the ranks, the experts of a layer) become a single one with one more dimension, so that there are few however
+many tensors there are.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ class FlatBucketIterator(Iterator[tuple[str, torch.Tensor]]):
 
     @abstractmethod
     def take(self, most: int) -> FlatBucket | None:
-        """Weights that come next, from one up to ``most``; None after the last one. The flat tensors are for use until the next call."""
+        """Weights that come next, from one up to ``most``; None after the last one. The flat tensors are for
+        use until the next call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +202,7 @@ class CopyPlan:
         self.copies = [(flat, copy) for flat, copies in by_flat.items() for copy in merged(copies)]
 
     def serves(self, bucket: FlatBucket) -> bool:
-        """Whether a flat bucket's weights are stored as those were that this was made for."""
+        """Return whether a flat bucket's weights are stored as those were that this was made for."""
         places, *others = self._alike
         return bucket.places is places and [bucket.first, bucket.count, bucket.dtype] == others
 
@@ -221,7 +223,8 @@ class Group:
         tensors: the weights.
         begins: where each is stored in a buffer, in bytes, and the bytes of all.
         gaps: bytes of padding behind each.
-        batches: in which they are taken where they come one by one, each of one dtype, as their places in the group.
+        batches: in which they are taken where they come one by one, each of one dtype, as their places in the
+        group.
         plans: of flat buckets, by the manifest's index of the first weight; worked out when they come.
     """
 
@@ -266,7 +269,8 @@ class Group:
         return cls(first, tensors, begins, gaps, batches)
 
     def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Names and weights where they are stored in a buffer, uint8 and at least as long as the group, in the order of sending."""
+        """Names and weights where they are stored in a buffer, uint8 and at least as long as the group, in
+        the order of sending."""
         flats = {dtype: buffer.view(dtype) for dtype in {info.dtype for info in self.tensors}}
         views = []
         for info, begin in zip(self.tensors, self.begins, strict=False):
@@ -283,8 +287,9 @@ class Group:
         Args:
             buffer: uint8, at least as long as the group.
             begin, end: one of ``batches``.
-            weights: with the announced shapes and dtypes. That has to be known before: of other shapes ``torch.cat`` would lay down as many
-                bytes as there are, past the end, with no more than a warning.
+            weights: with the announced shapes and dtypes. That has to be known before: of other shapes
+                ``torch.cat`` would lay down as many bytes as there are, past the end, with no more than a
+                warning.
         """
         if buffer.is_cuda:
             # a backend that offloads may have them in host memory, which torch.cat does not read
@@ -298,12 +303,14 @@ class Group:
 
 
 _CHUNK = 1 << 22
-# odd, so that multiplying by it loses nothing modulo 2^64 (Knuth's multiplicative hashing, the 64-bit constant of the golden ratio)
+# odd, so that multiplying by it loses nothing modulo 2^64 (Knuth's multiplicative hashing, the 64-bit
+# constant of the golden ratio)
 _FACTOR = -7046029254386353131
 
 
 def checksum(data: torch.Tensor) -> int:
-    """Sum over int32 words of (word times an odd number that depends on its place), modulo 2^64, as a signed number.
+    """Sum over int32 words of (word times an odd number that depends on its place), modulo 2^64, as a signed
+    number.
 
     Args:
         data: uint8, a multiple of 4 long, on any device.

@@ -1,11 +1,14 @@
-"""Rendezvous of the ranks that weights are sent between: a connection of each of them with the policy's first rank.
+"""Rendezvous of the ranks that weights are sent between: a connection of each of them with the policy's first
+rank.
 
-By it a rank says who it is and hears the first rank's verdict, so that a wrong world size, a rank taken twice or another model is an error
-on every side within the deadline, and not a collective that waits indefinitely. At the end of a refit all agree by it on what went wrong.
+By it a rank says who it is and hears the first rank's verdict, so that a wrong world size, a rank taken twice
+or another model is an error on every side within the deadline, and not a collective that waits indefinitely.
+At the end of a refit all agree by it on what went wrong.
 
-It ends with the process on its other side, and so tells that it is gone. gloo does not tell in every case: an operation whose bytes are on
-their way while its peer dies waits until its own time is over, on either side, and neither ``abort`` nor the peer's closed connection ends
-it (torch 2.13). The first rank sees whoever is gone, and leaves then; by that all others see it.
+It ends with the process on its other side, and so tells that it is gone. gloo does not tell in every case: an
+operation whose bytes are on their way while its peer dies waits until its own time is over, on either side,
+and neither ``abort`` nor the peer's closed connection ends it (torch 2.13). The first rank sees whoever is
+gone, and leaves then; by that all others see it.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ _PROTOCOL = 6
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Numbers for all that take part: the policy's first rank, the ranks of the engines, and behind them the senders of later stages.
+    """Numbers for all that take part: the policy's first rank, the ranks of the engines, and behind them the
+    senders of later stages.
 
     Attributes:
         world_size: ranks of the engines, and one.
@@ -168,7 +172,8 @@ class Rendezvous:
         return self._accepted(verdict, Members(verdict["world_size"], verdict["stages"]))
 
     def judge(self, own: dict[str, Any], members: Members, terms: dict[str, Any]) -> dict[str, Any]:
-        """The policy's first rank: hear everybody as they come, so that who does not belong here is refused at once, and tell them.
+        """The policy's first rank: hear everybody as they come, so that who does not belong here is refused
+        at once, and tell them.
 
         Args:
             own: what both sides have to have alike.
@@ -229,8 +234,8 @@ class Rendezvous:
         return None
 
     def _store(self, port: int, listener: int | None = None) -> Any:
-        """The store whose port ``listener`` is, which closes it; without one that of the policy's first rank. A store that opens its port
-        itself listens to everybody who reaches this host."""
+        """The store whose port ``listener`` is, which closes it; without one that of the policy's first rank.
+        A store that opens its port itself listens to everybody who reaches this host."""
         left = datetime.timedelta(seconds=self.left())
         return dist.TCPStore(
             self._ip, port, is_master=listener is not None, wait_for_workers=False, timeout=left, master_listen_fd=listener

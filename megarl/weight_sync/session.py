@@ -1,9 +1,11 @@
-"""Colocated refits: the policy's ranks gather weights and lay them into IPC buffers; the engine finds them by handle and checks them.
+"""Colocated refits: the policy's ranks gather weights and lay them into IPC buffers; the engine finds them by
+handle and checks them.
 
-The sender is one rank's part; the receiver knows which version of the weights is whole. Each rank of the policy hands its groups to the
-engine's ranks beside it by itself: at a refit the driver tells the policy's ranks one thing and the engines' one, and everything else goes
-through a mailbox. Or the driver carries the handle of each group. All ranks of the policy go through all weights, whatever happens on one
-of them, because gathering them is collective.
+The sender is one rank's part; the receiver knows which version of the weights is whole. Each rank of the
+policy hands its groups to the engine's ranks beside it by itself: at a refit the driver tells the policy's
+ranks one thing and the engines' one, and everything else goes through a mailbox. Or the driver carries the
+handle of each group. All ranks of the policy go through all weights, whatever happens on one of them, because
+gathering them is collective.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from megarl.weight_sync.slices import Slices
 
 # that the policy waits for an engine rank to read a group, in seconds
 POLICY_PATIENCE = 300.0
-# that an engine rank waits for the policy's next group: longer, because the policy waits for the slowest engine rank of all meanwhile
+# that an engine rank waits for the policy's next group: longer, because the policy waits for the slowest
+# engine rank of all meanwhile
 ENGINE_PATIENCE = 2 * POLICY_PATIENCE
 # of refits whose handles the driver carries
 _CARRIED = -2
@@ -37,12 +40,13 @@ FREE_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class SlicesHere:
-    """What a policy's rank gives where some weights travel as slices.
+    """The slices that a policy's rank gives, where some weights travel as slices.
 
     Attributes:
         manifest: of the rank of an engine that reads here.
         engine_rank: number of that rank in its engine.
-        publishes: on a CPU this rank fills a buffer for the engines' ranks of that number on its host; on a GPU every rank does.
+        publishes: on a CPU this rank fills a buffer for the engines' ranks of that number on its host; on a
+        GPU every rank does.
     """
 
     manifest: Manifest
@@ -53,14 +57,15 @@ class SlicesHere:
 class WeightSender:
     """Lays the weights of a model into an ``IpcBuffer``, group after group.
 
-    All ranks call all methods alike, because gathering is collective. On a GPU every rank fills an IPC buffer of its own, for the engine's
-    rank on the same device; on a CPU the first rank of each host does.
+    All ranks call all methods alike, because gathering is collective. On a GPU every rank fills an IPC buffer
+    of its own, for the engine's rank on the same device; on a CPU the first rank of each host does.
 
     Args:
         stream: gives all Hugging Face names and full tensors, in one order on all ranks and every time.
         runtime: device of this process.
-        buffer_gib: GiB that a refit may take: the IPC buffer's slots, what is gathered for them, and on a CPU lists of what lies in them.
-            None takes half a GiB a slot, and as much more as the largest weight needs.
+        buffer_gib: GiB that a refit may take: the IPC buffer's slots, what is gathered for them, and on a CPU
+            lists of what lies in them. None takes half a GiB a slot, and as much more as the largest weight
+            needs.
         gathered_bytes: that ``stream`` takes.
         with_checksum: send a checksum with every group.
         slices: where the stream gives slices of some weights, what it gives and to whom.
@@ -94,7 +99,8 @@ class WeightSender:
 
     @property
     def knows_manifest(self) -> bool:
-        """Whether the weights were gone through already, so that ``manifest`` needs neither them nor the other ranks."""
+        """True if the weights were gone through already, so that ``manifest`` needs neither them nor the
+        other ranks."""
         return self._manifest is not None
 
     @property
@@ -173,7 +179,8 @@ class WeightSender:
 
         Raises:
             StateError: no refit was begun, or these weights are not the next ones.
-            RefitError: the weights are not what the manifest says, there is no memory, or what was in the buffer was not acknowledged.
+            RefitError: the weights are not what the manifest says, there is no memory, or what was in the
+            buffer was not acknowledged.
         """
         self._require_open()
         total = len(self.manifest.tensors)
@@ -228,7 +235,8 @@ class WeightSender:
         }
 
     def mailbox(self) -> dict[str, Any]:
-        """``{device: handle}`` of this rank's mailbox, made once; empty on a rank that publishes nothing. The first call is collective."""
+        """``{device: handle}`` of this rank's mailbox, made once; empty on a rank that publishes nothing. The
+        first call is collective."""
         _ = self.manifest
         if not self._publishes:
             return {}
@@ -237,10 +245,11 @@ class WeightSender:
         return {self._runtime.identity(): self._mailbox.handle()}
 
     def hand_over(self, session: int, ticket: int, *, most: int | None = None, patience: float = POLICY_PATIENCE) -> None:
-        """Give the weights of the refit that was begun to the engine's ranks beside this one, group after group, until all have read them.
+        """Give the weights of the refit that was begun to the engine's ranks beside this one, group after
+        group, until all have read them.
 
-        All ranks go through all weights, whatever happens on one of them. An engine rank that cannot read them is not waited for: it says
-        so itself.
+        All ranks go through all weights, whatever happens on one of them. An engine rank that cannot read
+        them is not waited for: it says so itself.
 
         Args:
             session, ticket: numbers of the engines and of the refit.
@@ -248,7 +257,8 @@ class WeightSender:
             patience: longest wait for an engine rank to read a group, in seconds.
 
         Raises:
-            RefitError: the weights are not what the manifest says, there is no memory, or an engine rank does not read.
+            RefitError: the weights are not what the manifest says, there is no memory, or an engine rank does
+            not read.
         """
         self._require_open()
         stream = self._open
@@ -281,7 +291,8 @@ class WeightSender:
         return None
 
     def refuse(self, session: int, ticket: int, error: BaseException) -> None:
-        """Tell the engine's ranks beside this one that a refit, also one that was not begun, gives them no more, and why."""
+        """Tell the engine's ranks beside this one that a refit, also one that was not begun, gives them no
+        more, and why."""
         if self._mailbox is not None:
             self._mailbox.give_up(session, ticket, f"{type(error).__name__}: {error}")
 
@@ -327,7 +338,8 @@ class WeightReceiver:
 
     Attributes:
         manifest: of the present refit.
-        version: of the weights that are whole; None before the first refit and from the first group of one to its last.
+        version: of the weights that are whole; None before the first refit and from the first group of one to
+        its last.
     """
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
@@ -344,21 +356,23 @@ class WeightReceiver:
         self._views: dict[tuple[str, int, int, int], list[tuple[str, torch.Tensor]]] = {}
 
     def take_slices(self, slices: Slices) -> None:
-        """Take refits that bring these weights as slices from now on, and no others; such of whole weights always."""
+        """Take refits that bring these weights as slices from now on, and no others; such of whole weights
+        always."""
         self.version, self.manifest = None, self._whole.sliced(slices) if slices else self._whole
         self._manifests = {one.digest: one for one in (self._whole, self.manifest)}
         self._views.clear()
 
     @contextlib.contextmanager
     def group(self, payload: Mapping[str, Any]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """The weights of one group whose handle came, to be loaded inside the context; they lie in the policy's buffer and must not be kept
-        or written.
+        """The weights of one group whose handle came, to be loaded inside the context; they lie in the
+        policy's buffer and must not be kept or written.
 
-        Leaving the context without an error waits for the copies that were queued on the device, and then acknowledges the group. Leaving
-        it with one gives the refit up: the version stays None.
+        Leaving the context without an error waits for the copies that were queued on the device, and then
+        acknowledges the group. Leaving it with one gives the refit up: the version stays None.
 
         Raises:
-            RefitError: the handle is an old one, of another model, out of order, or its bytes are not those that were sent.
+            RefitError: the handle is an old one, of another model, out of order, or its bytes are not those
+            that were sent.
         """
         self.version = None
         if self._mailbox is None or self._mailbox_handle != payload["mailbox"]:
@@ -385,7 +399,8 @@ class WeightReceiver:
             patience: longest wait for a group, in seconds.
 
         Raises:
-            RefitError: the policy gave the refit up, ended, or sent other bytes; it does not wait for this rank then.
+            RefitError: the policy gave the refit up, ended, or sent other bytes; it does not wait for this
+            rank then.
         """
         self.version = None
         mailbox.enter(ticket)
@@ -422,12 +437,14 @@ class WeightReceiver:
             buffer = ipc_buffer.slot(index % SLOTS)
             if payload["checksum"] is not None and checksum(buffer[: group.nbytes]) != payload["checksum"]:
                 raise RefitError(f"the weights from {group.names[0]} on have another checksum than the policy's: start a new refit")
-            # made once: tens of thousands of new tensors cost a refit more in the garbage collector than in torch
+            # made once: tens of thousands of new tensors cost a refit more in the garbage collector than in
+            # torch
             key = (payload["manifest"], index % SLOTS, group.first, group.stop)
             if key not in self._views:
                 self._views[key] = group.views(buffer)
             yield self._views[key]
-            # the policy writes the slot anew once it is acknowledged, and a copy that is only queued would read that
+            # the policy writes the slot again once it is acknowledged, and a copy that is only queued would
+            # read that
             self._runtime.synchronize()
             _require(ipc_buffer, mark)
         except BaseException:

@@ -1,10 +1,12 @@
-"""Slices: which part of each weight a rank of an engine reads, found out by looking on, and what stands for a whole weight of which it has
-no more than that part.
+"""Slices: which part of each weight a rank of an engine reads, found out by looking on, and what stands for a
+whole weight of which it has no more than that part.
 
-An engine's loaders are handed whole weights, and each rank keeps its own part of them; which one is nowhere written down. Here the loaders
-are handed weights without values once, and what they copy of each is noted (``Reads``). From then on a rank can be sent that part alone: in
-the place of the weight the loader gets a ``PartialWeight``, which has the shape of the whole. Views of it are made as of any tensor; values
-come from the part, and whoever wants others gets an error, never other numbers. So nothing depends on how a loader finds its part.
+An engine's loaders are handed whole weights, and each rank keeps its own part of them; which one is nowhere
+written down. Here the loaders are handed weights without values once, and what they copy of each is noted
+(``Reads``). From then on a rank can be sent that part alone: in the place of the weight the loader gets a
+``PartialWeight``, which has the shape of the whole. Views of it are made as of any tensor; values come from
+the part, and whoever wants others gets an error, never other numbers. So nothing depends on how a loader
+finds its part.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class Slice:
         return whole.narrow(self.dim, self.start, self.length)
 
     def plain(self) -> list[int]:
-        """As three numbers; ``Slice(*plain)`` is the reverse."""
+        """Return it as three numbers; ``Slice(*plain)`` is the reverse."""
         return [self.dim, self.start, self.length]
 
 
@@ -73,12 +75,12 @@ Slices = Mapping[str, Slice]
 
 @dataclass(frozen=True, slots=True)
 class WantedSlices:
-    """What the ranks of engines on a policy's devices read of its weights.
+    """The slices of the policy's weights that ranks of colocated engines read.
 
     Attributes:
         ranks: for each rank of an engine, all engines alike.
-        devices: the rank of its engine that is on a device, by the device's identity; empty on a CPU, where any process of the host can
-            read any policy rank's buffer.
+        devices: the rank of its engine that is on a device, by the device's identity; empty on a CPU, where
+            any process of the host can read any policy rank's buffer.
     """
 
     ranks: tuple[Slices, ...]
@@ -107,7 +109,8 @@ class Reads:
             self._boxes.append(box)
 
     def slice_of(self, whole: Sequence[int]) -> Slice | None:
-        """The least slice that has all that was read, of length 0 where nothing was; None where that is the whole weight."""
+        """The least slice that has all that was read, of length 0 where nothing was; None where that is the
+        whole weight."""
         if not self._boxes:
             return Slice(0, 0, 0) if whole else None
         spans = [range(min(span.start for span in along), max(span.stop for span in along)) for along in zip(*self._boxes, strict=True)]
@@ -145,7 +148,8 @@ class PartialWeight(torch.Tensor):
 
     @staticmethod
     def noting(whole: Sequence[int], dtype: torch.dtype, device: torch.device, reads: Reads) -> PartialWeight:
-        """A weight without values, which notes in ``reads`` what is read of it; what would be written with it is not."""
+        """A weight without values, which notes in ``reads`` what is read of it; what would be written with it
+        is not."""
         return _begun(dtype, _Root(tuple(whole), device, reads=reads))
 
     @classmethod
@@ -170,7 +174,7 @@ class PartialWeight(torch.Tensor):
 
 @dataclass(frozen=True, slots=True)
 class _Root:
-    """What all views of a weight have in common.
+    """State that all views of a weight share.
 
     Attributes:
         whole: shape of the weight.
@@ -186,7 +190,8 @@ class _Root:
     reads: Reads | None = None
 
     def _block(self, view: torch.Tensor) -> tuple[range, ...] | None:
-        """The indices of each dimension that a view has, where it is a block of the weight; None where it is another view."""
+        """The indices of each dimension that a view has, where it is a block of the weight; None where it is
+        another view."""
         strides = _strides(self.whole)
         lies_as_whole = all(size < 2 or stride == own for size, stride, own in zip(view.shape, view.stride(), strides, strict=False))
         if view.dim() != len(self.whole) or not lies_as_whole:
@@ -264,7 +269,8 @@ def _changes_in_place(name: str) -> bool:
 
 
 def _as_meta(value: Any) -> Any:
-    """``value`` with the meta tensors that its partial weights are, on their device: who moves a weight reads it when it is there."""
+    """``value`` with the meta tensors that its partial weights are, on their device: who moves a weight reads
+    it when it is there."""
 
     def on_meta(one: Any) -> Any:
         if isinstance(one, torch.device):
@@ -280,14 +286,16 @@ def _as_values(value: Any) -> Any:
 
 
 def _lies_in(weight: PartialWeight, found: Any) -> bool:
-    """Whether all tensors that a call gave are views of a weight; also where it gave none, but numbers about it."""
+    """Return whether all tensors that a call gave are views of a weight; also if it gave none, but numbers
+    about it."""
     memory = weight.untyped_storage()._cdata
     return all(one.untyped_storage()._cdata == memory for one in tree_flatten(found)[0] if isinstance(one, torch.Tensor))
 
 
 def _read(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any], given: Sequence[PartialWeight]) -> Any:
-    """What a call makes of values, or where it writes them. Where there are none, note that they are read: nothing is written, and what
-    would be made are tensors of which nobody notes what is read, because all that they are made of was."""
+    """Return what a call makes of values, or where it writes them. Where there are none, note that they are
+    read: nothing is written, and the result is tensors whose reads nobody notes, because all that they are
+    made of was read."""
     if all(one._root.reads is None for one in given):
         return func(*_as_values(args), **_as_values(options))
     for one in given:

@@ -1,10 +1,12 @@
-"""Process groups of the policy and all ranks of the engines apart from it, made by a handshake that either all pass or none.
+"""Process groups of the policy and all ranks of the engines apart from it, made by a handshake that either
+all pass or none.
 
 Every pipeline stage of the policy has one rank that sends, and a group of that rank and all engine ranks.
 
-On a GPU an operation is waited for on the host, by asking whether it is done: torch's own wait only orders streams, and an operation whose
-peer died would stand in the stream until the watchdog of torch's NCCL groups ends the whole process. These groups have no watchdog; a lost
-rank is missed by its connection (``rendezvous``), as on a CPU, and an operation that takes too long by the clock. Not run on a GPU yet. Not
+On a GPU an operation is waited for on the host, by asking whether it is done: torch's own wait only orders
+streams, and an operation whose peer died would stand in the stream until the watchdog of torch's NCCL groups
+ends the whole process. These groups have no watchdog; a lost rank is missed by its connection
+(``rendezvous``), as on a CPU, and an operation that takes too long by the clock. Not run on a GPU yet. Not
 covered: a rank that dies while NCCL makes its first connections, within the first broadcast.
 """
 
@@ -27,7 +29,8 @@ from megarl.weight_sync.rendezvous import HANDSHAKE_SECONDS, Members, Rendezvous
 COLLECTIVE_SECONDS = 600.0
 # between two looks at who is still there, while an operation lasts
 _LOOK = datetime.timedelta(seconds=1)
-# seconds between two questions whether an operation of a GPU is done, the first and the longest: a group of weights takes milliseconds
+# seconds between two questions whether an operation of a GPU is done, the first and the longest: a group of
+# weights takes milliseconds
 _PAUSES = 0.0001, 0.002
 NEW_GROUP = "make a new group with init_collective() and refit anew"
 
@@ -45,7 +48,8 @@ class TransferGroup:
         stage: of a sender.
         stages: who sends what; stage 0 says it.
         handshake_s: longest time until all are there, in seconds.
-        collective_s: longest time of one broadcast, in seconds; that of a later stage begins together with those of the stages before.
+        collective_s: longest time of one broadcast, in seconds; that of a later stage begins together with
+        those of the stages before.
         rendezvous: of stage 0, where it was opened before; then its deadline holds.
 
     Attributes:
@@ -97,7 +101,7 @@ class TransferGroup:
 
     @property
     def sends(self) -> bool:
-        """Whether this is a sender."""
+        """True if this is a sender."""
         return self.rank == 0
 
     def _process_group(self, name: str) -> Any:
@@ -107,8 +111,9 @@ class TransferGroup:
             if self.device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = self._collective
-                # read when a group is made: it gets no watchdog, which after an error has the whole process ended, by way of the monitor
-                # of the default group even where it is told to leave errors alone
+                # read when a group is made: it gets no watchdog, which after an error has the whole process
+                # ended, by way of the monitor of the default group even where it is told to leave errors
+                # alone
                 with env.variables({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
                     return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
             return dist.ProcessGroupGloo(store, self.rank, self.world_size, datetime.timedelta(seconds=self._rendezvous.left()))
@@ -149,7 +154,8 @@ class TransferGroup:
         try:
             while works:
                 if self._is_over(works):
-                    # raises where it failed; on a GPU it has the present stream wait for that of the operation as well
+                    # raises where it failed; on a GPU it has the present stream wait for that of the
+                    # operation as well
                     works[0].wait()
                     works.pop(0)
                     continue
@@ -164,7 +170,8 @@ class TransferGroup:
             works.clear()
 
     def _is_over(self, works: list[dist.Work]) -> bool:
-        """Whether the first of ``works`` is done or failed, after a look at it that lasts ``_LOOK`` at most."""
+        """Return whether the first of ``works`` is done or failed, after a look at it that lasts ``_LOOK`` at
+        most."""
         if not self._asks:
             # an error is that of this look, or that of the operation, which is then over
             with contextlib.suppress(RuntimeError):
@@ -183,11 +190,13 @@ class TransferGroup:
             raise RefitError(f"the group for weights at {self._rendezvous.address} is closed: {NEW_GROUP}")
 
     def agree(self, refusal: str, seconds: float) -> list[str]:
-        """Agree, at the end of a refit, on the faults of the ranks that could not load its weights, the same on all ranks.
+        """Agree, at the end of a refit, on the faults of the ranks that could not load its weights, the same
+        on all ranks.
 
         Args:
             refusal: why this rank could not; empty where it could.
-            seconds: longest wait for the others; a sender that is through waits for the stages behind it, too.
+            seconds: longest wait for the others; a sender that is through waits for the stages behind it,
+            too.
 
         Raises:
             RefitError: a rank is gone, or does not answer; the policy names those that did not.
@@ -219,10 +228,12 @@ def _not_through(error: Exception) -> RefitError:
 
 
 def _outlast(works: list[dist.Work], groups: list[Any]) -> None:
-    """Keep groups that were left while bytes were on their way to or from a rank that died: such operations wait until their time is over.
+    """Keep groups that were left while bytes were on their way to or from a rank that died: such operations
+    wait until their time is over.
 
-    To let go of such a group earlier is to wait for them. What a daemon thread has is never taken down, so that the process can end before;
-    but within torch it must not be then, whose C++ such an end of a thread terminates.
+    To let go of such a group earlier is to wait for them. What a daemon thread has is never taken down, so
+    that the process can end before; but within torch it must not be then, whose C++ such an end of a thread
+    terminates.
     """
     while not all(work.is_completed() for work in works):
         time.sleep(_LOOK.total_seconds())
@@ -231,7 +242,7 @@ def _outlast(works: list[dist.Work], groups: list[Any]) -> None:
 
 
 def _ends(work: dist.Work) -> bool:
-    """Whether an operation of a group that was aborted ends soon."""
+    """Return whether an operation of a group that was aborted ends soon."""
     if not work.is_completed():
         with contextlib.suppress(RuntimeError):
             work.wait(_LOOK)

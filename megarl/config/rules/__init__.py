@@ -1,4 +1,5 @@
-"""All rules of a configuration: the bounds that stand at the fields, and the rules between keys, in one table.
+"""All rules of a configuration: the bounds that stand at the fields, and the rules between keys, in one
+table.
 
 Pure functions of a configuration; no torch, no ray, no files.
 """
@@ -81,7 +82,8 @@ def check(
     """Every broken rule between keys.
 
     Args:
-        config: plain containers, defaults filled in; keys that are absent only silence the rules that need them.
+        config: plain containers, defaults filled in; keys that are absent only silence the rules that need
+        them.
         facts: sizes of the model, for the rules that need them.
         faulty: dotted paths of values of the wrong type, which count as absent.
         facts_of_models: the same sizes of the models beside the policy, by the dotted path of their sections.

@@ -30,7 +30,8 @@ def torch_optimizer_given(view: View) -> Iterator[Violation]:
 
 
 def converter_is_the_model_s(view: View) -> Iterator[Violation]:
-    """The weights are converted by the rules of the model's own family; a name may be written down, but only the right one."""
+    """The weights are converted by the rules of the model's own family; a name may be written down, but only
+    the right one."""
     view.require(backend_of(view) == "megatron")
     key, family = f"{MEGATRON}.converter_type", view.facts.family
     named = view[key].lower().removesuffix("forcausallm").replace("_", "")
@@ -57,7 +58,7 @@ def recomputed_parts(view: View) -> Iterator[Violation]:
 
 
 def dtensor_context_parallel(view: View) -> Iterator[Violation]:
-    """What context parallelism excludes in the DTensor backend."""
+    """Context parallelism of the DTensor backend excludes some other features."""
     view.require(backend_of(view) == "dtensor")
     key = f"{DTENSOR}.context_parallel_size"
     view.require(view[key] > 1)

@@ -32,7 +32,8 @@ def _sources(view: View) -> Iterator[tuple[str, ValidationSource]]:
 
 
 def _of_set(view: View, key: str) -> Iterator[tuple[str, ValidationSource]]:
-    """The sources of training or validation; none where a value has the wrong type, of which more would only follow."""
+    """The sources of training or validation; none where a value has the wrong type, of which more would only
+    follow."""
     value = view.get(f"data.{key}")
     if not isinstance(value, Mapping) or all(view.has(f"data.{key}.{name}") for name in value):
         yield from sources_of({key: value}, key)
@@ -99,7 +100,8 @@ def pairs_have_a_reader(view: View) -> Iterator[Violation]:
 
 
 def sources_can_be_mixed(view: View) -> Iterator[Violation]:
-    """Weights are given for all sources of the training data or for none; a list is not empty; numbers are within their bounds."""
+    """Weights are given for all sources of the training data or for none; a list is not empty; numbers are
+    within their bounds."""
     for key in _SETS:
         sources = view.get(f"data.{key}")
         if not isinstance(sources, list):
@@ -137,7 +139,8 @@ def environments_are_there(view: View) -> Iterator[Violation]:
 
 
 def validation_sets_are_told_apart(view: View) -> Iterator[Violation]:
-    """Each validation set of a run that generates has a name of its own, and its sources agree on how answers are sampled."""
+    """Each validation set of a run that generates has a name of its own, and its sources agree on how answers
+    are sampled."""
     view.require(view.algorithm.GENERATES)
     sets: dict[str, dict[str, ValidationSource]] = {}
     for section, source in _of_set(view, "validation"):

@@ -17,7 +17,8 @@ _SAMPLING = {"top_p": 1.0, "top_k": None}
 
 
 def teachers_of(view: View) -> dict[str, str]:
-    """Paths of the sections of the teachers, by name. The rule does not apply where the algorithm has none."""
+    """Paths of the sections of the teachers, by name. The rule does not apply where the algorithm has
+    none."""
     view.require({TEACHER, TEACHERS} <= view.algorithm.MODELS.keys())
     view.require(not view.has_faults(TEACHER) and not view.has_faults(TEACHERS))
     if view.get(TEACHER) is not None:
@@ -69,7 +70,8 @@ def sources_have_teachers(view: View) -> Iterator[Violation]:
 
 
 def teachers_see_the_distribution_that_tokens_are_drawn_from(view: View) -> Iterator[Violation]:
-    """Probabilities of teacher and policy are compared at one temperature, and of all tokens: one that sampling leaves out has none."""
+    """Probabilities of teacher and policy are compared at one temperature, and of all tokens: one that
+    sampling leaves out has none."""
     paths = teachers_of(view)
     generation = f"{POLICY}.generation"
     for key, default in _SAMPLING.items():

@@ -33,7 +33,7 @@ def generation_fits_backend(view: View) -> Iterator[Violation]:
 
 
 def engine_is_known(view: View) -> Iterator[Violation]:
-    """What generates is the policy itself, a built-in engine, or one at an import path."""
+    """The responses come from the policy itself, a built-in engine, or one at an import path."""
     view.require(is_engine(view[GENERATION]))
     try:
         engine_kind(view[f"{GENERATION}.backend"])
@@ -83,7 +83,7 @@ def resources_of_generation(view: View) -> Iterator[Violation]:
 
 
 def engine_has_the_policy_model(view: View) -> Iterator[Violation]:
-    """What generates has the policy's weights, so that it must be the same model."""
+    """The generation model must be the policy's model, because it receives the policy's weights."""
     key, model = f"{GENERATION}.model_name", view["policy.model_name"]
     if view[key] != model:
         who = "the engine gets the policy's weights" if is_engine(view[GENERATION]) else "the policy itself generates"
@@ -140,7 +140,8 @@ def token_ids_exist(view: View) -> Iterator[Violation]:
 
 
 def sampling_beside_training_has_devices(view: View) -> Iterator[Violation]:
-    """Engines that sample while the policy trains are not on its devices, nor is a model that scores what they sample."""
+    """Engines that sample while the policy trains are not on its devices, nor is a model that scores what
+    they sample."""
     view.require(view.get(f"{ASYNC}.enabled") is True)
     key = f"{GENERATION}.colocated.enabled"
     if view[key]:

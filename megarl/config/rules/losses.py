@@ -221,7 +221,8 @@ def _bounds_leave_weights(view: View) -> Iterator[Violation]:
 
 
 def faults_of_loss(loss: Mapping[str, object]) -> Iterator[Violation]:
-    """Yield what does not go together in a clipped policy gradient: settings that would do nothing, or whose combination has no meaning.
+    """Yield what does not go together in a clipped policy gradient: settings that would do nothing, or whose
+    combination has no meaning.
 
     Args:
         loss: a ``ClippedPGLossConfig`` with its defaults; keys that it lacks silence what needs them.
@@ -243,23 +244,24 @@ def faults_of_preference_loss(loss: DPOLossConfig, section: str) -> Iterator[Vio
 
 
 def loss_goes_together(view: View) -> Iterator[Violation]:
-    """What the clipped policy gradient is told goes together."""
+    """The settings of the clipped policy gradient must go together."""
     view.require(view.algorithm.SECTIONS.get(SECTION) is ClippedPGLossConfig and not view.has_faults(SECTION))
     yield from faults_of_loss(view[SECTION])
 
 
 def preference_loss_goes_together(view: View) -> Iterator[Violation]:
-    """What the loss of preferences is told goes together."""
+    """The settings of the preference loss must go together."""
     section = view.algorithm.section()
     view.require(keys_of(DPOLossConfig).keys() <= keys_of(view.algorithm.SECTIONS[section]).keys() and not view.has_faults(section))
     yield from faults_of_preference_loss(view[section], section)
 
 
 def loss_bounds_old_answers(view: View) -> Iterator[Violation]:
-    """Where answers are old, the ratio of the policies is no rounding: the loss reads it, and bounds it on both sides.
+    """Asynchronous sampling makes the ratio of the policies more than rounding: the loss must read it, and
+    bound it on both sides.
 
-    Without a bound a bad answer that the policy has moved away from counts with weight r, however large: the clip of PPO bounds r only
-    from below where the advantage is negative.
+    Without a bound a bad answer that the policy has moved away from counts with weight r, however large: the
+    clip of PPO bounds r only from below where the advantage is negative.
     """
     view.require(view.get(f"{ASYNC}.enabled") is True and view[f"{ASYNC}.max_trajectory_age_steps"] > 0)
     old = f"answers are up to {ASYNC}.max_trajectory_age_steps = {view[f'{ASYNC}.max_trajectory_age_steps']} steps old"

@@ -21,13 +21,13 @@ from megarl.errors import Violation
 if TYPE_CHECKING:
     from megarl.config.plugins import ModelSection
 
+# Stands beside the sections of a view: whether its model is to score.
 _WANTED = "wanted_head"
-"""Stands beside the sections of a view: whether its model is to score."""
 
 
 def with_model_as_policy(config: Mapping[str, Any], path: str, faulty: Collection[str] = ()) -> dict[str, Any]:
-    """A run's configuration with the section at ``path`` in the place of ``policy``, on the ranks of the policy: those of the cluster that
-    generation has left."""
+    """A run's configuration with the section at ``path`` in the place of ``policy``, on the ranks of the
+    policy: those of the cluster that generation has left."""
     cluster = config.get("cluster")
     try:
         nodes, ranks = training_shape(View(config, faulty))
@@ -38,7 +38,8 @@ def with_model_as_policy(config: Mapping[str, Any], path: str, faulty: Collectio
 
 
 def model_view(config: Mapping[str, Any], path: str, section: ModelSection, faulty: Collection[str], facts: ModelFacts | None) -> View:
-    """A configuration as the rules on a model see it. A model that is not trained belongs to no algorithm's steps.
+    """A configuration as the rules on a model see it. A model that is not trained belongs to no algorithm's
+    steps.
 
     Args:
         config: of the run, defaults filled in.

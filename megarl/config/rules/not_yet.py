@@ -1,4 +1,5 @@
-"""Values that configurations may hold but this version does not support yet. A rule goes when its feature comes."""
+"""Values that configurations may hold but this version does not support yet. A rule goes when its feature
+comes."""
 
 from __future__ import annotations
 
@@ -18,12 +19,14 @@ NEVER_LEGAL: Mapping[str, frozenset[Any]] = {
     f"{MEGATRON}.optimizer.params_dtype": frozenset({"bfloat16", "float16"}),
     f"{MEGATRON}.optimizer.optimizer_cpu_offload": frozenset({True}),
 }
-"""Values that the types have for the sake of NeMo-RL's configurations and that a rule refuses in every configuration."""
+"""Values that the types have for the sake of NeMo-RL's configurations and that a rule refuses in every
+configuration."""
 UNBUILT_FLAGS = {
     f"{MEGATRON}.distributed_data_parallel_config.use_custom_fsdp": "Megatron's own FSDP is",
-    # It wants Transformer Engine, and where it has no state yet it steps with random gradients before it reads a checkpoint, which changes
-    # the weights read before. State made first would spare the step; but then its hooks rebuild float32 copies from 16-bit weights, and it
-    # makes CUDA streams when it is built, so that no CPU can show what comes of it.
+    # It wants Transformer Engine, and where it has no state yet it steps with random gradients before it
+    # reads a checkpoint, which changes the weights read before. State made first would spare the step; but
+    # then its hooks rebuild float32 copies from 16-bit weights, and it makes CUDA streams when it is built,
+    # so that no CPU can show what comes of it.
     f"{MEGATRON}.optimizer.optimizer_cpu_offload": "an optimizer in host memory, for which Megatron-Core needs Transformer Engine, is",
 }
 

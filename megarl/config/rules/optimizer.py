@@ -48,7 +48,7 @@ def milestones(view: View) -> Iterator[Violation]:
 
 
 def milestone_faults(chosen: Sequence[Mapping[str, Any]]) -> Iterator[Violation]:
-    """What is wrong with the form of a list of schedules, ``[{name, kwargs}, ..., {milestones: [...]}]``."""
+    """Yield the faults in the form of a list of schedules, ``[{name, kwargs}, ..., {milestones: [...]}]``."""
     entries = [entry for entry in chosen if "milestones" not in entry]
     lists = [entry["milestones"] for entry in chosen if "milestones" in entry]
     if not entries or len(lists) > 1 or (lists and "milestones" not in chosen[-1]):
@@ -74,7 +74,8 @@ def learning_rates(view: View) -> Iterator[Violation]:
 
 
 def learning_rate_is_used(view: View) -> Iterator[Violation]:
-    """``policy.learning_rate`` is a value for the optimizer's own key, and says nothing where another value stands there."""
+    """``policy.learning_rate`` is a value for the optimizer's own key, and says nothing where another value
+    stands there."""
     backend = backend_of(view)
     key, used = "policy.learning_rate", f"{OPTIMIZER}.lr" if backend == "megatron" else "policy.optimizer.kwargs.lr"
     if view[key] != view[used]:

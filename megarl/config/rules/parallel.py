@@ -49,7 +49,8 @@ def axis_sizes(view: View) -> tuple[int, int, int]:
 
 
 def training_shape(view: View) -> tuple[int, int]:
-    """Nodes that train, and training ranks on each: what generation on ranks of its own leaves of the cluster."""
+    """Nodes that train, and training ranks on each: what generation on ranks of its own leaves of the
+    cluster."""
     ranks, nodes = int(view["cluster.gpus_per_node"]), int(view["cluster.num_nodes"])
     own = generation_shape(view)
     if own is not None:
@@ -59,7 +60,8 @@ def training_shape(view: View) -> tuple[int, int]:
 
 
 def generation_shape(view: View) -> tuple[int, int] | None:
-    """Nodes, and ranks on each, that generation has for itself; None where it has none, or where the cluster is told to be for training."""
+    """Nodes, and ranks on each, that generation has for itself; None where it has none, or where the cluster
+    is told to be for training."""
     if view.get(f"{GENERATION}.colocated.enabled", True) or view.has(FOR_TRAINING):
         return None
     ranks, nodes = (view.get(f"{GENERATION}.colocated.resources.{key}") for key in ("gpus_per_node", "num_nodes"))
@@ -100,7 +102,8 @@ def ranks_divide(view: View) -> Iterator[Violation]:
 
 
 def _divisions(view: View, nodes: int, ranks: int) -> Iterator[Mapping[str, object]]:
-    """Yield numbers of ranks and parallel sizes that divide: what generation has on a node, then smaller sizes, then other nodes."""
+    """Yield numbers of ranks and parallel sizes that divide: what generation has on a node, then smaller
+    sizes, then other nodes."""
     pipeline, context, tensor = axis_sizes(view)
     copy, own, per_node = pipeline * context * tensor, generation_shape(view), view["cluster.gpus_per_node"]
     if own is not None and view["cluster.num_nodes"] == 1:
@@ -117,7 +120,8 @@ def _divisions(view: View, nodes: int, ranks: int) -> Iterator[Mapping[str, obje
 
 
 def tensor_stays_inside_nodes(view: View) -> Iterator[Violation]:
-    """Ranks count through the nodes and tensor parallelism takes neighbours: a group that no node boundary should cut fills its nodes."""
+    """Ranks count through the nodes and tensor parallelism takes neighbours: a group that no node boundary
+    should cut fills its nodes."""
     nodes, per_node = training_shape(view)
     sizes = axis_sizes(view)
     tensor = sizes[-1]
@@ -166,7 +170,8 @@ def layers_divide(view: View) -> Iterator[Violation]:
 
 
 def written_layout_fits(view: View) -> Iterator[Violation]:
-    """A written pipeline layout holds the model's layers, in chunks for all stages, and nothing else says otherwise."""
+    """A written pipeline layout holds the model's layers, in chunks for all stages, and nothing else says
+    otherwise."""
     view.require(backend_of(view) == "megatron" and view[WRITTEN] is not None)
     text, stages = view[WRITTEN], view[PIPELINE]
     view.require(stages >= 1)
@@ -187,7 +192,8 @@ def written_layout_fits(view: View) -> Iterator[Violation]:
 
 
 def widths_divide(view: View) -> Iterator[Violation]:
-    """Heads, and the widths of the MLPs of dense layers and of shared experts, divide over the tensor-parallel ranks."""
+    """Heads, and the widths of the MLPs of dense layers and of shared experts, divide over the
+    tensor-parallel ranks."""
     key = tensor_key(view)
     view.require(key != "")
     tensor, facts = view[key], view.facts
@@ -265,7 +271,8 @@ def _of_a_mixture(view: View) -> None:
 
 
 def experts_divide(view: View) -> Iterator[Violation]:
-    """Experts divide over their ranks, and mixtures of experts want sequence parallelism beside tensor parallelism."""
+    """Experts divide over their ranks, and mixtures of experts want sequence parallelism beside tensor
+    parallelism."""
     _of_a_mixture(view)
     view.require(view[EXPERT] >= 1)
     if view.facts.num_experts % view[EXPERT]:
@@ -308,7 +315,8 @@ def expert_ranks_divide(view: View) -> Iterator[Violation]:
 
 
 def tokens_get_to_their_experts(view: View) -> Iterator[Violation]:
-    """DeepEP, and the fused permutation of tokens, have kernels for GPUs alone, and DeepEP for some groups of ranks and one type alone."""
+    """DeepEP, and the fused permutation of tokens, have kernels for GPUs alone, and DeepEP for some groups of
+    ranks and one type alone."""
     _of_a_mixture(view)
     on_cpu, sends_by_kernels = view.get("cluster.device") == "cpu", view[DISPATCHER] == "flex"
     if view[PERMUTATION] and on_cpu:

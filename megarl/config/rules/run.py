@@ -1,4 +1,5 @@
-"""Rules on the algorithm, its data and batches (global batches, ranks, micro-batches, tokens), and on what a run leaves behind."""
+"""Rules on the algorithm, its data and batches (global batches, ranks, micro-batches, tokens), and on what a
+run leaves behind."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def model_has_the_head_of_the_algorithm(view: View) -> Iterator[Violation]:
 
 
 def has_scoring_model(view: View) -> bool:
-    """Whether the model of a policy section is one that scores."""
+    """Return whether the model of a policy section is one that scores."""
     return not view.has_faults(SCORING) and scores(view["policy"])
 
 
@@ -130,7 +131,8 @@ def metric_of_checkpoints_has_a_prefix(view: View) -> Iterator[Violation]:
 
 
 def steps_are_counted(view: View) -> Iterator[Violation]:
-    """Steps, prompts and responses are numbers of at least 1 in the section of a user's own algorithm, whatever its fields say."""
+    """Steps, prompts and responses are numbers of at least 1 in the section of a user's own algorithm,
+    whatever its fields say."""
     algorithm = view.algorithm
     view.require(is_import_path(view["algorithm"]))
     for key in (f"{algorithm.section()}.max_num_steps", algorithm.PROMPTS, algorithm.GENERATIONS):
@@ -195,7 +197,8 @@ def _takes(function: Any, *arguments: Any, **named: Any) -> bool:
 def _known_or_own(
     view: View, key: str, built_in: Sequence[str], options: str, called: str, fault_of: Callable[[Any], str | None]
 ) -> Iterator[Violation]:
-    """A key names something built in, or the import path of something of use; the options are read by the latter alone."""
+    """A key names something built in, or the import path of something of use; the options are read by the
+    latter alone."""
     name = view[key]
     if name in built_in:
         if view.get(options):
@@ -231,7 +234,8 @@ def advantages_are_left(view: View) -> Iterator[Violation]:
 
 
 def ratios_of_sequences_meet_advantages_of_tokens(view: View) -> Iterator[Violation]:
-    """What differs only where advantages do within an answer meets such advantages; an algorithm of a user's own may make its own."""
+    """Options that matter only for advantages of tokens need such advantages; an algorithm of a user's own
+    may make its own."""
     ratios, gradient, forced = (f"{LOSS}.{key}" for key in ("sequence_level_importance_ratios", "sequence_level_ratio_gradient", _FORCED))
     view.require(view["algorithm"] == "grpo" and view.get(ratios, False))
     kind = view[f"{ESTIMATOR}.name"]
@@ -281,14 +285,15 @@ def critic_warm_up_ends(view: View) -> Iterator[Violation]:
 
 
 def scores_of_answers_count(view: View) -> Iterator[Violation]:
-    """Where there is a reward model, its score counts."""
+    """The score of a reward model must count where there is one."""
     key = f"{view.algorithm.section()}.reward_model_weight"
     if view.get("reward_model") is not None and view[key] == 0:
         yield Violation(key, 0, "the reward model would score answers in vain", "write another number, or take reward_model away")
 
 
 def several_rewards_are_compared(view: View) -> Iterator[Violation]:
-    """Where rewards are compared one by one, there are several, of one weight each, and a divergence is none of them."""
+    """Comparing rewards one by one needs several of them, each with one weight, and no divergence among
+    them."""
     view.require(view[f"{ESTIMATOR}.name"] == "gdpo")
     key = f"{ESTIMATOR}.name"
     if view.get("loss_fn.use_kl_in_reward", False):
@@ -308,7 +313,8 @@ def several_rewards_are_compared(view: View) -> Iterator[Violation]:
 
 
 def reward_is_known(view: View) -> Iterator[Violation]:
-    """An environment of one turn has reward functions: built-in ones with the options that they read, or some at import paths."""
+    """An environment of one turn has reward functions: built-in ones with the options that they read, or some
+    at import paths."""
     columns = {extra for kind in ("train", "validation") for _, source in sources_of(view["data"], kind) for extra in _extra_keys(source)}
     for key, section in _environments(view):
         if section.get("environment", SINGLE_TURN) in REWARDED:
@@ -355,7 +361,7 @@ def environments_in_range(view: View) -> Iterator[Violation]:
 
 
 def environments_have_names(view: View) -> Iterator[Violation]:
-    """Where environments have names, the section around them has no rewards of its own, which would do nothing."""
+    """The section around named environments has no rewards of its own, which would do nothing."""
     env = view["env"]
     named = sorted(named_environments(env))
     view.require(bool(named))
@@ -537,8 +543,8 @@ def _divides(view: View, global_key: str, micro_key: str) -> Iterator[Violation]
 
 
 def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[dict[str, Any]]:
-    """Yield sizes of global batches that divide over ranks, and if possible over micro-batches, and make up a step; also with other
-    numbers of prompts."""
+    """Yield sizes of global batches that divide over ranks, and if possible over micro-batches, and make up a
+    step; also with other numbers of prompts."""
     size = view[global_key]
     try:
         ranks = layout_of(view).data
@@ -572,7 +578,8 @@ def one_way_of_batching(view: View) -> Iterator[Violation]:
 
 
 def token_budgets_given(view: View) -> Iterator[Violation]:
-    """A token budget is there where it is used, and holds the longest sequence with its padding; of pairs, two of them."""
+    """A token budget is there where it is used, and holds the longest sequence with its padding; of pairs,
+    two of them."""
     longest, together = view["policy.max_total_sequence_length"], 2 if view.compares_answers else 1
     _, context, tensor = axis_sizes(view)
     share = sequence_share(tensor, context, view.get(sequence_parallel_key(view), False))

@@ -1,4 +1,5 @@
-"""Rules that are a table: the values that keys may have under a condition. Most are of keys that nothing reads there."""
+"""Rules that are a table: the values that keys may have under a condition. Most are of keys that nothing
+reads there."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from megarl.key import defaults_of
 class Row:
     """Keys that have certain values where a condition holds. Rows of one name are one rule.
 
-    In keys and texts ``{name}`` is what a condition of that name compares, ``{word}`` the last word of the key, and ``{first}`` its first
-    value.
+    In keys and texts ``{name}`` is what a condition of that name compares, ``{word}`` the last word of the
+    key, and ``{first}`` its first value.
 
     Attributes:
         rule: name of the rule.
@@ -68,6 +69,7 @@ def _has_teachers(view: View) -> bool:
     return not view.has_faults(DISTILLATION)
 
 
+# What conditions and texts name besides keys.
 _FACTS: Mapping[str, Callable[[View], object]] = {
     "backend": backend_of,
     "family": lambda view: view.facts.family,
@@ -82,7 +84,6 @@ _FACTS: Mapping[str, Callable[[View], object]] = {
     "turns": lambda view: view.get(f"{view.algorithm.section()}.max_rollout_turns"),
     "has_policy_loss": lambda view: view.algorithm.SECTIONS.get("loss_fn") is ClippedPGLossConfig,
 }
-"""What conditions and texts name besides keys."""
 
 
 def _value(view: View, name: str) -> object:

@@ -1,4 +1,5 @@
-"""The view of a configuration that rules have: one that needs a key which is absent or of the wrong type does not apply."""
+"""The view of a configuration that rules have: one that needs a key which is absent or of the wrong type does
+not apply."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class View:
 
     Args:
         config: plain containers.
-        faulty: paths whose values have the wrong type; they count as absent, as does all below them, and a list with such a member.
+        faulty: paths whose values have the wrong type; they count as absent, as does all below them, and a
+        list with such a member.
         facts: sizes of the model, when they are known.
     """
 
@@ -52,7 +54,7 @@ class View:
             return default
 
     def has(self, path: str) -> bool:
-        """Whether there is a value at ``path``."""
+        """Return whether there is a value at ``path``."""
         try:
             self[path]
         except NotApplicableError:
@@ -60,7 +62,7 @@ class View:
         return True
 
     def written(self, path: str) -> bool:
-        """Whether the key is there, of whatever type."""
+        """Return whether the key is there, of whatever type."""
         current: Any = self._config
         for part in path.split("."):
             if not isinstance(current, Mapping) or part not in current:
@@ -69,7 +71,7 @@ class View:
         return True
 
     def has_faults(self, path: str) -> bool:
-        """Whether the value at ``path``, or one below it, has the wrong type."""
+        """Return whether the value at ``path``, or one below it, has the wrong type."""
         return any(faulty == path or faulty.startswith(f"{path}.") for faulty in self._faulty)
 
     @property
@@ -89,7 +91,7 @@ class View:
 
     @property
     def compares_answers(self) -> bool:
-        """Whether the records of the run are pairs of answers; False where no algorithm says so."""
+        """True if the records of the run are pairs of answers; False where no algorithm says so."""
         try:
             return self.algorithm.PAIRS
         except NotApplicableError:
