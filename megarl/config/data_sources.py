@@ -115,19 +115,19 @@ class DataSource(TypedDict):
             Key("further fields of a record; a reward finds them in its ``record``, an environment in the ``fields`` of its records."),
         ]
     ]
-    env_name: NotRequired[Annotated[str, Key("name of the environment that judges answers to these prompts, a section of ``env``.")]]
+    env_name: NotRequired[Annotated[str, Key("name of the environment that scores responses to these prompts, a section of ``env``.")]]
     weight: NotRequired[
         Annotated[
             float,
             Key(
-                "share of the training prompts, in proportion to the weights of the other sources; exact after every prompt. Where no "
-                "source has one, each record comes once an epoch.",
+                "share of the training prompts, relative to the weights of the other sources; exact after"
+                " every prompt. If no source has a weight, each record appears once per epoch.",
                 ABOVE_0,
             ),
         ]
     ]
-    repeat: NotRequired[Annotated[int, Key("times that each record comes in an epoch; 1 when absent.", AT_LEAST_1)]]
-    max_samples: NotRequired[Annotated[int | None, Key("only the first so many records; null for all.", AT_LEAST_1)]]
+    repeat: NotRequired[Annotated[int, Key("how many times each record appears in an epoch (default 1).", AT_LEAST_1)]]
+    max_samples: NotRequired[Annotated[int | None, Key("maximum number of records, the first ones; null for all.", AT_LEAST_1)]]
 
 
 class ValidationSource(DataSource):
@@ -138,10 +138,10 @@ class ValidationSource(DataSource):
         Annotated[str, Key("name of its validation set, in metrics; when absent the end of ``name``, or the file name of ``path``.")]
     ]
     val_num_generations_per_prompt: NotRequired[
-        Annotated[int, Key("answers a prompt; the algorithm's ``val_num_generations_per_prompt`` when absent.", AT_LEAST_1)]
+        Annotated[int, Key("responses sampled per prompt; the algorithm's ``val_num_generations_per_prompt`` when absent.", AT_LEAST_1)]
     ]
     val_temperature: NotRequired[
-        Annotated[float, Key("0 takes the likeliest token always; ``policy.generation.val_temperature`` when absent.", AT_LEAST_0)]
+        Annotated[float, Key("sampling temperature, 0 for greedy decoding; ``policy.generation.val_temperature`` when absent.", AT_LEAST_0)]
     ]
     val_top_p: NotRequired[Annotated[float, Key("``policy.generation.val_top_p`` when absent.", POSITIVE_SHARE)]]
     val_top_k: NotRequired[Annotated[int | None, Key("``policy.generation.val_top_k`` when absent; null keeps all tokens.", AT_LEAST_1)]]
@@ -159,27 +159,30 @@ class DataConfig(TypedDict):
     ]
     max_input_seq_length: Annotated[int, Key("longest prompt (SFT and DPO: prompt and answer) in tokens.", AT_LEAST_1)]
     filter_overlong_prompts: NotRequired[
-        Annotated[bool, Key("leave longer records out, and say how many; otherwise they are refused.", default=False)]
+        Annotated[bool, Key("skip longer records and report their number; otherwise they are refused.", default=False)]
     ]
     on_bad_record: NotRequired[
         Annotated[
             Literal["refuse", "skip"],
             Key(
-                "what becomes of a record that cannot be used: the run is refused, or it is left out, counted and named.", default="refuse"
+                "how to treat a record that cannot be used: refuse the run, or skip the record, and "
+                "report how many were skipped and the first ones.",
+                default="refuse",
             ),
         ]
     ]
-    shuffle: NotRequired[Annotated[bool, Key("a new order every epoch, drawn from the seed.", default=True)]]
+    shuffle: NotRequired[Annotated[bool, Key("shuffle the records in each epoch, by the seed.", default=True)]]
     system_prompt: NotRequired[
-        Annotated[str | None, Key("put before every prompt as a system message; not before a conversation that has one.", default=None)]
+        Annotated[str | None, Key("system message put before every prompt, except conversations that have one.", default=None)]
     ]
     prompt_template: NotRequired[Annotated[str | None, Key("text with ``{prompt}`` in the place of the prompt.", default=None)]]
     cache_dir: NotRequired[
         Annotated[
             str | None,
             Key(
-                "where tokenized records lie that are too many for memory (over 8 MiB of tokens), and DPO's reference log-probabilities; "
-                "null for `megarl/data` in the user's cache. The next start takes them from there.",
+                "directory for tokenized records that exceed memory (over 8 MiB of tokens) and for DPO's "
+                "reference log-probabilities, which the next start reuses; null for `megarl/data` in the "
+                "user's cache.",
                 default=None,
             ),
         ]
@@ -188,7 +191,8 @@ class DataConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "most GiB that these take; what was not used for the longest goes first, and nothing that a run uses. null for no end.",
+                "maximum size of that directory in GiB; the least recently used files are deleted first, "
+                "never those in use. null for no limit.",
                 ABOVE_0,
                 default=DEFAULT_CACHE_GIB,
             ),

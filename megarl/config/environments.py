@@ -53,7 +53,7 @@ class RewardOptions(TypedDict):
     url: NotRequired[Annotated[str, Key("`http`: where the scorer listens, ``http://`` or ``https://``.")]]
     attempts: NotRequired[
         Annotated[
-            int, Key("`http`: requests before a response is given up; 3 when absent. They share ``timeout_s``.", Range(low=1, high=20))
+            int, Key("`http`: maximum number of requests for one response (default 3). They share ``timeout_s``.", Range(low=1, high=20))
         ]
     ]
     code_timeout_s: NotRequired[
@@ -119,7 +119,7 @@ class ToolConfig(TypedDict):
             ),
         ]
     ]
-    description: NotRequired[Annotated[str, Key("what the policy is told that it does, in place of the tool's own words.")]]
+    description: NotRequired[Annotated[str, Key("description of the tool for the policy, in place of the tool's own.")]]
     documents: NotRequired[
         Annotated[str, Key("`search`: JSON lines, each an object with a document under ``text``, and ``title`` or not.")]
     ]
@@ -175,10 +175,10 @@ class EnvConfig(RewardOptions):
     rewards: NotRequired[
         Annotated[
             dict[str, RewardConfig] | None,
-            Key("several rewards by names of your own, of which a sample gets the sum, each times its weight.", default=None),
+            Key("several named rewards; a sample gets their weighted sum.", default=None),
         ]
     ]
-    strip: NotRequired[Annotated[bool, Key("leave white space at the ends out of the comparison (``exact_match``).", default=True)]]
+    strip: NotRequired[Annotated[bool, Key("ignore leading and trailing white space in the comparison (``exact_match``).", default=True)]]
     keep_special_tokens: NotRequired[
         Annotated[
             bool,
@@ -200,7 +200,7 @@ class EnvConfig(RewardOptions):
         ]
     ]
     num_workers: NotRequired[Annotated[int, Key("NeMo-RL's name of ``processes``.", AT_LEAST_1)]]
-    timeout_s: NotRequired[Annotated[float, Key("seconds that a reward may take.", ABOVE_0, default=5.0)]]
+    timeout_s: NotRequired[Annotated[float, Key("maximum seconds per response for a reward.", ABOVE_0, default=5.0)]]
     on_error: NotRequired[
         Annotated[
             Literal["raise", "zero", "mask"],
@@ -216,25 +216,34 @@ class EnvConfig(RewardOptions):
     on_timeout: NotRequired[
         Annotated[
             Literal["raise", "zero", "mask"],
-            Key("a reward that takes too long: likewise. To mask it is a way to escape judgement.", default="zero"),
+            Key(
+                "how to treat a reward that exceeds ``timeout_s``: like ``on_error``. A policy can escape scoring by masked time-outs.",
+                default="zero",
+            ),
         ]
     ]
-    options: NotRequired[Annotated[dict[str, Any], Key("anything that an environment of your own reads.", default={})]]
-    tools: NotRequired[Annotated[dict[str, ToolConfig], Key("with `tools`: what the policy may call, by names of your own.", default={})]]
+    options: NotRequired[Annotated[dict[str, Any], Key("keys of an environment of your own.", default={})]]
+    tools: NotRequired[Annotated[dict[str, ToolConfig], Key("with `tools`: the tools that the policy may call, by name.", default={})]]
     max_tool_calls: NotRequired[
         Annotated[
             int | None,
-            Key("with `tools`: most calls of a conversation, which ends with the response that would make more.", AT_LEAST_1, default=None),
+            Key(
+                "with `tools`: maximum number of calls per conversation; the response that exceeds it ends the conversation.",
+                AT_LEAST_1,
+                default=None,
+            ),
         ]
     ]
     threads: NotRequired[
-        Annotated[int, Key("conversations of a ``MessageEnv`` that are answered at once, each in a thread.", AT_LEAST_1, default=256)]
+        Annotated[
+            int, Key("maximum number of ``MessageEnv`` conversations stepped at the same time, each in a thread.", AT_LEAST_1, default=256)
+        ]
     ]
     step_timeout_s: NotRequired[
         Annotated[
             float,
             Key(
-                "seconds that a ``MessageEnv`` may take to answer; a conversation whose answer is late is left out of training.",
+                "maximum seconds for one ``MessageEnv`` step; a conversation that exceeds it is left out of training.",
                 ABOVE_0,
                 default=60.0,
             ),

@@ -15,14 +15,14 @@ from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, POSITIVE_SHARE, Key
 class ResourcesConfig(TypedDict):
     """Resources of a generation engine of its own."""
 
-    gpus_per_node: NotRequired[Annotated[int | None, Key("its worker ranks a node; null for all of a node.")]]
-    num_nodes: NotRequired[Annotated[int | None, Key("its nodes; null for a part of the only node.")]]
+    gpus_per_node: NotRequired[Annotated[int | None, Key("worker ranks per node of the engines; null for all of a node.")]]
+    num_nodes: NotRequired[Annotated[int | None, Key("number of nodes of the engines; null for a part of the only node.")]]
 
 
 class ColocationConfig(TypedDict):
     """Placement of generation: on the devices of training, or apart."""
 
-    enabled: Annotated[bool, Key("the same devices serve both, in turn.")]
+    enabled: Annotated[bool, Key("generation shares the devices of training, in turn.")]
     resources: NotRequired[Annotated[ResourcesConfig, Key("the engine's own devices when ``enabled`` is false.")]]
 
 
@@ -65,12 +65,12 @@ class VllmConfig(TypedDict):
             ),
         ]
     ]
-    async_engine: NotRequired[Annotated[Literal[False], Key("false: a batch of prompts is answered as a whole.", default=False)]]
+    async_engine: NotRequired[Annotated[Literal[False], Key("false: an engine gets a batch of prompts at once.", default=False)]]
     precision: NotRequired[
         Annotated[Literal["float32", "bfloat16", "float16"], Key("type of the engine's weights; the policy's when absent.")]
     ]
     max_model_len: NotRequired[
-        Annotated[int, Key("most tokens of prompt and answer together; the policy's longest sequence when absent.", AT_LEAST_1)]
+        Annotated[int, Key("maximum tokens of prompt and response together; the policy's longest sequence when absent.", AT_LEAST_1)]
     ]
     gpu_memory_utilization: NotRequired[
         Annotated[float, Key("share of a GPU's memory that an engine may take, weights and cache together.", POSITIVE_SHARE, default=0.6)]
@@ -86,7 +86,7 @@ class VllmConfig(TypedDict):
         ]
     ]
     enforce_eager: NotRequired[
-        Annotated[bool, Key("run without compiling the model: starts sooner and generates more slowly.", default=False)]
+        Annotated[bool, Key("run without compiling the model, which starts sooner and generates more slowly.", default=False)]
     ]
     load_format: NotRequired[
         Annotated[
@@ -129,7 +129,7 @@ class GenerationConfig(TypedDict):
             ),
         ]
     ]
-    max_new_tokens: Annotated[int, Key("longest answer in tokens.", AT_LEAST_1)]
+    max_new_tokens: Annotated[int, Key("maximum response length in tokens.", AT_LEAST_1)]
     temperature: NotRequired[
         Annotated[
             float,
@@ -166,8 +166,8 @@ class GenerationConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "the temperature of a validation; 0 takes the likeliest token always. A source of ``data.validation`` may have its own, "
-                "and its own ``val_top_p`` and ``val_top_k``.",
+                "sampling temperature of validations, 0 for greedy decoding. A source of "
+                "``data.validation`` may override it, and ``val_top_p`` and ``val_top_k``.",
                 AT_LEAST_0,
                 default=0.0,
             ),
@@ -193,8 +193,8 @@ class GenerationConfig(TypedDict):
             ),
         ]
     ]
-    stop_strings: NotRequired[Annotated[list[str] | None, Key("texts that end an answer.", default=None)]]
-    pad_token_id: NotRequired[Annotated[int, Key("fills answers up; the tokenizer's when absent.", AT_LEAST_0)]]
+    stop_strings: NotRequired[Annotated[list[str] | None, Key("texts that end a response.", default=None)]]
+    pad_token_id: NotRequired[Annotated[int, Key("token that pads responses; the tokenizer's when absent.", AT_LEAST_0)]]
     colocated: NotRequired[Annotated[ColocationConfig, Key("whether training and generation share devices.", default={"enabled": True})]]
     engine_check: NotRequired[
         Annotated[
@@ -207,7 +207,8 @@ class GenerationConfig(TypedDict):
         Annotated[
             dict[str, Any],
             Key(
-                "further arguments of vLLM's ``LLM``, over what ``vllm_cfg`` gives it; not those that refits and log-probabilities rest on."
+                "further arguments of vLLM's ``LLM``, which override those from ``vllm_cfg``; arguments "
+                "that refits and log-probabilities depend on are refused."
             ),
         ]
     ]

@@ -31,7 +31,7 @@ class ClippedPGLossConfig(TypedDict):
     ]
     options: NotRequired[Annotated[dict[str, Any], Key("keys of a loss of one's own.", default={})]]
     reference_policy_kl_penalty: Annotated[
-        float, Key("weight of the divergence from the reference policy; 0 needs no reference policy.", AT_LEAST_0)
+        float, Key("weight of the divergence from the reference policy; 0 runs without a reference policy.", AT_LEAST_0)
     ]
     ratio_clip_min: Annotated[float, Key("the probability ratio is clipped below 1 minus this.", SHARE)]
     ratio_clip_max: Annotated[float, Key("the probability ratio is clipped above 1 plus this.", AT_LEAST_0)]

@@ -375,7 +375,7 @@ class PeftConfig(TypedDict):
     backend. NeMo-RL's ``policy.megatron_cfg.peft`` and ``policy.dtensor_cfg.lora_cfg`` are read as this
     section."""
 
-    enabled: Annotated[bool, Key("train adapters; the model's own weights stay as they are, and are the reference policy.")]
+    enabled: Annotated[bool, Key("train adapters; the model's own weights stay unchanged and are the reference policy.")]
     target_modules: NotRequired[
         Annotated[
             list[str],
@@ -391,7 +391,7 @@ class PeftConfig(TypedDict):
     dim: NotRequired[Annotated[int, Key("rank of every adapter.", AT_LEAST_1, default=8)]]
     alpha: NotRequired[Annotated[float, Key("the adapter's product is multiplied by alpha / dim.", ABOVE_0, default=32.0)]]
     use_rslora: NotRequired[Annotated[bool, Key("multiply by alpha / sqrt(dim) instead (rsLoRA).", default=False)]]
-    dropout: NotRequired[Annotated[float, Key("share of values that training drops.", DECAY, default=0.0)]]
+    dropout: NotRequired[Annotated[float, Key("dropout probability in training.", DECAY, default=0.0)]]
     dropout_position: NotRequired[
         Annotated[
             Literal["pre", "post"],
@@ -409,7 +409,9 @@ class PeftConfig(TypedDict):
         ]
     ]
     lora_B_init_method: NotRequired[Annotated[Literal["zero"], Key("how B begins: a new adapter changes nothing.", default="zero")]]
-    lora_dtype: NotRequired[Annotated[Precision | None, Key("type that adapters compute in: null, or ``policy.precision``.", default=None)]]
+    lora_dtype: NotRequired[
+        Annotated[Precision | None, Key("dtype of the adapters' computation: null, or ``policy.precision``.", default=None)]
+    ]
     adapter_path: NotRequired[
         Annotated[
             str | None,
@@ -482,9 +484,9 @@ class PolicyConfig(TypedDict):
 
     model_name: Annotated[str, Key("Hugging Face id or local directory.")]
     tokenizer: Annotated[TokenizerConfig, Key("the tokenizer.")]
-    trust_remote_code: NotRequired[Annotated[bool, Key("run Python code that comes with the model. Off unless set.", default=False)]]
-    train_global_batch_size: Annotated[int, Key("samples (DPO: pairs) an optimizer step, over all ranks.", AT_LEAST_1)]
-    train_micro_batch_size: Annotated[int, Key("samples (DPO: pairs) a forward pass on one data-parallel rank.", AT_LEAST_1)]
+    trust_remote_code: NotRequired[Annotated[bool, Key("run Python code that comes with the model (default false).", default=False)]]
+    train_global_batch_size: Annotated[int, Key("samples (DPO: pairs) per optimizer step, over all ranks.", AT_LEAST_1)]
+    train_micro_batch_size: Annotated[int, Key("samples (DPO: pairs) per forward pass on one data-parallel rank.", AT_LEAST_1)]
     learning_rate: NotRequired[
         Annotated[
             float,
@@ -495,7 +497,7 @@ class PolicyConfig(TypedDict):
         ]
     ]
     logprob_batch_size: NotRequired[
-        Annotated[int, Key("samples a forward pass when log-probabilities are computed.", AT_LEAST_1, follows="train_micro_batch_size")]
+        Annotated[int, Key("samples per forward pass when log-probabilities are computed.", AT_LEAST_1, follows="train_micro_batch_size")]
     ]
     logprob_chunk_size: NotRequired[
         Annotated[
@@ -511,7 +513,7 @@ class PolicyConfig(TypedDict):
     generation: NotRequired[
         Annotated[GenerationConfig | None, Key("generation; null or absent for a policy that never generates.", default=None)]
     ]
-    generation_batch_size: NotRequired[Annotated[int, Key("samples a rank generates at a time.", AT_LEAST_1)]]
+    generation_batch_size: NotRequired[Annotated[int, Key("samples that a rank generates at a time.", AT_LEAST_1)]]
     precision: Annotated[Precision, Key("type of the weights and activations in the model.")]
     reward_model_cfg: NotRequired[
         Annotated[RewardModelConfig | None, Key("a model that scores; null or absent for a language model.", default=None)]
@@ -520,14 +522,14 @@ class PolicyConfig(TypedDict):
     dtensor_cfg: NotRequired[Annotated[DTensorConfig, Key("the DTensor/FSDP2 backend.", default={"enabled": False})]]
     megatron_cfg: NotRequired[Annotated[MegatronConfig, Key("the Megatron-Core backend.", default={"enabled": False})]]
     dynamic_batching: NotRequired[Annotated[DynamicBatchingConfig, Key("micro-batches by length.", default={"enabled": False})]]
-    sequence_packing: NotRequired[Annotated[SequencePackingConfig, Key("several sequences a row.", default={"enabled": False})]]
+    sequence_packing: NotRequired[Annotated[SequencePackingConfig, Key("several sequences per row.", default={"enabled": False})]]
     make_sequence_length_divisible_by: NotRequired[Annotated[int, Key("batches are padded to a multiple of this.", AT_LEAST_1, default=1)]]
-    max_total_sequence_length: Annotated[int, Key("longest sequence, prompt and answer together, in tokens.", Range(low=2))]
+    max_total_sequence_length: Annotated[int, Key("maximum sequence length in tokens, prompt and response together.", Range(low=2))]
     max_grad_norm: NotRequired[
         Annotated[
             float | None,
             Key(
-                "largest norm of the gradient of the whole model; null turns clipping off.",
+                "maximum norm of the full model's gradient; null turns clipping off.",
                 ABOVE_0,
                 default=1.0,
                 advice="write null to turn clipping off",
@@ -538,9 +540,9 @@ class PolicyConfig(TypedDict):
         Annotated[
             Literal["skip", "raise"],
             Key(
-                "what follows a loss or a gradient that is not finite on any rank: ``skip`` takes no step after that "
-                "global batch, ``raise`` ends the run. Weights, optimizer and schedule are left as they are, and the batch "
-                "is kept in the run's directory.",
+                "reaction to a loss or gradient that is not finite on any rank: ``skip`` takes no "
+                "optimizer step for that global batch, ``raise`` ends the run. Weights, optimizer and "
+                "schedule stay as they are, and the batch is saved in the run's directory.",
                 default="skip",
             ),
         ]
@@ -560,7 +562,8 @@ class PolicyConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "the run ends when this many steps in a row were skipped so, or had no answer to train on, as where all were cut off.",
+                "maximum number of consecutive steps that are skipped so, or that have no response to "
+                "train on (all truncated, for example), before the run ends.",
                 AT_LEAST_1,
                 default=3,
             ),
@@ -592,9 +595,9 @@ class PolicyConfig(TypedDict):
         ]
     ]
     refit_checksum: NotRequired[
-        Annotated[bool, Key("each group of weights carries a checksum, and an engine refuses one that arrives changed.", default=False)]
+        Annotated[bool, Key("send a checksum with each group of weights; an engine refuses a group that arrives changed.", default=False)]
     ]
-    fsdp_offload_enabled: NotRequired[Annotated[bool, Key("FSDP1 only: parameters in host memory between uses.", default=False)]]
+    fsdp_offload_enabled: NotRequired[Annotated[bool, Key("FSDP1 only: keep parameters in host memory between uses.", default=False)]]
     activation_checkpointing_enabled: NotRequired[Annotated[bool, Key("FSDP1 only: recompute layers in the backward pass.", default=False)]]
     optimizer: NotRequired[
         Annotated[PytorchOptimizerConfig | None, Key("optimizer of the torch backends; null with Megatron.", default=None)]

@@ -18,14 +18,14 @@ class CheckpointingConfig(TypedDict):
     """Checkpoints."""
 
     enabled: Annotated[bool, Key("write checkpoints.", default=False)]
-    checkpoint_dir: NotRequired[Annotated[str, Key("where; ``checkpoints`` in the run's directory when absent.")]]
+    checkpoint_dir: NotRequired[Annotated[str, Key("directory of the checkpoints; ``checkpoints`` in the run's directory when absent.")]]
     metric_name: NotRequired[
-        Annotated[str | None, Key("metric that tells good checkpoints from bad; null keeps the newest.", default=None)]
+        Annotated[str | None, Key("metric by which the best checkpoints are kept; null keeps the newest.", default=None)]
     ]
-    higher_is_better: NotRequired[Annotated[bool, Key("whether more of that metric is better.", default=True)]]
+    higher_is_better: NotRequired[Annotated[bool, Key("true if a higher value of that metric is better.", default=True)]]
     save_period: NotRequired[Annotated[int, Key("steps between checkpoints.", AT_LEAST_1, default=10)]]
     keep_top_k: NotRequired[
-        Annotated[int | None, Key("checkpoints to keep, the newest always among them; null keeps all.", AT_LEAST_1, default=None)]
+        Annotated[int | None, Key("number of checkpoints to keep, always including the newest; null keeps all.", AT_LEAST_1, default=None)]
     ]
     resume: NotRequired[
         Annotated[
@@ -41,8 +41,9 @@ class CheckpointingConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "go on from a checkpoint although data, seed, batch, model, learning rate or schedule are not those it was trained with. "
-                "A changed schedule goes on at the checkpoint's step, counted from the run's beginning; the optimizer's state stays.",
+                "resume from a checkpoint although data, seed, batch, model, learning rate or schedule "
+                "differ from those it was trained with. A changed schedule continues at the checkpoint's "
+                "step, counted from the run's beginning; the optimizer's state stays.",
                 default=False,
             ),
         ]
@@ -51,9 +52,10 @@ class CheckpointingConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "training goes on when a checkpoint lies in shared memory, what each rank has of it on its own node, from where a process "
-                "of each node writes it; the last one, and one for which some node has not the memory, is written as without. The memory "
-                "of a rank's tensors is kept from one checkpoint to the next.",
+                "write checkpoints while training goes on: each rank copies its part to shared memory of "
+                "its node, and a process per node writes it from there. The last checkpoint, and one for "
+                "which a node lacks memory, is written synchronously. The memory is kept from one "
+                "checkpoint to the next.",
                 default=False,
             ),
         ]
@@ -62,8 +64,9 @@ class CheckpointingConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "a checkpoint that cannot be written, for want of space or for an error of the storage, is removed with a warning, and the "
-                "run goes on; so many in a row end it, and so does the last one of the run.",
+                "maximum number of consecutive checkpoints that cannot be written (no space, a storage "
+                "error) before the run ends; until then each is removed with a warning. A last checkpoint"
+                " that fails ends the run too.",
                 AT_LEAST_1,
                 default=3,
             ),
@@ -86,10 +89,10 @@ class WandbConfig(TypedDict):
     """Weights & Biases."""
 
     project: Annotated[str, Key("the project.")]
-    name: NotRequired[Annotated[str | None, Key("name of the run there; null lets the service choose one.")]]
+    name: NotRequired[Annotated[str | None, Key("name of the run in the service; null lets the service choose one.")]]
     entity: NotRequired[Annotated[str | None, Key("team or user; null for the one that is logged in.")]]
     group: NotRequired[Annotated[str | None, Key("group of runs that belong together.")]]
-    tags: NotRequired[Annotated[list[str] | None, Key("words to find the run by.")]]
+    tags: NotRequired[Annotated[list[str] | None, Key("tags of the run.")]]
     mode: NotRequired[Annotated[Literal["online", "offline"], Key('"offline" keeps the files here until ``wandb sync``.')]]
 
 
@@ -115,7 +118,9 @@ class TrackioConfig(TypedDict):
 class TensorboardConfig(TypedDict):
     """TensorBoard."""
 
-    log_dir: NotRequired[Annotated[str | None, Key("where; ``tensorboard`` in the logger's directory when absent or null.")]]
+    log_dir: NotRequired[
+        Annotated[str | None, Key("directory of the files; ``tensorboard`` in the logger's directory when absent or null.")]
+    ]
 
 
 class SamplesConfig(TypedDict):
@@ -124,30 +129,36 @@ class SamplesConfig(TypedDict):
 
     enabled: NotRequired[Annotated[bool, Key("write them.", default=True)]]
     num_train_samples: NotRequired[
-        Annotated[int | None, Key("samples of a training step, the first ones; 0 for none, null for all.", AT_LEAST_0, default=32)]
+        Annotated[int | None, Key("samples to keep per training step, the first ones; 0 for none, null for all.", AT_LEAST_0, default=32)]
     ]
-    num_validation_samples: NotRequired[
-        Annotated[int | None, Key("samples of each set of a validation, likewise.", AT_LEAST_0, default=64)]
-    ]
+    num_validation_samples: NotRequired[Annotated[int | None, Key("samples to keep per validation set, likewise.", AT_LEAST_0, default=64)]]
     period: NotRequired[
         Annotated[
-            int, Key("every how many training steps; the first one's are always written, and every validation's.", AT_LEAST_1, default=1)
+            int,
+            Key(
+                "training steps between two records of samples; those of the first step and of every validation are always written.",
+                AT_LEAST_1,
+                default=1,
+            ),
         ]
     ]
     max_characters: NotRequired[
-        Annotated[int, Key("of a prompt, an answer or a reference; longer ones lose their middle.", AT_LEAST_1, default=16384)]
+        Annotated[
+            int,
+            Key("maximum characters of a prompt, a response or a reference; longer texts lose their middle.", AT_LEAST_1, default=16384),
+        ]
     ]
     max_files: NotRequired[
         Annotated[
             int | None,
             Key(
-                "files of training steps, and as many of validations; the oldest one and the newest ones stay, null keeps all.",
+                "maximum number of files for training steps, and as many for validations; the oldest and the newest stay, null keeps all.",
                 Range(low=2),
                 default=200,
             ),
         ]
     ]
-    token_ids: NotRequired[Annotated[bool, Key("with the token ids of prompt and answer.", default=False)]]
+    token_ids: NotRequired[Annotated[bool, Key("also record the token ids of prompt and response.", default=False)]]
     wandb_table: NotRequired[
         Annotated[
             bool, Key("send them to Weights & Biases too, as the tables ``samples/train`` and ``samples/validation``.", default=False)
@@ -178,20 +189,20 @@ class LoggerConfig(TypedDict):
             ),
         ]
     ]
-    samples: NotRequired[Annotated[SamplesConfig, Key("prompts and answers for people to read.", default={})]]
+    samples: NotRequired[Annotated[SamplesConfig, Key("prompts and responses to read.", default={})]]
 
 
 class ClusterConfig(TypedDict):
     """The machines."""
 
-    gpus_per_node: Annotated[int, Key("worker ranks a node, also where the ranks run on a CPU.", AT_LEAST_1)]
-    num_nodes: Annotated[int, Key("nodes.", AT_LEAST_1)]
+    gpus_per_node: Annotated[int, Key("worker ranks per node, also if the ranks run on a CPU.", AT_LEAST_1)]
+    num_nodes: Annotated[int, Key("number of nodes.", AT_LEAST_1)]
     device: NotRequired[
         Annotated[
             Literal["auto", "cpu", "cuda"],
             Key(
-                'what the ranks run on; "auto" takes GPUs where Ray has some, else the CPU; in a job of Slurm, and beside GPUs that '
-                "Ray does not have, it refuses to start on the CPU.",
+                'device of the ranks: "auto" takes GPUs if Ray has some, else the CPU; in a Slurm job, or'
+                " if the machine has GPUs that Ray does not see, it refuses to start on the CPU.",
                 default="auto",
             ),
         ]
@@ -200,8 +211,8 @@ class ClusterConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "memory of a GPU in GiB, which the memory plan is held against before anything starts; null where nobody says: then "
-                "nothing is refused but an engine whose weights have no room in its share of 80.",
+                "memory of a GPU in GiB, compared with the memory plan before anything starts; null if "
+                "unknown: then only an engine whose weights exceed its share of 80 GiB is refused.",
                 ABOVE_0,
                 default=None,
             ),
@@ -211,8 +222,9 @@ class ClusterConfig(TypedDict):
         Annotated[
             Literal["refuse", "warn"],
             Key(
-                'what is done where weights, gradients and optimizer state of a rank alone are more than `device_memory_gib`: "refuse" '
-                'or "warn". Where the rest of the plan has no room either, it is a warning.',
+                "reaction if the weights, gradients and optimizer state of a rank alone exceed "
+                '`device_memory_gib`: "refuse" or "warn". If only the rest of the plan exceeds it, there '
+                "is a warning.",
                 default="refuse",
             ),
         ]
@@ -221,8 +233,9 @@ class ClusterConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "times that a launch builds all workers anew from the newest whole checkpoint, after one or its node was lost or hangs, "
-                "before it ends with exit code 4; null for 3 in a job of Slurm, else 0.",
+                "maximum number of worker restarts in one launch, each from the newest complete "
+                "checkpoint, after a worker or its node is lost or hangs; then the launch ends with exit "
+                "code 4. null for 3 in a Slurm job, else 0.",
                 AT_LEAST_0,
                 default=None,
             ),
@@ -232,8 +245,9 @@ class ClusterConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "times that a launch starts rollout engines anew that were killed or hang, refits them, and samples the step's answers "
-                "again by the same seeds, before their loss ends it.",
+                "maximum number of rollout engine restarts in one launch, after an engine is killed or "
+                "hangs; each restart refits the engines and samples the step's responses again by the "
+                "same seeds.",
                 AT_LEAST_0,
                 default=3,
             ),
@@ -249,20 +263,40 @@ class DeadlinesConfig(TypedDict):
 
     init_s: NotRequired[
         Annotated[
-            float, Key("starting Ray and building all workers; reading a checkpoint has ``load_s`` besides.", ABOVE_0, default=1800.0)
+            float,
+            Key(
+                "maximum seconds for starting Ray and building all workers; reading a checkpoint has ``load_s`` in addition.",
+                ABOVE_0,
+                default=1800.0,
+            ),
         ]
     ]
-    step_s: NotRequired[Annotated[float, Key("training on the batch of a step, and whatever is no other phase.", ABOVE_0, default=3600.0)]]
+    step_s: NotRequired[
+        Annotated[
+            float,
+            Key(
+                "maximum seconds for training on the batch of a step, and for work that belongs to no other phase.", ABOVE_0, default=3600.0
+            ),
+        ]
+    ]
     logprobs_s: NotRequired[
-        Annotated[float, Key("log-probabilities of the batch of a step; ``step_s`` when absent.", ABOVE_0, follows="step_s")]
+        Annotated[
+            float, Key("maximum seconds for the log-probabilities of a step's batch; ``step_s`` when absent.", ABOVE_0, follows="step_s")
+        ]
     ]
-    generate_s: NotRequired[Annotated[float, Key("sampling the responses of a step; ``step_s`` when absent.", ABOVE_0, follows="step_s")]]
-    save_s: NotRequired[Annotated[float, Key("one checkpoint, or the export.", ABOVE_0, default=1800.0)]]
-    load_s: NotRequired[Annotated[float, Key("reading a checkpoint; ``save_s`` when absent.", ABOVE_0, follows="save_s")]]
+    generate_s: NotRequired[
+        Annotated[float, Key("maximum seconds for sampling the responses of a step; ``step_s`` when absent.", ABOVE_0, follows="step_s")]
+    ]
+    save_s: NotRequired[Annotated[float, Key("maximum seconds for writing a checkpoint or the export.", ABOVE_0, default=1800.0)]]
+    load_s: NotRequired[
+        Annotated[float, Key("maximum seconds for reading a checkpoint; ``save_s`` when absent.", ABOVE_0, follows="save_s")]
+    ]
     refit_s: NotRequired[
-        Annotated[float, Key("one part of handing the weights to the engines; ``step_s`` when absent.", ABOVE_0, follows="step_s")]
+        Annotated[float, Key("maximum seconds for one part of a refit; ``step_s`` when absent.", ABOVE_0, follows="step_s")]
     ]
-    validate_s: NotRequired[Annotated[float, Key("one batch of a validation; ``step_s`` when absent.", ABOVE_0, follows="step_s")]]
+    validate_s: NotRequired[
+        Annotated[float, Key("maximum seconds for one batch of a validation; ``step_s`` when absent.", ABOVE_0, follows="step_s")]
+    ]
     least_s: NotRequired[
         Annotated[
             float,
@@ -289,7 +323,9 @@ class DeadlinesConfig(TypedDict):
             ),
         ]
     ]
-    multiple: NotRequired[Annotated[float, Key("of the slowest of the last ten of a phase.", AT_LEAST_1, default=3.0)]]
+    multiple: NotRequired[
+        Annotated[float, Key("a phase may take this multiple of the slowest of its last ten times.", AT_LEAST_1, default=3.0)]
+    ]
 
 
 class DebugConfig(TypedDict):
@@ -364,20 +400,20 @@ class RunConfig(TypedDict):
             "must be there."
         ),
     ]
-    seed: Annotated[int, Key("every random number of the run is drawn from it.", Range(low=0, high=2**63 - 1))]
+    seed: Annotated[int, Key("seed of every random number of the run.", Range(low=0, high=2**63 - 1))]
     recipe: NotRequired[
         Annotated[str, Key("name of the recipe or file that the run was started from; megarl train writes it, and a run keeps it.")]
     ]
-    run_dir: NotRequired[Annotated[str, Key("where everything the run leaves goes; ``runs/<recipe>`` when absent.")]]
-    deadlines: NotRequired[Annotated[DeadlinesConfig, Key("how long a phase may take.")]]
+    run_dir: NotRequired[Annotated[str, Key("directory of everything that the run writes; ``runs/<recipe>`` when absent.")]]
+    deadlines: NotRequired[Annotated[DeadlinesConfig, Key("time limits of the phases.")]]
     policy: Annotated[PolicyConfig, Key("the model and its backend.")]
     loss_fn: NotRequired[Annotated[ClippedPGLossConfig, Key("the loss of GRPO, PPO, and of distillation by a policy gradient.")]]
     data: Annotated[DataConfig, Key("the data.")]
     env: NotRequired[Annotated[EnvConfig, Key("the rewards of GRPO and PPO, which distillation only measures.")]]
     checkpointing: NotRequired[Annotated[CheckpointingConfig, Key("checkpoints.")]]
-    logger: NotRequired[Annotated[LoggerConfig, Key("where metrics go.")]]
+    logger: NotRequired[Annotated[LoggerConfig, Key("sinks of metrics, and samples.")]]
     profiler: NotRequired[Annotated[ProfilerConfig, Key("profiles of some steps.")]]
-    debug: NotRequired[Annotated[DebugConfig, Key("means to find a fault of the program.")]]
+    debug: NotRequired[Annotated[DebugConfig, Key("aids for finding faults of the program.")]]
     cluster: Annotated[ClusterConfig, Key("the machines.")]
 
 
