@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -16,6 +17,7 @@ from megarl.config.layout import Layout
 from megarl.config.parameters import expert_layer_parameters, stage_parameters
 from megarl.config.plan import memory_of_run
 from megarl.config.tables import KNOWN_MODELS
+from megarl.config.validate import doubt_of_memory
 from megarl.quickstart.material import make_config
 from tests.tiers import sampled
 
@@ -275,3 +277,13 @@ def test_what_is_on_the_disk_goes_before_what_is_known(tmp_path: Path, monkeypat
     assert facts is not None and facts.vocab_size == 60
     shutil.rmtree(snapshot.parents[1])
     assert published_config("owner/unknown") is None and read_model_facts("owner/unknown") is None
+
+
+def test_the_commands_of_the_readme_fit_a_card_of_24_gb() -> None:
+    text = (CONFIGS.parent / "README.md").read_text()
+    recipe, *words = re.findall(r'^recipe="(.*)"$', text, re.MULTILINE)[0].split()
+    changes = [line.split("  ")[0].split() for line in re.findall(r"^megarl train \$recipe (policy.*)$", text, re.MULTILINE)]
+    assert len(changes) == 3 and "cluster.device_memory_gib=24" in words
+    for change in changes:
+        given = [word for word in change if "=" in word]
+        assert doubt_of_memory(load_and_check(str(CONFIGS / f"{recipe}.yaml"), [*words, *given])) is None, change
