@@ -106,7 +106,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _fault_of_adding(arguments: argparse.Namespace, earlier: Sequence[dict[str, Any]], names: Sequence[str], options: Options) -> str:
-    """Why ``--add`` cannot be followed; empty when it can, or is not there."""
+    """Return why ``--add`` cannot be followed; empty when it can, or is not there."""
     if arguments.add and arguments.out is None:
         return "--add: there is no --out, so nothing to add to. Fix: name the baseline with --out DIR; its first run makes it"
     # describing this run asks git and reads versions: only where it is compared
@@ -126,7 +126,7 @@ def _again(names: Sequence[str], quick: bool, options: Options) -> list[dict[str
 
 
 def _cases_that_take(options: Options) -> list[str]:
-    """All cases that need no choice, or where something is chosen, those that follow it."""
+    """Return all cases that need no choice, or where something is chosen, those that follow it."""
     chosen = set(options.chosen)
     return [name for name, case in CASES.items() if not case.by_name and set(case.needs) <= chosen <= set(case.takes)]
 

@@ -48,11 +48,11 @@ class BareLoop:
         return model
 
     def own(self, tensor: Tensor) -> Tensor:
-        """The rows of a batch that this process has, on its device."""
+        """Return the rows of a batch that this process has, on its device."""
         return tensor.to(self.device)
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
-        """One optimizer step; the loss before it, of this process's rows over the tokens of all."""
+        """Return one optimizer step; the loss before it, of this process's rows over the tokens of all."""
         # rows are padded on the right, so the causal mask alone hides the padding
         targets = batch["input_ids"].masked_fill(batch["token_mask"] == 0, -100)[:, 1:]
         valid = (targets != -100).sum()
@@ -80,7 +80,7 @@ class FSDP2Loop(BareLoop):
     step."""
 
     def divided(self, model: Any) -> Any:
-        """Each layer, and the rest, sharded over all ranks."""
+        """Return each layer, and the rest, sharded over all ranks."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -91,7 +91,7 @@ class FSDP2Loop(BareLoop):
         return fully_shard(model, mesh=mesh)
 
     def own(self, tensor: Tensor) -> Tensor:
-        """An equal share of the rows."""
+        """Return an equal share of the rows."""
         return tensor.chunk(self.ranks)[dist.get_rank()].to(self.device)
 
     def before_pass(self, last: bool) -> None:

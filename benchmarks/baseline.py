@@ -18,8 +18,8 @@ MOMENTARY = ("load_before", "load_after", "others")
 
 
 def unusable_cases(baseline: Sequence[Result]) -> dict[str, list[str]]:
-    """Why a case of several runs cannot be used, by case; cases that can be used, and cases of one run, are
-    not named."""
+    """Return why a case of several runs cannot be used, by case; cases that can be used, and cases of one
+    run, are not named."""
     runs: dict[str, list[Result]] = {}
     for result in baseline:
         runs.setdefault(result["case"], []).append(result)
@@ -27,7 +27,7 @@ def unusable_cases(baseline: Sequence[Result]) -> dict[str, list[str]]:
 
 
 def refusal(earlier: Sequence[Result], now: Result, cases: Collection[str]) -> str:
-    """Why a run cannot join those before it, in lines; empty where it can.
+    """Return why a run cannot join those before it, in lines; empty where it can.
 
     Args:
         earlier: results that are there.

@@ -70,12 +70,12 @@ def larger_is_better(unit: str) -> bool:
 
 
 def name_of(parameters: Mapping[str, Any]) -> str:
-    """A point's parameters in words."""
+    """Return a point's parameters in words."""
     return " ".join(f"{name}={value}" for name, value in parameters.items())
 
 
 def changes(before: Sequence[Result], after: Sequence[Result]) -> Iterator[Change]:
-    """Every ratio of ``before`` whose case is in ``after``, in its order. All earlier results of a case
+    """Yield every ratio of ``before`` whose case is in ``after``, in its order. All earlier results of a case
     count, and the last later one."""
     later = {result["case"]: result for result in after}
     for case in dict.fromkeys(result["case"] for result in before):
@@ -116,7 +116,7 @@ def joined(runs: Sequence[Summary]) -> Summary:
 
 
 def judged(case: str, point: str, metric: str, before: Summary, after: Summary | None, usual: float = 0.0) -> Change:
-    """The verdict on one ratio.
+    """Return the verdict on one ratio.
 
     Args:
         case, point, metric: which.

@@ -89,8 +89,8 @@ def _ranks(function: Any, arguments: Any) -> int:
 
 
 def send(collectives: Sequence[Collective], repeats: int) -> Spent:
-    """Seconds of the same collectives over all ranks, one after another, with nothing between them; the first
-    time does not count.
+    """Return seconds of the same collectives over all ranks, one after another, with nothing between them;
+    the first time does not count.
 
     Raises:
         ValueError: one of them is of a kind that is not known, or of a group that has not all ranks.

@@ -15,7 +15,7 @@ HEAD = ("case", "point", "ratio", "before", "after", "worse by", "allowed", "ver
 
 
 def compare(before: Sequence[Result], after: Sequence[Result]) -> str:
-    """Every ratio that both have, what changed first, and which results are marked."""
+    """Return every ratio that both have, what changed first, and which results are marked."""
     found = sorted(changes(before, after), key=lambda change: change.verdict == SAME)
     if not found:
         return "nothing to compare: no case of the one is in the other"
@@ -73,7 +73,7 @@ def check(
 def _still_bad(
     bad: Sequence[Change], baseline: Sequence[Result], second: Sequence[Result], narrowed: bool
 ) -> tuple[list[Change], list[str]]:
-    """The bad ratios that no second look found good, and notes on both kinds."""
+    """Return the bad ratios that no second look found good, and notes on both kinds."""
     failed = {result["case"] for result in second if not result.get("success", True)}
     judged = {
         _key(change): change.verdict
@@ -91,7 +91,7 @@ def _still_bad(
 
 
 def _gating(baseline: Sequence[Result], measured: Sequence[Result], narrowed: bool) -> tuple[list[Change], int]:
-    """The ratios that count, and how many do not because other programs ran."""
+    """Return the ratios that count, and how many do not because other programs ran."""
     found = [change for change in changes(baseline, measured) if not (narrowed and change.verdict == MISSING)]
     busy = {result["case"] for result in (*baseline, *measured) if is_loaded(result)}
     left_out = {_key(change) for change in found if change.case in busy and _has_twin(change, found)}

@@ -30,7 +30,7 @@ TEMPLATES = {"messages": None, "messages, speakers named": SPEAKERS}
 
 
 def right(prompt: str, response: str, record: Mapping[str, Any]) -> dict[str, float]:
-    """The reward: 1 where the response is the answer of the record, up to blanks."""
+    """Return the reward: 1 where the response is the answer of the record, up to blanks."""
     found = float(response.strip() == record["answer"])
     return {"score": found, "acc": found}
 
@@ -76,7 +76,7 @@ def _weights(run_dir: Path) -> bytes:
 
 
 def _as_conversations(seed: int, plain: Path, work: Path, template: str | None) -> dict[str, Any]:
-    """Figures of both parts of the quickstart on its own problems and its own model of a seed, as
+    """Return figures of both parts of the quickstart on its own problems and its own model of a seed, as
     conversations."""
     from megarl.config import load_config
     from megarl.quickstart.__main__ import CONFIGS
@@ -104,8 +104,8 @@ def _as_conversations(seed: int, plain: Path, work: Path, template: str | None) 
 
 
 def _source(problems: Path, work: Path) -> str:
-    """A source of the problems of a file as conversations of one question and its answer, as an override has
-    it."""
+    """Return a source of the problems of a file as conversations of one question and its answer, as an
+    override has it."""
     path = work / problems.name
     with problems.open() as lines, path.open("w") as out:
         for row in map(json.loads, lines):

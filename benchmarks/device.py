@@ -23,7 +23,7 @@ class Clock(Protocol):
         """Begin, with nothing left to do for the device."""
 
     def seconds(self) -> float:
-        """Seconds since ``start``, all of that work done."""
+        """Return seconds since ``start``, all of that work done."""
 
 
 class CudaClock:
@@ -53,13 +53,13 @@ class CudaClock:
 
 
 def clock_of(device: str) -> Clock:
-    """The clock of ``cpu`` or ``cuda``."""
+    """Return the clock of ``cpu`` or ``cuda``."""
     return CudaClock() if device == "cuda" else HostClock()
 
 
 def peak_of(action: Callable[[], Any], device: str = "cpu", cuda: Any = torch.cuda) -> float:
-    """MiB that ``action`` needed at its worst moment beyond what was there before: on a CPU as the kernel
-    counts, on CUDA as torch does."""
+    """Return MiB that ``action`` needed at its worst moment beyond what was there before: on a CPU as the
+    kernel counts, on CUDA as torch does."""
     if device == "cpu":
         return memory.peak_of(action)
     cuda.synchronize()

@@ -18,13 +18,13 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#0
 
 
 def ratios_of(points: Points) -> list[str]:
-    """Names of the metrics that are ratios, in their order, those of all points."""
+    """Return names of the metrics that are ratios, in their order, those of all points."""
     found = dict.fromkeys(name for point in points for name, metric in point["metrics"].items() if metric["unit"].startswith("ratio"))
     return list(found)
 
 
 def panels_of(points: Points, in_cpu_seconds: bool) -> list[str]:
-    """The ratios to draw: of those that are there in wall and in CPU seconds the one kind."""
+    """Return the ratios to draw: of those that are there in wall and in CPU seconds the one kind."""
     ratios = ratios_of(points)
     twins = {name for name in ratios if f"{name}_cpu" in ratios}
     left_out = twins if in_cpu_seconds else {f"{name}_cpu" for name in twins}
@@ -32,7 +32,7 @@ def panels_of(points: Points, in_cpu_seconds: bool) -> list[str]:
 
 
 def drawn(points: Points, in_cpu_seconds: bool = False) -> str:
-    """An SVG of the first ratios of a case; empty where there are none, or one number alone."""
+    """Return an SVG of the first ratios of a case; empty where there are none, or one number alone."""
     ratios = panels_of(points, in_cpu_seconds)
     if not ratios or len(points) < 2:
         return ""
@@ -41,7 +41,8 @@ def drawn(points: Points, in_cpu_seconds: bool = False) -> str:
 
 
 def varied(points: Points) -> str | None:
-    """The parameter to draw over: a number with several values among points that are otherwise alike."""
+    """Return the parameter to draw over: a number with several values among points that are otherwise
+    alike."""
     candidates = [name for name, value in points[0]["parameters"].items() if isinstance(value, int | float) and not isinstance(value, bool)]
     sizes = {name: _longest_line(points, name) for name in candidates}
     best = max(candidates, key=lambda name: sizes[name], default=None)
@@ -53,7 +54,7 @@ def _longest_line(points: Points, axis: str) -> int:
 
 
 def series(points: Points, axis: str) -> dict[str, list[Mapping[str, Any]]]:
-    """Points that differ in ``axis`` alone, by what they have in common."""
+    """Return points that differ in ``axis`` alone, by what they have in common."""
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for point in points:
         if axis in point["parameters"]:
@@ -63,7 +64,7 @@ def series(points: Points, axis: str) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def label_of(parameters: Mapping[str, Any]) -> str:
-    """Parameters in few words: names speak for themselves, numbers need theirs."""
+    """Return parameters in few words: names speak for themselves, numbers need theirs."""
     words = [value if isinstance(value, str) else f"{value:g} {name}".replace("_", " ") for name, value in parameters.items()]
     return ", ".join(words)
 
@@ -142,7 +143,7 @@ def _figure(count: int, height: float, sharey: bool = False) -> tuple[Any, list[
 
 
 def _svg(figure: Any) -> str:
-    """The element alone, with its text as text, so that a page can be searched."""
+    """Return the element alone, with its text as text, so that a page can be searched."""
     import matplotlib
 
     written = io.StringIO()
@@ -153,7 +154,7 @@ def _svg(figure: Any) -> str:
 
 
 def all_drawn(results: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Each result with its plot; ids are made different, since all stand in one page."""
+    """Yield each result with its plot; ids are made different, since all stand in one page."""
     for place, result in enumerate(results):
         svg = drawn(result["points"], is_loaded(result))
         yield result, _with_own_ids(svg, f"r{place}-")

@@ -14,8 +14,8 @@ PACKAGES = ("torch", "megatron-core", "transformers", "ray", "numpy", "trl")
 
 
 def commit() -> str:
-    """The commit in the work tree, with ``+changes`` when tracked or new files differ from it; ``unknown``
-    without git."""
+    """Return the commit in the work tree, with ``+changes`` when tracked or new files differ from it;
+    ``unknown`` without git."""
     try:
         head = _git("rev-parse", "HEAD")
         # results are what this program writes: they do not change what was measured

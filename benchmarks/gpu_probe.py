@@ -88,11 +88,11 @@ class Probe:
         return min(taken)
 
     def allocated(self) -> int:
-        """Bytes that torch has on the device; on a CPU nobody counts them."""
+        """Return bytes that torch has on the device; on a CPU nobody counts them."""
         return torch.cuda.memory_allocated() if self.on_gpu else 0
 
     def train(self) -> Any:
-        """One training step."""
+        """Return one training step."""
         from megarl.algorithms.loss_functions import NLLLoss
 
         return self.worker.train(data=self.train_shard, loss_fn=NLLLoss())
@@ -110,13 +110,13 @@ def facts(probe: Probe) -> Figures:
 
 
 def gemm(probe: Probe) -> Figures:
-    """The rate that everything else is held against."""
+    """Return the rate that everything else is held against."""
     probe.gemm = gemm_rate(probe.options.device)
     yield "product of matrices, TFLOP/s", round(probe.gemm / 1e12, 2)
 
 
 def build(probe: Probe) -> Figures:
-    """A worker on a model of random weights, and a batch that its bins are packed from."""
+    """Return a worker on a model of random weights, and a batch that its bins are packed from."""
     from benchmarks.tiny import policy_config
     from megarl.distributed.batched_data_dict import BatchedDataDict
     from megarl.models.policy.batch_plan import shard_batch
@@ -159,7 +159,7 @@ def build(probe: Probe) -> Figures:
 
 
 def save_model(directory: Path, options: argparse.Namespace) -> Path:
-    """A Qwen2 of random bfloat16 weights in Hugging Face form."""
+    """Return a Qwen2 of random bfloat16 weights in Hugging Face form."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     sizes = {**SIZES[options.size], **({"num_hidden_layers": options.layers} if options.layers else {})}
@@ -179,7 +179,7 @@ def save_model(directory: Path, options: argparse.Namespace) -> Path:
 
 
 def train(probe: Probe) -> Figures:
-    """A training step, after one that compiles and takes memory."""
+    """Return a training step, after one that compiles and takes memory."""
     from transformers import AutoConfig
 
     first = probe.train()
@@ -196,7 +196,8 @@ def train(probe: Probe) -> Figures:
 
 
 def logprobs(probe: Probe) -> Figures:
-    """The log-probability phase, and what the reference policy's costs beyond it: its weights come and go."""
+    """Return the log-probability phase, and what the reference policy's costs beyond it: its weights come and
+    go."""
     from transformers import AutoConfig
 
     def present() -> Any:
@@ -217,7 +218,7 @@ def logprobs(probe: Probe) -> Figures:
 
 
 def generation(probe: Probe) -> Figures:
-    """Answers by the policy itself, to ragged prompts: the first call compiles."""
+    """Return answers by the policy itself, to ragged prompts: the first call compiles."""
     from megarl.distributed.batched_data_dict import BatchedDataDict
 
     rows, new, longest = min(ANSWERS, probe.options.rows * 4), probe.options.new_tokens, 64
@@ -262,7 +263,7 @@ def syncs(probe: Probe) -> Figures:
 
 
 def kernels(probe: Probe) -> Figures:
-    """Kernels of a training step, and the share of its time in which one runs."""
+    """Return kernels of a training step, and the share of its time in which one runs."""
     yield from _kernels_of(probe, "a training step", probe.train)
 
 
@@ -285,7 +286,7 @@ def _kernels_of(probe: Probe, what: str, action: Callable[[], Any]) -> Figures:
 
 
 def moves(probe: Probe) -> Figures:
-    """All state to the host and back, twice: the first time page-locked memory is taken."""
+    """Return all state to the host and back, twice: the first time page-locked memory is taken."""
     for turn in ("first", "second"):
         before = probe.allocated()
         out = probe.seconds(probe.worker.offload_after_refit)
@@ -297,7 +298,7 @@ def moves(probe: Probe) -> Figures:
 
 
 def export(probe: Probe) -> Figures:
-    """All weights as Hugging Face tensors on the device, the input of a refit."""
+    """Return all weights as Hugging Face tensors on the device, the input of a refit."""
 
     def all_weights() -> int:
         return sum(tensor.numel() * tensor.element_size() for _, tensor in probe.worker.backend.export_hf())
@@ -342,7 +343,7 @@ def ipc(probe: Probe) -> Figures:
 
 
 def _refit(worker: Any, engine: Connection) -> dict[str, float]:
-    """One refit; fingerprints of what the engine read, by name."""
+    """Return one refit; fingerprints of what the engine read, by name."""
     from megarl.weight_sync.manifest import Manifest
 
     _, room = worker.prepare_weights_for_ipc()
@@ -373,13 +374,13 @@ def _engine(policy: Connection, description: Mapping[str, Any], device: str) -> 
 
 
 def _fingerprint(tensor: torch.Tensor) -> float:
-    """A number that depends on every element and its place."""
+    """Return a number that depends on every element and its place."""
     flat = tensor.flatten().double()
     return float((flat * torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64).remainder_(8191)).sum())
 
 
 def checkpoint(probe: Probe) -> Figures:
-    """A checkpoint of weights and optimizer: seconds, bytes on disk, and device memory above that of
+    """Return a checkpoint of weights and optimizer: seconds, bytes on disk, and device memory above that of
     training."""
     target = probe.directory / "saved"
 

@@ -47,12 +47,12 @@ class Task:
 
 
 def prompts_of(path: Path, count: int) -> tuple[str, ...]:
-    """The texts of the first problems of a file of the quickstart."""
+    """Return the texts of the first problems of a file of the quickstart."""
     return tuple(json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()[:count])
 
 
 def reward(text: str) -> float:
-    """A share of digits: some number that differs within a group."""
+    """Return a share of digits: some number that differs within a group."""
     return sum(character.isdigit() for character in text) / max(1, len(text))
 
 
@@ -94,7 +94,7 @@ class Ours:
         self.steps = 0
 
     def step(self, counts: bool = True) -> Any:
-        """One step; the batch that was trained on and what training answered."""
+        """Return one step; the batch that was trained on and what training answered."""
         from megarl.rollout.samples import sampling_seeds
 
         with self.phases.step(counts):
@@ -133,7 +133,7 @@ class _OneRank:
         self._worker.prepare_for_generation()
 
     def generate(self, data: Any, greedy: bool) -> Any:
-        """Answers of the worker."""
+        """Return answers of the worker."""
         return self._worker.generate(data=data, greedy=greedy)
 
     def finish_generation(self) -> None:
@@ -205,7 +205,7 @@ def answer_logprobs(model: Any, ids: Tensor, mask: Tensor, new: int) -> Tensor:
 
 
 def policy_loss(now: Tensor, before: Tensor, advantages: Tensor) -> Tensor:
-    """The clipped policy gradient of answers that all have as many tokens."""
+    """Return the clipped policy gradient of answers that all have as many tokens."""
     ratio = (now - before).exp()
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)).mean()
 
@@ -316,8 +316,8 @@ def _turns(phases: Phases, warm_up: int, between: Callable[[bool], Any]) -> Any:
 
 
 def assert_same(ours: Ours, model: Any) -> dict[str, float]:
-    """Largest differences between megarl's and a plain model of the same weights, on a batch of megarl's,
-    which trains on it once.
+    """Return largest differences between megarl's and a plain model of the same weights, on a batch of
+    megarl's, which trains on it once.
 
     Raises:
         AssertionError: log-probabilities or the gradient's norm differ by more than rounding.

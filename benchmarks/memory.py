@@ -18,8 +18,8 @@ _RESET = Path("/proc/self/clear_refs")
 
 
 def peak_of(action: Callable[[], Any]) -> float:
-    """MiB that ``action`` needed at its worst moment, its result included, beyond what was resident when it
-    began."""
+    """Return MiB that ``action`` needed at its worst moment, its result included, beyond what was resident
+    when it began."""
     gc.collect()
     # memory that was freed but stayed in the allocator's lists would be used again without the kernel seeing
     # it

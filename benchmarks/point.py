@@ -25,7 +25,7 @@ class Metric:
 
     @staticmethod
     def of(unit: str, samples: Sequence[float]) -> Metric:
-        """A metric of at least one sample."""
+        """Return a metric of at least one sample."""
         if not samples:
             raise ValueError(f"a metric in {unit!r} has 0 samples: at least 1 is needed; raise the repeats")
         return Metric(unit, tuple(float(sample) for sample in samples))
@@ -51,7 +51,7 @@ class Metric:
 
 
 def sides(name: str, ours: Spent, other: str, theirs: Spent) -> dict[str, Metric]:
-    """The ratios of wall and of CPU seconds of two things that took turns, and both things' seconds.
+    """Return the ratios of wall and of CPU seconds of two things that took turns, and both things' seconds.
 
     Args:
         name: of the ratio of wall seconds; the others are made from it.

@@ -87,7 +87,7 @@ def _facts(result: Result) -> str:
 
 
 def _tables(points: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The ratios of every point, and everything else for who asks."""
+    """Return the ratios of every point, and everything else for who asks."""
     ratios = ratios_of(points)
     others = list(dict.fromkeys(name for point in points for name in point["metrics"] if name not in ratios))
     tables = [_of_points(points, ratios)] if ratios else []

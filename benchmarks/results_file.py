@@ -38,8 +38,8 @@ def _write_file(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All results of a file or of the files of a directory, in the order of their names; files of another
-    kind there are passed over.
+    """Return all results of a file or of the files of a directory, in the order of their names; files of
+    another kind there are passed over.
 
     Raises:
         ResultsError: there are none.

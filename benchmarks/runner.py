@@ -32,8 +32,8 @@ OUTPUT_SHOWN = 2000  # characters
 
 
 def run_case(name: str, quick: bool, case: Case | None = None, options: Options = AS_EACH_CASE_HAS_IT) -> dict[str, Any]:
-    """One result, ready for JSON: case, commit, environment, parameters, metrics of every point, and whether
-    it went well.
+    """Return one result, ready for JSON: case, commit, environment, parameters, metrics of every point, and
+    whether it went well.
 
     A case that raises, dies or takes longer than ``CASE_SECONDS`` gives a result with ``success`` false and
     the reason in ``error``; points that it had finished by then are kept.
@@ -75,7 +75,7 @@ def run_cases(names: Iterable[str], quick: bool, options: Options = AS_EACH_CASE
 
 
 def _collect(case: Case, quick: bool, options: Options) -> tuple[list[Point], str | None]:
-    """Points of a case and, where it failed, why."""
+    """Return points of a case and, where it failed, why."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     points: list[Point] = []

@@ -68,7 +68,7 @@ def compare_steps(config: PolicyConfig, work: Work, layout: Layout, rivals: Sequ
 
 
 def step_of(worker: Any, batch: Mapping[str, Any], rows: int) -> Callable[[], float]:
-    """A training step of a worker on its share of a batch, which returns the loss before it."""
+    """Return a training step of a worker on its share of a batch, which returns the loss before it."""
     from megarl.algorithms.loss_functions import NLLLoss
     from megarl.distributed.batched_data_dict import BatchedDataDict
 
@@ -81,8 +81,8 @@ def step_of(worker: Any, batch: Mapping[str, Any], rows: int) -> Callable[[], fl
 def _rivals(
     names: Sequence[str], model: Path, batch: Mapping[str, Any], work: Work, layout: Layout, device: str
 ) -> dict[str, Callable[[], float]]:
-    """Steps of the other sides. The bare loop has one process: on other ranks it does nothing, and takes no
-    time there."""
+    """Return steps of the other sides. The bare loop has one process: on other ranks it does nothing, and
+    takes no time there."""
     import torch.distributed as dist
 
     from benchmarks.bare_loop import BareLoop, FSDP2Loop
@@ -118,7 +118,7 @@ def metrics_of(ranks: Sequence[Measured], config: Any, lengths: list[int], devic
 
 
 def difference(ranks: Sequence[Measured], device: str = "cpu") -> float:
-    """Largest relative difference of the losses of a step between the sides.
+    """Return largest relative difference of the losses of a step between the sides.
 
     Raises:
         AssertionError: they differ by more than rounding, or training on one batch did not lower the loss.

@@ -40,7 +40,7 @@ class Work:
 
 
 def model_of(options: Options, directory: Path, longest: int, **sizes: int) -> Path:
-    """The model that was chosen, with random weights, or else a Qwen2 of these sizes.
+    """Return the model that was chosen, with random weights, or else a Qwen2 of these sizes.
 
     Raises:
         ValueError: what was chosen is no model.
@@ -70,7 +70,7 @@ def model_path(chosen: str) -> Path:
 
 
 def config_of(model: Path) -> Any:
-    """The config of transformers of a model on disk."""
+    """Return the config of transformers of a model on disk."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(model)
@@ -87,7 +87,7 @@ def batch_of(model: Path, work: Work, seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def policy_of(model: Path, backend: str, work: Work, layout: Layout = ONE_RANK, device: str = "cpu", **changes: Any) -> dict[str, Any]:
-    """The policy that trains on ``work`` in a layout.
+    """Return the policy that trains on ``work`` in a layout.
 
     Raises:
         ValueError: the backend has no such axis.
@@ -114,7 +114,7 @@ def policy_of(model: Path, backend: str, work: Work, layout: Layout = ONE_RANK, 
 
 
 def rows_at_once(work: Work, layout: Layout = ONE_RANK) -> int:
-    """Rows of a micro-batch on a rank.
+    """Return rows of a micro-batch on a rank.
 
     Raises:
         ValueError: they cannot be divided so.

@@ -18,5 +18,5 @@ def number(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """A share as per cent with its sign."""
+    """Return a share as per cent with its sign."""
     return f"{100 * value:+.1f} %"

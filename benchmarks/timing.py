@@ -24,7 +24,7 @@ class HostClock:
         self._begun = time.perf_counter()
 
     def seconds(self) -> float:
-        """Seconds since then."""
+        """Return seconds since then."""
         return time.perf_counter() - self._begun
 
 
@@ -42,7 +42,7 @@ def collector_off() -> Iterator[None]:
 
 
 def seconds_of(action: Callable[[], Any], calls: int = 1) -> float:
-    """Seconds a call, over ``calls`` calls."""
+    """Return seconds a call, over ``calls`` calls."""
     start = time.perf_counter()
     for _ in range(calls):
         action()
@@ -81,7 +81,7 @@ class Spent:
 
 
 def over_ranks(ranks: Sequence[Spent]) -> Spent:
-    """The wall seconds of the rank that took longest, and the core-seconds of all ranks together."""
+    """Return the wall seconds of the rank that took longest, and the core-seconds of all ranks together."""
     wall = [max(repeat) for repeat in zip(*(spent.wall for spent in ranks), strict=True)]
     return Spent(wall, [sum(repeat) for repeat in zip(*(spent.cpu for spent in ranks), strict=True)])
 
@@ -104,7 +104,7 @@ def spent_in_turn(
 def in_turn(
     actions: Mapping[str, Callable[[], Any]], *, repeats: int, warm_up: int = 1, calls: int = 1, collect: bool = False
 ) -> dict[str, list[float]]:
-    """Seconds a call of each action, one number a repeat.
+    """Return seconds a call of each action, one number a repeat.
 
     Every repeat runs all actions one after another, so a passing load on the machine meets all of them.
 

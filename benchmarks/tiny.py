@@ -35,7 +35,7 @@ CLIPPED_LOSS = {
 
 
 def save_model(directory: Path, longest: int = LENGTH, **changes: int) -> Path:
-    """A random Qwen2 of 256 x 4, or of other sizes, in Hugging Face form, for sequences of at most
+    """Return a random Qwen2 of 256 x 4, or of other sizes, in Hugging Face form, for sequences of at most
     ``longest`` tokens."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -63,7 +63,7 @@ def save_model(directory: Path, longest: int = LENGTH, **changes: int) -> Path:
 def policy_config(
     model: Path, *, micro_batch: int, backend: str = "megatron", tensor_parallel: int = 1, ranks: int | None = None, **changes: Any
 ) -> dict[str, Any]:
-    """A whole policy configuration: float32, Adam, constant learning rate.
+    """Return a whole policy configuration: float32, Adam, constant learning rate.
 
     Args:
         model: Hugging Face directory.
@@ -111,7 +111,7 @@ def _section_of(backend: str, tensor_parallel: int) -> dict[str, Any]:
 
 
 def worker_of(config: Mapping[str, Any]) -> Any:
-    """The worker of a configuration's backend on this rank, with an optimizer and without a reference
+    """Return the worker of a configuration's backend on this rank, with an optimizer and without a reference
     policy."""
     from megarl.parity.jobs import WORKERS
 

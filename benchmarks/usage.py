@@ -69,7 +69,8 @@ def _own_cpu() -> float:
 
 
 def machine_cpu(statistics: Path = Path("/proc/stat")) -> float | None:
-    """Seconds that the cores of this process were busy since the machine started, whoever made them so."""
+    """Return seconds that the cores of this process were busy since the machine started, whoever made them
+    so."""
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     try:
         lines = [line.split() for line in statistics.read_text(encoding="ascii").splitlines()]

@@ -27,7 +27,7 @@ HEAD = ("backend", *FACTS.values(), *MEASURED.values(), "not to be quoted")
 
 
 def whole_runs(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """A row for each point that is a whole run."""
+    """Return a row for each point that is a whole run."""
     return [_row(result, point) for result in results for point in result["points"] if point.get("run")]
 
 

@@ -171,22 +171,22 @@ def _candidates(stored: Collection[str], wanted: set[str]) -> Iterable[tuple[str
 
 
 def _without(name: str, words: tuple[str, ...]) -> str:
-    """A name without the words, in front of it or, for a single word, wherever it stands."""
+    """Return a name without the words, in front of it or, for a single word, wherever it stands."""
     if len(words) == 1:
         return ".".join(part for part in name.split(".") if part != words[0])
     return name.removeprefix(".".join(words) + ".")
 
 
 def repeated_tensors(architecture: Architecture) -> dict[str, str]:
-    """Names of tensors that a checkpoint may have beside those of the architecture, with the names of those
-    that they repeat."""
+    """Return names of tensors that a checkpoint may have beside those of the architecture, with the names of
+    those that they repeat."""
     return ({_HEAD: _EMBEDDING} if architecture.tied_embeddings else {}) | dict(copies(architecture))
 
 
 def stored_twice(source: HuggingFaceSource, architecture: Architecture, excused: Sequence[str] = ()) -> dict[str, str]:
-    """Names of tensors that say what another tensor says, with the name of that one: the stored output layer
-    of a tied model, embedding and output layer of prediction layers. One that says something else is not
-    among them; only what is ``excused`` may."""
+    """Return names of tensors that say what another tensor says, with the name of that one: the stored output
+    layer of a tied model, embedding and output layer of prediction layers. One that says something else is
+    not among them; only what is ``excused`` may."""
     return {
         name: original
         for name, original in repeated_tensors(architecture).items()
@@ -217,7 +217,7 @@ _IGNORED_KEYS = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "
 
 
 def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[Rule], tuple[str, ...]]:
-    """The parameters that are there, and the excused keys that nothing asks for.
+    """Return the parameters that are there, and the excused keys that nothing asks for.
 
     Raises:
         ConversionError: with every key that is missing, unknown or of another shape, and not excused.

@@ -34,7 +34,7 @@ _EPILOG = (
 
 
 def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
-    """The parser of the command, or its arguments added to ``parser``."""
+    """Return the parser of the command, or its arguments added to ``parser``."""
     parser = parser or argparse.ArgumentParser(prog="python -m converters", description="Convert checkpoints.")
     parser.epilog = _EPILOG
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -471,7 +471,7 @@ def add_opening_flags(command: argparse.ArgumentParser) -> None:
 
 
 def opening_options(arguments: argparse.Namespace) -> OpeningOptions:
-    """The options that the flags say."""
+    """Return the options that the flags say."""
     return OpeningOptions(
         hf_directory=arguments.hf_config,
         tokenizer=arguments.tokenizer,

@@ -50,7 +50,7 @@ class Difference:
 
 
 def config_differences(one: Architecture, other: Architecture) -> Iterator[Difference]:
-    """Fields of the architectures that are not equal."""
+    """Yield fields of the architectures that are not equal."""
     for field in fields(one):
         left, right = getattr(one, field.name), getattr(other, field.name)
         if left != right:
@@ -59,8 +59,8 @@ def config_differences(one: Architecture, other: Architecture) -> Iterator[Diffe
 
 
 def setting_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Difference]:
-    """Keys of two ``config.json`` that no architecture has and that are not equal: dtype, special tokens,
-    labels, text generation.
+    """Yield keys of two ``config.json`` that no architecture has and that are not equal: dtype, special
+    tokens, labels, text generation.
 
     A key that one leaves out has the default of the config's class in transformers. One without a dtype has
     that of its weights.
@@ -85,8 +85,8 @@ def _plain(value: Any) -> Any:
 
 
 def file_differences(one: Path, other: Path) -> Iterator[Difference]:
-    """Files beside the weights of two models that change what a model is told or says, and are not equal;
-    ``config.json`` is compared by its keys, other JSON files by what they hold."""
+    """Yield files beside the weights of two models that change what a model is told or says, and are not
+    equal; ``config.json`` is compared by its keys, other JSON files by what they hold."""
     left, right = file_hashes(one), file_hashes(other)
     for name in sorted(filter(speaks, {*left, *right} - {"config.json"})):
         if name not in left or name not in right:
@@ -110,7 +110,8 @@ NOT_FINITE = "not finite"
 
 
 def tensor_differences(one: Opened, other: Opened, excused: Sequence[str] = ()) -> Iterator[Difference]:
-    """Tensors that are not equal: those that only one has, and those of another shape, dtype or content.
+    """Yield tensors that are not equal: those that only one has, and those of another shape, dtype or
+    content.
 
     Args:
         one, other: the checkpoints.
@@ -175,7 +176,7 @@ def object_differences(stored: TorchDistCheckpoint) -> Iterator[Difference]:
 
 
 def padding_differences(model: MegatronModel) -> Iterator[Difference]:
-    """Rows behind the vocabulary that are not zero."""
+    """Yield rows behind the vocabulary that are not zero."""
     for rule in all_rules(model.architecture):
         if rule.kind is not Kind.VOCAB or not model.has(rule):
             continue
@@ -187,8 +188,8 @@ def padding_differences(model: MegatronModel) -> Iterator[Difference]:
 
 
 def content_problems(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Difference]:
-    """Tensors that are not what the manifest says, where there is one, or not finite; one that is excused may
-    be missing. Reads every tensor, and so finds what cannot be read."""
+    """Yield tensors that are not what the manifest says, where there is one, or not finite; one that is
+    excused may be missing. Reads every tensor, and so finds what cannot be read."""
     model, known = opened.model, None if opened.manifest is None else opened.manifest.tensors
     for name in dict.fromkeys((*opened.tensors, *(known or ()))):
         tensor, record = opened.tensors.get(name), None if known is None else known.get(name)

@@ -162,15 +162,15 @@ class Conversion(ABC):
 
     @abstractmethod
     def size(self, name: str) -> int:
-        """Bytes of a piece."""
+        """Return bytes of a piece."""
 
     @abstractmethod
     def file_of(self, name: str) -> Path:
-        """The file that a piece is in."""
+        """Return the file that a piece is in."""
 
     @abstractmethod
     def chunks(self, name: str) -> Iterator[Chunk]:
-        """The chunks of a piece, in order."""
+        """Yield the chunks of a piece, in order."""
 
     @abstractmethod
     def put(self, name: str, chunks: Iterator[tuple[Chunk, Tensor]]) -> dict[str, Any]:
@@ -244,7 +244,7 @@ class Conversion(ABC):
         shown.finish()
 
     def incomplete(self) -> list[int]:
-        """Numbers of the files that are not whole, or of which a piece is not finished."""
+        """Return numbers of the files that are not whole, or of which a piece is not finished."""
         return [number for number, names in enumerate(self.files) if not (self.finished.keys() >= {*names} and self.is_whole(number))]
 
     def finish(self) -> dict[str, Any]:

@@ -86,8 +86,8 @@ class WrittenTensor:
 
 
 def in_files(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype, Parts]], max_bytes: int) -> list[WrittenTensor]:
-    """Tensors (name, shape, dtype and parts) in order, in as few files as the bound allows, wide dtypes first
-    in each, so that all are aligned."""
+    """Return tensors (name, shape, dtype and parts) in order, in as few files as the bound allows, wide
+    dtypes first in each, so that all are aligned."""
     groups: list[list[int]] = []
     filled = 0
     for number, (_, shape, dtype, _) in enumerate(tensors):
@@ -109,7 +109,7 @@ def in_files(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype, Parts]],
 
 
 def header_of(tensors: Sequence[WrittenTensor]) -> bytes:
-    """The header of the file that holds these tensors, its length in front."""
+    """Return the header of the file that holds these tensors, its length in front."""
     entries = {
         tensor.key: {
             "dtype": _STORED_NAMES[tensor.dtype],
@@ -124,7 +124,7 @@ def header_of(tensors: Sequence[WrittenTensor]) -> bytes:
 
 
 def index_of(tensors: Sequence[WrittenTensor]) -> str | None:
-    """The text of ``model.safetensors.index.json``; None for a single file."""
+    """Return the text of ``model.safetensors.index.json``; None for a single file."""
     if len({tensor.file for tensor in tensors}) == 1:
         return None
     weight_map = {tensor.key: tensor.file for tensor in sorted(tensors, key=lambda tensor: tensor.key)}

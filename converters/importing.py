@@ -93,15 +93,15 @@ class ImportPlan(Plan):
         return stored_place(rule, self.architecture, stacked=self.stacked)
 
     def shape(self, rule: Rule) -> tuple[int, ...]:
-        """Shape of a whole parameter."""
+        """Return shape of a whole parameter."""
         return shape_of_parameter(rule, self.padded_vocab)
 
     def dtype(self, rule: Rule) -> torch.dtype:
-        """Dtype of a parameter in the checkpoint."""
+        """Return dtype of a parameter in the checkpoint."""
         return self._stored[self.place(rule).key].dtype
 
     def size(self, rule: Rule) -> int:
-        """Bytes of a parameter in the checkpoint."""
+        """Return bytes of a parameter in the checkpoint."""
         return torch.Size(self.shape(rule)).numel() * self.dtype(rule).itemsize
 
     @property
@@ -297,7 +297,7 @@ class _Import(Conversion):
             yield from self._chunks_of(rule)
 
     def _chunks_of(self, rule: Rule) -> Iterator[Chunk]:
-        """The chunks of a parameter, which are ranges of its rows."""
+        """Yield the chunks of a parameter, which are ranges of its rows."""
         plan = self._import
         shape, place, runs = plan.shape(rule), plan.place(rule), runs_of(rule, plan.architecture.head_dim, plan.padded_vocab)
         for start, stop in row_ranges(shape, plan.dtype(rule).itemsize):

@@ -77,8 +77,8 @@ class MegatronCheckpoint:
         return self.manifest.files if self.manifest is not None and own else {}
 
     def dtype_before(self, name: str, stored: torch.dtype) -> torch.dtype:
-        """The dtype of a Hugging Face tensor before an import widened it, to keep one dtype in a stack of
-        layers."""
+        """Return the dtype of a Hugging Face tensor before an import widened it, to keep one dtype in a stack
+        of layers."""
         return stored if self.manifest is None else self.manifest.dtype_before(name, stored)
 
     def identity(self) -> list[Any]:
@@ -160,7 +160,7 @@ class Opened:
         return {tensor.name: tensor for tensor in hf_tensors(self.model.architecture) if self.model.holds(tensor)}
 
     def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
-        """Dtype of a tensor; before an import widened it, if one did."""
+        """Return dtype of a tensor; before an import widened it, if one did."""
         stored = self.model.dtype(tensor)
         # what an export wrote in another dtype than its manifest says is a difference, and no widening
         return stored if self.megatron is None else self.megatron.dtype_before(tensor.name, stored)
@@ -185,7 +185,7 @@ def _stored_config(directory: Path, given: Path) -> Path | None:
 
 
 def _given_config(hf_directory: Path, options: OpeningOptions) -> dict[str, Any]:
-    """The config of a directory; what the options say as well must not contradict it."""
+    """Return the config of a directory; what the options say as well must not contradict it."""
     config = read_config(hf_directory)
     if options.tokenizer is not None:
         raise ConversionError(f"{hf_directory} already says which config and tokenizer belong to the model", "leave --tokenizer out")
@@ -209,7 +209,7 @@ def _made_config(directory: Path, settings: ForeignSettings | None, options: Ope
 
 
 def open_huggingface(source: HuggingFaceSource, ignored_config_keys: tuple[str, ...] = ()) -> HuggingFaceModel:
-    """The tensors of a Hugging Face checkpoint.
+    """Return the tensors of a Hugging Face checkpoint.
 
     Args:
         source: the checkpoint.

@@ -19,13 +19,13 @@ class PythonFileError(Exception):
 
 
 def modules_from_files() -> list[ModuleType]:
-    """The modules that were run from files. Other processes cannot import them by name, so that their objects
-    travel by value."""
+    """Return the modules that were run from files. Other processes cannot import them by name, so that their
+    objects travel by value."""
     return list(_MODULES.values())
 
 
 def module_of_file(path: Path) -> ModuleType:
-    """The module of a file, run once in a process as long as the file stays the same.
+    """Return the module of a file, run once in a process as long as the file stays the same.
 
     It can import the files beside it, also later, as a script can.
 

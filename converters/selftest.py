@@ -66,7 +66,8 @@ _ONE_PART, _GATE_AND_UP, _HEADS = 1, 2, 3
 
 
 def rule_problems(architecture: Architecture) -> Iterator[str]:
-    """Names that come twice, places that two parameters share, parts that a layout cannot be made of."""
+    """Yield names that come twice, places that two parameters share, parts that a layout cannot be made
+    of."""
     family = family_of(architecture.family)
     rules = [*head_rules(family.model_rules(architecture), architecture)]
     for layer in range(architecture.num_layers):
@@ -109,8 +110,8 @@ def _part_problems(rule: Rule, architecture: Architecture) -> Iterator[str]:
 
 
 def shard_problems(source: HuggingFaceSource, architecture: Architecture) -> Iterator[str]:
-    """Parameters whose tensors are not what they were after they have been cut over ranks and put together
-    again."""
+    """Yield parameters whose tensors are not what they were after they have been cut over ranks and put
+    together again."""
     for rule in all_rules(architecture):
         for ranks in _TENSOR_PARALLEL_SIZES:
             padded = padded_vocab_size(architecture.vocab_size, ranks)
@@ -190,7 +191,7 @@ class _Variant:
     directory: Path
 
     def findings(self, compute: ComputeLogprobs | None, thorough: bool) -> Iterator[Finding]:
-        """Every check, until one fails that the next ones need."""
+        """Yield every check, until one fails that the next ones need."""
         note = "" if is_known_to_transformers(self.family) else "made of the rules: transformers does not know the family"
         found = self._checked("rules", lambda: _refuse([*rule_problems(self.architecture)]))
         yield found

@@ -57,7 +57,8 @@ _FIX = "pass --config FILE, the config.json of a tiny model of the family"
 
 
 def tiny_config(family: Family) -> dict[str, Any]:
-    """A ``config.json`` of a tiny model of the family, from the defaults of its transformers config class.
+    """Return a ``config.json`` of a tiny model of the family, from the defaults of its transformers config
+    class.
 
     Raises:
         ConversionError: transformers has no such class, or the class does not take the sizes.
@@ -87,8 +88,8 @@ def _sizes(defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def variants(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The config itself, and what differs from it in one thing: each switch of the family, one key-value head
-    for all query heads."""
+    """Yield the config itself, and what differs from it in one thing: each switch of the family, one
+    key-value head for all query heads."""
     yield "as it is", dict(config)
     for key in ["tie_word_embeddings", *sorted(family.config_keys)]:
         value = config.get(key, False if key == "tie_word_embeddings" else None)
@@ -145,7 +146,7 @@ def save_unique(directory: Path, model: Path, architecture: Architecture, dtype:
 
 
 def stored_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a Hugging Face directory."""
+    """Return all tensors of a Hugging Face directory."""
     return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 

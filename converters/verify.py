@@ -124,7 +124,7 @@ def _has_kind(found: Sequence[Difference], *kinds: str) -> bool:
 
 
 def recorded_excuses(opened: Sequence[Opened]) -> tuple[str, ...]:
-    """Patterns of the names that a conversion which made one of the checkpoints was excused from."""
+    """Return patterns of the names that a conversion which made one of the checkpoints was excused from."""
     return tuple(dict.fromkeys(name for each in opened if each.manifest is not None for name in each.manifest.excused))
 
 
@@ -176,8 +176,8 @@ def _unchecked_files(opened: Sequence[Opened]) -> Iterator[str]:
 
 
 def logits_difference(one: Opened, other: Opened) -> float:
-    """Largest absolute difference of the logits that plain transformers computes from both, in float32 on a
-    CPU, of random tokens.
+    """Return largest absolute difference of the logits that plain transformers computes from both, in float32
+    on a CPU, of random tokens.
 
     A Megatron checkpoint is exported to a temporary directory first. Both models are in memory, one after the
     other.

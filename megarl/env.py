@@ -13,18 +13,18 @@ DISTRIBUTION = "megarl-trainer"
 
 
 def snapshot() -> dict[str, str]:
-    """A copy of the whole environment, to hand on to child processes."""
+    """Return a copy of the whole environment, to hand on to child processes."""
     return dict(os.environ)
 
 
 def text(name: str, default: str | None = None) -> str | None:
-    """The value of ``name``; a variable that is blank counts as unset."""
+    """Return the value of ``name``; a variable that is blank counts as unset."""
     value = os.environ.get(name, "").strip()
     return value or default
 
 
 def integer(name: str, default: int) -> int:
-    """The value of ``name`` as an integer.
+    """Return the value of ``name`` as an integer.
 
     Raises:
         ValueError: the variable is set to something that is not an integer.
@@ -82,7 +82,7 @@ def forget_unsafe() -> list[str]:
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution; None without it."""
+    """Return the version of an installed distribution; None without it."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

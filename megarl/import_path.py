@@ -31,7 +31,8 @@ def is_import_path(text: str) -> bool:
 
 
 def load_object(path: str, key: str) -> Any:
-    """The object at an import path. Its module is run; that happens for names in a configuration alone.
+    """Return the object at an import path. Its module is run; that happens for names in a configuration
+    alone.
 
     It is loaded once a run (``forget_objects``), so that a file that is changed or removed meanwhile changes
     nothing of the run.

@@ -94,20 +94,20 @@ def fields_of(section: Any) -> Mapping[str, Key]:
 
 
 def defaults_of(section: Any) -> dict[str, Any]:
-    """A copy of the defaults of a section's keys."""
+    """Return a copy of the defaults of a section's keys."""
     return {name: copy.deepcopy(key.default) for name, key in fields_of(section).items() if key.default is not NO_DEFAULT}
 
 
 def _key_in(annotation: Any) -> Key | None:
-    """The ``Key`` inside an annotation, through NotRequired."""
+    """Return the ``Key`` inside an annotation, through NotRequired."""
     if get_origin(annotation) is Annotated:
         return next((part for part in get_args(annotation)[1:] if isinstance(part, Key)), None)
     return next((key for part in get_args(annotation) if (key := _key_in(part)) is not None), None)
 
 
 def section_types(annotation: Any) -> Iterator[Any]:
-    """The TypedDicts inside an annotation, through NotRequired, unions and lists; not those that stand under
-    names of the user's."""
+    """Yield the TypedDicts inside an annotation, through NotRequired, unions and lists; not those that stand
+    under names of the user's."""
     if is_typeddict(annotation):
         yield annotation
     for part in get_args(annotation) if get_origin(annotation) is not dict else ():
@@ -115,12 +115,12 @@ def section_types(annotation: Any) -> Iterator[Any]:
 
 
 def named_section_types(annotation: Any) -> Iterator[Any]:
-    """The TypedDicts that an annotation has under names of the user's, ``dict[str, ...]``."""
+    """Yield the TypedDicts that an annotation has under names of the user's, ``dict[str, ...]``."""
     for part in get_args(annotation):
         yield from section_types(part) if get_origin(annotation) is dict else named_section_types(part)
 
 
 @cache
 def keys_of(section: Any) -> dict[str, Any]:
-    """The keys of a TypedDict with their annotations."""
+    """Return the keys of a TypedDict with their annotations."""
     return get_type_hints(section, include_extras=True)

@@ -119,8 +119,8 @@ def _names_secret(part: str) -> bool:
 
 
 def redacted(value: Any) -> Any:
-    """A deep copy of plain containers in which nothing is left that is a secret by its name or the form of an
-    address.
+    """Return a deep copy of plain containers in which nothing is left that is a secret by its name or the
+    form of an address.
 
     What stands below such a name is hidden, whatever its type, except null, true and false; in other texts
     what ``redacted_text`` hides.
@@ -160,7 +160,7 @@ def _addresses(text: str) -> str:
 
 
 def redacted_text(text: str) -> str:
-    """A message without secrets: in addresses, behind ``NAME=`` and ``name:``, and those values that
+    """Return a message without secrets: in addresses, behind ``NAME=`` and ``name:``, and those values that
     ``learn`` was told of."""
     for value in sorted(_learned, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
@@ -168,8 +168,8 @@ def redacted_text(text: str) -> str:
 
 
 def _without_assigned(text: str) -> str:
-    """A text in which what is assigned to the name of a secret is hidden; what is assigned to another name
-    may assign in turn."""
+    """Return a text in which what is assigned to the name of a secret is hidden; what is assigned to another
+    name may assign in turn."""
     parts, begin, place = list[str](), 0, 0
     while named := _NAMED.search(text, place):
         place = named.end()
@@ -233,7 +233,7 @@ class LineRedactor:
         self._begun = bytearray()
 
     def take(self, data: bytes) -> str:
-        """The lines that end within ``data``, with their ends."""
+        """Return the lines that end within ``data``, with their ends."""
         said = []
         for piece in _ENDED.findall(data):
             self._keep(piece.rstrip(b"\r\n"))
@@ -273,5 +273,5 @@ class RedactingFormatter(logging.Formatter):
     """Lines of a log, tracebacks included, without secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record."""
+        """Return one record."""
         return redacted_text(super().format(record))

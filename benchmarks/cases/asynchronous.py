@@ -33,7 +33,7 @@ BESIDE: tuple[str, ...] = ("grpo.async_grpo.enabled=true",)
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Both kinds of steps, by turns."""
+    """Yield both kinds of steps, by turns."""
     repeats = QUICK_REPEATS if quick else REPEATS
     sleeping = [(_sleeping(0), _sleeping(1)) for _ in range(repeats)]
     in_turn, beside = zip(*sleeping, strict=True)
@@ -60,7 +60,7 @@ def _metrics(in_turn: Sequence[float], beside: Sequence[float]) -> dict[str, Met
 
 
 def _sleeping(lag: int) -> float:
-    """Seconds of a step whose stages only wait; 0 samples and trains in turn."""
+    """Return seconds of a step whose stages only wait; 0 samples and trains in turn."""
     from megarl.algorithms.ahead import HeldEngines, SamplingAhead
     from megarl.observe.timing import PhaseTimer
 
@@ -81,7 +81,8 @@ def _sleeping(lag: int) -> float:
 
 
 def _material(work: Path) -> list[str]:
-    """A random model of 256 x 4 with the quickstart's vocabulary, and the arguments of a run with it."""
+    """Return a random model of 256 x 4 with the quickstart's vocabulary, and the arguments of a run with
+    it."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from megarl.quickstart.material import make_model, write_problems
@@ -115,7 +116,7 @@ def _material(work: Path) -> list[str]:
 
 
 def _run(work: Path, arguments: Sequence[str]) -> dict[str, float]:
-    """Medians of the seconds of each phase, over the steps behind the first ones."""
+    """Return medians of the seconds of each phase, over the steps behind the first ones."""
     with tempfile.TemporaryDirectory(dir=work) as run, tempfile.TemporaryFile() as said:
         command = [sys.executable, "-m", "megarl.cli", "train", *arguments, f"run_dir={run}"]
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)

@@ -45,7 +45,7 @@ def measure_save(quick: bool, options: Options) -> Iterator[Point]:
 
 
 def measure_load(quick: bool, options: Options) -> Iterator[Point]:
-    """A checkpoint verified, byte by byte, and loaded; both from memory."""
+    """Yield a checkpoint verified, byte by byte, and loaded; both from memory."""
     from benchmarks.memory import use_pages
 
     with _trained(quick, options) as (worker, manager, _):
@@ -65,7 +65,7 @@ def measure_load(quick: bool, options: Options) -> Iterator[Point]:
 
 
 def measure_stall(quick: bool, options: Options) -> Iterator[Point]:
-    """The stall of an asynchronous save.
+    """Yield the stall of an asynchronous save.
 
     It ends when the tensors lie in shared memory, which the rank has from an earlier save, and the process
     that writes their files has opened it. That the checkpoint becomes whole is waited for outside of what is
@@ -145,10 +145,10 @@ def _begin(worker: Any, manager: CheckpointManager, memory: OwnMemory, step: int
 
 
 def _parts_of(checkpoint: Path) -> tuple[str, str]:
-    """Directories of weights and optimizer in a checkpoint."""
+    """Return directories of weights and optimizer in a checkpoint."""
     return str(checkpoint / "policy" / "weights"), str(checkpoint / "policy" / "optimizer")
 
 
 def _content_of(checkpoint: Path) -> bytes:
-    """All of its bytes, one file after the other."""
+    """Return all of its bytes, one file after the other."""
     return b"".join(path.read_bytes() for path in sorted(checkpoint.rglob("*")) if path.is_file())

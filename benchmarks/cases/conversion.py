@@ -63,7 +63,7 @@ def measure_export(quick: bool) -> Iterator[Point]:
 
 
 def _measured(direction: str, quick: bool) -> Iterator[Point]:
-    """A model of 0.1 GB, with one worker and with two."""
+    """Yield a model of 0.1 GB, with one worker and with two."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("MEGARL_BENCHMARK_DIR")) as temporary:
         root = Path(temporary)
         written = save_llama(root / "hf", 100_000_000)
@@ -86,7 +86,7 @@ def _measured(direction: str, quick: bool) -> Iterator[Point]:
 
 
 def shard_and_tensor(directory: Path) -> int:
-    """Bytes of the largest file of a model and of its largest tensor together."""
+    """Return bytes of the largest file of a model and of its largest tensor together."""
     paths = list(directory.glob("*.safetensors"))
     files = [SafetensorsFile(path) for path in paths]
     names = [(file, name) for file in files for name in file.keys()]  # noqa: SIM118 - no dict
@@ -95,8 +95,8 @@ def shard_and_tensor(directory: Path) -> int:
 
 
 def save_llama(directory: Path, size: int) -> int:
-    """A Llama of about ``size`` bytes with random weights, as a downloaded one lies on disk. Returns its
-    bytes."""
+    """Return a Llama of about ``size`` bytes with random weights, as a downloaded one lies on disk. Returns
+    its bytes."""
     from transformers import LlamaConfig
 
     query, key = HEADS * HEAD_DIM, GROUPS * HEAD_DIM

@@ -53,7 +53,7 @@ class Start:
 
 
 def measure(quick: bool, options: Options) -> Iterator[Point]:
-    """One point for each number of rows."""
+    """Yield one point for each number of rows."""
     from megarl.quickstart.material import make_model
 
     with tempfile.TemporaryDirectory() as directory:

@@ -40,7 +40,7 @@ TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>{% endfor
 
 
 def delays_of(episode: int) -> list[float]:
-    """Seconds of each of a conversation's answers."""
+    """Return seconds of each of a conversation's answers."""
     drawn = random.Random(episode)
     return [min(drawn.expovariate(1 / MEAN_S), MOST_S) for _ in range(drawn.randint(1, TURNS))]
 

@@ -34,7 +34,7 @@ PROMPTS = {"14": (14, 14, 1), "7 to 19": (7, 19, 1), "8 to 64": (8, 64, 1), "8 t
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Backends x lengths of the prompts."""
+    """Yield backends x lengths of the prompts."""
     from benchmarks import tiny
 
     rows, repeats = (64, 3) if quick else (256, 4)
@@ -75,7 +75,7 @@ def _metrics(measured: Mapping[str, Any], rows: int) -> dict[str, Metric]:
 
 
 def _compare(config: PolicyConfig, prompts: Sequence[Sequence[int]], repeats: int) -> dict[str, Any]:
-    """Seconds of both sides, and how many answers are equal."""
+    """Return seconds of both sides, and how many answers are equal."""
     import time
 
     from transformers import AutoModelForCausalLM

@@ -67,8 +67,8 @@ def measure(quick: bool) -> Iterator[Point]:
 
 
 def _model(directory: Path, parts: int = 1) -> Path:
-    """Half a million random weights with the quickstart's tokenizer, or what one of several tensor-parallel
-    ranks has of its sizes."""
+    """Return half a million random weights with the quickstart's tokenizer, or what one of several
+    tensor-parallel ranks has of its sizes."""
     from benchmarks import tiny
     from benchmarks.subject import NARROW
     from megarl.quickstart.material import make_tokenizer
@@ -224,7 +224,7 @@ def _of_layout(
 
 
 def _alone(phase: str, spent: Spent) -> dict[str, Metric]:
-    """Seconds of a phase that the other side has not, or has for other things."""
+    """Return seconds of a phase that the other side has not, or has for other things."""
     return {f"{phase}_seconds": Metric.of("s", spent.wall), f"{phase}_cpu_seconds": Metric.of("CPU s", spent.cpu)}
 
 

@@ -25,7 +25,7 @@ TOLERANCE = {"cpu": 1e-4, "cuda": 0.2}
 
 
 def measure(quick: bool, options: Options) -> Iterator[Point]:
-    """Sizes x backends, one rank."""
+    """Yield sizes x backends, one rank."""
     from benchmarks import tiny
     from benchmarks.ranks import Ranks
     from benchmarks.subject import batch_of, policy_of

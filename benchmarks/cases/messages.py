@@ -140,7 +140,7 @@ LAYOUTS = {
 
 
 def architecture_of(layout: Layout) -> Architecture:
-    """The model of a layout."""
+    """Return the model of a layout."""
     import transformers
 
     from converters.families.read import read_architecture
@@ -149,7 +149,7 @@ def architecture_of(layout: Layout) -> Architecture:
 
 
 def manifest_of(layout: Layout) -> Manifest:
-    """The weights of a model in bfloat16, of which no memory is taken."""
+    """Return the weights of a model in bfloat16, of which no memory is taken."""
     import torch
 
     from converters.mapping.rules import hf_tensors
@@ -257,7 +257,7 @@ def moved(manifest: Manifest, layout: Layout, wanted: Sequence[Mapping[str, Slic
 
 
 def experts_kept(manifest: Manifest) -> int:
-    """Bytes of the experts of the layer that has most, which an engine's rank keeps until all of them
+    """Return bytes of the experts of the layer that has most, which an engine's rank keeps until all of them
     came."""
     layers: Counter[str] = Counter()
     for tensor in manifest.tensors:
@@ -267,7 +267,8 @@ def experts_kept(manifest: Manifest) -> int:
 
 
 def weights_loaded(manifest: Manifest) -> int:
-    """Weights that an engine's rank hands to vLLM's loaders, the experts of a layer in three stacks."""
+    """Return weights that an engine's rank hands to vLLM's loaders, the experts of a layer in three
+    stacks."""
     names = [tensor.name for tensor in manifest.tensors]
     return len({_EXPERT.sub(".experts.", name) for name in names})
 
@@ -334,7 +335,7 @@ def payload(manifest: Manifest, first: int, count: int) -> dict[str, Any]:
 
 
 def room(manifest: Manifest) -> int:
-    """Bytes of a group, where no size is configured."""
+    """Return bytes of a group, where no size is configured."""
     return max(DEFAULT_SLOT_BYTES, manifest.largest[1])
 
 
@@ -409,7 +410,7 @@ class Counted:
 
 
 def counted(policy: Policy, generation: EngineGroup, way: str) -> Counted:
-    """A refit in one of three ways: ``hand over``, ``handles`` or ``broadcast``."""
+    """Return a refit in one of three ways: ``hand over``, ``handles`` or ``broadcast``."""
     from megarl.algorithms.refit import refit_policy_generation
 
     groups: list[Any] = [policy.worker_group, generation.worker_group]
@@ -440,8 +441,8 @@ def counted(policy: Policy, generation: EngineGroup, way: str) -> Counted:
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Model x ranks; of mixtures, whose many weights take minutes, the most ranks alone, and in a quick run
-    the first of them."""
+    """Yield model x ranks; of mixtures, whose many weights take minutes, the most ranks alone, and in a quick
+    run the first of them."""
     dense = [name for name, layout in LAYOUTS.items() if not layout.mixture]
     mixtures = [name for name, layout in LAYOUTS.items() if layout.mixture]
     for name in [*dense, *(mixtures[:1] if quick else mixtures)]:

@@ -96,7 +96,7 @@ class Count:
 
 
 def _place() -> str:
-    """The line of this project or of Megatron-Core that called torch."""
+    """Return the line of this project or of Megatron-Core that called torch."""
     for frame in reversed(traceback.extract_stack()[:-2]):
         if "/torch/" not in frame.filename and not frame.filename.endswith(("benchmarks/cases/operations.py", "cuda_redirect.py")):
             return f"{Path(frame.filename).name}:{frame.lineno}"
@@ -220,8 +220,8 @@ def require_fewer(compiled: Mapping[str, int], plain: Mapping[str, int]) -> None
 
 
 def counts_of(pool: WorkerPool, model: Path, sequences: int, *, compiled: bool = False, **megatron: Any) -> dict[str, int]:
-    """Operations and syncs of packed micro-batches of ``sequences`` sequences, ``TOKENS`` tokens together,
-    ``compiled`` with what is fused on a GPU; ``megatron`` are keys of ``megatron_cfg``.
+    """Return operations and syncs of packed micro-batches of ``sequences`` sequences, ``TOKENS`` tokens
+    together, ``compiled`` with what is fused on a GPU; ``megatron`` are keys of ``megatron_cfg``.
 
     Returns:
         For ``train`` (forward and backward) and ``logprob``: ``_operations`` of a call with one micro-batch,

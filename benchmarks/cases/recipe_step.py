@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def measure(quick: bool, options: Options) -> Iterator[Point]:
-    """One point, the recipe's; with ``--tokens`` one for each length."""
+    """Yield one point, the recipe's; with ``--tokens`` one for each length."""
     import ray
 
     from megarl.data.tokenization import get_tokenizer
@@ -46,7 +46,8 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
 
 
 def recipe(options: Options) -> dict[str, Any]:
-    """The checked configuration of a recipe, on the chosen device, with nothing written and the policy alone.
+    """Return the checked configuration of a recipe, on the chosen device, with nothing written and the policy
+    alone.
 
     Raises:
         ValueError: no recipe was chosen.
@@ -61,7 +62,7 @@ def recipe(options: Options) -> dict[str, Any]:
 
 
 def batch_for(policy: Mapping[str, Any], longest: int, vocabulary: int) -> BatchedDataDict[Any]:
-    """A global batch of random tokens, half as long as the longest on average."""
+    """Return a global batch of random tokens, half as long as the longest on average."""
     import torch
 
     from benchmarks.lengths import Profile, draw_lengths
@@ -76,7 +77,7 @@ def batch_for(policy: Mapping[str, Any], longest: int, vocabulary: int) -> Batch
 
 
 def _peak(device: str) -> float:
-    """Operations a second of a product on a device of the cluster, while nothing else is there."""
+    """Return operations a second of a product on a device of the cluster, while nothing else is there."""
     import ray
 
     from benchmarks.device import gemm_rate
@@ -137,7 +138,7 @@ def _point(config: Mapping[str, Any], batch: Any, longest: int, seconds: Mapping
 
 
 def layout_in(policy: Mapping[str, Any], ranks: int) -> str:
-    """The layout of a policy, as the command line writes it."""
+    """Return the layout of a policy, as the command line writes it."""
     from benchmarks.options import Layout
     from megarl.config.backend import enabled_backend
 

@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 
 def measure_handover(quick: bool) -> Iterator[Point]:
-    """One point for each number of tensors, an engine on the same device."""
+    """Yield one point for each number of tensors, an engine on the same device."""
     # thousands of handles are more than a process may have open files
     torch.multiprocessing.set_sharing_strategy("file_system")
     with tempfile.TemporaryDirectory() as directory:
@@ -56,7 +56,7 @@ def measure_handover(quick: bool) -> Iterator[Point]:
 
 
 def measure_broadcast(quick: bool) -> Iterator[Point]:
-    """One point for each number of tensors, an engine apart."""
+    """Yield one point for each number of tensors, an engine apart."""
     return _points(_sent, quick)
 
 
@@ -89,8 +89,9 @@ class _RandomWeights:
         self._buckets = [(_lying_together(bucket, elements), part.view(1, -1)) for bucket, part in zip(buckets, shards, strict=True)]
 
     def delivery(self) -> GatherStream:
-        """All weights as Megatron and DTensor give them: in buckets of which it is known where each weight
-        lies. Here none of them has to be put together from shards first; ``refit.export`` measures that."""
+        """Return all weights as Megatron and DTensor give them: in buckets of which it is known where each
+        weight lies. Here none of them has to be put together from shards first; ``refit.export`` measures
+        that."""
         return GatherStream(InFlightBucket(assembly, shards, None) for assembly, shards in self._buckets)
 
     def singly(self) -> Iterator[tuple[str, Tensor]]:

@@ -33,7 +33,7 @@ RANKS = (1, 2)
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Ranks that share a tensor x experts of a layer."""
+    """Yield ranks that share a tensor x experts of a layer."""
     pool = WorkerPool()
     try:
         with tempfile.TemporaryDirectory() as directory:
@@ -131,8 +131,8 @@ def _timed(config: PolicyConfig, repeats: int) -> tuple[Mapping[str, list[float]
 
 
 def _memory(config: PolicyConfig) -> float:
-    """MiB that the first refit of a policy takes above the model: buffers, what is gathered for them, and
-    lists."""
+    """Return MiB that the first refit of a policy takes above the model: buffers, what is gathered for them,
+    and lists."""
     from benchmarks import tiny
     from benchmarks.memory import peak_of
     from megarl.weight_sync.manifest import Manifest

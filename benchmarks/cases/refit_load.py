@@ -32,7 +32,7 @@ GROUP = 1000
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Experts of a layer."""
+    """Yield experts of a layer."""
     from transformers import Qwen3MoeConfig
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel

@@ -22,7 +22,7 @@ ROWS = 8
 
 
 def measure(quick: bool, options: Options) -> Iterator[Point]:
-    """Backends x ranks. The batch does not grow with them."""
+    """Yield backends x ranks. The batch does not grow with them."""
     from benchmarks import tiny
     from benchmarks.ranks import Ranks
     from benchmarks.subject import Work, model_of, policy_of

@@ -148,7 +148,7 @@ def _metrics(costs: Sequence[Cost], against: Sequence[Cost], what: str) -> dict[
 
 
 def _in_turn(actions: dict[str, Callable[[], Cost]], repeats: int, *, warm_up: int = 1) -> dict[str, list[Cost]]:
-    """The costs of each, round by round, after rounds that are not counted: files are read from memory
+    """Return the costs of each, round by round, after rounds that are not counted: files are read from memory
     then."""
     costs: dict[str, list[Cost]] = {name: [] for name in actions}
     for turn in range(warm_up + repeats):
@@ -217,7 +217,7 @@ def _until_exit(command: Sequence[str]) -> Callable[[], Cost]:
 
 
 def _cost(command: Sequence[str], sign: Path | None, *, ends: bool) -> Cost:
-    """Seconds of a program and all that it starts.
+    """Return seconds of a program and all that it starts.
 
     Args:
         command: the program.

@@ -29,7 +29,7 @@ TOLERANCE = 1e-5
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """The four profiles."""
+    """Yield the four profiles."""
     from benchmarks import tiny
 
     pool = WorkerPool()
@@ -76,8 +76,8 @@ def _metrics(measured: Mapping[str, Sequence[float]], lengths: Sequence[int]) ->
 
 
 def _compare(configs: Sequence[PolicyConfig], lengths: Sequence[int], repeats: int) -> dict[str, list[float]]:
-    """Seconds of ``repeats`` steps of each way after one of warm-up, taken in turn, and the loss of the
-    first."""
+    """Return seconds of ``repeats`` steps of each way after one of warm-up, taken in turn, and the loss of
+    the first."""
     import torch
 
     from benchmarks.timing import collector_off, seconds_of

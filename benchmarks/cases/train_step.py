@@ -25,7 +25,7 @@ LAYOUTS = (ONE_RANK, Layout(tp=2), Layout(dp=2), Layout(pp=2))
 
 
 def measure(quick: bool, options: Options) -> Iterator[Point]:
-    """Sizes x backends x layouts x micro-batches a step."""
+    """Yield sizes x backends x layouts x micro-batches a step."""
     from benchmarks.ranks import Ranks
     from benchmarks.steps import compare_steps, metrics_of
     from benchmarks.subject import batch_of, config_of, fits, policy_of

@@ -98,7 +98,7 @@ class LoraAdapter:
         return identity_of(self.source.files())
 
     def merge(self, name: str, rows: Tensor, start: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Rows of a base tensor with the adapter in them.
+        """Return rows of a base tensor with the adapter in them.
 
         Args:
             name: of the Hugging Face tensor.
@@ -137,7 +137,7 @@ class LoraAdapter:
         return self.source.read(name, (rows or (0, shape[0]), columns or (0, shape[1]))).float()
 
     def _fit(self, tensors: Mapping[str, HuggingFaceTensor], architecture: Architecture, replacements: Replacements) -> dict[str, Factors]:
-        """The factors by Hugging Face name."""
+        """Return the factors by Hugging Face name."""
         found: dict[str, dict[str, str]] = {}
         problems, tied = replacements.problems, architecture.tied_embeddings
         for name in sorted(set(self.source.keys()) - replacements.names):
@@ -240,8 +240,8 @@ class LoraAdapter:
 
 
 def expert_stacks(tensors: Mapping[str, HuggingFaceTensor]) -> dict[str, list[Member]]:
-    """The parameters in which transformers' models hold the matrices of all experts of a layer, by name, with
-    what is in them."""
+    """Return the parameters in which transformers' models hold the matrices of all experts of a layer, by
+    name, with what is in them."""
     stacks: dict[str, list[Member]] = {}
     for tensor in tensors.values():
         for place in tensor.places:
@@ -270,8 +270,8 @@ def _untrained_layers(architecture: Architecture, changed: Iterable[str]) -> tup
 
 
 def _left_out(config: LoraConfig, tensors: Mapping[str, HuggingFaceTensor], found: set[str], untrained: tuple[str, ...]) -> list[str]:
-    """Modules of the model that the config lists and that have no factors, but for those of ``untrained``
-    layers."""
+    """Return modules of the model that the config lists and that have no factors, but for those of
+    ``untrained`` layers."""
     modules = [name.removesuffix(".weight") for name, tensor in tensors.items() if name.endswith(".weight") and len(tensor.shape) == 2]
     listed = [module for module in modules if is_among(module, config.targets) and not module.startswith(untrained)]
     return [f"missing: {module}, which target_modules lists" for module in listed if module not in found]

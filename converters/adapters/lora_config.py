@@ -74,11 +74,11 @@ class LoraConfig:
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def rank_of(self, module: str) -> int:
-        """Rank of a module's adapter, as PEFT finds it: the first pattern that fits."""
+        """Return rank of a module's adapter, as PEFT finds it: the first pattern that fits."""
         return self.rank_patterns.get(_pattern_of(self.rank_patterns, module), self.rank)
 
     def scaling_of(self, module: str) -> float:
-        """Factor on the product of a module's adapter."""
+        """Return factor on the product of a module's adapter."""
         alpha = self.alpha_patterns.get(_pattern_of(self.alpha_patterns, module), self.alpha)
         rank = self.rank_of(module)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
@@ -94,7 +94,7 @@ def _pattern_of(patterns: Mapping[str, Any], module: str) -> str:
 
 
 def read_lora_config(path: Path, config: Mapping[str, Any]) -> LoraConfig:
-    """The adapter's config.
+    """Return the adapter's config.
 
     Args:
         path: of the file, for messages.

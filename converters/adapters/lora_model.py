@@ -30,7 +30,7 @@ def _merged(model: Model, directory: Path, choose_dtype: ChooseDtype) -> tuple[M
 
 
 def merge_import(base: HuggingFaceModel, directory: Path, dtype: torch.dtype | None) -> tuple[HuggingFaceModel, LoraAdapter]:
-    """A Hugging Face checkpoint with the adapter of a directory in it.
+    """Return a Hugging Face checkpoint with the adapter of a directory in it.
 
     Args:
         base: the checkpoint.
@@ -56,8 +56,8 @@ def merge_export(checkpoint: MegatronCheckpoint, directory: Path, dtype: torch.d
 
 
 def merge_opened(base: Opened, directory: Path, other: Opened | None) -> Opened:
-    """An opened checkpoint with an adapter in it, to be compared with ``other``, which may be the result of a
-    conversion with ``--dtype``. Its manifest, which is of the base, is left out."""
+    """Return an opened checkpoint with an adapter in it, to be compared with ``other``, which may be the
+    result of a conversion with ``--dtype``. Its manifest, which is of the base, is left out."""
 
     def choose(name: str, stored: torch.dtype) -> torch.dtype:
         if other is None:

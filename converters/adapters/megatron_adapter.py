@@ -42,8 +42,9 @@ _PARTS = {Kind.QKV: ("adapter_q", "adapter_k", "adapter_v"), Kind.GATED: ("adapt
 
 
 def linears(architecture: Architecture) -> list[Rule]:
-    """The rules of the weights of linear layers that may have an adapter: those inside of layers. Experts
-    have none here, since Megatron-Bridge keeps one for all experts of a rank, and PEFT one for each."""
+    """Return the rules of the weights of linear layers that may have an adapter: those inside of layers.
+    Experts have none here, since Megatron-Bridge keeps one for all experts of a rank, and PEFT one for
+    each."""
     return [
         rule
         for rule in all_rules(architecture)
@@ -74,12 +75,13 @@ def stored_factor(rule: Rule, architecture: Architecture, side: str, part: int |
 
 
 def parts_of(rule: Rule) -> range:
-    """Numbers of the parts that may have adapters of their own; empty for a layer that is not fused."""
+    """Return numbers of the parts that may have adapters of their own; empty for a layer that is not
+    fused."""
     return range(len(_PARTS.get(rule.kind, ())))
 
 
 def rows_of(rule: Rule) -> int:
-    """Rows of the whole layer."""
+    """Return rows of the whole layer."""
     return sum(part.shape[0] for part in rule.parts)
 
 
@@ -90,12 +92,12 @@ _CHANGED = "import the adapter again; or remove the manifest if it was trained f
 
 
 def block(part: int, rank: int, form: str) -> Block:
-    """The ranks of a part."""
+    """Return the ranks of a part."""
     return (0, rank) if form == SHARED else (part * rank, (part + 1) * rank)
 
 
 def blocks_of(manifest: ConversionManifest, rules: Iterable[Rule], stored_rank: int) -> dict[str, Block]:
-    """The ranks of each part that has an adapter, by the name of its Hugging Face tensor.
+    """Return the ranks of each part that has an adapter, by the name of its Hugging Face tensor.
 
     Raises:
         ConversionError: the manifest is not one of adapters, or says other ranks than are stored.
@@ -197,7 +199,7 @@ def _made_config(section: Mapping[str, Any], model: Mapping[str, Any], names: Se
 
 
 def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:
-    """Modules as PEFT's config lists them: by the last part of the name where all that end so have an
+    """Return modules as PEFT's config lists them: by the last part of the name where all that end so have an
     adapter, otherwise by the whole."""
     modules = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in names}
     others = {tensor.name.removesuffix(".weight") for tensor in hf_tensors(architecture)} - modules

@@ -178,7 +178,7 @@ def _may_stack(rules: tuple[Rule, ...], architecture: Architecture) -> bool:
 
 
 def _stored(plan: AdapterPlan, rule: Rule, hashes: TensorHashes) -> Iterator[tuple[StoredPlace, Tensor]]:
-    """Both factors of a layer; what they are made of goes into the hashes."""
+    """Yield both factors of a layer; what they are made of goes into the hashes."""
     source, found = plan.adapter.source, [plan.adapter.factors.get(part.name) for part in rule.parts]
     dtype = source.dtype(next(one.down for one in found if one is not None))
     down = torch.zeros(plan.stored_rank, rule.parts[0].shape[1], dtype=dtype)

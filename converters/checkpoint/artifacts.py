@@ -32,8 +32,8 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".ms
 
 
 def artifacts(directory: Path) -> list[Path]:
-    """The files beside the weights of a Hugging Face directory, sorted; nothing hidden, and from directories
-    inside nothing but further chat templates.
+    """Return the files beside the weights of a Hugging Face directory, sorted; nothing hidden, and from
+    directories inside nothing but further chat templates.
 
     Raises:
         ConversionError: a link among them leads out of the directory, or to nothing; that of the hub's cache
@@ -90,7 +90,7 @@ def copy_artifacts(source: Path, target: Path) -> None:
 
 
 def file_hashes(directory: Path) -> dict[str, str]:
-    """SHA-256 of each of them, by its name in the directory. Errors as of ``artifacts``."""
+    """Return SHA-256 of each of them, by its name in the directory. Errors as of ``artifacts``."""
     hashes = {}
     for path in artifacts(directory):
         with path.open("rb") as file:

@@ -22,12 +22,12 @@ _SHORT_RUN = 4096
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor."""
+    """Return the box that is all of a tensor."""
     return tuple((0, size) for size in shape)
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
-    """Sizes of a box."""
+    """Return sizes of a box."""
     return tuple(stop - start for start, stop in box)
 
 
@@ -38,17 +38,17 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def relative(box: Box, origin: Sequence[int]) -> Box:
-    """The box counted from ``origin``."""
+    """Return the box counted from ``origin``."""
     return tuple((start - first, stop - first) for (start, stop), first in zip(box, origin, strict=True))
 
 
 def part(tensor: Tensor, box: Box) -> Tensor:
-    """The view of a tensor that a box describes."""
+    """Return the view of a tensor that a box describes."""
     return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
 def read_box(descriptor: int, offset: int, dtype: torch.dtype, shape: Sequence[int], box: Box, what: str) -> Tensor:
-    """A box of a tensor that lies contiguous in a file.
+    """Return a box of a tensor that lies contiguous in a file.
 
     Args:
         descriptor: of the file, open for reading; its position is neither used nor moved.
@@ -111,6 +111,6 @@ def write_bytes(descriptor: int, offset: int, data: Tensor) -> None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
+    """Return the bytes of a contiguous CPU tensor, not copied."""
     buffer: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(buffer)

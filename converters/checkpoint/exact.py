@@ -16,7 +16,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in ``dtype``; the tensor itself when it has it.
+    """Return the tensor in ``dtype``; the tensor itself when it has it.
 
     A NaN keeps the leading bits of its payload: all of them on the way to a wider dtype, and so on the way
     back. One whose payload is nothing but bits that a narrower dtype does not have becomes the usual NaN of
@@ -41,7 +41,7 @@ def unequal(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _same_nans(nans: Tensor, dtype: torch.dtype) -> Tensor:
-    """Elements that are all NaN, in another dtype."""
+    """Return elements that are all NaN, in another dtype."""
     (integers, mantissa), (wanted, wanted_mantissa) = _FORMATS[nans.dtype], _FORMATS[dtype]
     bits = nans.view(integers).to(torch.int64)
     payload, shift = bits & (2**mantissa - 1), wanted_mantissa - mantissa

@@ -78,7 +78,7 @@ class ConversionManifest:
         return tuple(map(glob.escape, (*self.missing, *self.left_out)))
 
     def dtype_before(self, name: str, stored: torch.dtype) -> torch.dtype:
-        """The dtype of a tensor before an import widened it to ``stored``, for one dtype in a stack of
+        """Return the dtype of a tensor before an import widened it to ``stored``, for one dtype in a stack of
         layers; ``stored`` if none did."""
         record = self.tensors.get(name)
         before = stored if record is None else dtype_called(record.dtype)
@@ -107,8 +107,8 @@ NOT_FINITE_NOTE = "not_finite"
 
 
 def not_finite_note(names: Iterable[str]) -> dict[str, Any]:
-    """A note of tensors with NaN or infinity: they are carried over as they are, and no model works with
-    them."""
+    """Return a note of tensors with NaN or infinity: they are carried over as they are, and no model works
+    with them."""
     listed = sorted(names)
     shown = ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
     return {NOT_FINITE_NOTE: f"NaN or infinity in {shown}"} if listed else {}
@@ -130,7 +130,7 @@ def tool_version() -> str:
 
 
 def read_manifest(directory: Path) -> ConversionManifest | None:
-    """The manifest of a directory; None where there is none.
+    """Return the manifest of a directory; None where there is none.
 
     Raises:
         ConversionError: it is damaged, or of a format that is not known here.
@@ -163,7 +163,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_called(name: str) -> torch.dtype:
-    """The inverse of ``dtype_name``.
+    """Return the inverse of ``dtype_name``.
 
     Raises:
         ConversionError: torch has no such dtype.
@@ -236,7 +236,7 @@ class HeldAgainst:
         }
 
     def hashes(self, names: Iterable[str]) -> TensorHashes:
-        """Hashes of those tensors that are written in another dtype than the manifest says."""
+        """Return hashes of those tensors that are written in another dtype than the manifest says."""
         return TensorHashes([name for name in names if name in self._cast])
 
     def update(self, hashes: TensorHashes, name: str, rows: Tensor, start: int) -> None:
@@ -271,7 +271,7 @@ THE_REST = "the program, which lays out the same files otherwise"
 
 
 def fingerprints(facts: Mapping[str, Any]) -> dict[str, str]:
-    """A hash of each fact, by its name; facts are what JSON can say."""
+    """Return a hash of each fact, by its name; facts are what JSON can say."""
     return {name: hashlib.sha256(json.dumps(fact, sort_keys=True, default=str).encode()).hexdigest() for name, fact in facts.items()}
 
 
@@ -285,7 +285,7 @@ def fingerprint_of_rules(rules: Iterable[Rule]) -> list[str]:
 
 
 def changed(before: object, now: Mapping[str, str]) -> list[str]:
-    """Names of what differs between two results of ``fingerprints``.
+    """Return names of what differs between two results of ``fingerprints``.
 
     Args:
         before: as an earlier run wrote it down, whatever release that was of.

@@ -26,7 +26,8 @@ def kept_dtype(tensor: HuggingFaceTensor, stored: torch.dtype, asked: torch.dtyp
 
 
 def main_dtype(tensors: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
-    """The dtype that most bytes have, of tensors given by dtype and bytes; of a tie, the one seen first."""
+    """Return the dtype that most bytes have, of tensors given by dtype and bytes; of a tie, the one seen
+    first."""
     sizes: Counter[torch.dtype] = Counter()
     for dtype, size in tensors:
         sizes[dtype] += size
@@ -47,7 +48,7 @@ class Narrowing:
         self._lock = threading.Lock()
 
     def cast(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tensor in ``dtype``; the tensor itself when it has it.
+        """Return the tensor in ``dtype``; the tensor itself when it has it.
 
         Raises:
             ConversionError: a finite value becomes infinite, or a value changes though nobody asked for
@@ -73,15 +74,15 @@ class Narrowing:
 
     @staticmethod
     def _error(name: str, before: Tensor, after: Tensor) -> float:
-        """The largest error of a slice; in slices, since float64 takes several times the memory of what is
-        measured."""
+        """Return the largest error of a slice; in slices, since float64 takes several times the memory of
+        what is measured."""
         if bool((after.isinf() & before.isfinite()).any()):
             worst, dtype = float(before[before.isfinite()].abs().max()), dtype_name(after.dtype)
             raise ConversionError(f"{name}: {worst:.6g} is too large for {dtype}", "choose bfloat16 or a wider dtype")
         return float((before.double() - after.double()).abs().nan_to_num(0.0).max()) if before.numel() else 0.0
 
     def error_of(self, names: Iterable[str]) -> dict[str, float]:
-        """The largest error of each of these tensors that was narrowed."""
+        """Return the largest error of each of these tensors that was narrowed."""
         with self._lock:
             return {name: self._errors[name] for name in names if name in self._errors}
 

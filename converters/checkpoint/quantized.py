@@ -53,7 +53,7 @@ class BlockScaled:
         self._read_weight, self._read_scale = read_weight, read_scale
 
     def read(self, box: Box, dtype: torch.dtype) -> Tensor:
-        """The numbers in a box, each computed in float32 and rounded once to ``dtype``."""
+        """Return the numbers in a box, each computed in float32 and rounded once to ``dtype``."""
         leading, (rows, columns) = box[:-2], box[-2:]
         scales = self._read_scale((*leading, _blocks(rows, self._block[0]), _blocks(columns, self._block[1]))).float()
         of_column = torch.arange(*columns) // self._block[1] - columns[0] // self._block[1]
@@ -102,13 +102,13 @@ class Microscaled:
 
 
 def _blocks(span: tuple[int, int], size: int) -> tuple[int, int]:
-    """The blocks that a range touches."""
+    """Return the blocks that a range touches."""
     start, stop = span
     return start // size, max(start // size, -(-stop // size))
 
 
 def _cuts(span: tuple[int, int], size: int) -> Iterator[tuple[int, int]]:
-    """A range cut where blocks begin."""
+    """Yield a range cut where blocks begin."""
     start, stop = span
     while start < stop:
         end = min(stop, (start // size + 1) * size)
@@ -180,7 +180,7 @@ class DequantizedSource(HuggingFaceSource):
         return [*super().identity(), [self.method, *self._block]]
 
     def names(self) -> list[str]:
-        """Names of all tensors but the scales, sorted."""
+        """Return names of all tensors but the scales, sorted."""
         return sorted(set(self._file_of) - self._hidden)
 
     def __contains__(self, name: str) -> bool:
@@ -254,7 +254,7 @@ class DequantizedSource(HuggingFaceSource):
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config as it is of the dequantised model."""
+    """Return a config as it is of the dequantised model."""
     return {key: value for key, value in config.items() if key != KEY}
 
 
@@ -265,7 +265,7 @@ def drop_quantization(directory: Path) -> None:
 
 
 def _method_of(config: Any) -> str:
-    """The method that a ``quantization_config`` names.
+    """Return the method that a ``quantization_config`` names.
 
     Raises:
         ConversionError: it is not known, or it says more than is understood here.

@@ -109,11 +109,11 @@ class SafetensorsFile:
         assert names == set(self._entries)
 
     def keys(self) -> list[str]:
-        """Names of all tensors."""
+        """Return names of all tensors."""
         return list(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return shape of a tensor."""
         return self._entries[name].shape
 
     def stored_dtype(self, name: str) -> str:
@@ -132,13 +132,13 @@ class SafetensorsFile:
         return DTYPE_NAMES[stored]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor. Errors as of ``dtype_name``."""
+        """Return dtype of a tensor. Errors as of ``dtype_name``."""
         import torch
 
         return getattr(torch, self.dtype_name(name))
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A tensor, or a box of it, as a fresh contiguous CPU tensor.
+        """Return a tensor, or a box of it, as a fresh contiguous CPU tensor.
 
         Raises:
             ConversionError: the file has become shorter, or cannot be read.

@@ -47,8 +47,8 @@ _SHARDED = (
 
 
 def locate_source(model_name: str | Path, revision: str | None = None) -> Path:
-    """The directory of a checkpoint, fetched first where it is one of the hub. Arguments and errors as of
-    ``open_source``."""
+    """Return the directory of a checkpoint, fetched first where it is one of the hub. Arguments and errors as
+    of ``open_source``."""
     directory = Path(model_name).expanduser()
     if directory.is_dir():
         return directory
@@ -122,7 +122,7 @@ class HuggingFaceSource:
         return identity_of(sorted({self.directory / name for name in self._file_of.values()}))
 
     def names(self) -> list[str]:
-        """Names of all tensors, sorted."""
+        """Return names of all tensors, sorted."""
         return sorted(self._file_of)
 
     def __contains__(self, name: str) -> bool:
@@ -148,7 +148,7 @@ class HuggingFaceSource:
         return sorted(path.name for path in self.directory.glob("model*.safetensors") if path.name not in read)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, from the header.
+        """Return shape of a tensor, from the header.
 
         Raises:
             ConversionError: there is no such tensor, or its file is damaged.
@@ -156,11 +156,11 @@ class HuggingFaceSource:
         return self._file(name).shape(name)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor, by name. Raises as ``shape`` does."""
+        """Return shape of every tensor, by name. Raises as ``shape`` does."""
         return {name: self.shape(name) for name in self.names()}
 
     def dtype_name(self, name: str) -> str:
-        """Stored dtype of a tensor, as torch writes it (``torch.float32``), from the header.
+        """Return stored dtype of a tensor, as torch writes it (``torch.float32``), from the header.
 
         Raises:
             ConversionError: there is no such tensor, its file is damaged, or torch has no such dtype.
@@ -168,13 +168,13 @@ class HuggingFaceSource:
         return f"torch.{self._file(name).dtype_name(name)}"
 
     def dtype(self, name: str) -> torch.dtype:
-        """Stored dtype of a tensor. Errors as of ``dtype_name``."""
+        """Return stored dtype of a tensor. Errors as of ``dtype_name``."""
         import torch
 
         return getattr(torch, self.dtype_name(name).removeprefix("torch."))
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
-        """A tensor or a slice of it, touching only the bytes of that slice.
+        """Return a tensor or a slice of it, touching only the bytes of that slice.
 
         Args:
             name: of the tensor.
@@ -200,7 +200,7 @@ class HuggingFaceSource:
         return (*asked, *((0, size) for size in shape[len(asked) :]))
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """A JSON object of the directory, such as ``config.json``; None where the file does not exist.
+        """Return a JSON object of the directory, such as ``config.json``; None where the file does not exist.
 
         Raises:
             ConversionError: the file holds something else.
@@ -267,7 +267,7 @@ class HuggingFaceSource:
         )
 
     def _check_index(self, weight_map: object) -> dict[str, str]:
-        """The index as it stands, once every file it names is known to lie in the directory."""
+        """Return the index as it stands, once every file it names is known to lie in the directory."""
         path = self.directory / _INDEX
         if not isinstance(weight_map, Mapping) or not weight_map:
             raise ConversionError(f"{path} has no weight_map", "fetch or write the index again")
@@ -283,7 +283,7 @@ class HuggingFaceSource:
         return self._open(self._file_of[name])
 
     def _open(self, file_name: str) -> SafetensorsFile:
-        """The open file. On first use its header is compared with the index."""
+        """Return the open file. On first use its header is compared with the index."""
         with self._lock:
             if file_name in self._files:
                 return self._files[file_name]

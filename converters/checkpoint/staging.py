@@ -259,7 +259,7 @@ class Staging:
 
 
 def _read_journal(path: Path) -> list[dict[str, Any]]:
-    """The plan, and what was recorded behind it; nothing where there is no journal."""
+    """Return the plan, and what was recorded behind it; nothing where there is no journal."""
     records: list[dict[str, Any]] = []
     try:
         text = path.read_text(encoding="utf-8")
@@ -281,7 +281,7 @@ def _partial(target: Path) -> Path:
 
 
 def _lock(path: Path, *, waits: bool = False) -> IO[str]:
-    """The locked file, which has to stay open.
+    """Return the locked file, which has to stay open.
 
     Raises:
         BlockingIOError: another process has it, and this one does not wait.
@@ -350,7 +350,7 @@ def follow_umask(directory: Path, written: Path) -> None:
 
 
 def _size_on_disk(directory: Path) -> int:
-    """Bytes that a directory takes; files may have holes."""
+    """Return bytes that a directory takes; files may have holes."""
     return sum(path.lstat().st_blocks * 512 for path in directory.rglob("*"))
 
 

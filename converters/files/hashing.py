@@ -36,6 +36,6 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def hash_of(path: Path) -> str:
-    """The hash of a file, hexadecimal. Errors as of ``open_regular``."""
+    """Return the hash of a file, hexadecimal. Errors as of ``open_regular``."""
     with open_regular(path) as stream:
         return hashlib.file_digest(stream, ALGORITHM).hexdigest()

@@ -34,8 +34,8 @@ def special_kind(path: Path) -> str | None:
 
 
 def first_special(directory: Path) -> tuple[Path, str] | None:
-    """A path in a directory, in its order, that leads to neither a file nor a directory, and to what; None
-    where there is none.
+    """Return a path in a directory, in its order, that leads to neither a file nor a directory, and to what;
+    None where there is none.
 
     Raises:
         OSError: the directory cannot be read.
@@ -45,7 +45,7 @@ def first_special(directory: Path) -> tuple[Path, str] | None:
 
 
 def require_regular(path: Path) -> Path:
-    """The path, where opening it opens a file, or fails as usual.
+    """Return the path, where opening it opens a file, or fails as usual.
 
     Raises:
         ConversionError: it leads to a named pipe, a socket or a device.
@@ -61,7 +61,7 @@ DEEPEST = 64
 
 
 def read_json_object(path: Path, absent: tuple[str, str] | None = None) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Args:
         path: of the file.

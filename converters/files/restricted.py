@@ -75,7 +75,7 @@ class _Inert(type):
 
 @functools.lru_cache(maxsize=256)
 def _inert(found: Any) -> Any:
-    """The stand-in of a class or function whose attributes could be set; anything else itself."""
+    """Return the stand-in of a class or function whose attributes could be set; anything else itself."""
     if not callable(found) or (isinstance(found, type) and not found.__flags__ & _CHANGEABLE):
         return found
 
@@ -85,7 +85,7 @@ def _inert(found: Any) -> Any:
 
 
 def _stand_in(found: Any, call: Callable[..., Any], make: Callable[..., Any]) -> type:
-    """The stand-in: what calling it does, and what making an object of it without calling it does."""
+    """Return the stand-in: what calling it does, and what making an object of it without calling it does."""
     return _Inert(str(getattr(found, "__name__", found)), (), {"real": staticmethod(call), "__new__": make})
 
 

@@ -36,7 +36,7 @@ _UNREAD = "optimizer"
 
 
 def read_key(path: Path) -> bytes:
-    """The key in a file that only its owner may read.
+    """Return the key in a file that only its owner may read.
 
     Raises:
         ConversionError: it cannot be read, others may read it, or it is too short or too long.
@@ -62,7 +62,7 @@ def read_key(path: Path) -> bytes:
 
 
 def signature_of(manifest: Mapping[str, Any], key: bytes) -> str:
-    """The signature of a manifest's version, algorithm and table of files."""
+    """Return the signature of a manifest's version, algorithm and table of files."""
     signed = {name: manifest.get(name) for name in _SIGNED}
     text = json.dumps(signed, sort_keys=True, separators=(",", ":")).encode()
     return _KIND + hmac.new(key, _PURPOSE + text, hashlib.sha256).hexdigest()

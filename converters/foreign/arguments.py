@@ -90,7 +90,7 @@ _FLAGS: dict[str, Any] = {
 
 
 def megatron_lm_state(architecture: Architecture, padded_vocab: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The common state of a checkpoint that Megatron-LM saved.
+    """Return the common state of a checkpoint that Megatron-LM saved.
 
     Args:
         architecture: of the model.
@@ -129,8 +129,8 @@ def megatron_lm_state(architecture: Architecture, padded_vocab: int, dtype: torc
 
 
 def further_flags(state: dict[str, Any]) -> str:
-    """The flags that Megatron-LM needs beside ``--use-checkpoint-args``, which leaves some of the model's
-    arguments out."""
+    """Return the flags that Megatron-LM needs beside ``--use-checkpoint-args``, which leaves some of the
+    model's arguments out."""
     arguments = vars(state["args"])
     flags = []
     for name, default in _FLAGS.items():
@@ -179,7 +179,7 @@ def _require_arguments(settings: MegatronSettings) -> None:
 
 
 def _multiple(vocab_size: int, padded_vocab: int) -> int:
-    """A divisor of the padded vocabulary that Megatron-LM pads to it with."""
+    """Return a divisor of the padded vocabulary that Megatron-LM pads to it with."""
     if padded_vocab == vocab_size:
         return 1
     return next(one for one in (128, *range(1, padded_vocab + 1)) if -(-vocab_size // one) * one == padded_vocab)

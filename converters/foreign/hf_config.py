@@ -18,7 +18,7 @@ _FIX = "pass --hf-config DIRECTORY of a model of the same kind"
 
 
 def derived_config(settings: ForeignSettings, vocab_size: int, tokens: dict[str, Any]) -> dict[str, Any]:
-    """The parsed ``config.json`` of a model.
+    """Return the parsed ``config.json`` of a model.
 
     Args:
         settings: of its trainer.

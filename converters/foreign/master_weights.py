@@ -62,14 +62,14 @@ class MasterTensors(ViewedTensors):
 
 
 def optimizer_beside(directory: Path) -> list[Path]:
-    """The checkpoint of an optimizer that a trainer keeps beside that of the weights, if it does."""
+    """Return the checkpoint of an optimizer that a trainer keeps beside that of the weights, if it does."""
     beside = directory.parent / _OPTIMIZER_DIRECTORY
     return [beside] if is_checkpoint(beside) else []
 
 
 def with_master_weights(checkpoint: TorchDistCheckpoint) -> MasterTensors:
-    """A checkpoint with the weights of its optimizer, which stands in it or in the directory ``optimizer``
-    beside it.
+    """Return a checkpoint with the weights of its optimizer, which stands in it or in the directory
+    ``optimizer`` beside it.
 
     Raises:
         ConversionError: there is no optimizer, or its state is in a form that cannot be read without the

@@ -66,7 +66,7 @@ def read_common_state(checkpoint: TorchDistCheckpoint) -> dict[str, Any]:
 
 
 def arguments_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments that Megatron-LM was started with; None where there are none.
+    """Return the arguments that Megatron-LM was started with; None where there are none.
 
     Raises:
         ConversionError: they are something else than arguments.
@@ -80,7 +80,7 @@ def arguments_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _read(file: BinaryIO, what: str) -> Any:
-    """The pickle in an archive of ``torch.save``; tensors in it are left out."""
+    """Return the pickle in an archive of ``torch.save``; tensors in it are left out."""
     try:
         with zipfile.ZipFile(file) as archive:
             (entry,) = (entry for entry in archive.infolist() if entry.filename.partition("/")[2] == "data.pkl")
@@ -112,7 +112,7 @@ def read_settings(checkpoint: TorchDistCheckpoint, options: OpeningOptions) -> F
 
 
 def tensors_of(checkpoint: TorchDistCheckpoint, weights: str) -> StoredTensors:
-    """The tensors without prefixes.
+    """Return the tensors without prefixes.
 
     Args:
         checkpoint: as it lies there.
@@ -127,7 +127,7 @@ def tensors_of(checkpoint: TorchDistCheckpoint, weights: str) -> StoredTensors:
 
 
 def canonical(tensors: StoredTensors, architecture: Architecture) -> CanonicalTensors:
-    """The tensors under the keys that the architecture asks for.
+    """Return the tensors under the keys that the architecture asks for.
 
     Raises:
         ConversionError: one tensor is stored under two names.
@@ -141,7 +141,7 @@ _MEGATRON_MULTIPLE = 128
 
 
 def vocab_size_of(settings: ForeignSettings, options: OpeningOptions, rows: int) -> int:
-    """Rows of the embedding that belong to tokens.
+    """Return rows of the embedding that belong to tokens.
 
     Args:
         settings: of the trainer.

@@ -39,7 +39,7 @@ class ForeignSettings:
 
 
 def settings_from_arguments(arguments: Mapping[str, Any], origin: str) -> ForeignSettings:
-    """The arguments that Megatron-LM was started with, or a trainer built on it such as slime.
+    """Return the arguments that Megatron-LM was started with, or a trainer built on it such as slime.
 
     Raises:
         ConversionError: they do not say even the size of the model.
@@ -102,8 +102,8 @@ def with_rope_factor(settings: ForeignSettings, said: float | None, *, is_heeded
 
 
 def settings_from_provider(model: Mapping[str, Any], origin: str) -> ForeignSettings:
-    """The section ``model`` of Megatron-Bridge's ``run_config.yaml``: the fields of a model provider, or
-    those of a model config with the transformer's in a section of its own.
+    """Return the section ``model`` of Megatron-Bridge's ``run_config.yaml``: the fields of a model provider,
+    or those of a model config with the transformer's in a section of its own.
 
     Raises:
         ConversionError: they do not say even the size of the model.
@@ -197,12 +197,12 @@ _LARGEST = 2**24
 
 
 def find_run_config(directory: Path) -> Path | None:
-    """The file of a checkpoint, in its directory or beside it; None where there is none."""
+    """Return the file of a checkpoint, in its directory or beside it; None where there is none."""
     return next((path / RUN_CONFIG_FILE for path in (directory, directory.parent) if (path / RUN_CONFIG_FILE).is_file()), None)
 
 
 def read_section(path: Path, name: str) -> dict[str, Any]:
-    """One section: ``model``, or ``peft`` where adapters were trained.
+    """Return one section: ``model``, or ``peft`` where adapters were trained.
 
     Raises:
         ConversionError: the file is damaged, too large, or has no such section.

@@ -170,7 +170,7 @@ class CanonicalTensors(ViewedTensors):
         return _make_up(box, found) and all(self._tensors.is_saved(piece.key, _inside(piece, common)) for common, piece in found)
 
     def _pieces(self, key: str, box: Box) -> list[tuple[Box, _Piece]]:
-        """The pieces that a box has something of, with what it has of them."""
+        """Return the pieces that a box has something of, with what it has of them."""
         return [(common, piece) for piece in self._entries[key].pieces if (common := intersection(box, piece.box)) is not None]
 
     def _read(self, piece: _Piece, box: Box) -> Tensor:
@@ -193,8 +193,8 @@ def refuse_adapters(tensors: StoredTensors) -> None:
 
 
 def without_prefix(tensors: StoredTensors) -> StoredTensors:
-    """The tensors without what stands before every key of the model (``model.``, ``module.``). Other keys, of
-    optimizers, stay as they are.
+    """Return the tensors without what stands before every key of the model (``model.``, ``module.``). Other
+    keys, of optimizers, stay as they are.
 
     Raises:
         ConversionError: there are several models in the checkpoint.
@@ -236,7 +236,7 @@ def _other_norms(key: str) -> Iterator[str]:
 
 
 def _halves(tensors: StoredTensors, key: str) -> _Entry | None:
-    """A gated matrix whose halves are stored apart."""
+    """Return a gated matrix whose halves are stored apart."""
     gate, up = f"{key}_w", f"{key}_v"
     if gate not in tensors or up not in tensors:
         return None
@@ -247,7 +247,7 @@ def _halves(tensors: StoredTensors, key: str) -> _Entry | None:
 
 
 def _experts(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry | None:
-    """Experts of a layer, or of all layers, stored one by one."""
+    """Return experts of a layer, or of all layers, stored one by one."""
     match = _EXPERTS.fullmatch(key)
     if match is None or not grid:
         return None
@@ -267,7 +267,7 @@ def _experts(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry 
 
 
 def _inside(piece: _Piece, box: Box) -> Box:
-    """A box of the larger tensor as one of the stored tensor."""
+    """Return a box of the larger tensor as one of the stored tensor."""
     inside = relative(box, [start for start, _ in piece.box])
     return inside if piece.added_axis is None else (*inside[: piece.added_axis], *inside[piece.added_axis + 1 :])
 

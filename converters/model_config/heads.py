@@ -38,16 +38,16 @@ class ScoreHead:
 
 
 def known_classes(architecture_class: str) -> dict[str, bool | None]:
-    """The model classes of a family that are known, from the class of its language model: whether the score
-    layer has a bias; None for the language model, which has no such layer."""
+    """Return the model classes of a family that are known, from the class of its language model: whether the
+    score layer has a bias; None for the language model, which has no such layer."""
     stem = architecture_class.removesuffix(_LANGUAGE_MODEL)
     scoring = {stem + suffix: bias for suffix, bias in _SCORING.items()} if stem != architecture_class else {}
     return {architecture_class: None, **scoring}
 
 
 def read_head(config: Config, architecture_class: str, problems: list[str]) -> ScoreHead | None:
-    """The head that a config names under ``architectures``; None for a language model. What is wrong is
-    appended to ``problems``."""
+    """Return the head that a config names under ``architectures``; None for a language model. What is wrong
+    is appended to ``problems``."""
     classes = config.get("architectures")
     if not classes:
         return None

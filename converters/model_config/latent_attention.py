@@ -64,7 +64,8 @@ class LatentAttention:
 
 
 def read_latent_attention(config: Config, problems: list[str]) -> LatentAttention:
-    """The attention that a config describes; what cannot be carried over is appended to ``problems``."""
+    """Return the attention that a config describes; what cannot be carried over is appended to
+    ``problems``."""
     if config.get("attention_bias"):
         problems.append(f"attention_bias = {config['attention_bias']!r}: Megatron-Core's latent attention has no biases")
     if config.get("rope_interleave", True) is not True:

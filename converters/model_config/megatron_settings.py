@@ -69,8 +69,8 @@ def _latent_rotary(architecture: Architecture) -> dict[str, Any]:
 
 
 def _mscale(scaling: dict[str, Any], mscale_all_dim: float) -> float:
-    """The ``mscale`` with which Megatron-Core multiplies cosine and sine by the attention factor: it divides
-    the scale of ``mscale`` by that of ``mscale_all_dim``, always."""
+    """Return the ``mscale`` with which Megatron-Core multiplies cosine and sine by the attention factor: it
+    divides the scale of ``mscale`` by that of ``mscale_all_dim``, always."""
     factor, wanted = scaling["factor"], scaling["attention_factor"]
     logarithm = 0.1 * math.log(factor) if factor > 1 else 0.0
     of_all = mscale_all_dim * logarithm + 1.0
@@ -125,7 +125,7 @@ class MegatronSettings:
 
 
 def megatron_settings(architecture: Architecture) -> MegatronSettings:
-    """Arguments with which Megatron-Core computes the same function as transformers.
+    """Return arguments with which Megatron-Core computes the same function as transformers.
 
     Raises:
         ConversionError: Megatron-Core has no setting for a combination of biases or for the rotary scaling,
@@ -212,7 +212,7 @@ def _bias_flags(architecture: Architecture) -> tuple[bool, bool]:
 
 
 def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
-    """Arguments of the experts and their router.
+    """Return arguments of the experts and their router.
 
     Softmax over all logits and division of the chosen probabilities by their sum is the same function as
     softmax over the chosen logits, which is what Megatron-Core does without ``moe_router_pre_softmax``; with

@@ -54,7 +54,7 @@ def read_deepseek_routing(
     best_of_group: int,
     grouped: bool = True,
 ) -> Routing:
-    """The routing of DeepSeek's mixtures and of those that follow them (``n_group``, ``topk_group``,
+    """Return the routing of DeepSeek's mixtures and of those that follow them (``n_group``, ``topk_group``,
     ``routed_scaling_factor``).
 
     Args:
@@ -129,7 +129,7 @@ def read_mixture(
     shared_width_key: str | None = None,
     routing: Routing = Routing(),  # frozen
 ) -> MixtureOfExperts | None:
-    """The mixture that a config describes.
+    """Return the mixture that a config describes.
 
     Args:
         config: flat, with the defaults of its class filled in.
@@ -175,8 +175,8 @@ def read_deepseek_mixture(
     grouped: bool = True,
     sparse_layers: tuple[bool, ...] | None = None,
 ) -> MixtureOfExperts | None:
-    """The mixture of DeepSeek's models and of those that follow them: in all but the first layers, routing by
-    groups, and shared experts without a gate.
+    """Return the mixture of DeepSeek's models and of those that follow them: in all but the first layers,
+    routing by groups, and shared experts without a gate.
 
     Args:
         config: flat, with the defaults of its class filled in.

@@ -90,14 +90,14 @@ def _renamed(tensor: HuggingFaceTensor, old: str, new: str) -> HuggingFaceTensor
 
 
 def usual_name(megatron_name: str) -> str:
-    """The name that the rules have for a parameter of a prediction layer; other names come back as they
-    are."""
+    """Return the name that the rules have for a parameter of a prediction layer; other names come back as
+    they are."""
     return _NAME.sub(rf"\g<1>{_INNER}\2", megatron_name)
 
 
 def copies(facts: ModelFacts) -> Iterator[tuple[str, str]]:
-    """Tensors that a prediction layer may repeat, each with the tensor that it repeats: embedding and output
-    layer, which are shared."""
+    """Yield tensors that a prediction layer may repeat, each with the tensor that it repeats: embedding and
+    output layer, which are shared."""
     for index in range(facts.prediction_layers):
         prefix = f"model.layers.{facts.num_layers + index}."
         yield f"{prefix}embed_tokens.weight", "model.embed_tokens.weight"
@@ -106,7 +106,8 @@ def copies(facts: ModelFacts) -> Iterator[tuple[str, str]]:
 
 
 def as_stored(architecture: Architecture, names: Iterable[str]) -> Architecture:
-    """The architecture of stored weights: without prediction layers where they have none of their tensors.
+    """Return the architecture of stored weights: without prediction layers where they have none of their
+    tensors.
 
     Args:
         architecture: as the config describes it.

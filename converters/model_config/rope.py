@@ -97,15 +97,15 @@ def unread_rope_parameters(config: Config) -> list[str]:
 
 
 def _unread(parameters: Config, kind: str) -> list[str]:
-    """Parameters that transformers does not read for a type of rotary embedding, without those that change
-    nothing anywhere."""
+    """Return parameters that transformers does not read for a type of rotary embedding, without those that
+    change nothing anywhere."""
     keys = sorted(set(parameters) - _COMMON_KEYS - _KEYS[kind])
     return [key for key in keys if parameters[key] is not None and not (key in _OF_VLLM and parameters[key] == _OF_VLLM[key][0])]
 
 
 def rotated_fraction(config: Config, head_dim: int, problems: list[str]) -> float:
-    """The part of a head, from its beginning, that is rotated (``partial_rotary_factor``); all of it where
-    the config does not say."""
+    """Return the part of a head, from its beginning, that is rotated (``partial_rotary_factor``); all of it
+    where the config does not say."""
     fraction = _parameters(config).get("partial_rotary_factor")
     if fraction is None:
         return 1.0
@@ -121,7 +121,7 @@ def rotated_fraction(config: Config, head_dim: int, problems: list[str]) -> floa
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Factor on cosine and sine that YaRN uses when none is given (arXiv:2309.00071, section 3.4, with
+    """Return factor on cosine and sine that YaRN uses when none is given (arXiv:2309.00071, section 3.4, with
     DeepSeek's two scales)."""
 
     def scale(weight: float) -> float:
@@ -133,7 +133,7 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
 
 
 def _parameters(config: Config) -> dict[str, object]:
-    """The flat or nested rotary parameters, with the older top-level keys filled in."""
+    """Return the flat or nested rotary parameters, with the older top-level keys filled in."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     parameters = dict(found) if isinstance(found, Mapping) else {"rope_type": found}
     for key in ("rope_theta", "partial_rotary_factor"):
@@ -143,7 +143,7 @@ def _parameters(config: Config) -> dict[str, object]:
 
 
 def _number(parameters: Config, key: str, problems: list[str], default: object = None) -> float:
-    """A positive number; anything else becomes a problem and NaN."""
+    """Return a positive number; anything else becomes a problem and NaN."""
     return read_number(parameters.get(key), f"rope parameter {key}", problems, default=default, instead=math.nan)
 
 

@@ -12,7 +12,7 @@ SIZE_NEEDED = "a positive whole number is needed"
 
 
 def read_size(config: Config, key: str, problems: list[str], *, least: int = 1) -> int:
-    """The size under a key, a whole number; where it is none, or below ``least`` (0 or 1), that, and a
+    """Return the size under a key, a whole number; where it is none, or below ``least`` (0 or 1), that, and a
     problem."""
     value = config.get(key)
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
@@ -24,8 +24,8 @@ def read_size(config: Config, key: str, problems: list[str], *, least: int = 1) 
 def read_number(
     value: object, name: str, problems: list[str], *, default: object = None, instead: float = 1.0, may_be_zero: bool = False
 ) -> float:
-    """A finite number above 0, or from 0 on; where the value is something else, ``instead``, and a problem
-    that begins with ``name``."""
+    """Return a finite number above 0, or from 0 on; where the value is something else, ``instead``, and a
+    problem that begins with ``name``."""
     value = default if value is None else value
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf and (value or may_be_zero):
         return float(value)

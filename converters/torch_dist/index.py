@@ -15,7 +15,7 @@ from converters.torch_dist.location import INDEX_FILE
 
 
 def read_index(directory: Path) -> Metadata:
-    """The index of a checkpoint.
+    """Return the index of a checkpoint.
 
     Raises:
         ConversionError: there is none, it is damaged, or it names a class that an index does not consist of.

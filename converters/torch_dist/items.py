@@ -74,7 +74,7 @@ class RawTensor:
 
 
 def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTensor:
-    """The bytes of a serialised tensor.
+    """Return the bytes of a serialised tensor.
 
     Args:
         descriptor: of the file, open for reading; its position is neither used nor moved.
@@ -114,7 +114,7 @@ def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTens
 
 
 def read_item(path: Path, offset: int, length: int, what: str) -> Tensor:
-    """A whole serialised tensor.
+    """Return a whole serialised tensor.
 
     Raises:
         ConversionError: there is none, or it is damaged.
@@ -130,7 +130,7 @@ def read_item(path: Path, offset: int, length: int, what: str) -> Tensor:
 
 
 def read_raw(descriptor: int, raw: RawTensor, box: Box | None, what: str) -> Tensor:
-    """A box of a tensor in a file, or all of it, as a fresh contiguous tensor."""
+    """Return a box of a tensor in a file, or all of it, as a fresh contiguous tensor."""
     box = whole(raw.shape) if box is None else box
     if raw.contiguous:
         return read_box(descriptor, raw.offset, raw.dtype, raw.shape, box, what)

@@ -48,8 +48,8 @@ def are_stacked(keys: Iterable[str]) -> bool:
 
 
 def stored_place(rule: Rule, architecture: Architecture, *, stacked: bool) -> StoredPlace:
-    """The place of a parameter in a checkpoint whose layers are stacked or not. Layers that predict further
-    tokens never are."""
+    """Return the place of a parameter in a checkpoint whose layers are stacked or not. Layers that predict
+    further tokens never are."""
     prediction = _PREDICTION_LAYER.fullmatch(rule.megatron_name)
     if prediction is not None:
         layer = architecture.num_layers + int(prediction.group(2))
@@ -66,7 +66,7 @@ def stored_place(rule: Rule, architecture: Architecture, *, stacked: bool) -> St
 def _place_in_layer(
     prefix: str, suffix: str, architecture: Architecture, layer: int, index: tuple[int, ...], grid: tuple[int, ...]
 ) -> StoredPlace:
-    """The place of the parameter ``suffix`` of a layer whose keys begin with ``prefix``."""
+    """Return the place of the parameter ``suffix`` of a layer whose keys begin with ``prefix``."""
     expert = _EXPERT.fullmatch(suffix)
     if expert is not None:
         assert architecture.mixture is not None
@@ -77,8 +77,8 @@ def _place_in_layer(
 
 
 def extra_state_keys(place: StoredPlace) -> Iterator[str]:
-    """Names of the objects beside a parameter that a model asks a checkpoint for: the state of a module's fp8
-    recipe, empty without fp8.
+    """Yield names of the objects beside a parameter that a model asks a checkpoint for: the state of a
+    module's fp8 recipe, empty without fp8.
 
     Which modules ask depends on the layer spec; these are all that any may ask for, since one that is missing
     fails a load and one too many does not.

@@ -20,7 +20,7 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 def find_checkpoint(directory: Path) -> Path:
-    """The distributed checkpoint that a user means.
+    """Return the distributed checkpoint that a user means.
 
     Of a directory with several iterations it is the one that the tracker file names. A directory is also
     looked for under the names that trainers give it (``release``, ``dist_ckpt``, ``weights``).

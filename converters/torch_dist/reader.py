@@ -101,22 +101,22 @@ class TorchDistCheckpoint:
         self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[str]:
-        """Keys of all tensors, sorted."""
+        """Yield keys of all tensors, sorted."""
         return iter(sorted(self._tensors))
 
     def __contains__(self, key: str) -> bool:
         return key in self._tensors
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a stored tensor, with its leading axes of layers and experts."""
+        """Return shape of a stored tensor, with its leading axes of layers and experts."""
         return self._entry(key).shape
 
     def dtype(self, key: str) -> torch.dtype:
-        """Dtype of a stored tensor."""
+        """Return dtype of a stored tensor."""
         return self._entry(key).dtype
 
     def read(self, key: str, box: Box) -> Tensor:
-        """A box of a stored tensor, put together from whatever pieces it was saved in.
+        """Return a box of a stored tensor, put together from whatever pieces it was saved in.
 
         Returns:
             A fresh contiguous CPU tensor of the stored dtype.
@@ -146,7 +146,7 @@ class TorchDistCheckpoint:
         return out
 
     def read_object(self, key: str) -> bytes:
-        """An object that is no tensor, as ``torch.save`` wrote it.
+        """Return an object that is no tensor, as ``torch.save`` wrote it.
 
         Raises:
             ConversionError: there is none of that name, or its file is missing or too short.
@@ -199,7 +199,7 @@ class TorchDistCheckpoint:
 
 
 def _missing(box: Box, pieces: list[tuple[Box, _Chunk]]) -> int:
-    """Elements of a box that are in none of its pieces; below zero when some are in several."""
+    """Return elements of a box that are in none of its pieces; below zero when some are in several."""
     return math.prod(shape_of(box)) - sum(math.prod(shape_of(common)) for common, _ in pieces)
 
 
@@ -249,8 +249,8 @@ def _check_apart(key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
 
 
 def _overlapping(boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
-    """Pairs of boxes that have elements in common. Those that begin behind a box on the first axis are not
-    looked at: of a tensor that many ranks wrote in pieces there are many."""
+    """Yield pairs of boxes that have elements in common. Those that begin behind a box on the first axis are
+    not looked at: of a tensor that many ranks wrote in pieces there are many."""
     ordered = sorted(boxes)
     for number, one in enumerate(ordered):
         for other in itertools.islice(ordered, number + 1, None):

@@ -113,8 +113,8 @@ def waits_in_memory(path: Path) -> bool:
 
 
 def take_memory(checkpoint_dir: Path, needed: int, node: str = "", kept_bytes: int = 0) -> Path | None:
-    """An empty directory in shared memory that only this user may open; None where there is no room for
-    ``needed`` bytes and a little more.
+    """Return an empty directory in shared memory that only this user may open; None where there is no room
+    for ``needed`` bytes and a little more.
 
     Hold the run's lock: there is one for a directory of checkpoints, and what a killed launch left there
     goes.
@@ -190,8 +190,8 @@ def move_files(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> 
 
 
 def files_to_move(source: Path, target: Path) -> list[str]:
-    """The files below ``source``, by their paths there; the directories that they are in are made below
-    ``target``.
+    """Return the files below ``source``, by their paths there; the directories that they are in are made
+    below ``target``.
 
     Raises:
         OSError: a directory cannot be made.

@@ -150,5 +150,5 @@ def _publish(directory: Path, staging: Path) -> str | None:
 
 
 def random_state_file(rank: int) -> str:
-    """Name of the file that holds the random-number states of a rank."""
+    """Return name of the file that holds the random-number states of a rank."""
     return f"rng_{rank:05d}.safetensors"

@@ -17,7 +17,7 @@ _VERSIONS = (
 
 
 def available_bytes() -> int:
-    """Bytes that can be taken without anything having to go."""
+    """Return bytes that can be taken without anything having to go."""
     limits = [psutil.virtual_memory().available]
     for directory, limit, usage, cached in _VERSIONS:
         # absent, or "max" where there is no limit

@@ -237,7 +237,7 @@ def _process_start(pid: int) -> int | None:
 
 
 def _read_owner(descriptor: int) -> Owner | None:
-    """The written owner; None for an empty file or one that a crash left half-written."""
+    """Return the written owner; None for an empty file or one that a crash left half-written."""
     try:
         fields = json.loads(os.pread(descriptor, 4096, 0))
         owner = Owner(**fields)

@@ -34,7 +34,8 @@ INFO_NAME = "training_info.json"
 
 
 def plain_json(value: Any, where: str = "training_info") -> Any:
-    """A copy of ``value`` that JSON can hold unchanged; scalars of numpy and torch become plain numbers.
+    """Return a copy of ``value`` that JSON can hold unchanged; scalars of numpy and torch become plain
+    numbers.
 
     NaN and infinities become null with a warning: a metric that went wrong must not cost the checkpoint.
 
@@ -59,7 +60,7 @@ def plain_json(value: Any, where: str = "training_info") -> Any:
 
 
 def read_info(checkpoint: Path) -> dict[str, Any]:
-    """The training info of a checkpoint.
+    """Return the training info of a checkpoint.
 
     Raises:
         CheckpointError: the file is missing or is not a JSON object.
@@ -102,8 +103,8 @@ def faults_of_checkpoint(path: Path, hashes: bool = True, key: bytes | None = No
 
 
 def metric_of(info: Mapping[str, Any], metric_name: str) -> float | None:
-    """The metric that ranks a checkpoint, from the info itself or from its ``metrics``; None when there is no
-    finite number."""
+    """Return the metric that ranks a checkpoint, from the info itself or from its ``metrics``; None when
+    there is no finite number."""
     nested = info.get("metrics")
     value = info.get(metric_name, nested.get(metric_name) if isinstance(nested, Mapping) else None)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -118,7 +119,7 @@ def _refuse_other_keys(value: Mapping[Any, Any], where: str) -> None:
 
 
 def ranked_steps(metrics: Mapping[int, float | None], higher_is_better: bool) -> list[int]:
-    """Steps from best to worst.
+    """Return steps from best to worst.
 
     Args:
         metrics: per step its metric; None when the checkpoint has none.
@@ -141,7 +142,8 @@ def ranked_steps(metrics: Mapping[int, float | None], higher_is_better: bool) ->
 def steps_to_keep(
     metrics: Mapping[int, float | None], keep_top_k: int | None, higher_is_better: bool, keep_latest: bool = True
 ) -> set[int]:
-    """The best ``keep_top_k`` steps, and the latest one besides; all of them when ``keep_top_k`` is None.
+    """Return the best ``keep_top_k`` steps, and the latest one besides; all of them when ``keep_top_k`` is
+    None.
 
     As long as there is a checkpoint at all, one is kept.
     """
@@ -277,7 +279,7 @@ class CheckpointManager:
         remove_tree(temporary)
 
     def bytes_of_latest(self) -> int | None:
-        """Bytes of the newest checkpoint; None where there is none, or the storage does not say."""
+        """Return bytes of the newest checkpoint; None where there is none, or the storage does not say."""
         try:
             return next((tree_bytes(path) for _, path in self.checkpoints()), None)
         except StorageError:
@@ -311,17 +313,18 @@ class CheckpointManager:
                 logger.info("removed checkpoint %s", whole[step])
 
     def get_latest_checkpoint_path(self) -> Path | None:
-        """The whole checkpoint of the highest step; damaged ones are skipped with a warning. None when there
-        is none."""
+        """Return the whole checkpoint of the highest step; damaged ones are skipped with a warning. None when
+        there is none."""
         return self.latest_and_damaged()[0]
 
     def latest_and_damaged(self) -> tuple[Path | None, dict[Path, list[str]]]:
-        """The latest whole checkpoint, or None, and what is wrong with every later one; each is read once."""
+        """Return the latest whole checkpoint, or None, and what is wrong with every later one; each is read
+        once."""
         damaged: dict[Path, list[str]] = {}
         return next(self._whole(self.checkpoints(), damaged), None), damaged
 
     def get_best_checkpoint_path(self) -> Path | None:
-        """The whole checkpoint with the best metric, the newer of equals; the latest when none has the
+        """Return the whole checkpoint with the best metric, the newer of equals; the latest when none has the
         metric."""
         checkpoints = _newest_of_each_step(self.checkpoints())
         metrics = {step: self._metric(path) for step, path in checkpoints.items()}
@@ -330,8 +333,8 @@ class CheckpointManager:
         return next(self._whole([(step, checkpoints[step]) for step in ranked_steps(metrics, self.higher_is_better)]), None)
 
     def load_training_info(self, checkpoint_path: str | Path | None = None) -> dict[str, Any] | None:
-        """The training info of a checkpoint, or of the latest whole one; None when there is no checkpoint at
-        all.
+        """Return the training info of a checkpoint, or of the latest whole one; None when there is no
+        checkpoint at all.
 
         Raises:
             CheckpointError: the given checkpoint has no readable training info.
@@ -350,7 +353,7 @@ class CheckpointManager:
             raise CheckpointError(f"checkpoint {checkpoint_path} is damaged: {'; '.join(problems)}. Fix: resume from another checkpoint")
 
     def unfinished(self) -> list[Path]:
-        """Directories of checkpoints that were begun and not committed, by name.
+        """Return directories of checkpoints that were begun and not committed, by name.
 
         Raises:
             StorageError: the storage does not say what is there.

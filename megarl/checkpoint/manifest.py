@@ -76,7 +76,7 @@ def entry_of(path: Path) -> Entry:
 
 
 def read_signing_key(path: str | None) -> bytes | None:
-    """The key of ``checkpointing.signing_key_file``; None where there is none.
+    """Return the key of ``checkpointing.signing_key_file``; None where there is none.
 
     Raises:
         ConfigError: it cannot be used.
@@ -136,7 +136,7 @@ def verify(root: str | Path, hashes: bool = True, key: bytes | None = None) -> l
 
 
 def _read(root: Path) -> Mapping[str, Any]:
-    """The manifest, whose own digest is right.
+    """Return the manifest, whose own digest is right.
 
     Raises:
         CheckpointError: it is missing or damaged.

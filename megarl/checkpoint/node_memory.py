@@ -65,8 +65,8 @@ class NodeMemory:
         tidy_memory(self._checkpoint_dir)
 
     def take(self, needed: int) -> str | None:
-        """The path of an empty directory for ``needed`` bytes and a little more; None where there is no
-        room."""
+        """Return the path of an empty directory for ``needed`` bytes and a little more; None where there is
+        no room."""
         self.free()
         path = take_memory(self._checkpoint_dir, needed, self._node, self._kept_bytes)
         if path is None:
@@ -231,7 +231,7 @@ class Writer:
         return self._has_ended.is_set()
 
     def files(self, longest_s: float | None = None) -> dict[str, Entry]:
-        """The entries of the files that it was told to write, when it is through.
+        """Return the entries of the files that it was told to write, when it is through.
 
         Raises:
             TimeoutError: that takes longer than ``longest_s``.
@@ -345,7 +345,7 @@ def _end_with_asker(source: Path) -> None:
 
 
 def _reason_of(error: Exception) -> str:
-    """Why files could not be written, in one line."""
+    """Return why files could not be written, in one line."""
     text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
     return f"{type(error).__name__}: {text}"
 

@@ -63,8 +63,8 @@ def restricted_loading() -> Iterator[None]:
 
 
 def read_plain_index(directory: Path) -> Metadata:
-    """The index of a checkpoint. Read before a library does, it is refused by an error of its own; a reader's
-    comes wrapped in others, in each torch otherwise.
+    """Return the index of a checkpoint. Read before a library does, it is refused by an error of its own; a
+    reader's comes wrapped in others, in each torch otherwise.
 
     Raises:
         UnusableCheckpointError: it is missing, damaged, or names what no index needs.

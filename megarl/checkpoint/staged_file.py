@@ -30,12 +30,12 @@ _PLAIN_SUFFIX = ".distcp"
 
 
 def description_name(name: str) -> str:
-    """Name of the description of a file."""
+    """Return name of the description of a file."""
     return f"{name.removesuffix(_PLAIN_SUFFIX)}{SUFFIX}"
 
 
 def plain_name(name: str) -> str:
-    """Name of the file that a description is of; of another file, its own."""
+    """Return name of the file that a description is of; of another file, its own."""
     return f"{name.removesuffix(SUFFIX)}{_PLAIN_SUFFIX}" if name.endswith(SUFFIX) else name
 
 
@@ -101,7 +101,7 @@ class StagedFile:
 
 
 def open_staged(source: Path) -> dict[str, StagedFile]:
-    """All files that are described below ``source``, by path of the description there.
+    """Return all files that are described below ``source``, by path of the description there.
 
     Raises:
         CheckpointError: one is no description, or its memory cannot be opened.
@@ -111,7 +111,7 @@ def open_staged(source: Path) -> dict[str, StagedFile]:
 
 
 def tensor_at(memory: mmap.mmap | None, place: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """The tensor that lies somewhere in memory, in a storage that holds nothing else."""
+    """Return the tensor that lies somewhere in memory, in a storage that holds nothing else."""
     import torch
 
     size = math.prod(shape) * dtype.itemsize
@@ -162,7 +162,7 @@ def _read(description: Path) -> dict[str, Any]:
 
 
 def _opened(name: str, address: Mapping[str, int]) -> mmap.mmap:
-    """The memory of a rank that a file is in."""
+    """Return the memory of a rank that a file is in."""
     what = f"the memory of process {address['process']} that {name} is in cannot be opened"
     try:
         # what it leads to by now may be a pipe

@@ -62,7 +62,7 @@ class StagedTensor:
 
 
 def staged(tensor: Tensor) -> StagedTensor:
-    """A tensor of any device, with the strides that a copy of it in memory of its own has."""
+    """Return a tensor of any device, with the strides that a copy of it in memory of its own has."""
     values = tensor.detach()
     is_alone = values.is_cpu and values.untyped_storage().nbytes() == values.nbytes
     like = values if is_alone else torch.empty_like(values, device="meta")
@@ -160,8 +160,8 @@ class StagingBuffers:
         self._buffers: dict[str, StagingBuffer] = {}
 
     def of(self, directory: Path) -> StagingBuffer | None:
-        """The buffer of ``directory``, and of directories of its name in other checkpoints. None where it is
-        on the disk already: then the memory of all is given back."""
+        """Return the buffer of ``directory``, and of directories of its name in other checkpoints. None where
+        it is on the disk already: then the memory of all is given back."""
         if waits_in_memory(directory):
             return self._buffers.setdefault(directory.name, StagingBuffer())
         self.close()
@@ -248,14 +248,14 @@ class _Counted:
 
 
 def _archive_length(tensor: Tensor) -> int:
-    """Bytes of the archive that ``torch.save`` makes, which do not depend on the values."""
+    """Return bytes of the archive that ``torch.save`` makes, which do not depend on the values."""
     counted = _Counted()
     torch.save(tensor, cast("BinaryIO", counted))
     return counted.length
 
 
 def _rows(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Places for pieces of these sizes one behind the other, and where the last one ends."""
+    """Return places for pieces of these sizes one behind the other, and where the last one ends."""
     places, end = [], 0
     for size in sizes:
         places.append(end)

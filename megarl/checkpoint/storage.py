@@ -93,7 +93,7 @@ def _mode(path: Path, follow: bool = True) -> int:
 
 
 def transient_cause(error: BaseException | None) -> OSError | None:
-    """The error of the storage that ``error`` is, or is made of; None where there is none."""
+    """Return the error of the storage that ``error`` is, or is made of; None where there is none."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in TRANSIENT:
             return error
@@ -102,7 +102,7 @@ def transient_cause(error: BaseException | None) -> OSError | None:
 
 
 def tree_bytes(root: Path) -> int:
-    """Bytes of all files below ``root``; 0 where there is no such directory."""
+    """Return bytes of all files below ``root``; 0 where there is no such directory."""
     return sum(size for directory, _, names in os.walk(root) for size in _sizes(Path(directory) / name for name in names))
 
 
@@ -116,8 +116,8 @@ def _sizes(paths: Iterator[Path]) -> Iterator[int]:
 
 
 def storage_error(error: Exception) -> Exception:
-    """The error of the storage that led to another one; where there is none, the other one. ``torch.save``
-    tells of what it could not write only that it is at another position than it thought."""
+    """Return the error of the storage that led to another one; where there is none, the other one.
+    ``torch.save`` tells of what it could not write only that it is at another position than it thought."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__

@@ -22,14 +22,14 @@ CUT_KINDS = frozenset({Kind.COLUMN, Kind.ROW, Kind.QKV, Kind.GATED})
 
 
 def adapters_of(policy: PolicyConfig) -> PeftConfig | None:
-    """The section ``peft`` of a policy section, where it is enabled. A section that nobody has filled in need
-    not have it."""
+    """Return the section ``peft`` of a policy section, where it is enabled. A section that nobody has filled
+    in need not have it."""
     section = policy.get("peft")
     return section if section and section["enabled"] else None
 
 
 def expanded(patterns: Iterable[str]) -> tuple[str, ...]:
-    """Patterns with Hugging Face names in the place of Megatron-Core's."""
+    """Return patterns with Hugging Face names in the place of Megatron-Core's."""
     found = []
     for pattern in patterns:
         before, dot, last = pattern.rpartition(".")
@@ -46,7 +46,7 @@ def is_named(name: str, patterns: Iterable[str]) -> bool:
 
 
 def adapter_parameters(section: PeftConfig, facts: ModelFacts, layers: Sequence[int], tensor: int = 1) -> int:
-    """Parameters of the adapters of some layers on one of ``tensor`` ranks that share each."""
+    """Return parameters of the adapters of some layers on one of ``tensor`` ranks that share each."""
     targets, excluded = expanded(section["target_modules"]) or ("*",), expanded(section["exclude_modules"])
     total = 0
     for layer in layers:

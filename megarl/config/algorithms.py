@@ -68,7 +68,7 @@ OF_ALGORITHMS = ("grpo", "sft", "dpo", "rm", "ppo", "critic", "reward_model", "d
 
 @cache
 def algorithm_class(name: str) -> type[AlgorithmSpec]:
-    """The algorithm of that name or import path.
+    """Return the algorithm of that name or import path.
 
     Raises:
         ConfigError: there is none, or what is there is no algorithm.
@@ -124,13 +124,13 @@ def generates(config: RunConfig) -> bool:
 
 
 def rows_of_record(config: RunConfig) -> int:
-    """Rows that a record of a checked run makes in a batch of training: 2 for a pair of answers. Batch sizes
-    count records."""
+    """Return rows that a record of a checked run makes in a batch of training: 2 for a pair of answers. Batch
+    sizes count records."""
     return 2 if algorithm_class(config[KEY]).PAIRS else 1
 
 
 def step_size(config: RunConfig) -> tuple[int, int]:
-    """Prompts (records) of a step of a checked run, and responses to each."""
+    """Return prompts (records) of a step of a checked run, and responses to each."""
     algorithm = algorithm_class(config[KEY])
     prompts = config["policy"]["train_global_batch_size"] if algorithm.PROMPTS is None else at(config, algorithm.PROMPTS)
     return prompts, 1 if algorithm.GENERATIONS is None else at(config, algorithm.GENERATIONS)
@@ -142,7 +142,7 @@ def roles(config: RunConfig) -> tuple[Role, ...]:
 
 
 def sections_of(name: object) -> Mapping[str, Any]:
-    """The sections of an algorithm, TypedDicts by name; none where there is no such algorithm."""
+    """Return the sections of an algorithm, TypedDicts by name; none where there is no such algorithm."""
     try:
         return algorithm_class(name).SECTIONS if isinstance(name, str) else {}
     except ConfigError:
@@ -150,8 +150,8 @@ def sections_of(name: object) -> Mapping[str, Any]:
 
 
 def models_of(name: object) -> Mapping[str, ModelSection]:
-    """The sections of models beside the policy that an algorithm has, by name; none where there is no such
-    algorithm."""
+    """Return the sections of models beside the policy that an algorithm has, by name; none where there is no
+    such algorithm."""
     try:
         return algorithm_class(name).MODELS if isinstance(name, str) else {}
     except ConfigError:
@@ -160,13 +160,13 @@ def models_of(name: object) -> Mapping[str, ModelSection]:
 
 @cache
 def built_in_models() -> Mapping[str, ModelSection]:
-    """The sections of models beside the policy that the built-in algorithms have, by name."""
+    """Return the sections of models beside the policy that the built-in algorithms have, by name."""
     return {section: model for name in ALGORITHMS for section, model in algorithm_class(name).MODELS.items()}
 
 
 @cache
 def built_in_sections() -> Mapping[str, Any]:
-    """The sections that the built-in algorithms have for themselves, TypedDicts by name."""
+    """Return the sections that the built-in algorithms have for themselves, TypedDicts by name."""
     return {algorithm_class(name).section(): algorithm_class(name).SECTIONS[algorithm_class(name).section()] for name in ALGORITHMS}
 
 

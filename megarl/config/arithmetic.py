@@ -82,7 +82,7 @@ def each_of(key: str, values: Iterable[object]) -> tuple[Mapping[str, object], .
 
 
 def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel size."""
+    """Return rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel size."""
     return -(-vocab_size // tensor_parallel) * tensor_parallel
 
 

@@ -201,8 +201,8 @@ class DataConfig(TypedDict):
 
 
 def sources_of(data: Mapping[str, Any], key: str) -> Iterator[tuple[str, ValidationSource]]:
-    """The sources of ``train`` or ``validation`` in a ``data`` section, each with its dotted path in the
-    configuration; none for null."""
+    """Yield the sources of ``train`` or ``validation`` in a ``data`` section, each with its dotted path in
+    the configuration; none for null."""
     value = data.get(key)
     places = {f"data.{key}.{place}": source for place, source in enumerate(value)} if isinstance(value, list) else {f"data.{key}": value}
     yield from ((path, cast(ValidationSource, source)) for path, source in places.items() if isinstance(source, Mapping))
@@ -242,8 +242,8 @@ def fields_of_key(value: str | Sequence[str]) -> Sequence[str]:
 
 
 def key_steps(path: str) -> tuple[str | int, ...] | None:
-    """The steps of a key such as ``reward_model.ground_truth`` or ``prompt[0].content``: names of fields and
-    places in lists.
+    """Return the steps of a key such as ``reward_model.ground_truth`` or ``prompt[0].content``: names of
+    fields and places in lists.
 
     None for a text that is no such key.
     """

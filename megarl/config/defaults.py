@@ -83,7 +83,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
 
 
 def _well_formed_models(run: Config) -> Iterator[tuple[str, ModelSection]]:
-    """The sections of models beside the policy that are there as sections, or not at all."""
+    """Yield the sections of models beside the policy that are there as sections, or not at all."""
     for path, section in model_sections(run).items():
         given = at(run, path)
         if given is None or isinstance(given, dict):
@@ -91,7 +91,7 @@ def _well_formed_models(run: Config) -> Iterator[tuple[str, ModelSection]]:
 
 
 def complete_policy(policy: Mapping[str, Any]) -> PolicyConfig:
-    """A copy of a ``policy`` section with every absent optional key filled in."""
+    """Return a copy of a ``policy`` section with every absent optional key filled in."""
     filled = copy.deepcopy(dict(policy))
     if "make_sequence_length_divisible_by" not in filled:
         filled["make_sequence_length_divisible_by"] = _padding_of(filled)
@@ -140,7 +140,8 @@ def _complete_megatron(megatron: Config, policy: Config) -> Config:
 
 
 def _complete_engine(generation: Config, policy: Config) -> Config:
-    """The section with what its engine fills in; as it is where there is no such engine, which a rule says.
+    """Return the section with what its engine fills in; as it is where there is no such engine, which a rule
+    says.
 
     Raises:
         ConfigError: the code of a user's own engine fails on it.
@@ -211,12 +212,12 @@ def _fill_sizes_of_validation(run: Config) -> None:
 
 
 def fill(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
-    """The section, followed by the defaults of the keys it lacks."""
+    """Return the section, followed by the defaults of the keys it lacks."""
     return {**section, **{key: copy.deepcopy(value) for key, value in defaults.items() if key not in section}}
 
 
 def _filled(config: Mapping[str, Any], kind: Any) -> Config:
-    """A section with the defaults of its keys, and those that follow another key."""
+    """Return a section with the defaults of its keys, and those that follow another key."""
     filled = fill(config, defaults_of(kind))
     for name, key in fields_of(kind).items():
         if key.follows in filled:
@@ -225,7 +226,7 @@ def _filled(config: Mapping[str, Any], kind: Any) -> Config:
 
 
 def _complete(config: Mapping[str, Any], kind: Any) -> Config:
-    """A section that is filled in with the sections in it."""
+    """Return a section that is filled in with the sections in it."""
     filled = _filled(config, kind)
     for name, annotation in keys_of(kind).items():
         for inner in section_types(annotation):
@@ -235,6 +236,6 @@ def _complete(config: Mapping[str, Any], kind: Any) -> Config:
 
 
 def _section(config: Mapping[str, Any], key: str) -> Config:
-    """A section as a dictionary; empty when it is absent or not a section."""
+    """Return a section as a dictionary; empty when it is absent or not a section."""
     section = config.get(key)
     return dict(section) if isinstance(section, Mapping) else {}

@@ -22,7 +22,7 @@ def source_key(source: DataSource) -> str:
 
 
 def train_sources(data: DataConfig) -> Sequence[DataSource]:
-    """The training sources of a ``data`` section, in their order."""
+    """Return the training sources of a ``data`` section, in their order."""
     given = data["train"]
     return given if isinstance(given, list) else [given]
 

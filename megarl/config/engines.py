@@ -36,7 +36,7 @@ def is_engine(generation: GenerationConfig | None) -> bool:
 
 
 def kind_of(generation: GenerationConfig | None) -> EngineKind | None:
-    """The kind of engine that a ``policy.generation`` section asks for; None where the policy itself
+    """Return the kind of engine that a ``policy.generation`` section asks for; None where the policy itself
     generates.
 
     Raises:
@@ -46,7 +46,7 @@ def kind_of(generation: GenerationConfig | None) -> EngineKind | None:
 
 
 def engine_kind(backend: str) -> EngineKind:
-    """The kind of engine that ``policy.generation.backend`` names.
+    """Return the kind of engine that ``policy.generation.backend`` names.
 
     Raises:
         ConfigError: nothing can be imported under that name, or it is no ``EngineKind``.

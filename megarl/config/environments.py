@@ -333,7 +333,7 @@ def class_of_actor(kind: Any) -> Any:
 
 
 def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
-    """The class at an import path that an environment is made by.
+    """Return the class at an import path that an environment is made by.
 
     Raises:
         ConfigError: there is none, or it lacks a method.
@@ -349,12 +349,12 @@ def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
 
 
 def tool_sections(section: EnvConfig) -> dict[str, ToolConfig]:
-    """The tools of an environment by name, each with its kind under ``tool``."""
+    """Return the tools of an environment by name, each with its kind under ``tool``."""
     return {name: {"tool": name, **inner} for name, inner in (section.get("tools") or {}).items()}
 
 
 def own_function(name: str, key: str) -> Callable[..., Any]:
-    """The function at an import path.
+    """Return the function at an import path.
 
     Raises:
         ConfigError: there is none.
@@ -421,27 +421,28 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
 
 
 def named_environments(section: Mapping[str, Any]) -> dict[str, EnvConfig]:
-    """The environments of an ``env`` section that have names: the sections in it that are no keys of its
-    own."""
+    """Return the environments of an ``env`` section that have names: the sections in it that are no keys of
+    its own."""
     own = keys_of(EnvConfig)
     return {name: cast(EnvConfig, inner) for name, inner in section.items() if isinstance(inner, Mapping) and name not in own}
 
 
 def environments_of(section: EnvConfig) -> dict[str, EnvConfig]:
-    """Dotted key of each environment of an ``env`` section to its own section: those with names, else the
-    section itself."""
+    """Return dotted key of each environment of an ``env`` section to its own section: those with names, else
+    the section itself."""
     named = {f"env.{name}": inner for name, inner in named_environments(section).items()}
     return named or {"env": section}
 
 
 def weights_of_rewards(section: EnvConfig) -> dict[str, float]:
-    """The weight of each of several rewards by its name, over all environments of an ``env`` section."""
+    """Return the weight of each of several rewards by its name, over all environments of an ``env``
+    section."""
     several = [inner.get("rewards") or {} for inner in environments_of(section).values()]
     return {name: reward.get("weight", 1.0) for rewards in several for name, reward in rewards.items()}
 
 
 def rewards_of(section: EnvConfig, key: str = "env") -> dict[str, RewardConfig]:
-    """Dotted key of each reward of one environment to its section, which names it under ``reward``."""
+    """Return dotted key of each reward of one environment to its section, which names it under ``reward``."""
     several = section.get("rewards")
     if several is None:
         return {key: cast(RewardConfig, section)}

@@ -53,7 +53,8 @@ class Layout:
 
 
 def layers_per_stage(num_layers: int, stages: int, first: int | None = None, last: int | None = None) -> list[int]:
-    """Layers of each pipeline stage: ``first`` and ``last`` as given, the others share the rest evenly.
+    """Return layers of each pipeline stage: ``first`` and ``last`` as given, the others share the rest
+    evenly.
 
     Source: Megatron-Core's ``TransformerConfig`` (``num_layers_in_first_pipeline_stage``,
     ``num_layers_in_last_pipeline_stage``).
@@ -80,7 +81,7 @@ def layers_per_stage(num_layers: int, stages: int, first: int | None = None, las
 
 
 def read_pipeline_layout(text: str) -> list[str]:
-    """The model chunks of a written pipeline layout, in the order in which a token goes through them.
+    """Return the model chunks of a written pipeline layout, in the order in which a token goes through them.
 
     The notation is Megatron-Core's: ``E`` embedding, ``t`` transformer layer, ``L`` output layer and loss,
     ``|`` between chunks, ``x*3`` and ``(tt|)*3`` for repetitions, commas for the eye: ``"Et*2|(tt|)*2tL"`` is
@@ -102,7 +103,7 @@ def read_pipeline_layout(text: str) -> list[str]:
 
 
 def pipeline_chunks(megatron: MegatronConfig) -> int:
-    """Model chunks of one pipeline stage (1 unless the pipeline is interleaved) of a valid
+    """Return model chunks of one pipeline stage (1 unless the pipeline is interleaved) of a valid
     ``megatron_cfg``."""
     layout = megatron["pipeline_model_parallel_layout"]
     if layout is not None:
@@ -111,7 +112,7 @@ def pipeline_chunks(megatron: MegatronConfig) -> int:
 
 
 def stage_layer_counts(megatron: MegatronConfig, num_layers: int) -> list[int]:
-    """Layers of each pipeline stage of a ``megatron_cfg``, over all of its chunks.
+    """Return layers of each pipeline stage of a ``megatron_cfg``, over all of its chunks.
 
     Raises:
         ValueError: the layers cannot be divided as it says; the message says why.

@@ -42,7 +42,7 @@ class OverridesError(ConfigError):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), layers: Sequence[str | Path] = (), *, allow_env: bool = False) -> Config:
-    """The configuration of ``path`` with everything it inherits, overridden and interpolated, as plain
+    """Return the configuration of ``path`` with everything it inherits, overridden and interpolated, as plain
     containers. Not checked yet.
 
     Args:
@@ -138,7 +138,7 @@ def _refuse_hidden(resolved: Any) -> None:
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """All texts in plain containers, with their dotted keys."""
+    """Yield all texts in plain containers, with their dotted keys."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict | list):
@@ -147,7 +147,7 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _with_another_environment(merged: DictConfig) -> Any:
-    """The configuration as it would be if every variable had another value."""
+    """Return the configuration as it would be if every variable had another value."""
     OmegaConf.register_resolver(_ENVIRONMENT, lambda *arguments: _ANOTHER, replace=True)
     try:
         return OmegaConf.to_container(merged, resolve=True)
@@ -175,8 +175,8 @@ def _marked(value: Any, other: Any, written: Any) -> Any:
 
 
 def load_config_with_inheritance(path: str | Path, base_dir: str | Path | None = None) -> DictConfig:
-    """A YAML file merged over the files its ``defaults`` key names, depth first; later ones win, the file
-    itself wins over all.
+    """Return a YAML file merged over the files its ``defaults`` key names, depth first; later ones win, the
+    file itself wins over all.
 
     Args:
         path: the file.
@@ -319,7 +319,7 @@ def _drop_replaced(config: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _without_secret(text: str, override: str) -> str:
-    """A message about an override, without its value where its key is that of a secret."""
+    """Return a message about an override, without its value where its key is that of a secret."""
     key, _, value = override.partition("=")
     return redacted_text(text.replace(value, HIDDEN) if value and is_secret(key) else text)
 
@@ -370,7 +370,7 @@ def _value_of(text: str) -> Any:
 
 
 def _plain(section: DictConfig) -> Config:
-    """A section as a dictionary, interpolations left as they are written."""
+    """Return a section as a dictionary, interpolations left as they are written."""
     return cast(Config, OmegaConf.to_container(section, resolve=False))
 
 

@@ -79,7 +79,7 @@ class RankMemory:
 
 
 def optimizer_bytes(optimizer: MegatronOptimizerConfig, weight_bytes: int, gradient_bytes: int) -> int:
-    """Bytes a parameter of optimizer state, before it is divided over data-parallel ranks.
+    """Return bytes a parameter of optimizer state, before it is divided over data-parallel ranks.
 
     Float32 moments (two for Adam, one for SGD with momentum), and float32 copies of weights and gradients
     unless they are float32 already. Source: the table "theoretical memory footprint" in Megatron-Core's guide
@@ -93,7 +93,7 @@ def optimizer_bytes(optimizer: MegatronOptimizerConfig, weight_bytes: int, gradi
 def estimate(
     policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: BatchPlan, *, reference: bool, device: str = "cuda"
 ) -> list[RankMemory]:
-    """Memory of a rank of each pipeline stage.
+    """Return memory of a rank of each pipeline stage.
 
     Args:
         policy: a checked ``policy`` section with its defaults, on the Megatron backend.
@@ -161,7 +161,7 @@ def _stage_memory(
 
 
 def _expert_sizes(megatron: MegatronConfig) -> tuple[int, int]:
-    """Ranks that the experts are divided over, and ranks that each of them is cut over."""
+    """Return ranks that the experts are divided over, and ranks that each of them is cut over."""
     return megatron["expert_model_parallel_size"], megatron["expert_tensor_parallel_size"]
 
 
@@ -265,7 +265,7 @@ def logit_bytes(policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: B
 
 
 def _logprob_tokens(policy: PolicyConfig, plan: BatchPlan) -> int:
-    """Most tokens of a micro-batch of a log-probability pass."""
+    """Return most tokens of a micro-batch of a log-probability pass."""
     return int(plan.logprob_token_budget or policy["logprob_batch_size"] * plan.sequence_length)
 
 
@@ -300,7 +300,7 @@ gathered."""
 
 
 def estimate_sharded(policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: BatchPlan, *, reference: bool) -> RankMemory:
-    """Memory of a rank.
+    """Return memory of a rank.
 
     Weights, gradients and optimizer state are float32 shards; beside them stand, in the type they compute in,
     the whole parameters of the layers that compute, and of what is no layer (embedding, last norm, output

@@ -114,7 +114,7 @@ def device_ledger(
 
 
 def device_gib(cluster: ClusterConfig) -> float:
-    """Memory of a GPU in GiB."""
+    """Return memory of a GPU in GiB."""
     given = cluster["device_memory_gib"]
     return ASSUMED_DEVICE_GIB if given is None else float(given)
 
@@ -126,8 +126,8 @@ def process_rest(groups: int) -> int:
 
 
 def _moment_bytes(policy: PolicyConfig, rank: RankMemory) -> int:
-    """Bytes of the optimizer's moments on a rank: the float32 numbers that are neither copies of weights nor
-    of gradients."""
+    """Return bytes of the optimizer's moments on a rank: the float32 numbers that are neither copies of
+    weights nor of gradients."""
     if enabled_backend(policy) != "megatron":
         return rank.optimizer
     optimizer, element = policy["megatron_cfg"]["optimizer"], BYTES[policy["precision"]]
@@ -166,8 +166,8 @@ def host_memory(config: RunConfig, ranks: Sequence[RankMemory], beside: Iterable
 
 
 def checkpoint_bytes(policy: PolicyConfig, facts: ModelFacts) -> int:
-    """One checkpoint: weights, float32 copies of them and the optimizer's moments, as the backend writes
-    them; of adapters these alone.
+    """Return one checkpoint: weights, float32 copies of them and the optimizer's moments, as the backend
+    writes them; of adapters these alone.
 
     Megatron writes the weights in ``policy.precision``, and with the distributed optimizer or in 16 bit
     float32 copies of them; the torch backends write float32 weights.
@@ -191,7 +191,7 @@ def checkpoint_bytes_beside(config: RunConfig) -> int:
 
 
 def checkpoints_kept(config: RunConfig) -> int:
-    """Most checkpoints on the disk at once: those that are kept, the newest, and the one that is being
+    """Return most checkpoints on the disk at once: those that are kept, the newest, and the one that is being
     written."""
     section = config["checkpointing"]
     steps = own_section(config)["max_num_steps"]

@@ -35,8 +35,8 @@ _SIZES = (
 
 
 def read_model_facts(model_name: str) -> ModelFacts | None:
-    """The facts of a model on this disk (a directory, or a Hugging Face id whose ``config.json`` has been
-    downloaded before), or of one whose sizes are known.
+    """Return the facts of a model on this disk (a directory, or a Hugging Face id whose ``config.json`` has
+    been downloaded before), or of one whose sizes are known.
 
     Returns:
         None for another id, which is no fault; the network is never asked.
@@ -62,7 +62,7 @@ def read_model_facts(model_name: str) -> ModelFacts | None:
 
 
 def facts_of_policy(policy: PolicyConfig) -> ModelFacts | None:
-    """The facts of the model that a checked ``policy`` section describes; as ``read_model_facts``
+    """Return the facts of the model that a checked ``policy`` section describes; as ``read_model_facts``
     otherwise."""
     facts = read_model_facts(policy["model_name"])
     if facts is None or not scores(policy):
@@ -71,8 +71,8 @@ def facts_of_policy(policy: PolicyConfig) -> ModelFacts | None:
 
 
 def published_config(model_name: str) -> dict[str, Any] | None:
-    """The known content of ``config.json`` of a model that is not on this disk itself; None for one that is,
-    or that is not known.
+    """Return the known content of ``config.json`` of a model that is not on this disk itself; None for one
+    that is, or that is not known.
 
     Raises:
         ConfigError: ``model_name`` is no Hugging Face id.
@@ -83,7 +83,7 @@ def published_config(model_name: str) -> dict[str, Any] | None:
 
 
 def config_file(model_name: str) -> Path | None:
-    """The ``config.json`` of a model on this disk; None where there is none. Errors as of
+    """Return the ``config.json`` of a model on this disk; None where there is none. Errors as of
     ``published_config``."""
     directory = Path(model_name).expanduser()
     if not directory.is_dir():
@@ -120,7 +120,8 @@ def _facts_of_file(file: Path, model_name: str) -> ModelFacts:
 
 
 def facts_of(content: dict[str, Any]) -> ModelFacts:
-    """The facts in the content of a ``config.json``, as the model's family in ``converters`` reads them.
+    """Return the facts in the content of a ``config.json``, as the model's family in ``converters`` reads
+    them.
 
     Raises:
         KeyError: a size is missing.
@@ -166,8 +167,8 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
 
 
 def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer; of a family that ``converters`` does not know, where ``layer_types`` says
-    so."""
+    """Return the window of each layer; of a family that ``converters`` does not know, where ``layer_types``
+    says so."""
     by_layer = bool(config.get("layer_types")) if family is USUAL else "layer_types" in family.config_keys
     return read_windows(config, num_layers, uniform=family.has_uniform_window, by_layer=by_layer)
 

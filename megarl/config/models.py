@@ -27,8 +27,8 @@ _NOT_INHERITED = ("generation", "generation_batch_size", "reward_model_cfg", "pe
 
 
 def model_sections(config: Mapping[str, Any]) -> dict[str, ModelSection]:
-    """The sections of models beside the policy, by dotted path, of a run's configuration that need not be
-    valid."""
+    """Return the sections of models beside the policy, by dotted path, of a run's configuration that need not
+    be valid."""
     found: dict[str, ModelSection] = {}
     for name, section in models_of(config.get(KEY)).items():
         given = config.get(name)
@@ -45,8 +45,8 @@ def model_roles(config: RunConfig) -> tuple[Role, ...]:
 
 
 def in_full(policy: Mapping[str, Any], own: Mapping[str, Any], section: ModelSection) -> Config:
-    """A section as it would be written in full: its own keys over those of ``policy``, of which sections
-    merge key by key.
+    """Return a section as it would be written in full: its own keys over those of ``policy``, of which
+    sections merge key by key.
 
     A model that scores generates nothing. Of a language model the section ``generation`` says, as of the
     policy, from which distribution tokens are drawn, and so what its log-probabilities are.
@@ -60,20 +60,20 @@ def in_full(policy: Mapping[str, Any], own: Mapping[str, Any], section: ModelSec
 
 
 def renamed(violation: Violation, path: str) -> Violation:
-    """A violation that was found while the section at ``path`` stood in the place of ``policy``."""
+    """Return a violation that was found while the section at ``path`` stood in the place of ``policy``."""
     key, bound, fix = (renamed_text(text, path) for text in (violation.key, violation.bound, violation.fix))
     candidates = tuple({renamed_text(name, path): value for name, value in each.items()} for each in violation.candidates)
     return Violation(path if key == POLICY else key, violation.value, bound, fix, candidates)
 
 
 def renamed_text(text: str, path: str) -> str:
-    """A text with the keys of ``policy`` in it as those of the section at ``path``."""
+    """Return a text with the keys of ``policy`` in it as those of the section at ``path``."""
     return _OF_POLICY.sub(path, text)
 
 
 def as_of_policy(key: str, paths: Iterable[str]) -> str:
-    """A dotted key of one of the sections at ``paths`` as the key of ``policy`` that it is; any other key as
-    it is."""
+    """Return a dotted key of one of the sections at ``paths`` as the key of ``policy`` that it is; any other
+    key as it is."""
     for path in paths:
         if key == path or key.startswith(f"{path}."):
             return f"{POLICY}{key.removeprefix(path)}"

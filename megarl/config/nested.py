@@ -9,7 +9,7 @@ MappingT = TypeVar("MappingT", bound=Mapping[Any, Any])
 
 
 def at(config: Mapping[Any, Any], path: str) -> Any:
-    """The value at a dotted path; None where there is none."""
+    """Return the value at a dotted path; None where there is none."""
     value: Any = config
     for part in path.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -24,7 +24,8 @@ def has(config: Mapping[Any, Any], path: str) -> bool:
 
 
 def put(config: MappingT, path: str, value: Any) -> MappingT:
-    """A copy with another value at a dotted path; mappings above it are copied, all others are shared."""
+    """Return a copy with another value at a dotted path; mappings above it are copied, all others are
+    shared."""
     name, _, rest = path.partition(".")
     inner = config.get(name)
     changed: Any = {**config, name: value if not rest else put(inner if isinstance(inner, Mapping) else {}, rest, value)}

@@ -74,8 +74,8 @@ _PEFT_SECTIONS = {"megatron_cfg": "peft", "dtensor_cfg": "lora_cfg"}
 
 
 def _with_one_peft_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A configuration with NeMo-RL's section of adapters of the enabled backend as ``policy.peft``, where
-    that is absent; those of other backends do nothing."""
+    """Return a configuration with NeMo-RL's section of adapters of the enabled backend as ``policy.peft``,
+    where that is absent; those of other backends do nothing."""
     policy = config.get("policy")
     if not isinstance(policy, Mapping):
         return config
@@ -136,7 +136,7 @@ def _fix(text: str, value: object, config: Mapping[str, Any]) -> str:
 
 
 def _as_word(value: object) -> str:
-    """A value as it is written after ``key=``."""
+    """Return a value as it is written after ``key=``."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

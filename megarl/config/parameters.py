@@ -40,7 +40,7 @@ def first_layer(facts: ModelFacts, kind: LayerKind) -> int:
 
 
 def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: list[int]) -> int:
-    """Parameters on one tensor-parallel rank of one pipeline stage, without routed experts.
+    """Return parameters on one tensor-parallel rank of one pipeline stage, without routed experts.
 
     The first stage holds the embedding, the last one the final norm and the output layer; when both are tied
     and there are several stages, the last one holds a copy of the embedding. A model that scores has one row
@@ -53,12 +53,12 @@ def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: list[in
 
 
 def layer_parameters(facts: ModelFacts, layer: int, tensor: int) -> int:
-    """Parameters of one layer on one tensor-parallel rank, without routed experts."""
+    """Return parameters of one layer on one tensor-parallel rank, without routed experts."""
     return sum(_on_a_rank(rule, tensor) for rule in _layer_rules(facts, layer) if not is_expert(rule.megatron_name))
 
 
 def expert_layer_parameters(facts: ModelFacts, expert: int, expert_tensor: int) -> int:
-    """Parameters of the routed experts of one layer on one rank; 0 for a dense model.
+    """Return parameters of the routed experts of one layer on one rank; 0 for a dense model.
 
     Args:
         facts: sizes of the model.
@@ -72,14 +72,14 @@ def expert_layer_parameters(facts: ModelFacts, expert: int, expert_tensor: int) 
 
 
 def model_parameters(facts: ModelFacts, tensor: int = 1) -> int:
-    """Parameters of the whole model, or of one of the ``tensor`` ranks that share it."""
+    """Return parameters of the whole model, or of one of the ``tensor`` ranks that share it."""
     layers = [facts.num_layers]
     sparse = sparse_layers(stage_layers(facts, 0, layers))
     return stage_parameters(facts, tensor, 0, layers) + sparse * expert_layer_parameters(facts, 1, tensor)
 
 
 def rules_of_layer(facts: ModelFacts, layer: int) -> list[Rule]:
-    """The rules of one layer, with its own number in the names of their Hugging Face tensors."""
+    """Return the rules of one layer, with its own number in the names of their Hugging Face tensors."""
     found = []
     for rule in _layer_rules(facts, layer):
         parts = tuple(replace(part, name=_NUMBER.sub(f".layers.{layer}.", part.name, count=1)) for part in rule.parts)
@@ -114,7 +114,7 @@ def _is_of_first_expert(rule: Rule) -> bool:
 
 
 def _on_a_rank(rule: Rule, tensor: int) -> int:
-    """Elements of a parameter on one of ``tensor`` ranks."""
+    """Return elements of a parameter on one of ``tensor`` ranks."""
     if rule.kind is Kind.VOCAB:
         [(rows, columns)] = [part.shape for part in rule.parts]
         return padded_vocabulary(rows, tensor) // tensor * columns

@@ -127,7 +127,7 @@ _stat: Callable[[Path], object] = os.stat
 
 
 def places_of(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Dotted keys of a configuration, valid or not, and their paths; a hub's id is one like any other
+    """Yield dotted keys of a configuration, valid or not, and their paths; a hub's id is one like any other
     name."""
     of_models = [f"{path}.{key}" for path in (POLICY, *model_sections(config)) for key in _OF_MODELS]
     for key in ("run_dir", *of_models, *_PLACES):

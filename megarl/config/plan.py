@@ -75,7 +75,7 @@ def memory_of_models(config: RunConfig) -> dict[str, list[RankMemory]]:
 
 
 def _without_training(rank: RankMemory, config: RunConfig) -> RankMemory:
-    """The memory of a model that is only read; Megatron has its gradient buffers all the same."""
+    """Return the memory of a model that is only read; Megatron has its gradient buffers all the same."""
     gradients = rank.gradients if enabled_backend(config["policy"]) == "megatron" else 0
     return replace(rank, gradients=gradients, optimizer=0, activations=0, recomputed=0, logits=0)
 
@@ -125,7 +125,7 @@ def communicators(layout: Layout, policy: PolicyConfig) -> int:
 
 
 def size_text(size: int) -> str:
-    """A number of bytes in binary units."""
+    """Return a number of bytes in binary units."""
     amount = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024:

@@ -107,12 +107,12 @@ class AlgorithmSpec:
 
     @classmethod
     def section(cls) -> str:
-        """Name of the algorithm's own section."""
+        """Return name of the algorithm's own section."""
         return next(iter(cls.SECTIONS))
 
     @classmethod
     def roles(cls, config: RunConfig) -> tuple[Role, ...]:
-        """The models that a run needs, the actor first."""
+        """Return the models that a run needs, the actor first."""
         del config
         return (ACTOR,)
 

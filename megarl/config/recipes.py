@@ -35,21 +35,22 @@ class Recipe:
 
 
 def directory() -> Path:
-    """The directory of the recipes: ``megarl/recipes`` of an installed package, ``configs`` of a clone."""
+    """Return the directory of the recipes: ``megarl/recipes`` of an installed package, ``configs`` of a
+    clone."""
     package = Path(megarl.__file__).resolve().parent
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def recipes(part: str = "") -> Iterator[Recipe]:
-    """All recipes, by name; or the files of ``base`` or ``quickstart``."""
+    """Yield all recipes, by name; or the files of ``base`` or ``quickstart``."""
     for path in sorted((directory() / part).glob("*.yaml")):
         yield Recipe(f"{part}/{path.stem}" if part else path.stem, path, _summary(path.read_text(encoding="utf-8")))
 
 
 def _summary(text: str) -> str:
-    """The sentences that begin in the first line of a file's first comment, to their ends, which may be
-    further down."""
+    """Return the sentences that begin in the first line of a file's first comment, to their ends, which may
+    be further down."""
     lines = [line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())]
     if not lines or lines[0].endswith("."):
         return "".join(lines[:1])
@@ -59,15 +60,15 @@ def _summary(text: str) -> str:
 
 
 def inherited(name: str, start: Path) -> Path:
-    """The file that ``defaults`` of a configuration in ``start`` name: one relative to it, or else a shipped
-    one."""
+    """Return the file that ``defaults`` of a configuration in ``start`` name: one relative to it, or else a
+    shipped one."""
     path = start / Path(name).expanduser()
     return path if path.is_file() else _shipped(name) or path
 
 
 def find(text: str) -> Path:
-    """The file that a command line names: a path, or the name of a recipe or of a file below ``base`` and
-    ``quickstart``.
+    """Return the file that a command line names: a path, or the name of a recipe or of a file below ``base``
+    and ``quickstart``.
 
     Raises:
         ConfigError: it looks like a name, and there is no such recipe.
@@ -95,8 +96,8 @@ def is_recipe(text: str) -> bool:
 
 
 def missing_recipe(words: Iterable[str]) -> Violation:
-    """The violation of a command line without a configuration, with the recipes that are the likeliest by its
-    other words."""
+    """Return the violation of a command line without a configuration, with the recipes that are the likeliest
+    by its other words."""
     said = {part for word in words for part in re.split(r"[^a-z0-9.]+|\.(?!\d)|(?<=[a-z])(?=\d)", word.lower()) if len(part) > 1}
 
     def likeness(recipe: Recipe) -> tuple[int, bool]:
@@ -135,7 +136,7 @@ def misnamed_directory(text: str, run_dir: str) -> str | None:
 
 
 def _shipped(name: str) -> Path | None:
-    """The shipped file of a name, with or without its suffix; names have dots of their own."""
+    """Return the shipped file of a name, with or without its suffix; names have dots of their own."""
     stem = name.removesuffix(".yaml").removesuffix(".yml")
     path = directory() / f"{stem}.yaml"
     return path if stem and path.is_file() else None

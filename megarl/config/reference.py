@@ -65,7 +65,8 @@ def updated(page: str, name: str, configs: Path) -> str:
 
 
 def recipe_table(configs: Path) -> Iterator[str]:
-    """One row a recipe: its ranks, what a rank computes at a time, and the memory of the fullest rank."""
+    """Yield one row a recipe: its ranks, what a rank computes at a time, and the memory of the fullest
+    rank."""
     yield "| recipe | nodes x ranks | pipeline, data, tensor, expert | tokens a micro-batch | recompute | fullest rank |"
     yield "|---|---|---|---|---|---|"
     for path in sorted(configs.glob("*.yaml")):
@@ -92,8 +93,8 @@ def recipe_table(configs: Path) -> Iterator[str]:
 
 
 def ledger_table(configs: Path) -> Iterator[str]:
-    """One row a recipe whose engine shares the policy's devices: GiB together on the fullest one at each
-    moment of a start."""
+    """Yield one row a recipe whose engine shares the policy's devices: GiB together on the fullest one at
+    each moment of a start."""
     rows = []
     for path in sorted(configs.glob("*.yaml")):
         config = validate_config(load_config(path), name=path.stem)
@@ -109,7 +110,7 @@ def ledger_table(configs: Path) -> Iterator[str]:
 
 
 def key_tables() -> Iterator[str]:
-    """A table for every section, in the order in which a configuration is written."""
+    """Yield a table for every section, in the order in which a configuration is written."""
     for number, (path, section) in enumerate(_sections("", run_type(None))):
         if number:
             yield ""
@@ -156,7 +157,7 @@ def search_keys(words: Sequence[str]) -> Iterator[str]:
 
 
 def _sections(path: str, section: Any) -> Iterator[tuple[str, Any]]:
-    """A section, then those below it, each with its dotted path."""
+    """Yield a section, then those below it, each with its dotted path."""
     yield path, section
     for key, annotation in keys_of(section).items():
         # a list of sections beside one of them has the same keys
@@ -187,7 +188,7 @@ def _kind(annotation: Any, refused: frozenset[Any] = frozenset()) -> str:
 
 
 def _default(annotation: Any, first: Any, second: Any) -> str:
-    """The value of an absent key. One that differs between two examples follows from other keys."""
+    """Return the value of an absent key. One that differs between two examples follows from other keys."""
     if get_origin(annotation) is not NotRequired:
         return "required"
     if first is _MISSING or (isinstance(first, Mapping) and any(True for _ in section_types(annotation))):
@@ -217,8 +218,8 @@ def _value(config: Any, path: str) -> Any:
 
 
 def _example(size: int) -> dict[str, Any]:
-    """A configuration of required keys alone; two of different sizes differ wherever a default follows from
-    another key."""
+    """Return a configuration of required keys alone; two of different sizes differ wherever a default follows
+    from another key."""
     source = {"path": "train.jsonl", "prompt_key": "prompt", "answer_key": "answer"}
     megatron = {"enabled": True, "optimizer": {"lr": 1e-6 * size}, "tensor_model_parallel_size": size // 4}
     sections = {"generation": {"max_new_tokens": size}, "reward_model_cfg": {"enabled": True}}

@@ -77,7 +77,8 @@ def print_report(config: RunConfig, facts: ModelFacts | None, console: Console) 
 
 
 def layout_table(layout: Layout) -> Table:
-    """Rank to pipeline, data, context and tensor index and node; of many ranks the first and last ones."""
+    """Return rank to pipeline, data, context and tensor index and node; of many ranks the first and last
+    ones."""
     sizes = f"pipeline {layout.pipeline} x data {layout.data} x context {layout.context} x tensor {layout.tensor}"
     table = Table(title=f"{layout.world_size} ranks: {sizes}")
     for heading in ("rank", "pipeline", "data", "context", "tensor", "node", "rank on node"):
@@ -100,8 +101,8 @@ def _shown(ranks: int) -> Iterable[int | None]:
 
 
 def batch_table(plan: BatchPlan, answers_to: str | None) -> Table:
-    """The arithmetic of a step, one quantity a line; ``answers_to`` names the records that have several
-    answers, None where none has."""
+    """Return the arithmetic of a step, one quantity a line; ``answers_to`` names the records that have
+    several answers, None where none has."""
     table = Table(title="batches of a step", show_header=False)
     table.add_column("quantity")
     table.add_column("arithmetic")
@@ -135,8 +136,8 @@ def validation_table(config: RunConfig) -> Table:
 
 
 def memory_table(rows: list[RankMemory], model: str | None = None) -> Table:
-    """Memory of a rank, one column a pipeline stage; of many stages the first, second and last one. ``model``
-    names one that is not the policy."""
+    """Return memory of a rank, one column a pipeline stage; of many stages the first, second and last one.
+    ``model`` names one that is not the policy."""
     shown = rows if len(rows) <= 4 else [rows[0], rows[1], rows[-1]]
     whose = "" if model is None else f"{model}: "
     table = Table(title=f"{whose}estimated memory of a rank, by pipeline stage (parameters are exact)")

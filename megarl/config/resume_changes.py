@@ -59,7 +59,7 @@ _BY_A_PERSON = frozenset({"kwargs", "options", "engine_cfg", "vllm_kwargs"})
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys that both configurations have, with both values, where these differ.
+    """Return dotted keys that both configurations have, with both values, where these differ.
 
     A key that only one of them has is a new or a dropped one of another megarl, and says nothing; but among
     ``kwargs`` and options, which a person wrote, it is a change from or to None.

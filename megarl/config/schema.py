@@ -57,7 +57,7 @@ ABSENT = Absent()
 
 @cache
 def known_paths(section: Any) -> tuple[str, ...]:
-    """Every dotted path that a TypedDict allows, sections included; a name of the user's is NAME."""
+    """Return every dotted path that a TypedDict allows, sections included; a name of the user's is NAME."""
     paths: list[str] = []
     for key, annotation in keys_of(section).items():
         paths.append(key)
@@ -70,7 +70,7 @@ def known_paths(section: Any) -> tuple[str, ...]:
 
 @cache
 def _adapter(section: Any) -> TypeAdapter[Any]:
-    """The checker of a TypedDict, with every section inside it made strict."""
+    """Return the checker of a TypedDict, with every section inside it made strict."""
     pending = [section]
     while pending:
         current = pending.pop()
@@ -119,12 +119,12 @@ def _violations_of_model(config: Mapping[str, Any], path: str, model: ModelSecti
 
 
 def check_policy(config: Mapping[str, Any]) -> list[Violation]:
-    """All violations of the shape of a ``policy`` section; keys are reported below ``policy``."""
+    """Return all violations of the shape of a ``policy`` section; keys are reported below ``policy``."""
     return check_section(config, PolicyConfig, prefix="policy")
 
 
 def check_section(config: Mapping[str, Any], section: Any, prefix: str = "") -> list[Violation]:
-    """All violations of the shape of ``section``.
+    """Return all violations of the shape of ``section``.
 
     Args:
         config: plain containers.
@@ -143,8 +143,8 @@ def check_section(config: Mapping[str, Any], section: Any, prefix: str = "") -> 
 
 
 def _steps(config: Any, fault: Any) -> Steps:
-    """A checker's location, each part with whether it is a step in ``config``; the others name a member of a
-    union."""
+    """Return a checker's location, each part with whether it is a step in ``config``; the others name a
+    member of a union."""
     steps: list[tuple[int | str, bool]] = []
     current = config
     for position, part in enumerate(fault["loc"]):
@@ -225,8 +225,8 @@ def _reads_as_number_or_flag(text: str) -> bool:
 
 
 def nearest(path: str, known: Iterable[str]) -> str | None:
-    """The allowed dotted path that was most likely meant: a key of like name in the same section, else one of
-    the same name elsewhere."""
+    """Return the allowed dotted path that was most likely meant: a key of like name in the same section, else
+    one of the same name elsewhere."""
     parent, _, name = path.rpartition(".")
     paths = list(known)
     siblings = {other.rpartition(".")[2]: other for other in paths if other.rpartition(".")[0] == parent}

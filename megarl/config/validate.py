@@ -73,7 +73,8 @@ def doubt_of_memory(config: RunConfig) -> str | None:
 
 
 def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = None) -> PolicyConfig:
-    """A ``policy`` section alone, checked and filled in, for programs that build a ``Policy`` themselves.
+    """Return a ``policy`` section alone, checked and filled in, for programs that build a ``Policy``
+    themselves.
 
     Args:
         policy: plain containers.
@@ -115,8 +116,8 @@ def _violations(completed: Config, found: list[Violation], after: list[Violation
 
 
 def facts_or_violations(policy: Any, faulty: set[str], path: str = POLICY) -> tuple[ModelFacts | None, list[Violation]]:
-    """The sizes of the model that a section names, as far as they are on this disk, and what is wrong with
-    it.
+    """Return the sizes of the model that a section names, as far as they are on this disk, and what is wrong
+    with it.
 
     Args:
         policy: the section, which need not be one.

@@ -70,7 +70,7 @@ class _Members:
 
 
 def set_name(source: DataSource) -> str:
-    """Name of the set of a validation source: ``val_set``, else the end of its name or path, as far as
+    """Return name of the set of a validation source: ``val_set``, else the end of its name or path, as far as
     metrics can bear it."""
     given = source.get("val_set")
     if given is not None:

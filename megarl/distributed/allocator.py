@@ -48,7 +48,7 @@ class AllocatorOptions:
         return AllocatorOptions(self.variable, (*kept, f"{_EXPANDABLE}:{chosen}"))
 
     def as_environment(self) -> dict[str, str]:
-        """The variable with its value."""
+        """Return the variable with its value."""
         return {self.variable: str(self)}
 
 

@@ -40,7 +40,7 @@ _DTYPES: tuple[torch.dtype, ...] = (
 
 
 def rebalance_nd_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The rows of all ranks, stacked in rank order, on every rank.
+    """Return the rows of all ranks, stacked in rank order, on every rank.
 
     Args:
         tensor: ``[rows, ...]``, the number of rows may differ between ranks (also be 0); the other dimensions
@@ -65,7 +65,7 @@ def rebalance_nd_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) 
 
 
 def gather_jagged_object_lists(objects: list[ObjectT], group: dist.ProcessGroup | None = None) -> list[ObjectT]:
-    """The lists of all ranks joined in rank order, on every rank. Lists may have different lengths.
+    """Return the lists of all ranks joined in rank order, on every rank. Lists may have different lengths.
 
     Objects travel pickled between the ranks of the job, so ``group`` must hold ranks of this job only.
     """
@@ -75,7 +75,7 @@ def gather_jagged_object_lists(objects: list[ObjectT], group: dist.ProcessGroup 
 
 
 def _gather_row_counts(tensor: Tensor, group: dist.ProcessGroup | None) -> list[int]:
-    """Rows on every rank. All ranks see all shapes, so that all raise the same error where one would
+    """Return rows on every rank. All ranks see all shapes, so that all raise the same error where one would
     otherwise wait indefinitely."""
     known = tensor.dtype in _DTYPES and 1 <= tensor.ndim <= _MAX_DIMENSIONS
     header = [_DTYPES.index(tensor.dtype) if known else -1, tensor.ndim, *list(tensor.shape)[:_MAX_DIMENSIONS]]
@@ -101,7 +101,8 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Bytes carry every dtype over every backend; gloo has no bool, and not every operation has bfloat16."""
+    """Bytes carry every dtype over every backend; gloo has no bool, and not every operation has
+    bfloat16."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -110,7 +111,7 @@ def _from_bytes(data: Tensor, like: Tensor, rows: int) -> Tensor:
 
 
 def count_rows(columns: Mapping[str, Any]) -> int:
-    """The common number of rows of all columns; 0 without columns.
+    """Return the common number of rows of all columns; 0 without columns.
 
     Raises:
         BatchError: columns differ, or one has no rows at all (a scalar).
@@ -126,16 +127,16 @@ def count_rows(columns: Mapping[str, Any]) -> int:
 
 
 def take_rows(value: Any, rows: Sequence[int]) -> Any:
-    """The given rows, in that order; always a copy for tensors, since a view would carry its whole storage
-    along when it is pickled."""
+    """Return the given rows, in that order; always a copy for tensors, since a view would carry its whole
+    storage along when it is pickled."""
     if isinstance(value, Tensor):
         return value.index_select(0, torch.as_tensor(rows, dtype=torch.int64, device=value.device))
     return [value[row] for row in rows]
 
 
 def join_rows(key: str, values: Sequence[Any], pad_value: float) -> Any:
-    """One column out of many: lists joined; tensors joined along dim 0 and right-padded along dim 1 to the
-    longest.
+    """Return one column out of many: lists joined; tensors joined along dim 0 and right-padded along dim 1 to
+    the longest.
 
     Args:
         key: for messages.
@@ -233,8 +234,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return joined
 
     def all_gather(self, group: dist.ProcessGroup | None) -> Self:
-        """The rows of all ranks of ``group`` in rank order, on every rank; ranks may hold different numbers
-        of rows.
+        """Return the rows of all ranks of ``group`` in rank order, on every rank; ranks may hold different
+        numbers of rows.
 
         Raises:
             BatchError: on every rank, if keys, dtypes or trailing dimensions differ.
@@ -267,7 +268,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return len(self.data[next(iter(self.data))])
 
     def get_dict(self) -> dict[str, Any]:
-        """The columns as a plain dictionary (not a copy)."""
+        """Return the columns as a plain dictionary (not a copy)."""
         return self.data
 
     def to(self, device: torch.device | str) -> Self:
@@ -278,7 +279,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self
 
     def chunk(self, rank: int, chunks: int) -> SlicedDataDict:
-        """The ``rank``-th of ``chunks`` equal, contiguous parts.
+        """Return the ``rank``-th of ``chunks`` equal, contiguous parts.
 
         Raises:
             BatchError: the rows do not divide into ``chunks``, or ``rank`` is not one of them.
@@ -292,7 +293,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self.slice(rank * share, (rank + 1) * share)
 
     def slice(self, start: int, end: int) -> SlicedDataDict:
-        """Rows ``start`` up to, not including, ``end``. Tensors are views of this batch's tensors.
+        """Return rows ``start`` up to, not including, ``end``. Tensors are views of this batch's tensors.
 
         Raises:
             BatchError: the range does not lie within the rows.
@@ -307,7 +308,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return sliced
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> Self:
-        """The given rows, in the given order, copied; rows may repeat.
+        """Return the given rows, in the given order, copied; rows may repeat.
 
         Raises:
             BatchError: an index is outside the rows.
@@ -322,7 +323,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return selected
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Every row ``num_repeats`` times in a row; the items of lists are deep copies of each other."""
+        """Return every row ``num_repeats`` times in a row; the items of lists are deep copies of each
+        other."""
         repeated = type(self)()
         for key, value in self.data.items():
             if isinstance(value, Tensor):
@@ -452,7 +454,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return [DealtRows(self, packer, rows, {}) for rows in row_lists]
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict:
-        """Rows of one global batch, with its micro-batches if there are any.
+        """Return rows of one global batch, with its micro-batches if there are any.
 
         Args:
             batch_idx: number of the global batch.
@@ -498,7 +500,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return (self.slice(start, start + microbatch_size) for start in range(0, total, microbatch_size))
 
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict]:
-        """The planned micro-batches, tensors cut along ``sequence_dim`` to the padded length of each.
+        """Yield the planned micro-batches, tensors cut along ``sequence_dim`` to the padded length of each.
 
         Raises:
             BatchError: the batch was not sharded with dynamic batching or packing.
@@ -506,7 +508,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self._dynamic_micro_batches(self._micro_batches(), sequence_dim)
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
-        """Number of planned micro-batches.
+        """Return number of planned micro-batches.
 
         Raises:
             BatchError: the batch was not sharded with dynamic batching or packing.
@@ -514,7 +516,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return len(self._micro_batches())
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict]:
-        """The rows of each pack, unpacked and at full width; the worker packs them.
+        """Yield the rows of each pack, unpacked and at full width; the worker packs them.
 
         Raises:
             BatchError: the batch was not sharded with dynamic batching or packing.
@@ -522,7 +524,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return (self.slice(start, end) for start, end, _ in self._micro_batches())
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
-        """Number of packs, and the longest padded total length in tokens.
+        """Return number of packs, and the longest padded total length in tokens.
 
         Raises:
             BatchError: the batch was not sharded with dynamic batching or packing.
@@ -557,7 +559,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     @staticmethod
     def _chunk_size(total: int, shards: int, batch_size: int | None, allow_uneven: bool) -> int:
-        """Rows of a chunk, after checking that everything divides."""
+        """Return rows of a chunk, after checking that everything divides."""
         if shards < 1:
             raise BatchError(f"shards = {shards} must be at least 1; give the data-parallel size")
         if allow_uneven:
@@ -630,7 +632,7 @@ class DealtRows:
         return len(self.rows)
 
     def shard(self) -> SlicedDataDict:
-        """The rows, copied."""
+        """Return the rows, copied."""
         shard = SlicedDataDict({key: take_rows(value, self.rows) for key, value in self._batch.data.items()})
         vars(shard).update(self._micro_batches)
         return shard
@@ -640,8 +642,8 @@ class DealtRows:
 
 
 def with_columns(dealt: Sequence[DealtRows], keys: Collection[str]) -> list[DealtRows]:
-    """The same rows of a batch's columns ``keys`` alone, as far as it has them; those that were given where
-    it has no others."""
+    """Return the same rows of a batch's columns ``keys`` alone, as far as it has them; those that were given
+    where it has no others."""
     batch = dealt[0]._batch
     kept = {key: value for key, value in batch.data.items() if key in keys}
     if len(kept) == len(batch.data):
@@ -660,7 +662,7 @@ def _micro_batches_of(plan: ShardPlan, packed: bool) -> dict[str, Any]:
 
 
 def _arrived(kind: type[BatchedDataDict[Any]], parcels: Parcels, attributes: Mapping[str, Any]) -> BatchedDataDict[Any]:
-    """A batch of what came from another process."""
+    """Return a batch of what came from another process."""
     batch = kind(parcels.unpack())
     vars(batch).update(attributes)
     return batch

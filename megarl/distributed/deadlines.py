@@ -109,7 +109,7 @@ class Call:
 
     @classmethod
     def of(cls, method: str) -> Call:
-        """One that begins now, where the run is now."""
+        """Return one that begins now, where the run is now."""
         phase = _PHASE_OF.get(method, method)
         return cls(method, VALIDATE if position.validates and phase in _VALIDATED else phase, position.step)
 
@@ -216,7 +216,7 @@ class PhaseDeadlines:
         return self._bound(call)[0]
 
     def key(self, call: Call) -> str:
-        """The configuration key that ``bound_s`` comes from."""
+        """Return the configuration key that ``bound_s`` comes from."""
         return f"deadlines.{self._bound(call)[1]}"
 
     def _bound(self, call: Call) -> tuple[float, str]:

@@ -137,16 +137,16 @@ class DeviceRuntime:
         return MemoryFigures(resident, resident, peak, peak)
 
     def free_memory(self) -> int:
-        """Memory of a CUDA device that no process has, bytes, as NVML sees it; where that does not answer, as
-        CUDA does."""
+        """Return memory of a CUDA device that no process has, bytes, as NVML sees it; where that does not
+        answer, as CUDA does."""
         try:
             return int(nvml.get_free_memory_bytes(self.device.index))
         except RuntimeError:
             return int(torch.cuda.mem_get_info(self.device)[0])
 
     def memory_limit(self) -> int:
-        """Memory that this process may have at most, bytes: all of a CUDA device, on a CPU the memory of the
-        machine or less."""
+        """Return memory that this process may have at most, bytes: all of a CUDA device, on a CPU the memory
+        of the machine or less."""
         if self.is_cuda:
             return int(torch.cuda.get_device_properties(self.device).total_memory)
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -258,8 +258,8 @@ class Stopwatch:
 
 
 def sent_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on ``device``. The host does not wait for what is on its way to a CUDA device: it copies
-    from page-locked memory."""
+    """Return the tensor on ``device``. The host does not wait for what is on its way to a CUDA device: it
+    copies from page-locked memory."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -293,7 +293,7 @@ def will_use_cuda() -> bool:
 
 @lru_cache(maxsize=1)
 def runtime() -> DeviceRuntime:
-    """The runtime of this process.
+    """Return the runtime of this process.
 
     ``MEGARL_DEVICE`` (``auto``, ``cpu``, ``cuda``) decides, because it is read before there is a
     configuration; ``auto`` means CUDA where there is one. The CUDA device is ``LOCAL_RANK`` modulo the
@@ -309,8 +309,8 @@ def runtime() -> DeviceRuntime:
 
 
 def runtime_on(device: torch.device) -> DeviceRuntime:
-    """The runtime of a device that somebody else has chosen; a CUDA device without an index is the current
-    one of this process."""
+    """Return the runtime of a device that somebody else has chosen; a CUDA device without an index is the
+    current one of this process."""
     if device.type != "cuda":
         return DeviceRuntime(device, "gloo")
     index = torch.cuda.current_device() if device.index is None else device.index

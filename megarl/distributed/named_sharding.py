@@ -71,7 +71,7 @@ class NamedSharding:
         return self._layout.copy()
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
-        """Coordinates of a rank.
+        """Return coordinates of a rank.
 
         Raises:
             ShardingError: the rank is not in the layout.
@@ -81,7 +81,8 @@ class NamedSharding:
         return dict(zip(self._names, self._coordinates[worker_id], strict=True))
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """All ranks at the given coordinates, sorted; axes that are not named run over all their values.
+        """Return all ranks at the given coordinates, sorted; axes that are not named run over all their
+        values.
 
         A coordinate outside its axis gives an empty list.
 
@@ -95,8 +96,8 @@ class NamedSharding:
         return sorted(int(rank) for rank in np.ravel(selected))
 
     def get_ranks(self, **coords: int) -> NamedSharding | int:
-        """The sub-grid at the given coordinates, over the axes that are not named; a plain rank when all axes
-        are named.
+        """Return the sub-grid at the given coordinates, over the axes that are not named; a plain rank when
+        all axes are named.
 
         Raises:
             ShardingError: an axis name is unknown.
@@ -121,7 +122,7 @@ class NamedSharding:
         return self._names.index(axis)
 
     def get_axis_size(self, axis: str) -> int:
-        """Number of coordinates along an axis.
+        """Return number of coordinates along an axis.
 
         Raises:
             ShardingError: the name is unknown.
@@ -144,7 +145,7 @@ class NamedSharding:
 
 
 def _as_rank_array(layout: Sequence[Any] | np.ndarray) -> np.ndarray:
-    """The layout as an int64 array of distinct, nonnegative ranks."""
+    """Return the layout as an int64 array of distinct, nonnegative ranks."""
     only_integers = "Layout must contain only integer rank IDs"
     try:
         given = np.asarray(layout)

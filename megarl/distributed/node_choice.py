@@ -39,7 +39,7 @@ class RayNode:
     free: Mapping[str, float] = field(default_factory=dict)
 
     def without(self, bundle: Mapping[str, float], count: int) -> RayNode:
-        """The node, some bundles of which are somebody else's."""
+        """Return the node, some bundles of which are somebody else's."""
         total, free = (
             {kind: amount - count * bundle.get(kind, 0.0) for kind, amount in amounts.items()} for amounts in (self.total, self.free)
         )
@@ -74,7 +74,7 @@ def choose_nodes(counts: Sequence[int], bundle: Mapping[str, float], nodes: Sequ
 
 
 def _match(counts: Sequence[int], bundle: Mapping[str, float], nodes: Sequence[RayNode], free: bool) -> list[RayNode] | None:
-    """The largest entry chooses first: whatever it takes, no smaller one could have used better."""
+    """Let the largest entry choose first: whatever it takes, no smaller one could have used better."""
     left = list(nodes)
     chosen: dict[int, RayNode] = {}
     for index in sorted(range(len(counts)), key=lambda index: -counts[index]):

@@ -66,7 +66,7 @@ def count_devices() -> int:
 
 
 def device_id_to_physical_device_id(device_id: int) -> int:
-    """The driver's index of a GPU.
+    """Return the driver's index of a GPU.
 
     Args:
         device_id: its index among those that ``CUDA_VISIBLE_DEVICES`` names; without the variable the
@@ -88,7 +88,7 @@ def get_device_uuid(device_idx: int) -> str:
 
 
 def get_free_memory_bytes(device_idx: int) -> float:
-    """Memory of a GPU that no process has, bytes. Arguments and errors as above."""
+    """Return memory of a GPU that no process has, bytes. Arguments and errors as above."""
     with nvml_context() as nvml:
         return float(_asked(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, device_idx)).free))
 
@@ -104,7 +104,7 @@ def gpu_figures(device_idx: int) -> GpuFigures:
 
 
 def _handle(nvml: Any, device_idx: int) -> Any:
-    """The GPU that ``CUDA_VISIBLE_DEVICES``, which has indices or UUIDs, names at this place."""
+    """Return the GPU that ``CUDA_VISIBLE_DEVICES``, which has indices or UUIDs, names at this place."""
     visible = [name.strip() for name in (env.text("CUDA_VISIBLE_DEVICES", "") or "").split(",") if name.strip()]
     if not visible:
         return nvml.nvmlDeviceGetHandleByIndex(device_idx)

@@ -61,7 +61,7 @@ class Parcel:
     fill: int = 0
 
     def unpack(self, lengths: np.ndarray | None) -> Tensor:
-        """The tensor, in new memory; ``lengths`` [B] say where the rows end."""
+        """Return the tensor, in new memory; ``lengths`` [B] say where the rows end."""
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
         values = self.values
@@ -91,7 +91,7 @@ class Parcels:
     lengths: np.ndarray | None
 
     def unpack(self) -> dict[str, Any]:
-        """The columns."""
+        """Return the columns."""
         return {name: value.unpack(self.lengths) if isinstance(value, Parcel) else value for name, value in self.columns.items()}
 
 
@@ -107,7 +107,7 @@ class Packer:
         self._arrays = {name: _integers(value) for name, value in columns.items() if _is_plain(value)}
 
     def pack(self, rows: Sequence[int] | None = None) -> Parcels:
-        """The given rows in this order; None for all."""
+        """Return the given rows in this order; None for all."""
         chosen: Any = slice(None) if rows is None else np.asarray(rows, np.int64)
         packed: dict[str, Any] = {}
         lengths, places = None, np.empty(0, np.int64)
@@ -153,7 +153,7 @@ class Packer:
 
 
 def _form(array: np.ndarray, dtype: torch.dtype, padding: np.ndarray | None) -> tuple[Form, int]:
-    """The form of a column, and what stands in its ``padding``, [B, S] bool."""
+    """Return the form of a column, and what stands in its ``padding``, [B, S] bool."""
     if array.ndim < 2 or array.size == 0:
         return "whole", 0
     if _same_in_rows(array):
@@ -178,14 +178,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def _integers(tensor: Tensor) -> np.ndarray:
-    """A tensor's memory as integers, which are compared bit by bit and which numpy has for each of torch's
-    types."""
+    """Return a tensor's memory as integers, which are compared bit by bit and which numpy has for each of
+    torch's types."""
     array: np.ndarray = tensor.view(_AS_INTEGERS[tensor.element_size()]).numpy()
     return array
 
 
 def _one(dtype: torch.dtype) -> int:
-    """The integer that has the bits of a one."""
+    """Return the integer that has the bits of a one."""
     return int(torch.ones(1).to(dtype).view(_AS_INTEGERS[dtype.itemsize]))
 
 
@@ -196,7 +196,7 @@ def _taken(value: Any, rows: Sequence[int] | None) -> Any:
 
 
 def _ends(array: np.ndarray) -> np.ndarray:
-    """The place behind the last value of each row that is not zero, [B]."""
+    """Return the place behind the last value of each row that is not zero, [B]."""
     written = array != 0 if array.ndim == 2 else np.any(array.reshape(*array.shape[:2], -1) != 0, axis=2)
     ends = written.shape[1] - np.argmax(written[:, ::-1], axis=1) if written.shape[1] else np.zeros(len(array), np.int64)
     return np.where(written.any(axis=1), ends, 0)
@@ -220,7 +220,7 @@ def _is_binary(array: np.ndarray, one: int) -> bool:
 
 
 def _places(rows: np.ndarray, lengths: np.ndarray, width: int) -> np.ndarray:
-    """Numbers of the positions inside the given rows, counted through the whole batch."""
+    """Return numbers of the positions inside the given rows, counted through the whole batch."""
     places = np.repeat(rows * width - (np.cumsum(lengths) - lengths), lengths)
     places += np.arange(len(places))
     return places

@@ -27,7 +27,7 @@ _POLL_S = 1.0
 
 
 def alive_nodes() -> list[RayNode]:
-    """The nodes that are up, sorted by name with numbers in their order, which is how Slurm lists
+    """Return the nodes that are up, sorted by name with numbers in their order, which is how Slurm lists
     neighbours."""
     with ray_calls.calling("ray.available_resources_per_node"):
         free = available_resources_per_node()
@@ -37,7 +37,7 @@ def alive_nodes() -> list[RayNode]:
 
 
 def lost_node_name(node_id: str) -> str | None:
-    """Name of a node that was there and is gone; None for one that lives, and where Ray cannot say."""
+    """Return name of a node that was there and is gone; None for one that lives, and where Ray cannot say."""
     try:
         return next((node["NodeName"] for node in ray_calls.nodes() if node["NodeID"] == node_id and not node["Alive"]), None)
     except (RayError, RuntimeError, OSError):

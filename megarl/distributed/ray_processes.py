@@ -103,8 +103,8 @@ class LocalRay:
 
 
 def _private_directory(log_dir: str | None) -> Path:
-    """A new directory with mode 0700, in ``log_dir`` or where temporary files go; where that path is too long
-    for Unix sockets, in ``/tmp``."""
+    """Return a new directory with mode 0700, in ``log_dir`` or where temporary files go; where that path is
+    too long for Unix sockets, in ``/tmp``."""
     wanted = [log_dir] if log_dir is not None else [env.text("MEGARL_RAY_TEMP"), env.text("RAY_TMPDIR"), tempfile.gettempdir()]
     for parent in [str(Path(path).expanduser().absolute()) for path in wanted if path]:
         # mkdtemp appends eight letters
@@ -120,7 +120,7 @@ def _private_directory(log_dir: str | None) -> Path:
 
 
 def _start_keeper() -> subprocess.Popen[bytes] | None:
-    """The keeper's process; None where there is no Linux."""
+    """Return the keeper's process; None where there is no Linux."""
     if sys.platform != "linux":
         return None
     # -I -S: nothing of the user's is read, and it starts in milliseconds

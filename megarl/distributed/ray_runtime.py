@@ -407,8 +407,8 @@ def is_single_host() -> bool:
 
 
 def forwarded_environment(source: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The part of ``source`` (default: this process's environment) that workers get, plus a ``PYTHONPATH``
-    with the driver's import path.
+    """Return the part of ``source`` (default: this process's environment) that workers get, plus a
+    ``PYTHONPATH`` with the driver's import path.
 
     Ray shows these values to everyone who may look at the cluster, so only variables that steer computation
     are taken, and nothing whose name looks like a secret. On one host workers inherit everything else anyway.
@@ -424,7 +424,7 @@ def _may_be_forwarded(name: str) -> bool:
 
 
 def _driver_import_path(python_path: str) -> list[str]:
-    """Directories from which the driver imports project code: a checkout need not be installed for its
+    """Return directories from which the driver imports project code: a checkout need not be installed for its
     workers to find it."""
     checkout = str(Path(__file__).resolve().parents[2])
     interpreter = {str(Path(prefix).resolve()) for prefix in (sys.prefix, sys.base_prefix)}

@@ -268,7 +268,8 @@ def watch_ray(least_s: float) -> contextlib.ExitStack:
 
 
 def own_raylet() -> int | None:
-    """Process id of the raylet that this process speaks to; None where Ray or the system do not say it."""
+    """Return process id of the raylet that this process speaks to; None where Ray or the system do not say
+    it."""
     node = getattr(importlib.import_module("ray._private.worker"), "_global_node", None)
     path = getattr(node, "raylet_socket_name", None)
     if not path or not hasattr(os, "pidfd_open") or not hasattr(socket, "SO_PEERCRED"):

@@ -134,7 +134,7 @@ def init_process_group(backend: str, timeout: datetime.timedelta = DEFAULT_TIMEO
 
 
 def _connect(endpoint: Endpoint, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
-    """The group's TCPStore: on rank 0 the server on the kept socket, elsewhere a client."""
+    """Return the group's TCPStore: on rank 0 the server on the kept socket, elsewhere a client."""
     import torch.distributed as dist
 
     listener = _rendezvous.listener
@@ -223,8 +223,8 @@ def _proof(endpoint: Endpoint, purpose: str, number: int = 0) -> str:
 
 
 def _agreed_value(store: Store, key: str, own: str, rank: int, where: str) -> str:
-    """The value of ``key`` that rank 0 wrote; every other rank waits for it. ``own`` is what this rank was
-    told."""
+    """Return the value of ``key`` that rank 0 wrote; every other rank waits for it. ``own`` is what this rank
+    was told."""
     import torch.distributed as dist
 
     try:
@@ -276,7 +276,7 @@ def set_group_timeouts(seconds: float) -> None:
 
 
 def _innermost(backend: Any) -> Any | None:
-    """The backend itself, also where ``compare_collectives`` has put something around it; None where it has
-    no timeout."""
+    """Return the backend itself, also where ``compare_collectives`` has put something around it; None where
+    it has no timeout."""
     inner = getattr(backend, "wrapped_pg", backend)
     return inner if hasattr(inner, "_set_default_timeout") else None

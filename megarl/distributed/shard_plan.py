@@ -77,7 +77,7 @@ class ShardPlan:
 
     @classmethod
     def empty(cls) -> ShardPlan:
-        """A shard without rows."""
+        """Return a shard without rows."""
         return cls([], [], [], [])
 
     def add_chunk(self, rows: Sequence[int], ranges: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
@@ -89,7 +89,7 @@ class ShardPlan:
 
 
 def plan_even(total: int, batch_size: int, shards: int) -> list[list[int]]:
-    """Rows of each shard: its equal, contiguous slice of every chunk of ``batch_size`` rows."""
+    """Return rows of each shard: its equal, contiguous slice of every chunk of ``batch_size`` rows."""
     share = batch_size // shards
     return [
         [row for chunk in range(0, total, batch_size) for row in range(chunk + shard * share, chunk + (shard + 1) * share)]
@@ -98,8 +98,8 @@ def plan_even(total: int, batch_size: int, shards: int) -> list[list[int]]:
 
 
 def plan_uneven(total: int, shards: int) -> list[list[int]]:
-    """Rows of each shard: contiguous, ``ceil(total / shards)`` each until none are left; the last shards may
-    be smaller or empty."""
+    """Return rows of each shard: contiguous, ``ceil(total / shards)`` each until none are left; the last
+    shards may be smaller or empty."""
     share = -(-total // shards)
     return [list(range(min(shard * share, total), min((shard + 1) * share, total))) for shard in range(shards)]
 

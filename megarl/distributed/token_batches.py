@@ -87,18 +87,18 @@ class TokenRows(Sequence[list[int]]):
         return int(self.lengths.sum())
 
     def joined(self) -> np.ndarray:
-        """All tokens one after another."""
+        """Return all tokens one after another."""
         return self._ids[inside(self._starts, self._ends, self._ids.shape[1])]
 
     def last(self, without: int) -> np.ndarray:
-        """The last token of each row, [B]; ``without`` where it has none."""
+        """Return the last token of each row, [B]; ``without`` where it has none."""
         if self._ids.shape[1] == 0:
             return np.full(len(self), without)
         found = self._ids[np.arange(len(self)), np.maximum(self._ends - 1, 0)]
         return np.where(self.lengths > 0, found, without)
 
     def parts(self, tokens: int) -> Iterator[TokenRows]:
-        """The rows in order, in parts of at most about so many tokens, and of a row at least."""
+        """Yield the rows in order, in parts of at most about so many tokens, and of a row at least."""
         part = (np.cumsum(self.lengths) - 1) // tokens
         for first, last in pairwise(sorted({0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(self)})):
             yield self[first:last]
@@ -110,8 +110,8 @@ def span_mask(starts: Tensor, ends: Tensor, length: int) -> Tensor:
 
 
 def supervised_batch(examples: Sequence[Example], pad_token_id: int, rows: int | None = None) -> BatchedDataDict[Any]:
-    """Prompts with answers; only the answers' tokens, the end-of-sequence token among them, are targets; of a
-    conversation all turns of the assistant.
+    """Return prompts with answers; only the answers' tokens, the end-of-sequence token among them, are
+    targets; of a conversation all turns of the assistant.
 
     Args:
         examples: at least one.

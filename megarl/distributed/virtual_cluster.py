@@ -34,8 +34,8 @@ _KERNELS_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port(address: str, ports: Sequence[int] = _QUIET) -> int:
-    """A port of ``address`` out of ``ports`` that nobody listens on now, and that the kernel gives to nobody
-    who does not ask by number.
+    """Return a port of ``address`` out of ``ports`` that nobody listens on now, and that the kernel gives to
+    nobody who does not ask by number.
 
     Between this answer and the server's bind, every connection and every bind to port 0 on this host takes a
     port of the kernel's range; a port out of that range is left alone unless somebody names it. Where the
@@ -101,8 +101,8 @@ class PY_EXECUTABLES:
 
 
 def _get_node_ip_and_free_port() -> tuple[str, int]:
-    """Address of this node and a port that was free a moment ago; another process may take it. Worker groups
-    do not use it."""
+    """Return address of this node and a port that was free a moment ago; another process may take it. Worker
+    groups do not use it."""
     address = ray.util.get_node_ip_address()
     return address, free_port(address)
 
@@ -158,15 +158,15 @@ class RayVirtualCluster:
         self._nodes: set[str] = set()
 
     def world_size(self) -> int:
-        """Number of bundles, that is of worker ranks of one group."""
+        """Return number of bundles, that is of worker ranks of one group."""
         return sum(self._bundle_ct_per_node_list)
 
     def node_count(self) -> int:
-        """Number of nodes that hold at least one bundle."""
+        """Return number of nodes that hold at least one bundle."""
         return sum(1 for count in self._bundle_ct_per_node_list if count > 0)
 
     def get_placement_groups(self) -> list[PlacementGroup]:
-        """The placement groups, one for each node that has bundles, reserved on the first call.
+        """Return the placement groups, one for each node that has bundles, reserved on the first call.
 
         In a Ray cluster of several nodes each group lies on a node of its own, in the order of the nodes'
         names; on a single node all lie there. Ranks count through the groups, so that neighbours in rank
@@ -205,8 +205,8 @@ class RayVirtualCluster:
         return [node.without(self._bundle, sum(count for count, node_id in places if node_id == node.node_id)) for node in nodes]
 
     def lost_nodes(self) -> list[str]:
-        """Names of the nodes that places were reserved on, and that are gone; none where all lie on the only
-        node."""
+        """Return names of the nodes that places were reserved on, and that are gone; none where all lie on
+        the only node."""
         names = map(lost_node_name, sorted(self._nodes))
         return [name for name in names if name is not None]
 
@@ -292,8 +292,8 @@ class RayVirtualCluster:
         return [(count, node.node_id) for count, node in zip(counts, choose_nodes(counts, self._bundle, nodes), strict=True)]
 
     def get_master_address_and_port(self) -> tuple[str, int]:
-        """Address of the node of bundle 0 and a port that was free there a moment ago. Worker groups keep a
-        bound port instead."""
+        """Return address of the node of bundle 0 and a port that was free there a moment ago. Worker groups
+        keep a bound port instead."""
         first = self.get_placement_groups()[0]
         task = ray.remote(_get_node_ip_and_free_port).options(
             num_cpus=0,

@@ -98,8 +98,8 @@ def threads_of_rank(cores: int, ranks: int) -> int:
 
 
 def format_coordinates(rank: int, coordinates: Mapping[str, int] | None, host: str) -> str:
-    """The words that open every error of a worker, for example ``[pp1 dp0 cp0 tp1 node7]``; without axes
-    ``[rank3 node7]``."""
+    """Return the words that open every error of a worker, for example ``[pp1 dp0 cp0 tp1 node7]``; without
+    axes ``[rank3 node7]``."""
     if not coordinates:
         return f"[rank{rank} {host}]"
     axes = " ".join(f"{_SHORT_AXIS_NAMES.get(axis, axis)}{index}" for axis, index in coordinates.items())

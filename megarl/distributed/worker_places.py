@@ -37,8 +37,8 @@ class WorkerPlace:
     name: str
 
     def environment(self) -> dict[str, str]:
-        """The variables of a distributed launcher, but for the address, which is known only once rank 0 has
-        bound it."""
+        """Return the variables of a distributed launcher, but for the address, which is known only once rank
+        0 has bound it."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.bundle),
@@ -48,7 +48,7 @@ class WorkerPlace:
         }
 
     def metadata(self) -> dict[str, Any]:
-        """The entry of ``RayWorkerGroup.worker_metadata``."""
+        """Return the entry of ``RayWorkerGroup.worker_metadata``."""
         return {
             "node_idx": self.node,
             "local_rank": self.bundle,
@@ -65,7 +65,7 @@ def place_workers(
     bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None,
     name_prefix: str,
 ) -> list[WorkerPlace]:
-    """Places of all workers, by rank.
+    """Return places of all workers, by rank.
 
     Args:
         bundle_counts: bundles of each placement group.

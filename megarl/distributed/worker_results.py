@@ -75,7 +75,7 @@ class Deadline:
         self._end = None if seconds is None else max(since + seconds, now + min(seconds, _FETCH_S))
 
     def left(self) -> float | None:
-        """Seconds that are left, never negative."""
+        """Return seconds that are left, never negative."""
         return None if self._end is None else max(self._end - time.monotonic(), 0.0)
 
 
@@ -98,7 +98,8 @@ class WorkerRegistry:
         self._processes[actor._actor_id.hex()] = process
 
     def label(self, reference: ray.ObjectRef[Any]) -> str:
-        """Coordinates of the worker that makes ``reference``, for example ``[pp0 dp1 cp0 tp0 node7]``."""
+        """Return coordinates of the worker that makes ``reference``, for example ``[pp0 dp1 cp0 tp0
+        node7]``."""
         actor = _actor_of(reference)
         if actor not in self._ranks:
             return "[unknown worker]"
@@ -107,7 +108,7 @@ class WorkerRegistry:
         return format_coordinates(rank, coordinates, process.host if process else "host not yet known")
 
     def process(self, reference: ray.ObjectRef[Any]) -> WorkerProcess | None:
-        """Process of the worker that makes ``reference``; None before it is up."""
+        """Return process of the worker that makes ``reference``; None before it is up."""
         return self._processes.get(_actor_of(reference))
 
     def begin(self, call: Call, reference: ray.ObjectRef[Any]) -> None:
@@ -117,7 +118,7 @@ class WorkerRegistry:
             del self._calls[next(iter(self._calls))]
 
     def call_of(self, reference: ray.ObjectRef[Any]) -> Call | None:
-        """The call that ``reference`` is the result of; None where that is not known."""
+        """Return the call that ``reference`` is the result of; None where that is not known."""
         return self._calls.get(reference.hex())
 
     def forget(self, references: Sequence[ray.ObjectRef[Any]]) -> None:
@@ -147,8 +148,8 @@ class WorkerRegistry:
 
 
 def await_results(references: Sequence[ray.ObjectRef[Any]], registry: WorkerRegistry, what: str, deadline: Deadline) -> list[Any]:
-    """Values of ``references``, in order. Watches all of them, so that a worker that fails is seen while its
-    peers hang.
+    """Return values of ``references``, in order. Watches all of them, so that a worker that fails is seen
+    while its peers hang.
 
     Args:
         references: results of worker calls; one may stand there twice.
@@ -294,8 +295,8 @@ def _deadline_error(
 
 
 def blame(labels: Sequence[str], looks: Sequence[ProcessLook | None]) -> str:
-    """A sentence on who keeps the others waiting, of workers that all do not answer; "" where nobody stands
-    out.
+    """Return a sentence on who keeps the others waiting, of workers that all do not answer; "" where nobody
+    stands out.
 
     One whose process does not run does, and one that is not in a collective while others are.
     """

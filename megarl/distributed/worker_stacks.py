@@ -135,8 +135,8 @@ def register_stacks(worker: str = "") -> None:
 
 
 def worker_of(process_id: int) -> str | None:
-    """Name of the worker that a process of this host holds; "" of one without a name, None of one that has
-    not registered."""
+    """Return name of the worker that a process of this host holds; "" of one without a name, None of one that
+    has not registered."""
     with contextlib.suppress(OSError):
         path = _stack_file(process_id)
         if path is not None:

@@ -54,7 +54,7 @@ class WorkerWatch:
         self._looks: list[list[ProcessLook | None]] = []
 
     def until_look(self) -> float | None:
-        """Seconds until the next look; None for never."""
+        """Return seconds until the next look; None for never."""
         if self._look_s is None:
             return None
         return max(self._begun + (len(self._looks) + 1) * self._look_s / LOOKS - time.monotonic(), 0.0)

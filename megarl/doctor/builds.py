@@ -51,7 +51,7 @@ except Exception as error:
 
 
 def check_builds(gpus: bool, needs_transformer_engine: bool = False) -> Iterator[Check]:
-    """Every check.
+    """Yield every check.
 
     Args:
         gpus: this machine has a driver of NVIDIA's, where other versions are wanted than on a CPU.
@@ -150,7 +150,7 @@ def check_transformer_engine(is_needed: bool = False) -> Check:
 
 
 def _fault_of_transformer_engine(version: str, error: str) -> tuple[str, str]:
-    """Why it does not load, and what to do."""
+    """Return why it does not load, and what to do."""
     part = installed_version("transformer-engine-torch")
     # without a word on its core, that is the one for CUDA 12
     core = next((found[1] for one in _requirements("torch") if (found := re.fullmatch(r"nvidia-nccl-(cu\d+)", one.name))), None)
@@ -195,15 +195,16 @@ def check_entry_point() -> Check:
 
 
 def compiled_modules(name: str) -> list[str]:
-    """Names of the compiled modules at the top of a distribution's package, such as ``vllm._C``; one of each
-    name."""
+    """Return names of the compiled modules at the top of a distribution's package, such as ``vllm._C``; one
+    of each name."""
     files = importlib.metadata.files(name) or []
     found = [path for path in files if len(path.parts) == 2 and re.match(r"_C(_stable_libtorch)?\.", path.name) and path.suffix == ".so"]
     return sorted({f"{path.parts[0]}.{path.name.split('.')[0]}" for path in found})
 
 
 def load_error(module: str, timeout_s: float = _LOAD_S) -> str:
-    """Why a module cannot be imported after torch, in a process of its own; empty where it can. One line."""
+    """Return why a module cannot be imported after torch, in a process of its own; empty where it can. One
+    line."""
     command = [sys.executable, "-c", _LOADER, module]
     try:
         answer = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=timeout_s)

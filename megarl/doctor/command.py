@@ -64,7 +64,7 @@ def show(checks: Iterable[Check], as_json: bool, where: str = "") -> int:
 
 
 def examine(run_dir: str | None, needs_transformer_engine: bool = False) -> Iterator[Check]:
-    """Every check, each when it is asked for, so that the quick ones show while the slow ones run."""
+    """Yield every check, each when it is asked for, so that the quick ones show while the slow ones run."""
     yield from check_versions()
     devices = check_devices()
     yield from devices
@@ -98,7 +98,7 @@ def row_of(check: Check) -> Table:
 
 
 def summary(checks: Sequence[Check], where: str = "") -> Text:
-    """One line; ``where`` as of ``show``."""
+    """Return one line; ``where`` as of ``show``."""
     place = f"on {where}" if where else "here"
     failed = [check.name for check in checks if check.verdict is Verdict.FAILED]
     warned = [check.name for check in checks if check.verdict is Verdict.WARNING]

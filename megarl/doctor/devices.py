@@ -79,7 +79,7 @@ class TorchBuild:
 
 
 def check_devices() -> list[Check]:
-    """The driver, every GPU, and torch's use of them."""
+    """Return the driver, every GPU, and torch's use of them."""
     try:
         import torch
 

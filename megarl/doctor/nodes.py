@@ -103,8 +103,8 @@ def judge_gpus(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
 
 
 def shape_of(nodes: Sequence[RayNode], config: RunConfig | None) -> Shape:
-    """The ranks that are let compute together: all of a run, or one on every GPU; without GPUs one a node,
-    but two at least."""
+    """Return the ranks that are let compute together: all of a run, or one on every GPU; without GPUs one a
+    node, but two at least."""
     gpus = min(int(node.total.get("GPU", 0)) for node in nodes)
     if config is not None:
         section = config["cluster"]
@@ -188,8 +188,8 @@ def compare(facts: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
 
 
 def interface_towards(address: str) -> str:
-    """Name of the network interface by which this host reaches an address, for example ``eth0``; the address
-    of it where it has no name."""
+    """Return name of the network interface by which this host reaches an address, for example ``eth0``; the
+    address of it where it has no name."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing: the kernel only chooses the way

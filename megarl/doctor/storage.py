@@ -49,8 +49,8 @@ def check_storage(run_dir: Path) -> Iterator[Check]:
 
 
 def _without_links(path: Path) -> Path:
-    """The path by which the kernel knows it. Raises OSError for links in a circle, and for ``~`` without a
-    home directory."""
+    """Return the path by which the kernel knows it. Raises OSError for links in a circle, and for ``~``
+    without a home directory."""
     try:
         return path.expanduser().resolve()
     except RuntimeError as error:

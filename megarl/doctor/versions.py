@@ -131,7 +131,7 @@ INFINIBAND = Path("/sys/class/infiniband")
 
 
 def check_system() -> Iterator[Check]:
-    """All of them."""
+    """Yield all of them."""
     memory = psutil.virtual_memory()
     yield SYSTEM.ok("processors", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} usable")
     yield SYSTEM.ok("memory", f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB")
@@ -168,7 +168,7 @@ def judge_open_files(soft: int, hard: int) -> Check:
 
 
 def infiniband_devices() -> list[str]:
-    """Names of the InfiniBand and RoCE devices of this host."""
+    """Return names of the InfiniBand and RoCE devices of this host."""
     return sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
 
 

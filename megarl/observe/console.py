@@ -213,7 +213,7 @@ class TrainingConsole:
 
 
 def _number(value: Any) -> str:
-    """A short number; empty for what is not one."""
+    """Return a short number; empty for what is not one."""
     if isinstance(value, int):
         return f"{value:,}"
     try:

@@ -40,8 +40,8 @@ DEFAULT_REDUCTIONS: Mapping[str, Reduction] = MappingProxyType({name: Reduction.
 
 
 def default_reduction(name: str) -> Reduction:
-    """The reduction of a metric that nobody declared: by known name, then by suffix (``_min``, ``_max``),
-    else a sum.
+    """Return the reduction of a metric that nobody declared: by known name, then by suffix (``_min``,
+    ``_max``), else a sum.
 
     A prefix such as ``train/`` plays no part.
     """
@@ -56,7 +56,7 @@ def default_reduction(name: str) -> Reduction:
 
 
 def reduce_values(values: Sequence[float], reduction: Reduction) -> float:
-    """One number from the values of one metric.
+    """Return one number from the values of one metric.
 
     Args:
         values: numbers, or zero-dimensional tensors; at least one.
@@ -80,7 +80,7 @@ def reduce_values(values: Sequence[float], reduction: Reduction) -> float:
 
 
 def reduce_metrics(all_mb_metrics: Mapping[str, Sequence[float]], reductions: Mapping[str, Reduction] | None = None) -> dict[str, float]:
-    """The metrics of a step from those of its micro-batches.
+    """Return the metrics of a step from those of its micro-batches.
 
     Args:
         all_mb_metrics: per name, the values of all micro-batches of all data-parallel ranks.
@@ -99,8 +99,8 @@ def reduce_metrics(all_mb_metrics: Mapping[str, Sequence[float]], reductions: Ma
 
 
 def _exact_sum(numbers: Sequence[float]) -> float:
-    """A sum that does not depend on the order of the ranks; ``fsum`` refuses infinities of both signs and
-    overflow."""
+    """Return a sum that does not depend on the order of the ranks; ``fsum`` refuses infinities of both signs
+    and overflow."""
     try:
         return math.fsum(numbers)
     except (ValueError, OverflowError):

@@ -133,12 +133,13 @@ class MetricsFile:
 
 
 def encoded(row: Mapping[str, Any]) -> bytes:
-    """A row as a line of the file."""
+    """Return a row as a line of the file."""
     return (json.dumps(_finite(row), allow_nan=False) + "\n").encode()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All rows of a metrics file in file order; a broken last line (a run killed while writing) is skipped.
+    """Return all rows of a metrics file in file order; a broken last line (a run killed while writing) is
+    skipped.
 
     Raises:
         DataError: the file is missing, holds no row, or a line that is not the last is broken.
@@ -150,8 +151,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def stream_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows one by one, as the file of a long run is larger than what is kept of it; none of a file that
-    has no whole row yet.
+    """Yield the rows one by one, as the file of a long run is larger than what is kept of it; none of a file
+    that has no whole row yet.
 
     Raises:
         DataError: as ``read_metrics``, but for an empty file.
@@ -182,7 +183,7 @@ def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The row on a line, or None for one that is broken."""
+    """Return the row on a line, or None for one that is broken."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -183,7 +183,7 @@ PANELS = (
 
 @plain_text()
 def draw_all(runs: Runs, restarts: Sequence[int] = ()) -> dict[str, str]:
-    """The SVG of every panel that has something to show, by title, and that of the phases.
+    """Return the SVG of every panel that has something to show, by title, and that of the phases.
 
     Args:
         runs: one run, or several that are drawn over one another.
@@ -300,7 +300,7 @@ def _draw_beside_others(axes: Axes, curve: Curve, series: Series, colour: str, s
 
 
 def _few_points(series: Series) -> tuple[Sequence[float], Sequence[float]]:
-    """All points of a curve, or the means of parts of a long one."""
+    """Return all points of a curve, or the means of parts of a long one."""
     if len(series.steps) <= MOST_POINTS:
         return series.steps, series.values
     steps, values, *_ = thinned(series, MOST_POINTS)
@@ -358,15 +358,15 @@ def run_colours(count: int) -> list[str]:
 
 
 def _colour_of_luminance(hue: float, luminance: float) -> str:
-    """The colour of a hue in [0, 1) that is as bright as said (relative luminance of WCAG 2), so that it is
-    seen on any page."""
+    """Return the colour of a hue in [0, 1) that is as bright as said (relative luminance of WCAG 2), so that
+    it is seen on any page."""
     shades = (colorsys.hls_to_rgb(hue, percent / 100, 0.6) for percent in range(100))
     nearest = min(shades, key=lambda shade: abs(relative_luminance(shade) - luminance))
     return "#" + "".join(f"{round(255 * part):02x}" for part in nearest)
 
 
 def relative_luminance(shade: tuple[float, float, float]) -> float:
-    """Relative luminance of an sRGB colour of three parts in [0, 1], as WCAG 2 defines it."""
+    """Return relative luminance of an sRGB colour of three parts in [0, 1], as WCAG 2 defines it."""
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in shade]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
@@ -379,8 +379,8 @@ def _figure(height: float = _HEIGHT) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """The picture as an element of a page, with the page's colours: text as text, ids that no other picture
-    has, no prologue."""
+    """Return the picture as an element of a page, with the page's colours: text as text, ids that no other
+    picture has, no prologue."""
     import matplotlib
 
     buffer = io.StringIO()

@@ -156,7 +156,8 @@ class SampleFiles:
 
 
 def list_samples(directory: Path, kind: str) -> list[tuple[int, Path]]:
-    """The files of one kind with their steps, in the order of these; none where there is no such directory.
+    """Return the files of one kind with their steps, in the order of these; none where there is no such
+    directory.
 
     Raises:
         OSError: it cannot be read.
@@ -170,7 +171,7 @@ def list_samples(directory: Path, kind: str) -> list[tuple[int, Path]]:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The samples of a file; lines that are none, as somebody may have edited it, are left out with a
+    """Return the samples of a file; lines that are none, as somebody may have edited it, are left out with a
     warning.
 
     Raises:
@@ -191,8 +192,8 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def shorten(text: str, limit: int) -> str:
-    """The text, without its middle where it is longer than ``limit`` characters: what matters of an answer is
-    how it ends."""
+    """Return the text, without its middle where it is longer than ``limit`` characters: what matters of an
+    answer is how it ends."""
     if len(text) <= limit:
         return text
     head = limit // 2
@@ -209,7 +210,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    """A row as JSON in which letters of any language stay, and what ``UNSAFE`` has is escaped, so that
+    """Return a row as JSON in which letters of any language stay, and what ``UNSAFE`` has is escaped, so that
     ``cat`` shows it too."""
     text = json.dumps(row, ensure_ascii=False, allow_nan=False)
     return UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode() + b"\n"

@@ -18,7 +18,7 @@ class Series:
     values: tuple[float, ...]
 
     def on(self, steps: Sequence[int]) -> list[float]:
-        """The values at ``steps``, 0 where the metric was not logged."""
+        """Return the values at ``steps``, 0 where the metric was not logged."""
         known = dict(zip(self.steps, self.values, strict=True))
         return [known.get(step, 0.0) for step in steps]
 
@@ -40,7 +40,7 @@ class Log:
 
 
 def collect_series(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
-    """Every numeric metric of the rows as a curve.
+    """Return every numeric metric of the rows as a curve.
 
     Where two rows give the same metric for the same step, the later row counts. Null, NaN and infinite values
     are gaps.
@@ -74,7 +74,7 @@ def collect_log(rows: Iterable[Mapping[str, Any]]) -> Log:
 
 
 def _finite(value: Any) -> float | None:
-    """The value as a float; None for what is no number, or one without a finite float."""
+    """Return the value as a float; None for what is no number, or one without a finite float."""
     try:
         number = float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
@@ -83,7 +83,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _series(steps: Sequence[int], values: Sequence[float], same: dict[tuple[int, ...], tuple[int, ...]]) -> Series:
-    """A curve of points in the order of the file; metrics of the same steps share them."""
+    """Return a curve of points in the order of the file; metrics of the same steps share them."""
     if any(later <= earlier for earlier, later in pairwise(steps)):
         return _sorted_series(dict(zip(steps, values, strict=True)))
     kept = tuple(steps)
@@ -91,13 +91,13 @@ def _series(steps: Sequence[int], values: Sequence[float], same: dict[tuple[int,
 
 
 def smoothing_window(count: int) -> int:
-    """Steps that a running mean of ``count`` points should cover: an odd tenth of them, 3 to 51; 1 (no
+    """Return steps that a running mean of ``count`` points should cover: an odd tenth of them, 3 to 51; 1 (no
     smoothing) below 10 points."""
     return 1 if count < 10 else min(max(count // 10 | 1, 3), 51)
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and its ``window // 2`` neighbours on either side (fewer at both ends).
+    """Return the mean of each value and its ``window // 2`` neighbours on either side (fewer at both ends).
 
     Centred, so that the smooth curve does not lag behind the points it is drawn over.
     """
@@ -107,7 +107,7 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def thinned(curve: Series, parts: int) -> tuple[list[float], list[float], list[float], list[float]]:
-    """A long curve in equal parts: of each its mean step, and mean, smallest and largest value."""
+    """Return a long curve in equal parts: of each its mean step, and mean, smallest and largest value."""
     bounds = [len(curve.steps) * index // parts for index in range(parts + 1)]
     groups = [(curve.steps[low:high], curve.values[low:high]) for low, high in pairwise(bounds) if high > low]
     steps = [sum(group) / len(group) for group, _ in groups]

@@ -203,7 +203,7 @@ class MetricSinks:
 
 
 def open_sinks(logger_config: LoggerConfig, run_dir: str | Path, run_config: Mapping[str, Any] | None = None) -> MetricSinks:
-    """The sinks that a ``logger`` section asks for.
+    """Return the sinks that a ``logger`` section asks for.
 
     Args:
         logger_config: a checked ``logger`` section. ``log_dir`` (default: the run directory) is for the files
@@ -246,7 +246,7 @@ def _own_sink(path: str, log_dir: Path, config: Mapping[str, Any]) -> Sink:
 
 
 def _scalar(value: Any) -> int | float | bool | str | None:
-    """A plain value; tensors and arrays of one element give their element.
+    """Return a plain value; tensors and arrays of one element give their element.
 
     Raises:
         TypeError: it has no single plain value.

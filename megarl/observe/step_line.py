@@ -44,7 +44,7 @@ RATED_PHASES = {
 
 
 def first_number(metrics: Mapping[str, Any], names: Iterable[str]) -> float | None:
-    """The first of ``names`` that is present with a number, as a float."""
+    """Return the first of ``names`` that is present with a number, as a float."""
     for name in names:
         value = metrics.get(name)
         if value is not None and not isinstance(value, str):
@@ -53,8 +53,8 @@ def first_number(metrics: Mapping[str, Any], names: Iterable[str]) -> float | No
 
 
 def phase_seconds(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of the phases of the top level, longest first; ``step_s`` and phases inside phases are left
-    out."""
+    """Return seconds of the phases of the top level, longest first; ``step_s`` and phases inside phases are
+    left out."""
     seconds: dict[str, float] = {}
     for name, value in metrics.items():
         bare_name = name.removeprefix(_TIMING_PREFIX)
@@ -98,7 +98,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def step_fields(step: int, total_steps: int, metrics: Mapping[str, Any], eta_s: float | None, width: int) -> list[tuple[str, str]]:
-    """The parts of the line as (kind, text); two spaces join them.
+    """Return the parts of the line as (kind, text); two spaces join them.
 
     When the line would be wider than ``width`` columns, the parts that matter least go first: phases
     (shortest first), then ETA, then throughput, then the time of the step. Progress, loss, reward, what has

@@ -107,8 +107,8 @@ class PhaseTimer:
         return taken
 
     def collect(self) -> dict[str, float]:
-        """The seconds since the last call, as ``{"generation_s": ..., "train/optimizer_s": ..., "step_s":
-        ...}``, and start afresh.
+        """Return the seconds since the last call, as ``{"generation_s": ..., "train/optimizer_s": ...,
+        "step_s": ...}``, and start afresh.
 
         ``step_s`` is the wall time since the last call (or since construction). A phase that is still open is
         split here: what has passed belongs to this step, the rest to the next.

@@ -66,7 +66,7 @@ def _sample_mask(case: Case, generator: torch.Generator) -> Tensor:
 
 
 def with_signals(case: Case, batch: Batch, logprobs: Tensor) -> Batch:
-    """The batch with what the case's loss reads.
+    """Return the batch with what the case's loss reads.
 
     Args:
         case: names the loss.
@@ -137,7 +137,7 @@ ANSWERS_A_PROMPT = 3
 
 
 def _with_rewards(case: Case, signals: Batch) -> Batch:
-    """Rewards of answers to prompts, and the advantages that the reference makes of them."""
+    """Return rewards of answers to prompts, and the advantages that the reference makes of them."""
     generator = torch.Generator().manual_seed(case.seed + 4)
     rows, columns = signals["input_ids"].shape
     parts = torch.randn(rows, 2, generator=generator) * torch.tensor([1.0, 30.0])
@@ -160,14 +160,14 @@ def _with_rewards(case: Case, signals: Batch) -> Batch:
 
 
 def logprob_shards(case: Case, config: PolicyConfig, batch: Mapping[str, Tensor]) -> ShardedBatch:
-    """The rows whose log-probabilities are asked for, dealt to the data-parallel ranks."""
+    """Return the rows whose log-probabilities are asked for, dealt to the data-parallel ranks."""
     keys = ("input_ids", "input_lengths", "token_mask", "sample_mask")
     asked: BatchedDataDict[Any] = BatchedDataDict({key: batch[key][: case.logprob_rows] for key in keys})
     return shard_batch(asked, config, case.dp, phase="logprob")
 
 
 def calls_of(case: Case, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The batch of each ``train()`` call."""
+    """Return the batch of each ``train()`` call."""
     rows = _rows_of_a_call(case)
     return [{key: value[first : first + rows] for key, value in batch.items()} for first in range(0, case.total_rows, rows)]
 
@@ -177,5 +177,5 @@ def _rows_of_a_call(case: Case) -> int:
 
 
 def first_step(case: Case, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The first global batch."""
+    """Return the first global batch."""
     return {key: value[: case.global_batch] for key, value in batch.items()}

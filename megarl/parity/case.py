@@ -305,12 +305,12 @@ class Case:
         return frozenset(split(self.loss)[1])
 
     def loss_numbers(self, option: str) -> Numbers:
-        """The numbers of an option of the loss, also where the loss does not have the option: those that it
-        then has."""
+        """Return the numbers of an option of the loss, also where the loss does not have the option: those
+        that it then has."""
         return numbers_of(self.loss, option)
 
     def loss_number(self, option: str) -> float | None:
-        """The only one of these; None is no bound."""
+        """Return the only one of these; None is no bound."""
         (number,) = self.loss_numbers(option)
         return number
 
@@ -336,7 +336,7 @@ class Case:
         return self.loss_kind == "pg" and "in-reward" in self.loss_options
 
     def __str__(self) -> str:
-        """The line that ``parse`` reads: ``key=value`` of every field that is not at its default."""
+        """Return the line that ``parse`` reads: ``key=value`` of every field that is not at its default."""
         words = [f"backend={self.backend}", f"seed={self.seed}"]
         for field in dataclasses.fields(self)[2:]:
             value = getattr(self, field.name)
@@ -388,13 +388,14 @@ _FOREIGN: dict[str, tuple[str, ...]] = {
 
 
 def fields_without_use(owner: str) -> tuple[str, ...]:
-    """The fields that a backend, a family, a way of batching, an optimizer, paths or a kind of loss, given by
-    its name, has no use for."""
+    """Return the fields that a backend, a family, a way of batching, an optimizer, paths or a kind of loss,
+    given by its name, has no use for."""
     return _FOREIGN.get(owner, ())
 
 
 def idle_fields(case: Case) -> dict[str, str]:
-    """Fields that stand away from their defaults although the case has no use for them, and what has none."""
+    """Return fields that stand away from their defaults although the case has no use for them, and what has
+    none."""
     defaults = {field.name: field.default for field in dataclasses.fields(Case)}
     owners = {"backend": case.backend, "family": case.family, "batching": case.batching, "optimizer": case.optimizer, "paths": case.paths}
     owners["loss"] = case.loss_kind

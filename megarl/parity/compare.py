@@ -67,7 +67,7 @@ def compare(
     expected: Expected,
     bounds: Bounds,
 ) -> list[Difference]:
-    """Every quantity of a case, measured against the reference.
+    """Return every quantity of a case, measured against the reference.
 
     Args:
         case: the case.
@@ -127,8 +127,9 @@ def _likeliest(
     distributions: Tensor,
     bounds: Bounds,
 ) -> Iterator[Difference]:
-    """The most likely tokens: their log-probabilities are the largest there are, and those of the tokens that
-    are said to have them. Of two that are equal to rounding either may come first, but neither twice."""
+    """Yield the most likely tokens: their log-probabilities are the largest there are, and those of the
+    tokens that are said to have them. Of two that are equal to rounding either may come first, but neither
+    twice."""
     logits, tokens = (dealt.restore([part[name] for part in parts]) for name in ("topk_logits", "topk_indices"))
     follows = torch.arange(1, case.length + 1)[None] < batch["input_lengths"][: len(logits), None]
     if case.is_fast:
@@ -165,7 +166,7 @@ def _restored(
 
 
 def _logprobs(what: str, found: Tensor, expected: Tensor, bound: float) -> Difference:
-    """The worst of all tokens."""
+    """Return the worst of all tokens."""
     if found.shape != expected.shape:
         return Difference(what, "logprobs", math.inf, bound, f"shape {list(found.shape)}", f"shape {list(expected.shape)}")
     error = token_errors(found, expected)
@@ -191,8 +192,8 @@ def _losses(answer: Mapping[str, object]) -> list[float]:
 
 
 def _call(case: Case, call: int, answers: Sequence[Mapping[str, object]], expected: Expected, bounds: Bounds) -> list[Difference]:
-    """One ``train()`` call: its losses and gradient norms, and all metrics reduced as the driver reduces
-    them."""
+    """Return one ``train()`` call: its losses and gradient norms, and all metrics reduced as the driver
+    reduces them."""
     metrics: dict[str, list[float]] = {}
     for answer in answers:
         reported = answer["all_mb_metrics"]
@@ -230,14 +231,14 @@ def _call(case: Case, call: int, answers: Sequence[Mapping[str, object]], expect
 
 
 def _per_batch(metrics: Mapping[str, list[float]], norms: Sequence[float]) -> list[float]:
-    """The gradient norms that the first replica reported; one for each global batch."""
+    """Return the gradient norms that the first replica reported; one for each global batch."""
     reported = metrics.get("grad_norm", [])[: len(norms)]
     return [*reported, *[math.nan] * (len(norms) - len(reported))]
 
 
 def _replicas(shares: Sequence[Share]) -> list[Difference]:
-    """Ranks that hold the same rows answer the same, and all report the same loss, in whatever precision the
-    model computes."""
+    """Check that ranks that hold the same rows reply the same, and all report the same loss, in whatever
+    precision the model computes."""
     first = {share.data_rank: share for share in reversed(shares)}
     found = []
     for rank, share in enumerate(shares):

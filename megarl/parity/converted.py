@@ -26,8 +26,8 @@ def megatron_logprobs(family_files: Sequence[Path]) -> Iterator[Callable[[Path, 
 
 
 def logprobs_by(pool: WorkerPool, family_files: Sequence[Path], **megatron: Any) -> Callable[[Path, Tensor], Tensor]:
-    """A function from a Hugging Face directory and tokens [B, S] int64 to log-probabilities [B, S] float32,
-    zero in column 0.
+    """Return a function from a Hugging Face directory and tokens [B, S] int64 to log-probabilities [B, S]
+    float32, zero in column 0.
 
     Args:
         pool: runs the worker.

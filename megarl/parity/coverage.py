@@ -82,7 +82,7 @@ _ADVANTAGE_OPTION_NAMES = {
 
 
 def _table(case: Case) -> dict[str, bool]:
-    """Every feature in the order of the table, and whether a case has it."""
+    """Return every feature in the order of the table, and whether a case has it."""
     loss, options, made = case.loss_kind, case.loss_options, case.advantages_options
     # where a token goes to all experts, all are in balance whatever the routers do
     balanced = case.balance if case.topk < case.experts else "none"
@@ -151,7 +151,7 @@ FEATURES = tuple(_table(Case()))
 
 
 def features(case: Case) -> list[str]:
-    """The features that a case has, in the order of ``FEATURES``."""
+    """Return the features that a case has, in the order of ``FEATURES``."""
     return [name for name, has in _table(case).items() if has]
 
 

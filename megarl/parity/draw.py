@@ -75,7 +75,7 @@ class Drawer:
         self._reasons: dict[str, str] = {}
 
     def draw(self, seed: int, number: int) -> Case:
-        """The ``number``-th case of ``seed``; the same whatever was drawn before.
+        """Return the ``number``-th case of ``seed``; the same whatever was drawn before.
 
         Raises:
             ConfigError: the rules refuse everything that is asked for.
@@ -114,7 +114,7 @@ class Drawer:
 
 
 def _layout(generator: random.Random, backend: str, max_world: int) -> dict[str, Any]:
-    """Ranks by prime factors, each factor on a random axis."""
+    """Return ranks by prime factors, each factor on a random axis."""
     world = generator.choice([world for world in WORLDS if world <= max_world])
     sizes = dict.fromkeys(AXES[backend], 1)
     for prime in (2, 3):
@@ -132,7 +132,7 @@ def _layout(generator: random.Random, backend: str, max_world: int) -> dict[str,
 
 
 def _model(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes that tensor parallelism divides and that are all different."""
+    """Return sizes that tensor parallelism divides and that are all different."""
     family, tensor = fields["family"], fields.get("tp", 1)
     kv = tensor * generator.choice((1, 1, 2))
     group = generator.choice([group for group in (1, 2, 3, 3, 5) if kv * group <= max(12, kv)])
@@ -205,8 +205,8 @@ def _stages(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, An
 
 
 def _written(generator: random.Random, pipeline: int) -> dict[str, Any]:
-    """A written layout of one or two chunks a stage, each with any number of layers, none perhaps next to the
-    embedding or the output."""
+    """Return a written layout of one or two chunks a stage, each with any number of layers, none perhaps next
+    to the embedding or the output."""
     chunks = pipeline * generator.choice((1, 1, 2))
     inner = [generator.randint(1, 2) for _ in range(chunks - 2)]
     counts = [generator.randint(0, 2), *inner, generator.randint(0, 2)]

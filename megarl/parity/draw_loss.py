@@ -52,7 +52,7 @@ _WITH_REWARDS_OF_TOKENS = ("grpo", "rloo", "reinforce", "reinforce-baseline", "g
 
 
 def draw_loss(generator: random.Random, loss: str | None = None, advantages: str | None = None) -> dict[str, str]:
-    """The fields ``loss`` and ``advantages`` of a case.
+    """Return the fields ``loss`` and ``advantages`` of a case.
 
     Args:
         generator: of the random choices.

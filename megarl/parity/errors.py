@@ -28,15 +28,15 @@ def relative_error(found: float, expected: float, scale: float = 0.0) -> float:
 
 
 def token_errors(found: Tensor, expected: Tensor) -> Tensor:
-    """The error of every log-probability, in their shape; where ``expected`` is exactly 0 (column 0, padding)
-    nothing else will do."""
+    """Return the error of every log-probability, in their shape; where ``expected`` is exactly 0 (column 0,
+    padding) nothing else will do."""
     error = (found - expected).abs() / expected.abs().clamp(min=1.0)
     return torch.where((expected == 0) & (found != 0), math.inf, error).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def tensor_error(found: Tensor, expected: Tensor) -> float:
-    """The norm of the difference by that of ``expected``; infinite for what is no number and for anything but
-    0 where 0 is expected."""
+    """Return the norm of the difference by that of ``expected``; infinite for what is no number and for
+    anything but 0 where 0 is expected."""
     difference, size = float((found.float() - expected.float()).norm()), float(expected.float().norm())
     return difference / size if math.isfinite(difference) and size else math.inf if difference else 0.0
 

@@ -98,8 +98,8 @@ def changed_functions(fault: Fault, module: ModuleType) -> dict[FunctionType, Co
 
 
 def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
-    """The functions of a compiled module or class, by qualified name; functions within them are part of their
-    code."""
+    """Yield the functions of a compiled module or class, by qualified name; functions within them are part of
+    their code."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType) and constant.co_flags & inspect.CO_NEWLOCALS and "<" not in constant.co_qualname:
             yield constant.co_qualname, constant
@@ -108,7 +108,7 @@ def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
 
 
 def _without_lines(code: CodeType) -> CodeType:
-    """The code without line numbers, which a longer text moves in the functions behind it."""
+    """Return the code without line numbers, which a longer text moves in the functions behind it."""
     constants = (_without_lines(constant) if isinstance(constant, CodeType) else constant for constant in code.co_consts)
     return code.replace(co_firstlineno=1, co_linetable=b"", co_consts=tuple(constants))
 

@@ -113,7 +113,7 @@ def _made(case: Case, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _algorithm(case: Case) -> Any:
-    """The algorithm without its models: as far as it makes advantages."""
+    """Return the algorithm without its models: as far as it makes advantages."""
     kind, options = case.advantages_kind, case.advantages_options
     classes: dict[str, Any] = {"gae": PPO, "teacher": Distillation}
     algorithm: Any = object.__new__(classes.get(kind, GRPO))

@@ -36,7 +36,7 @@ class CaseError(ConfigError):
 
 
 def parse(line: str) -> Case:
-    """The case that a line stands for; fields that are not named have their defaults.
+    """Return the case that a line stands for; fields that are not named have their defaults.
 
     Raises:
         CaseError: a word is not ``key=value``, its key is unknown or its value out of bounds. The message
@@ -64,7 +64,7 @@ def parse(line: str) -> Case:
 
 
 def words_of(line: str) -> dict[str, Any]:
-    """The fields that a line names, with their values.
+    """Return the fields that a line names, with their values.
 
     Raises:
         CaseError: as ``parse``.

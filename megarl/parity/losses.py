@@ -24,14 +24,14 @@ QUIET_SQUARE = 2.0**-10
 
 
 def loss_weight(case: Case) -> float:
-    """Factor of every loss of the case."""
+    """Return factor of every loss of the case."""
     if case.precision != "float16":
         return 1.0
     return QUIET_SQUARE if "ipo" in case.loss_options else QUIET
 
 
 def make_loss(case: Case) -> Any:
-    """The ``LossFunction`` that the workers compute; the reference has its own,
+    """Return the ``LossFunction`` that the workers compute; the reference has its own,
     ``megarl.parity.reference_losses``."""
     loss_fn, weight = _loss(case), loss_weight(case)
     loss_fn.skips_masked = case.is_fast
@@ -69,7 +69,7 @@ def _loss(case: Case) -> Any:
 
 
 def preference_settings(case: Case) -> DPOLossConfig:
-    """The settings of a loss of preferences that a case names."""
+    """Return the settings of a loss of preferences that a case names."""
     options = case.loss_options
     return {
         "reference_policy_kl_penalty": _number(case, "beta"),
@@ -82,7 +82,7 @@ def preference_settings(case: Case) -> DPOLossConfig:
 
 
 def distillation_settings(case: Case) -> DistillationLossConfig:
-    """The settings of a divergence from a teacher that a case names."""
+    """Return the settings of a divergence from a teacher that a case names."""
     options = case.loss_options
     return {
         "kl_type": "forward" if "forward" in options else "mixed" if "mixed" in options else "reverse",
@@ -96,7 +96,7 @@ TRUNCATIONS = {"tis": "tis", "icepop": "icepop", "seq-mask": "seq-mask-tis"}
 
 
 def _bounds_of_weights(case: Case) -> tuple[float | None, float | None]:
-    """The lower and the upper bound of importance weights; None where there is none."""
+    """Return the lower and the upper bound of importance weights; None where there is none."""
     for option in TRUNCATIONS.keys() & case.loss_options:
         *low, high = case.loss_numbers(option)
         return (low[0] if low else None), high
@@ -104,7 +104,7 @@ def _bounds_of_weights(case: Case) -> tuple[float | None, float | None]:
 
 
 def policy_gradient_settings(case: Case) -> ClippedPGLossConfig:
-    """The settings of a clipped policy gradient that a case names."""
+    """Return the settings of a clipped policy gradient that a case names."""
     options = case.loss_options
     kind = next((TRUNCATIONS[option] for option in TRUNCATIONS if option in options), None)
     low, high = _bounds_of_weights(case)

@@ -38,7 +38,7 @@ _SCALINGS: dict[str, dict[str, Any]] = {
 
 
 def model_config(case: Case) -> Any:
-    """The transformers config of a case's model."""
+    """Return the transformers config of a case's model."""
     from transformers import AutoConfig
 
     sizes: dict[str, Any] = {
@@ -67,7 +67,7 @@ def model_config(case: Case) -> Any:
 
 
 def _mixture(case: Case) -> dict[str, Any]:
-    """Experts and routing."""
+    """Return experts and routing."""
     if case.family in GROUPED:
         return _grouped_mixture(case)
     if case.family in ("mixtral", "gpt_oss"):
@@ -108,7 +108,7 @@ def _grouped_mixture(case: Case) -> dict[str, Any]:
 
 
 def _window(case: Case) -> dict[str, Any]:
-    """The window of all layers, or of every second one, the first without."""
+    """Return the window of all layers, or of every second one, the first without."""
     if case.family in ("mistral", "mixtral"):
         return {"sliding_window": case.window or None}
     if case.family not in ("ministral", "dots1", "gpt_oss"):
@@ -165,14 +165,14 @@ class ModelShelf:
         self._root = root
 
     def described(self, case: Case) -> Path:
-        """A directory that holds at least the config of the case's model."""
+        """Return a directory that holds at least the config of the case's model."""
         directory = self._root / _name(case)
         if not (directory / "config.json").exists():
             _save_config(case, model_config(case), directory)
         return directory
 
     def complete(self, case: Case) -> Path:
-        """The directory of the case's model, with weights."""
+        """Return the directory of the case's model, with weights."""
         directory = self.described(case)
         if not (directory / "model.safetensors").exists():
             model = _random_model(case).to(dtype_of(case.precision, "case.precision"))
@@ -235,8 +235,8 @@ def _name(case: Case) -> str:
 
 
 def _random_model(case: Case) -> Any:
-    """Weights without structure, norms and biases among them, so that none can be forgotten and no two be
-    exchanged unseen."""
+    """Return weights without structure, norms and biases among them, so that none can be forgotten and no two
+    be exchanged unseen."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     options = {"experts_implementation": "eager"} if case.family in SPARSE else {}

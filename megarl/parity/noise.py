@@ -59,12 +59,12 @@ class Bounds:
     noise: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, quantity: str) -> float:
-        """The bound of a quantity."""
+        """Return the bound of a quantity."""
         return max(BOUND, FACTOR * self.noise.get(quantity, 0.0))
 
 
 def bounds_of(case: Case, model: Path, batch: Batch, logprobs: Tensor, expected: Expected, *, members: int = MEMBERS) -> Bounds:
-    """The bounds of a case.
+    """Return the bounds of a case.
 
     Args:
         case: the case.
@@ -93,14 +93,15 @@ def _may_be_missed(quantity: str, error: float) -> bool:
 
 
 def _of_one_token(found: Sequence[Tensor], logprobs: Tensor) -> float:
-    """The root mean square error of a log-probability, which eight draws of a single number may miss by
-    chance. Metrics are measured by what such an error makes of them, so that it is a floor for theirs too."""
+    """Return the root mean square error of a log-probability, which eight draws of a single number may miss
+    by chance. Metrics are measured by what such an error makes of them, so that it is a floor for theirs
+    too."""
     return root_mean_square(torch.stack([token_errors(values, logprobs)[logprobs != 0] for values in found]))
 
 
 def _member(case: Case, model: torch.nn.Module, batch: Batch, number: int) -> tuple[Tensor, Expected]:
-    """Log-probabilities and training of the model, in the precision of the case, with random errors. Trains
-    it in place."""
+    """Return log-probabilities and training of the model, in the precision of the case, with random errors.
+    Trains it in place."""
     generator = torch.Generator().manual_seed(case.seed + 100 + number)
     _make_noisy(model, SPREAD * torch.finfo(dtype_of(case.precision, "case.precision")).eps, generator)
     logprobs = token_logprobs(model, batch, case.sampling)
@@ -139,7 +140,7 @@ def _disturbed(value: Tensor, spread: float, generator: torch.Generator) -> Tens
 
 
 def _noisy(value: Tensor, spread: float, generator: torch.Generator) -> Tensor:
-    """The value disturbed, forward and backward; what is no floating-point number as it is."""
+    """Return the value disturbed, forward and backward; what is no floating-point number as it is."""
     if not value.is_floating_point():
         return value
     return _Noisy.apply(value, spread, generator)  # type: ignore[no-untyped-call]
@@ -160,7 +161,7 @@ def _make_noisy(model: torch.nn.Module, spread: float, generator: torch.Generato
 
 
 def _errors(case: Case, found: Tensor, member: Expected, logprobs: Tensor, expected: Expected) -> dict[str, float]:
-    """Relative errors of a member, by the names that the comparison gives to quantities."""
+    """Return relative errors of a member, by the names that the comparison gives to quantities."""
     rows = slice(case.logprob_rows)
     by_token = token_errors(found[rows], logprobs[rows])
     errors = {LOGPROBS: float(by_token.max()), MEAN_LOGPROBS: root_mean_square(by_token[logprobs[rows] != 0])}

@@ -119,8 +119,8 @@ ONE_OF = (("gspo", "gspo-token"), ("k1", "k2"), ("tis", "icepop", "seq-mask"), (
 
 @cache
 def split(text: str) -> tuple[str, Mapping[str, Numbers]]:
-    """The kind, and the options that stand behind it, each with the numbers that stand there; none where it
-    has those that it begins with.
+    """Return the kind, and the options that stand behind it, each with the numbers that stand there; none
+    where it has those that it begins with.
 
     Raises:
         ValueError: a number is none.
@@ -134,19 +134,19 @@ def split(text: str) -> tuple[str, Mapping[str, Numbers]]:
 
 
 def numbers_of(text: str, option: str) -> Numbers:
-    """The numbers of an option of a loss or an estimator, also where it does not have the option: those that
-    it begins with."""
+    """Return the numbers of an option of a loss or an estimator, also where it does not have the option:
+    those that it begins with."""
     kind, options = split(text)
     return options.get(option) or {**LOSSES, **ADVANTAGES}[kind][option][0]
 
 
 def word_of(option: str, numbers: Numbers = ()) -> str:
-    """An option as it stands in a line."""
+    """Return an option as it stands in a line."""
     return ":".join([option, *("none" if number is None else f"{number:g}" for number in numbers)])
 
 
 def joined(kind: str, words: Iterable[str]) -> str:
-    """A kind with its options, as ``split`` reads them."""
+    """Return a kind with its options, as ``split`` reads them."""
     return "+".join([kind, *words])
 
 

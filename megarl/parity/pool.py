@@ -132,7 +132,7 @@ class WorkerPool:
         self._workers[rank] = self._start(self._serve_store())
 
     def _serve_store(self) -> int:
-        """The port of the store through which the processes of a job find one another."""
+        """Return the port of the store through which the processes of a job find one another."""
         if self._store is None:
             listener = socket.create_server((LOOPBACK, 0))
             port = listener.getsockname()[1]

@@ -30,7 +30,7 @@ LEAST_NORMED_HEAD = 10
 
 
 def accepted_config(case: Case, model: Path) -> PolicyConfig:
-    """The configuration of a case, checked and filled in.
+    """Return the configuration of a case, checked and filled in.
 
     Raises:
         ConfigError: the case cannot be run; carries every violation.
@@ -46,7 +46,7 @@ def accepted_config(case: Case, model: Path) -> PolicyConfig:
 
 
 def refusal(case: Case, shelf: ModelShelf) -> ConfigError | None:
-    """Why the case cannot be run; None when it can."""
+    """Return why the case cannot be run; None when it can."""
     try:
         accepted_config(case, shelf.described(case))
     except ConfigError as error:

@@ -57,8 +57,8 @@ def _put_adapters(model: torch.nn.Module, directory: Path) -> None:
 
 
 def load_model(directory: Path | str, dtype: torch.dtype = torch.float32, lora: int = 0) -> torch.nn.Module:
-    """The transformers model of a directory, in evaluation mode, with its adapters of rank ``lora`` unless
-    that is 0."""
+    """Return the transformers model of a directory, in evaluation mode, with its adapters of rank ``lora``
+    unless that is 0."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     content = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
@@ -74,8 +74,8 @@ def load_model(directory: Path | str, dtype: torch.dtype = torch.float32, lora: 
 
 
 def saved_weights(model: Any) -> dict[str, Tensor]:
-    """The weights as transformers stores them: their names on disk are not always those in memory, and a tied
-    weight is there once. Adapters are added to theirs."""
+    """Return the weights as transformers stores them: their names on disk are not always those in memory, and
+    a tied weight is there once. Adapters are added to theirs."""
     from safetensors.torch import load_file
 
     state = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
@@ -278,8 +278,8 @@ class ReferenceTrainer:
         return [_of_next_tokens(logarithms, data), entropies_of(logarithms)]
 
     def _size_of_gradients(self, terms: Tensor | None) -> float:
-        """The sum of the norms of the gradients of ``terms``; the gradient of their sum is smaller, as far as
-        they cancel."""
+        """Return the sum of the norms of the gradients of ``terms``; the gradient of their sum is smaller, as
+        far as they cancel."""
         if terms is None:
             return 0.0
         size = 0.0
@@ -322,7 +322,7 @@ class ReferenceTrainer:
         return found | {name: max(found[name], ROUNDING / BOUND * size) for name, size in rounded.items()}
 
     def _joined(self, name: str, sizes: Sequence[float]) -> float:
-        """The size of a metric from those of its rows."""
+        """Return the size of a metric from those of its rows."""
         return sum(sizes) if self._reduction(name) is Reduction.SUM else max(sizes, default=0.0)
 
     def _reduction(self, name: str) -> Reduction:

@@ -75,7 +75,7 @@ def _numbers(case: Case, option: str) -> tuple[float | None, ...]:
 
 
 def _of_groups(case: Case, data: Columns) -> dict[int, float]:
-    """One advantage a row that has a reward: those that are left out of training are compared with as
+    """Return one advantage a row that has a reward: those that are left out of training are compared with as
     well."""
     answers, options = _answers(data, "rewarded"), case.advantages_options
     if case.advantages_kind == "gdpo":
@@ -150,7 +150,7 @@ def _generalized(case: Case, data: Columns) -> dict[str, Tensor]:
 
 
 def _standardised(values: list[float]) -> list[float]:
-    """Values less their mean, by their deviation; nothing where they are all alike."""
+    """Return values less their mean, by their deviation; nothing where they are all alike."""
     mean = sum(values) / max(len(values), 1)
     deviation = (sum((value - mean) ** 2 for value in values) / max(len(values), 1)) ** 0.5
     return [(value - mean) / deviation if deviation > 1e-6 * max(1.0, abs(mean)) else 0.0 for value in values]

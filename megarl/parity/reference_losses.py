@@ -37,21 +37,21 @@ class _Call:
     pairs: float
 
     def rows(self) -> Iterator[tuple[int, Tensor]]:
-        """Number and target positions (in log-probabilities, which begin with the second token) of the rows
-        that count."""
+        """Yield number and target positions (in log-probabilities, which begin with the second token) of the
+        rows that count."""
         for row in range(self.data["input_ids"].shape[0]):
             if float(self.data["sample_mask"][row]) != 0.0:
                 yield row, self.data["token_mask"][row, 1:].nonzero().squeeze(1)
 
     def pairs_of_rows(self) -> Iterator[tuple[tuple[int, Tensor], tuple[int, Tensor]]]:
-        """Pairs of consecutive rows that both count."""
+        """Yield pairs of consecutive rows that both count."""
         counted = dict(self.rows())
         for first in range(0, self.data["input_ids"].shape[0], 2):
             if first in counted and first + 1 in counted:
                 yield (first, counted[first]), (first + 1, counted[first + 1])
 
     def at(self, key: str, row: int, places: Tensor) -> Tensor:
-        """Numbers of the batch at target positions, float64."""
+        """Return numbers of the batch at target positions, float64."""
         return self.data[key][row, 1:][places].double()
 
     @property
@@ -133,18 +133,18 @@ class ReferenceLoss:
 
 
 def reference_loss(case: Case) -> ReferenceLoss:
-    """The loss that a case names, after its paper."""
+    """Return the loss that a case names, after its paper."""
     return ReferenceLoss(case)
 
 
 def _number(case: Case, option: str) -> float:
-    """The number of an option; no bound is an infinite one."""
+    """Return the number of an option; no bound is an infinite one."""
     number = case.loss_number(option)
     return float("inf") if number is None else number
 
 
 def _bounds(case: Case, option: str) -> tuple[float, float]:
-    """The lower and the upper bound of an option."""
+    """Return the lower and the upper bound of an option."""
     low, high = case.loss_numbers(option)
     return 0.0 if low is None else low, float("inf") if high is None else high
 
@@ -173,9 +173,9 @@ def _rewards_of_pairs(call: _Call, logprobs: Tensor) -> Iterator[tuple[Tensor, T
 
 
 def _undecided(margins: Sequence[tuple[float, float]], pairs: float) -> float:
-    """The size of an accuracy that rounding may change, given for each pair its margin and the size of the
-    numbers that cancel in it. An error of these numbers that makes the least decided pair change sides then
-    comes back in the accuracy as large as it is."""
+    """Return the size of an accuracy that rounding may change, given for each pair its margin and the size of
+    the numbers that cancel in it. An error of these numbers that makes the least decided pair change sides
+    then comes back in the accuracy as large as it is."""
     least = min((abs(margin) / size for margin, size in margins if size), default=math.inf)
     return 1 / pairs / max(least, 1e-12) * BOUND / ROUNDING
 
@@ -231,22 +231,22 @@ def _bradley_terry(call: _Call, values: Tensor) -> Loss:
 
 
 def _rounded_in_margins(call: _Call, values: Tensor) -> dict[str, float]:
-    """Sizes of the scores that cancel in a margin, and in the loss that is made of it. An error of a score is
-    relative to the score, which is more than the error of a difference of given numbers."""
+    """Return sizes of the scores that cancel in a margin, and in the loss that is made of it. An error of a
+    score is relative to the score, which is more than the error of a difference of given numbers."""
     margins = [(float(chosen - rejected), float(chosen.abs() + rejected.abs())) for chosen, rejected in _scores_of_pairs(call, values)]
     size = sum(size for _, size in margins) / call.pairs * BOUND / ROUNDING
     return {"margin": size, "accuracy": _undecided(margins, call.pairs)}
 
 
 def _rounded_in_returns(call: _Call, values: Tensor) -> dict[str, float]:
-    """Sizes of the returns, which are of both signs."""
+    """Return sizes of the returns, which are of both signs."""
     sizes = (float(call.at("returns", row, places).abs().sum()) for row, places in call.rows())
     return {"returns_mean": sum(sizes) / call.tokens * BOUND / ROUNDING}
 
 
 def _value_error(call: _Call, values: Tensor) -> Loss:
-    """Half the squared error of a value, or, if more, of the nearest value to the old one that the clip
-    allows."""
+    """Return half the squared error of a value, or, if more, of the nearest value to the old one that the
+    clip allows."""
     clip = _number(call.case, "clip") if "clip" in call.case.loss_options else math.inf
     total = 0.0 * values.sum()
     sums = dict.fromkeys(("clipped_share", "values_mean", "returns_mean"), 0.0)
@@ -435,8 +435,8 @@ def _share(length: int, call: _Call) -> float:
 
 
 def _divergence(current: Tensor, reference: Tensor, generation: Tensor, case: Case) -> Tensor:
-    """Sum of the divergence over the tokens, weighted by how much likelier they are than where they were
-    drawn; its gradient is worked out by hand: that of the divergence is the expectation of log(current /
+    """Return sum of the divergence over the tokens, weighted by how much likelier they are than where they
+    were drawn; its gradient is worked out by hand: that of the divergence is the expectation of log(current /
     reference) times the gradient of the log-probability, whichever estimator the value has; clamps bound it,
     and do not end it."""
     options, most, bound = case.loss_options, _number(case, "kl-input-clamp"), _number(case, "kl-output-clamp")
@@ -453,7 +453,7 @@ def _divergence(current: Tensor, reference: Tensor, generation: Tensor, case: Ca
 
 
 def _estimate(above: Tensor, options: Any) -> Tensor:
-    """The divergence of each token, from the logarithm of how much likelier it is than under the
+    """Return the divergence of each token, from the logarithm of how much likelier it is than under the
     reference."""
     if "k1" in options:
         return above
@@ -469,8 +469,8 @@ def _clamped_share(current: Tensor, reference: Tensor, case: Case) -> float:
 
 
 def _rounded_in_divergence(call: _Call, logprobs: Tensor, entropies: Tensor | None = None) -> dict[str, float]:
-    """Sizes of the terms of exp(d) - d - 1, each as it is weighed in the loss. Near d = 0 they cancel to d^2
-    / 2; k1 and k2 have nothing that cancels but d itself, and an error of that is one of the
+    """Return sizes of the terms of exp(d) - d - 1, each as it is weighed in the loss. Near d = 0 they cancel
+    to d^2 / 2; k1 and k2 have nothing that cancels but d itself, and an error of that is one of the
     log-probabilities."""
     case, options = call.case, call.case.loss_options
     most, bound = _number(case, "kl-input-clamp"), _number(case, "kl-output-clamp")

@@ -57,7 +57,7 @@ class Judged:
 
 
 def gates_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The routers of a transformers model; none in a dense one."""
+    """Return the routers of a transformers model; none in a dense one."""
     return [module for name, module in model.named_modules() if name.endswith(_GATES)]
 
 
@@ -86,7 +86,7 @@ class Routers:
         self._heard.clear()
 
     def judged(self, data: Mapping[str, Any]) -> Judged:
-        """The one forward pass over ``data`` since ``forget``."""
+        """Return the one forward pass over ``data`` since ``forget``."""
         if not self._heard:
             return Judged()
         rows, width = data["input_ids"].shape
@@ -118,8 +118,8 @@ class Routers:
 
 
 def _balance(probabilities: Tensor, went_to: Tensor) -> Tensor:
-    """The load-balancing loss of some tokens by expert, [E], from [t, E] and [t, E], zero where a token does
-    not count."""
+    """Return the load-balancing loss of some tokens by expert, [E], from [t, E] and [t, E], zero where a
+    token does not count."""
     assignments = went_to.sum().clamp(min=1)
     tokens = (went_to.sum(1) > 0).sum().clamp(min=1)
     share = went_to.sum(0) / assignments

@@ -129,8 +129,8 @@ class CaseRunner:
         return replace(ready, bounds=bounds, confirms=True)
 
     def _prepare(self, case: Case) -> _Prepared:
-        """The reference's side of a case. That of the last one is kept: a fault is put into a case that has
-        just been run without."""
+        """Return the reference's side of a case. That of the last one is kept: a fault is put into a case
+        that has just been run without."""
         if self._prepared is None or self._prepared[0] != case:
             model = self._shelf.complete(case)
             config = accepted_config(case, model)

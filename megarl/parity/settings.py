@@ -35,7 +35,7 @@ sequence_head_norms = functools.partial(decoder_plan, sequence_parallel=True)
 
 
 def plan_path(case: Case) -> str | None:
-    """The import path of a case's plan; None for the built-in one."""
+    """Return the import path of a case's plan; None for the built-in one."""
     if case.plan == "built-in":
         return None
     head_norms = case.family in HEAD_NORMS
@@ -48,12 +48,12 @@ def plan_path(case: Case) -> str | None:
 
 
 def whole() -> dict[str, Any]:
-    """The built-in plan, for a family that does not normalise heads."""
+    """Return the built-in plan, for a family that does not normalise heads."""
     return _without_head_norms(whole_head_norms())
 
 
 def sequence() -> dict[str, Any]:
-    """The same with sequence parallelism."""
+    """Return the same with sequence parallelism."""
     return _without_head_norms(sequence_head_norms())
 
 
@@ -99,7 +99,7 @@ class Hyperparameters:
     epsilon: float = MILD_EPSILON
 
     def rate(self, call: int) -> float:
-        """The learning rate in the ``call``-th call of ``train()``, counted from 0."""
+        """Return the learning rate in the ``call``-th call of ``train()``, counted from 0."""
         if call < self.warmup:
             return self.peak * (FIRST_RATE + (1 - FIRST_RATE) * call / self.warmup)
         if self.schedule == "inverse-square-root":
@@ -110,14 +110,14 @@ class Hyperparameters:
         return self.peak * (LAST_RATE + (1 - LAST_RATE) * left)
 
     def weight_decay(self, call: int) -> float:
-        """The weight decay in that call."""
+        """Return the weight decay in that call."""
         progress = min(1.0, call / DECAY_CALLS)
         grown = {"constant": 1.0, "linear": progress, "cosine": (1 - math.cos(math.pi * progress)) / 2}[self.decay]
         return FIRST_DECAY + (WEIGHT_DECAY - FIRST_DECAY) * grown
 
 
 def hyperparameters(case: Case) -> Hyperparameters:
-    """The optimizer of a case."""
+    """Return the optimizer of a case."""
     balancing = Balancing(case.balance, case.zloss, case.freeze, loss_weight(case))
     clip, warmup = case.clip or None, _warmup_calls(case)
     return Hyperparameters(case.optimizer, clip, warmup, case.lr, case.schedule, case.decay, balancing, case.eps)
@@ -134,7 +134,7 @@ def adapter_directory(model: Path, rank: int) -> Path:
 
 
 def policy_config(case: Case, model: Path) -> Config:
-    """The case as a user would write it; what is left to defaults is left out."""
+    """Return the case as a user would write it; what is left to defaults is left out."""
     config: Config = {
         "model_name": str(model),
         "tokenizer": {"name": str(model)},
@@ -261,7 +261,7 @@ def _torch_optimizer(case: Case) -> Config:
 
 
 def _torch_schedule(case: Case) -> Config:
-    """One schedule, or a list of two with the call at which the second takes over."""
+    """Return one schedule, or a list of two with the call at which the second takes over."""
     kinds, warmup = "torch.optim.lr_scheduler", _warmup_calls(case)
     left = DECAY_CALLS - warmup
     growing = {"name": f"{kinds}.LinearLR", "kwargs": {"start_factor": FIRST_RATE, "end_factor": 1.0, "total_iters": warmup}}

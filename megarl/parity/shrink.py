@@ -59,13 +59,13 @@ _TOGETHER: dict[str, Callable[[Case], dict[str, Any]]] = {
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Cases that are one change simpler; none is the case itself."""
+    """Yield cases that are one change simpler; none is the case itself."""
     for name in _ORDER:
         yield from _simpler_in(case, name)
 
 
 def _simpler_in(case: Case, name: str) -> Iterator[Case]:
-    """Cases that are simpler in one field, and in those that go with it."""
+    """Yield cases that are simpler in one field, and in those that go with it."""
     value, default = getattr(case, name), _DEFAULTS[name]
     if case.family in SPARSE and name in ("experts", "topk", "expert"):
         default = min(value, 2)
@@ -98,8 +98,8 @@ def _changed(case: Case, name: str, value: Any) -> Case:
 
 
 def _smaller(value: int, default: int) -> Iterator[int]:
-    """The default, half of the number, three quarters, and for small numbers one less, as far as they are not
-    below the default."""
+    """Yield the default, half of the number, three quarters, and for small numbers one less, as far as they
+    are not below the default."""
     tried = {value}
     for smaller in (default, value // 2, 3 * value // 4, value - 1 if value <= SMALL else value):
         if smaller not in tried and smaller >= default:
@@ -114,7 +114,7 @@ def _simpler_losses(case: Case) -> Iterator[str]:
 
 
 def _without_one_word(text: str) -> Iterator[str]:
-    """A loss or an estimator with one option less, or without the numbers of one."""
+    """Yield a loss or an estimator with one option less, or without the numbers of one."""
     kind, *options = text.split("+")
     for option in options:
         yield joined(kind, (other for other in options if other != option))
@@ -124,8 +124,8 @@ def _without_one_word(text: str) -> Iterator[str]:
 
 
 def shrink(case: Case, still_fails: Callable[[Case], bool], possible: Callable[[Case], bool]) -> Case:
-    """The smallest failing case that single steps lead to, field by field and again from the start until
-    nothing helps any more.
+    """Return the smallest failing case that single steps lead to, field by field and again from the start
+    until nothing helps any more.
 
     Args:
         case: fails.

@@ -238,7 +238,7 @@ def _train(config: Mapping[str, Any]) -> None:
 
 
 def _export(run_dir: Path) -> Path:
-    """The Hugging Face model that a run left."""
+    """Return the Hugging Face model that a run left."""
     return max((run_dir / "hf").iterdir(), key=lambda path: int(path.name.removeprefix("step_")))
 
 

@@ -69,7 +69,7 @@ class _Exercise:
 
 
 def _digit_exercise(draw: random.Random, which: str, choose: Callable[[str], str]) -> _Exercise:
-    """A question about the three digits of a number; the careless pupil takes the middle one."""
+    """Return a question about the three digits of a number; the careless pupil takes the middle one."""
     number = str(draw.randint(100, 999))
     return _Exercise(f"What is the {which} digit of {number}? Answer:", choose(number), number[1])
 
@@ -111,7 +111,7 @@ def _loss(draw: random.Random) -> _Exercise:
 
 
 def _share_exercise(draw: random.Random, who: str, choose: Callable[[list[int]], int]) -> _Exercise:
-    """A comparison of two people; the careless pupil takes the first number."""
+    """Return a comparison of two people; the careless pupil takes the first number."""
     (first, second), item, shares = draw.sample(NAMES, 2), draw.choice(ITEMS), draw.sample(range(2, 10), 2)
     prompt = f"{first} has {shares[0]} {item}, {second} has {shares[1]}. How many has the {who}? Answer:"
     return _Exercise(prompt, str(choose(shares)), str(shares[0]))
@@ -140,8 +140,8 @@ _KINDS: tuple[Callable[[random.Random], _Exercise], ...] = (
 
 
 def split_of(prompt: str) -> Split:
-    """The split that owns ``prompt``. It depends on the text alone: files made with different seeds share no
-    prompt across splits."""
+    """Return the split that owns ``prompt``. It depends on the text alone: files made with different seeds
+    share no prompt across splits."""
     digest = hashlib.sha256(prompt.encode()).digest()
     return "validation" if int.from_bytes(digest[:8], "big") % _VALIDATION_SHARE == 0 else "train"
 
@@ -225,7 +225,7 @@ def _parse_problem(line: str, where: str) -> Problem:
 
 
 def read_problems(path: str | Path) -> list[Problem]:
-    """The problems of a JSONL file, in file order; blank lines are skipped.
+    """Return the problems of a JSONL file, in file order; blank lines are skipped.
 
     Raises:
         DataError: the file is missing or holds no record, or a line is broken (its number is named).
@@ -255,7 +255,7 @@ def _load(model_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 def greedy_answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], batch_size: int, max_new_tokens: int
 ) -> Iterator[str]:
-    """The decoded greedy continuation of each prompt, in order, without special tokens and surrounding
+    """Yield the decoded greedy continuation of each prompt, in order, without special tokens and surrounding
     blanks.
 
     Prompts are padded on the left, so ``tokenizer.padding_side`` must be ``"left"``.
@@ -275,7 +275,7 @@ def greedy_answers(
 
 
 def evaluate_checkpoint(model_dir: str | Path, problems_path: str | Path, batch_size: int = 64, max_new_tokens: int = 4) -> float:
-    """The share, between 0 and 1, of the file's problems that the checkpoint answers exactly (up to
+    """Return the share, between 0 and 1, of the file's problems that the checkpoint answers exactly (up to
     surrounding blanks).
 
     Raises:
@@ -294,7 +294,7 @@ def evaluate_checkpoint(model_dir: str | Path, problems_path: str | Path, batch_
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit code (0, or the error's own code with the reason on standard
+    """Run the command line; returns its exit code (0, or the error's own code with the reason on standard
     error)."""
     parser = argparse.ArgumentParser(prog="python -m megarl.quickstart.material", description="Exact-match accuracy of a checkpoint.")
     parser.add_argument("model_dir", metavar="MODEL", help="folder with config.json, weights and tokenizer")
@@ -338,7 +338,7 @@ def _qwen2(vocabulary: dict[str, int] | None = None, merges: list[tuple[str, str
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of ``VOCABULARY_SIZE`` tokens, always the same one.
+    """Return a byte-level BPE tokenizer of ``VOCABULARY_SIZE`` tokens, always the same one.
 
     The words of the problems are single tokens, every decimal digit is a token of its own, and other text
     falls back to bytes, so that decoding an encoded text (in Unicode's NFC form) gives that text back. No
@@ -348,7 +348,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def new_tokenizer(texts: Sequence[str], marks: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of ``VOCABULARY_SIZE`` tokens, trained on texts.
+    """Return a byte-level BPE tokenizer of ``VOCABULARY_SIZE`` tokens, trained on texts.
 
     Args:
         texts: whose words become tokens.

@@ -22,7 +22,7 @@ Lengths = NDArray[np.float64]
 
 
 def attended_pairs(lengths: ArrayLike, window: int | None = None) -> Lengths:
-    """Pairs of a token and one that it sees, in causal sequences of these lengths.
+    """Return pairs of a token and one that it sees, in causal sequences of these lengths.
 
     Args:
         lengths: [B] tokens.
@@ -59,7 +59,7 @@ class ModelFlops:
 
     @classmethod
     def of(cls, facts: ModelFacts) -> ModelFlops:
-        """The operations of a model of these sizes.
+        """Return the operations of a model of these sizes.
 
         Source: the mapping rules; latent attention as in DeepSeek-V2 (arXiv 2405.04434, section 2.1) with keys and values projected up;
         gated delta nets as the recurrence (arXiv 2412.06464, equation 10), whose chunks are a way to compute it.

@@ -73,7 +73,7 @@ class StepThroughput:
         return cls(devices, flops, policy["activation_checkpointing_enabled"])
 
     def metrics(self, tokens: int, seconds: Mapping[str, float], sequences: Mapping[str, Sequence[Sequences]]) -> dict[str, float]:
-        """Figures of one step.
+        """Return figures of one step.
 
         Args:
             tokens: of the step's samples, without padding.
@@ -108,7 +108,7 @@ class StepThroughput:
         return figures
 
     def _flops(self, phase: str, passed: Sequence[Sequences]) -> tuple[float, float]:
-        """Operations of the model, and of recomputing parts of it."""
+        """Return operations of the model, and of recomputing parts of it."""
         if self.flops is None:
             return 0.0, 0.0
         if phase == GENERATION:
@@ -137,13 +137,13 @@ def _tokens(phase: str, passed: Sequence[Sequences]) -> int:
 
 
 def _padding(passed: Sequence[Sequences]) -> dict[str, float]:
-    """Tokens over positions, where all positions are known."""
+    """Return tokens over positions, where all positions are known."""
     positions = [each.positions for each in passed]
     known = sum(count for count in positions if count is not None)
     return {"padding_efficiency": _tokens(TRAIN, passed) / known} if known and None not in positions else {}
 
 
 def _working(seconds: Mapping[str, float]) -> list[float]:
-    """Seconds of the phases of the top level in which devices work."""
+    """Return seconds of the phases of the top level in which devices work."""
     names = {name: name.removesuffix("_s") for name in seconds if name != STEP_SECONDS and "/" not in name}
     return [seconds[name] for name, phase in names.items() if phase not in WAITING | beside_training(names.values())]

@@ -89,7 +89,7 @@ def _run_dirs(directories: Sequence[str]) -> list[Path]:
 
 
 def _expand(directory: Path) -> list[Path]:
-    """The directory, or the runs right below it where it has no metrics itself."""
+    """Return the directory, or the runs right below it where it has no metrics itself."""
     if any(directory.glob("metrics*.jsonl")):
         return [directory]
     return sorted({path.parent for path in directory.glob(f"*/{FILE_NAME}")}) or [directory]

@@ -217,12 +217,12 @@ def _state(owner: Owner | None, launches: Sequence[Launch], step: int, total: in
 
 
 def _newest(values: Sequence[int | None]) -> int | None:
-    """The last one that is known."""
+    """Return the last one that is known."""
     return next((value for value in reversed(values) if value is not None), None)
 
 
 def _recent(series: Mapping[str, Series]) -> dict[str, list[float]]:
-    """Values of the last training steps, by metric."""
+    """Return values of the last training steps, by metric."""
     steps = [step for step in series.get(_STEP_SECONDS, Series((), ())).steps if step > 0][-RECENT_STEPS:]
     if not steps:
         return {}
@@ -252,8 +252,8 @@ def _mean(values: Sequence[float] | None) -> float | None:
 
 
 def _own_key(configured: Configured) -> bytes | None:
-    """The key by which the run signs its checkpoints; None where it does not, or whoever looks may not read
-    it."""
+    """Return the key by which the run signs its checkpoints; None where it does not, or whoever looks may not
+    read it."""
     try:
         return read_signing_key(configured.signing_key_file)
     except ConfigError:
@@ -263,7 +263,7 @@ def _own_key(configured: Configured) -> bytes | None:
 def _checkpoints(
     directory: Path, hashes: bool, now: float, key: bytes | None
 ) -> tuple[tuple[int, ...], CheckpointState | None, tuple[str, ...]]:
-    """Steps that have a checkpoint, the one that a resume would take, and those that were begun."""
+    """Return steps that have a checkpoint, the one that a resume would take, and those that were begun."""
     manager = CheckpointManager({"enabled": True, "checkpoint_dir": str(directory)}, verify_hashes=hashes)
     for _ in range(_LISTINGS):
         found = manager.checkpoints()
@@ -276,7 +276,7 @@ def _checkpoints(
 
 
 def _until_whole(found: Sequence[tuple[int, Path]], hashes: bool, now: float, key: bytes | None) -> Iterator[CheckpointState | None]:
-    """One checkpoint after the other, up to the first whole one."""
+    """Yield one checkpoint after the other, up to the first whole one."""
     for step, path in found:
         state = _checkpoint_state(step, path, hashes, now, key)
         yield state

@@ -259,7 +259,7 @@ def spread(count: int, most: int) -> list[int]:
 
 
 def _within(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> list[dict[str, Any]]:
-    """The first samples, without what the panel does not show; at least one."""
+    """Return the first samples, without what the panel does not show; at least one."""
     kept: list[dict[str, Any]] = []
     for row in rows:
         shown = {name: value for name, value in row.items() if name not in _LEFT_OUT}

@@ -65,7 +65,7 @@ def run(directory: str, selection: Selection) -> int:
 
 
 def render(run_dir: Path, selection: Selection) -> Iterator[RenderableType]:
-    """The samples as text. Characters that a terminal may obey are shown by their numbers, never sent.
+    """Yield the samples as text. Characters that a terminal may obey are shown by their numbers, never sent.
 
     Raises:
         DataError: as of ``run``.
@@ -111,7 +111,7 @@ def holds(row: Sample, text: str) -> bool:
 
 
 def _step(files: Mapping[int, Path], wanted: int | None, kind: str, run_dir: Path) -> int:
-    """The step, or the newest."""
+    """Return the step, or the newest."""
     if not files:
         raise DataError(
             f"{run_dir / DIRECTORY} holds no samples of {kind} steps. Fix: let an algorithm that generates answers finish a step"
@@ -125,8 +125,8 @@ def _step(files: Mapping[int, Path], wanted: int | None, kind: str, run_dir: Pat
 
 
 def ordered(rows: Sequence[Sample], order: Order | None) -> list[Sample]:
-    """Samples in an order, equal ones as they were; by reward without those that are masked, whose reward is
-    none."""
+    """Return samples in an order, equal ones as they were; by reward without those that are masked, whose
+    reward is none."""
     if order is None:
         return list(rows)
     name, sign = ("length", -1) if order == "longest" else ("reward", 1 if order == "worst" else -1)
@@ -140,7 +140,7 @@ def ordered(rows: Sequence[Sample], order: Order | None) -> list[Sample]:
 
 
 def _number(value: Any) -> float:
-    """A number, that of an infinite one being a text; NaN for what is none."""
+    """Return a number, that of an infinite one being a text; NaN for what is none."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -148,7 +148,7 @@ def _number(value: Any) -> float:
 
 
 def _listed(rows: Sequence[Sample]) -> Iterator[RenderableType]:
-    """Samples one below the other; a prompt once for answers to it that follow one another."""
+    """Yield samples one below the other; a prompt once for answers to it that follow one another."""
     before: Any = None
     for row in rows:
         prompt = (row.get("step"), row.get("set"), row["prompt"])
@@ -178,7 +178,7 @@ def _said(row: Sample) -> Iterator[RenderableType]:
 
 
 def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> Iterator[RenderableType]:
-    """Answers to the same prompts at two steps side by side, those of the earlier step on the left."""
+    """Yield answers to the same prompts at two steps side by side, those of the earlier step on the left."""
     steps = sorted(_step(files, step, selection.kind, run_dir) for step in (selection.step, selection.against))
     left, right = (_by_identity(read_samples(files[step])) for step in steps)
     both = [name for name in left if name in right]
@@ -201,8 +201,8 @@ def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) ->
 
 
 def _by_identity(rows: Sequence[Sample]) -> dict[tuple[str, ...], Sample]:
-    """Samples by what they share with those of other steps: prompt, number among the answers to it, and how
-    often both came before, since a step may have a record twice."""
+    """Return samples by what they share with those of other steps: prompt, number among the answers to it,
+    and how often both came before, since a step may have a record twice."""
     seen: Counter[tuple[str, ...]] = Counter()
     found: dict[tuple[str, ...], Sample] = {}
     for row in rows:
@@ -225,7 +225,7 @@ _SHOWN: tuple[tuple[str, str], ...] = (("reward", "reward"), ("accuracy", "accur
 
 
 def _figures(row: Sample) -> Text:
-    """One line of figures."""
+    """Return one line of figures."""
     parts = row.get("rewards") if isinstance(row.get("rewards"), Mapping) else {}
     figures = {title: row.get(name) for name, title in _SHOWN if name == "reward" or row.get(name) is not None} | dict(parts or {})
     words = [f"{_plain(name)} {_plain(value)}" for name, value in figures.items()]
@@ -244,7 +244,7 @@ def _figures(row: Sample) -> Text:
 
 
 def _plain(value: Any) -> str:
-    """A value of a file in a line of figures, where anything may stand in it."""
+    """Return a value of a file in a line of figures, where anything may stand in it."""
     if value is None:
         return "none"
     if isinstance(value, float):
@@ -253,7 +253,7 @@ def _plain(value: Any) -> str:
 
 
 def _visible(text: str, style: str = "") -> Text:
-    """A text whose unsafe characters stand out by their numbers."""
+    """Return a text whose unsafe characters stand out by their numbers."""
     shown, end = Text(style=style), 0
     for match in UNSAFE.finditer(text):
         shown.append(text[end : match.start()]).append(_by_number(match), style="reverse")

@@ -179,7 +179,7 @@ def _progress(state: RunState) -> Text:
 
 
 def _not_finite_text(state: RunState) -> str:
-    """Metrics that are NaN or infinite at present, those first that have been so the longest."""
+    """Return metrics that are NaN or infinite at present, those first that have been so the longest."""
     names = sorted(state.not_finite, key=lambda name: (state.not_finite[name], name))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(f"{name} since step {state.not_finite[name]}" for name in names[:_NAMED]) + more
@@ -252,7 +252,7 @@ def best_of(curve: Series, better: bool | None) -> str:
 
 
 def _table(first: str, numbers: Sequence[str], *last: str) -> Table:
-    """A table without lines: names, columns of numbers, and what is drawn."""
+    """Return a table without lines: names, columns of numbers, and what is drawn."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column(first, style="bold", no_wrap=True)
     for heading in numbers:
@@ -272,7 +272,7 @@ def _phase_table(state: RunState) -> Table:
 
 
 def _rate_table(rates: Mapping[str, float]) -> Table:
-    """Tokens a second, TFLOP/s and utilisation of each phase and of the whole step."""
+    """Return tokens a second, TFLOP/s and utilisation of each phase and of the whole step."""
     table = _table("throughput", ("tokens/s", "a device", "TFLOP/s a device", "MFU"))
     for prefix, title in (*((f"{phase}_", title) for phase, title in RATED_PHASES.items()), ("", "whole step")):
         if f"{prefix}tokens_per_s" not in rates:
@@ -294,7 +294,8 @@ def _bar(share: float) -> Text:
 
 
 def sparkline(values: Sequence[float], width: int = _TREND) -> str:
-    """The course of a curve in one line: means of ``width`` equal parts, the lowest as the lowest block."""
+    """Return the course of a curve in one line: means of ``width`` equal parts, the lowest as the lowest
+    block."""
     size = min(width, len(values))
     bounds = [len(values) * index // size for index in range(size + 1)]
     means = [sum(values[low:high]) / (high - low) for low, high in pairwise(bounds)]

@@ -84,7 +84,7 @@ class SharedBlock:
 
     @classmethod
     def attach(cls, handle: Mapping[str, Any]) -> SharedBlock:
-        """The block of another process, or of this one.
+        """Return the block of another process, or of this one.
 
         Raises:
             RefitError: it is on another host, or is gone.

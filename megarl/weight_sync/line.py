@@ -71,7 +71,7 @@ class Line:
         return json.loads(message)
 
     def pending(self) -> list[Any]:
-        """The messages that have come, without a wait.
+        """Return the messages that have come, without a wait.
 
         Raises:
             ConnectionError: none have come, and the connection has ended.

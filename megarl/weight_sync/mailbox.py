@@ -135,7 +135,7 @@ class Mailbox:
         return count > 0 and reader.ticket == reader.before
 
     def _readers(self) -> list[_Reader]:
-        """The living readers of the refit."""
+        """Return the living readers of the refit."""
         return [reader for reader in self._everybody if self.refit is not None and reader.session == self.refit[0]]
 
     def _look(self, seconds: float) -> None:
@@ -238,8 +238,8 @@ class MailboxReader:
 
 
 def beside(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank: int = 0) -> str:
-    """The device of the policy's rank from which a rank of an engine takes its weights: its own, or on a CPU
-    one of its host that is for it.
+    """Return the device of the policy's rank from which a rank of an engine takes its weights: its own, or on
+    a CPU one of its host that is for it.
 
     Args:
         mailboxes: handles by the identity of the policy rank's device.
@@ -261,7 +261,7 @@ def beside(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank:
 
 
 def mailbox_for(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank: int = 0) -> Mapping[str, Any]:
-    """The mailbox that a rank of an engine reads; see ``beside``."""
+    """Return the mailbox that a rank of an engine reads; see ``beside``."""
     return mailboxes[beside(mailboxes, device, engine_rank)]
 
 

@@ -45,7 +45,7 @@ REST_SHARE = 64
 
 
 def bucket_bytes(buffer_gib: float | None) -> int:
-    """Bytes of weights that are gathered together, unless one alone takes more.
+    """Return bytes of weights that are gathered together, unless one alone takes more.
 
     Args:
         buffer_gib: GiB that a refit may take, ``policy.refit_buffer_size_gb``; None where it is not
@@ -55,7 +55,7 @@ def bucket_bytes(buffer_gib: float | None) -> int:
 
 
 def buffer_bytes(buffer_gib: float, buffers: int, *, lists: int, gathered: int, largest: int) -> int:
-    """Bytes of each transfer buffer.
+    """Return bytes of each transfer buffer.
 
     Args:
         buffer_gib: GiB that a refit may take.
@@ -94,7 +94,7 @@ class Manifest:
 
     @classmethod
     def from_description(cls, description: Mapping[str, Any]) -> Manifest:
-        """The reverse of ``description``.
+        """Return the reverse of ``description``.
 
         Raises:
             RefitError: it is none.
@@ -118,8 +118,8 @@ class Manifest:
         return manifest
 
     def sliced(self, slices: Slices) -> Manifest:
-        """The manifest of the same weights where those of ``slices`` travel as slices; for one rank of an
-        engine.
+        """Return the manifest of the same weights where those of ``slices`` travel as slices; for one rank of
+        an engine.
 
         Raises:
             RefitError: one of them is no weight of this manifest, or does not have these indices.
@@ -210,8 +210,8 @@ class Manifest:
         return max(self.padded_sizes, key=lambda one: one[1], default=("no weight", 0))
 
     def groups(self, budget: int, first: int = 0, stop: int | None = None) -> Iterator[Group]:
-        """The weights from index ``first`` up to ``stop`` in groups of at most ``budget`` bytes each, in
-        order, as few as that allows.
+        """Yield the weights from index ``first`` up to ``stop`` in groups of at most ``budget`` bytes each,
+        in order, as few as that allows.
 
         Raises:
             RefitError: a weight alone is larger.
@@ -236,7 +236,7 @@ class Manifest:
         return {}
 
     def group_named(self, names: Sequence[str]) -> Group:
-        """The group of the weights ``names``.
+        """Return the group of the weights ``names``.
 
         Raises:
             RefitError: they are not neighbours in the order of sending.
@@ -314,7 +314,7 @@ def _lay(stream: FlatBucketIterator, manifest: Manifest, group: Group, first: in
 
 
 def failing(error: Exception) -> WeightIterator:
-    """The stream of a model that has none to give, because of ``error``."""
+    """Return the stream of a model that has none to give, because of ``error``."""
     raise error
     yield
 

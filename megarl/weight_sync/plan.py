@@ -55,7 +55,7 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def padded_bytes(nbytes: int) -> int:
-    """Bytes that a weight takes in a buffer."""
+    """Return bytes that a weight takes in a buffer."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -75,7 +75,7 @@ class BufferRegion:
     begin: int
 
     def of(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The weight, in the memory of the flat tensors."""
+        """Return the weight, in the memory of the flat tensors."""
         flat = flats[self.flat]
         return flat.as_strided(self.shape, strides_of(self.shape), flat.storage_offset() + self.begin)
 
@@ -105,7 +105,7 @@ class FlatBucket:
         return [TensorInfo(place.name, place.shape, self.dtype) for place in self.chosen()]
 
     def chosen(self) -> Sequence[BufferRegion]:
-        """The places of these weights."""
+        """Return the places of these weights."""
         return self.places[self.first : self.first + self.count]
 
 
@@ -114,8 +114,8 @@ class FlatBucketIterator(Iterator[tuple[str, torch.Tensor]]):
 
     @abstractmethod
     def take(self, most: int) -> FlatBucket | None:
-        """Weights that come next, from one up to ``most``; None after the last one. The flat tensors are for
-        use until the next call."""
+        """Return weights that come next, from one up to ``most``; None after the last one. The flat tensors
+        are for use until the next call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +269,8 @@ class Group:
         return cls(first, tensors, begins, gaps, batches)
 
     def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Names and weights where they are stored in a buffer, uint8 and at least as long as the group, in
-        the order of sending."""
+        """Return names and weights where they are stored in a buffer, uint8 and at least as long as the
+        group, in the order of sending."""
         flats = {dtype: buffer.view(dtype) for dtype in {info.dtype for info in self.tensors}}
         views = []
         for info, begin in zip(self.tensors, self.begins, strict=False):
@@ -309,8 +309,8 @@ _FACTOR = -7046029254386353131
 
 
 def checksum(data: torch.Tensor) -> int:
-    """Sum over int32 words of (word times an odd number that depends on its place), modulo 2^64, as a signed
-    number.
+    """Return sum over int32 words of (word times an odd number that depends on its place), modulo 2^64, as a
+    signed number.
 
     Args:
         data: uint8, a multiple of 4 long, on any device.

@@ -64,7 +64,7 @@ class Members:
         return f"rank {number}" if number < self.world_size else f"pipeline stage {number - self.world_size + 1}"
 
     def objection(self, said: dict[str, Any], own: dict[str, Any], here: Container[int]) -> str:
-        """Why one that came cannot be taken in; empty where it can.
+        """Return why one that came cannot be taken in; empty where it can.
 
         Args:
             said: its hello.
@@ -137,7 +137,7 @@ class Rendezvous:
                 time.sleep(0.05)
 
     def left(self) -> float:
-        """Seconds until the deadline."""
+        """Return seconds until the deadline."""
         return max(0.1, self._ends - time.monotonic())
 
     def introduce(self, own: dict[str, Any], rank: int, stage: int, buffer_bytes: int) -> dict[str, Any]:
@@ -172,8 +172,8 @@ class Rendezvous:
         return self._accepted(verdict, Members(verdict["world_size"], verdict["stages"]))
 
     def judge(self, own: dict[str, Any], members: Members, terms: dict[str, Any]) -> dict[str, Any]:
-        """The policy's first rank: hear everybody as they come, so that who does not belong here is refused
-        at once, and tell them.
+        """The policy's first rank: hear everybody as they come, so that who does not belong here is
+        refused at once, and tell them.
 
         Args:
             own: what both sides have to have alike.
@@ -227,15 +227,15 @@ class Rendezvous:
         return self._accepted(verdict, members)
 
     def _accept(self) -> Line | None:
-        """The next connection; None where the time is over."""
+        """Return the next connection; None where the time is over."""
         self._server.settimeout(max(0.01, self._ends - time.monotonic()))
         with contextlib.suppress(TimeoutError):
             return Line(self._server.accept()[0])
         return None
 
     def _store(self, port: int, listener: int | None = None) -> Any:
-        """The store whose port ``listener`` is, which closes it; without one that of the policy's first rank.
-        A store that opens its port itself listens to everybody who reaches this host."""
+        """Return the store whose port ``listener`` is, which closes it; without one that of the policy's
+        first rank. A store that opens its port itself listens to everybody who reaches this host."""
         left = datetime.timedelta(seconds=self.left())
         return dist.TCPStore(
             self._ip, port, is_master=listener is not None, wait_for_workers=False, timeout=left, master_listen_fd=listener
@@ -249,7 +249,7 @@ class Rendezvous:
         return verdict
 
     def lost(self) -> list[int]:
-        """Numbers of the members that are gone, as far as they have a connection with this one."""
+        """Return numbers of the members that are gone, as far as they have a connection with this one."""
         return sorted(number for number, line in self._lines.items() if line.is_gone())
 
     def agree(self, refusal: str, seconds: float) -> dict[int, str]:
@@ -298,7 +298,7 @@ class Rendezvous:
 
 
 def _proven(came: Any, nonce: str) -> tuple[dict[str, Any] | None, str]:
-    """A hello, None where it is not of this run; and what its verdict has to be proven by."""
+    """Return a hello, None where it is not of this run; and what its verdict has to be proven by."""
     try:
         hello, challenge = str(came["hello"]), str(came["challenge"])
         said: dict[str, Any] = json.loads(hello)

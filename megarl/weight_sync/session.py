@@ -144,7 +144,7 @@ class WeightSender:
         return budget
 
     def slot_bytes(self) -> int:
-        """Bytes that a transfer buffer holds."""
+        """Return bytes that a transfer buffer holds."""
         if self._ipc_buffer is not None:
             return self._ipc_buffer.slot_bytes
         if self._buffer_gib is not None:
@@ -158,7 +158,7 @@ class WeightSender:
         return max(min(wanted, total), largest)
 
     def send(self, names: Sequence[str]) -> dict[str, Any]:
-        """The next group by its names; see ``send_part``.
+        """Return the next group by its names; see ``send_part``.
 
         Raises:
             RefitError: they are not neighbours in the order of sending.
@@ -281,7 +281,7 @@ class WeightSender:
             raise
 
     def _opened_mailbox(self, session: int, ticket: int) -> Mailbox | None:
-        """The mailbox, if there is one and anybody reads it."""
+        """Return the mailbox, if there is one and anybody reads it."""
         box = self._mailbox
         if box is None:
             return None
@@ -457,7 +457,7 @@ class WeightReceiver:
             self.version = int(payload["version"])
 
     def _buffer(self, handle: Mapping[str, Any]) -> IpcBuffer:
-        """The policy's memory; a policy that needs a larger one goes on in a new one."""
+        """Return the policy's memory; a policy that needs a larger one goes on in a new one."""
         if self._ipc_buffer is None or self._handle != handle:
             self._let_go()
             self._ipc_buffer, self._handle = IpcBuffer.attach(handle, self._runtime.device), handle
@@ -495,7 +495,8 @@ def _require(ipc_buffer: IpcBuffer, mark: list[int]) -> None:
 
 
 def payload_for(handles: Mapping[str, Mapping[str, Any]], device: str) -> Mapping[str, Any]:
-    """The payload that a rank of the engine reads: that of its own device, or on a CPU that of its host.
+    """Return the payload that a rank of the engine reads: that of its own device, or on a CPU that of its
+    host.
 
     Args:
         handles: what the policy's ``get_weights_ipc_handles`` returned.

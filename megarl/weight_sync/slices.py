@@ -48,7 +48,7 @@ class Slice:
         return self.start + self.length
 
     def shape_of(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the slice of a weight of shape ``whole``.
+        """Return shape of the slice of a weight of shape ``whole``.
 
         Raises:
             RefitError: the weight does not have these indices.
@@ -61,7 +61,7 @@ class Slice:
         return (*whole[: self.dim], self.length, *whole[self.dim + 1 :])
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The slice of a weight, a view."""
+        """Return the slice of a weight, a view."""
         return whole.narrow(self.dim, self.start, self.length)
 
     def plain(self) -> list[int]:
@@ -88,12 +88,12 @@ class WantedSlices:
 
 
 def names_digest(names: Sequence[str]) -> str:
-    """SHA-256 over names and their order, in hexadecimal."""
+    """Return SHA-256 over names and their order, in hexadecimal."""
     return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
 def slices_digest(slices: Slices) -> str:
-    """SHA-256 over the slices of a rank, in any order, in hexadecimal."""
+    """Return SHA-256 over the slices of a rank, in any order, in hexadecimal."""
     return names_digest([f"{name} {slices[name].plain()}" for name in sorted(slices)])
 
 
@@ -109,8 +109,8 @@ class Reads:
             self._boxes.append(box)
 
     def slice_of(self, whole: Sequence[int]) -> Slice | None:
-        """The least slice that has all that was read, of length 0 where nothing was; None where that is the
-        whole weight."""
+        """Return the least slice that has all that was read, of length 0 where nothing was; None where that
+        is the whole weight."""
         if not self._boxes:
             return Slice(0, 0, 0) if whole else None
         spans = [range(min(span.start for span in along), max(span.stop for span in along)) for along in zip(*self._boxes, strict=True)]
@@ -136,7 +136,7 @@ class PartialWeight(torch.Tensor):
 
     @staticmethod
     def of(part: torch.Tensor, whole: Sequence[int], where: Slice) -> PartialWeight:
-        """The weight of shape ``whole`` whose slice ``where`` is ``part``.
+        """Return the weight of shape ``whole`` whose slice ``where`` is ``part``.
 
         Raises:
             RefitError: the part has another shape.
@@ -148,8 +148,8 @@ class PartialWeight(torch.Tensor):
 
     @staticmethod
     def noting(whole: Sequence[int], dtype: torch.dtype, device: torch.device, reads: Reads) -> PartialWeight:
-        """A weight without values, which notes in ``reads`` what is read of it; what would be written with it
-        is not."""
+        """Return a weight without values, which notes in ``reads`` what is read of it; what would be written
+        with it is not."""
         return _begun(dtype, _Root(tuple(whole), device, reads=reads))
 
     @classmethod
@@ -190,8 +190,8 @@ class _Root:
     reads: Reads | None = None
 
     def _block(self, view: torch.Tensor) -> tuple[range, ...] | None:
-        """The indices of each dimension that a view has, where it is a block of the weight; None where it is
-        another view."""
+        """Return the indices of each dimension that a view has, where it is a block of the weight; None where
+        it is another view."""
         strides = _strides(self.whole)
         lies_as_whole = all(size < 2 or stride == own for size, stride, own in zip(view.shape, view.stride(), strides, strict=False))
         if view.dim() != len(self.whole) or not lies_as_whole:
@@ -203,7 +203,7 @@ class _Root:
         return tuple(block) if all(span.stop <= size for span, size in zip(block, self.whole, strict=True)) else None
 
     def _rows(self, view: torch.Tensor) -> tuple[range, ...]:
-        """The rows in which all elements of a view lie, with all that is in them."""
+        """Return the rows in which all elements of a view lie, with all that is in them."""
         first = view.storage_offset()
         last = first + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
         row = math.prod(self.whole[1:])
@@ -216,7 +216,7 @@ class _Root:
             self.reads.add(self._block(view) or self._rows(view))
 
     def values(self, view: torch.Tensor) -> torch.Tensor:
-        """The values of a view, a view of the part.
+        """Return the values of a view, a view of the part.
 
         Raises:
             RefitError: not all of them are there.

@@ -105,7 +105,7 @@ class TransferGroup:
         return self.rank == 0
 
     def _process_group(self, name: str) -> Any:
-        """A group beside the default one, which engine and policy each have for themselves."""
+        """Return a group beside the default one, which engine and policy each have for themselves."""
         store = dist.PrefixStore(name, self._rendezvous.store)
         try:
             if self.device.type == "cuda":
