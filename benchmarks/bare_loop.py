@@ -24,7 +24,7 @@ class BareLoop:
         model: Hugging Face directory.
         micro_batch: rows.
         device: ``cpu``, where it computes in float32, or ``cuda``, where matrix products are in bfloat16 as
-        the worker's.
+            the worker's.
     """
 
     ranks = 1

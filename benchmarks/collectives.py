@@ -21,7 +21,7 @@ class Collective:
 
     Attributes:
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, or the name of another
-        operator.
+            operator.
         elements: of what each rank gives.
         dtype: of them.
         ranks: of its group.

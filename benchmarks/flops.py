@@ -12,7 +12,7 @@ def forward_flops(config: Any, lengths: list[int]) -> float:
     Args:
         config: of transformers, of a dense decoder with gated feed-forward layers.
         lengths: tokens of each sequence; attention is causal, so a token sees half of its sequence on
-        average.
+            average.
     """
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query, keys = config.num_attention_heads * head, config.num_key_value_heads * head

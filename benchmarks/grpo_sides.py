@@ -64,7 +64,7 @@ class Ours:
         config: of the policy.
         task: what every side does; its prompts divide among the ranks.
         on_policy: the ratio is exactly 1 (``loss_fn.force_on_policy_ratio``), which needs no
-        log-probabilities before training.
+            log-probabilities before training.
     """
 
     def __init__(self, config: Any, task: Task, on_policy: bool = False) -> None:
@@ -316,7 +316,7 @@ def _turns(phases: Phases, warm_up: int, between: Callable[[bool], Any]) -> Any:
 
 
 def assert_same(ours: Ours, model: Any) -> dict[str, float]:
-    """Return largest differences between megarl's and a plain model of the same weights, on a batch of
+    """Return the largest differences between megarl's and a plain model of the same weights, on a batch of
     megarl's, which trains on it once.
 
     Raises:

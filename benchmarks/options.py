@@ -67,7 +67,7 @@ class Options:
     Attributes:
         device: ``cpu`` or ``cuda``.
         model: a recipe, or a Hugging Face ``config.json`` or its directory, of which a model with random
-        weights is made.
+            weights is made.
         layout: the one layout to measure.
         tokens: lengths of sequences.
         rows: of data.

@@ -77,7 +77,7 @@ class Point:
         parameters: numbers and names that tell this point from the others of its case.
         metrics: by name.
         run: where it is a whole run, what the field publishes of one: the columns of
-        ``benchmarks.whole_runs``.
+            ``benchmarks.whole_runs``.
     """
 
     parameters: Mapping[str, int | float | str]

@@ -27,7 +27,7 @@ class Measured:
 
     Attributes:
         spent: by side: ``worker``, and those of ``bare`` (on the first rank) and ``fsdp2`` (on all) that were
-        asked for.
+            asked for.
         losses: of every step of each side, warm-up included; of ``fsdp2`` this rank's share.
         gemm: operations a second of a product of matrices on this rank.
     """
@@ -118,7 +118,7 @@ def metrics_of(ranks: Sequence[Measured], config: Any, lengths: list[int], devic
 
 
 def difference(ranks: Sequence[Measured], device: str = "cpu") -> float:
-    """Return largest relative difference of the losses of a step between the sides.
+    """Return the largest relative difference of the losses of a step between the sides.
 
     Raises:
         AssertionError: they differ by more than rounding, or training on one batch did not lower the loss.

@@ -56,7 +56,7 @@ class Spent:
     Attributes:
         wall: seconds of each repeat.
         cpu: CPU seconds of the process in each repeat, over all of its threads. On a busy machine they say
-        more.
+            more.
     """
 
     wall: list[float] = field(default_factory=list)

@@ -36,7 +36,7 @@ class Difference:
 
     Attributes:
         kind: ``config``, ``file``, ``missing``, ``shape``, ``dtype``, ``values``, ``padding``, ``object`` or
-        ``hash``.
+            ``hash``.
         name: of the config field, the file, the tensor or the object.
         text: both sides, for people.
     """

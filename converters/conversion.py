@@ -117,7 +117,7 @@ class Chunk:
     Attributes:
         key: of the stored tensor.
         offsets: where in it: of ``torch_dist`` one a dimension; of safetensors the first byte, from the
-        beginning of the file.
+            beginning of the file.
         shape, dtype: of the chunk, without axes of layers and experts.
         rows: what it is put together from; what that leaves is padding.
     """

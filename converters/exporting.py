@@ -53,7 +53,7 @@ class WrittenTensor:
     Attributes:
         key, shape, dtype: of the stored tensor.
         parts: the Hugging Face tensors in it, each with its place; a tensor stored under its own name is one
-        part.
+            part.
         file: name of the file.
         offset: of its first byte, from the end of the header.
     """
@@ -200,11 +200,11 @@ def plan_export(
     Args:
         checkpoint: the Megatron checkpoint.
         dtype: of all tensors; None keeps what the checkpoint has, and where the import had to widen a tensor,
-        what it was before.
+            what it was before.
         max_shard_bytes: largest safetensors file, bytes of tensors; a larger single tensor gets a file of its
-        own.
+            own.
         allow_missing: patterns (``*`` and ``?``) of names on either side that need no counterpart on the
-        other.
+            other.
         lora: directory of a PEFT adapter to merge.
 
     Raises:

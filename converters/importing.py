@@ -93,11 +93,11 @@ class ImportPlan(Plan):
         return stored_place(rule, self.architecture, stacked=self.stacked)
 
     def shape(self, rule: Rule) -> tuple[int, ...]:
-        """Return shape of a whole parameter."""
+        """Return the shape of a whole parameter."""
         return shape_of_parameter(rule, self.padded_vocab)
 
     def dtype(self, rule: Rule) -> torch.dtype:
-        """Return dtype of a parameter in the checkpoint."""
+        """Return the dtype of a parameter in the checkpoint."""
         return self._stored[self.place(rule).key].dtype
 
     def size(self, rule: Rule) -> int:
@@ -172,14 +172,14 @@ def plan_import(
         dtype: of all tensors; None keeps every tensor's own.
         vocab_multiple: the vocabulary is padded with zero rows to a multiple of this.
         allow_missing: patterns (``*`` and ``?``) of names on either side that need no counterpart on the
-        other.
+            other.
         lora: directory of a PEFT adapter to merge.
         allow_unsupported: import a model although no Megatron-Core model computes what it computes.
         ignore_config_keys: keys of ``config.json`` that are known to be harmless.
 
     Raises:
         ConversionError: config and weights do not belong together, something cannot be carried over, or no
-        Megatron-Core model computes it.
+            Megatron-Core model computes it.
     """
     # before it is read: a change between the two is noticed at the end
     hash_of_config = config_hash(source.directory)

@@ -50,7 +50,7 @@ class MegatronCheckpoint:
         manifest: of the conversion that made it, if one did.
         config_is_made: the config was made of the trainer's settings, and stands in no file.
         unanswered: flags that say what nobody has said yet of such a config, and what an export cannot do
-        without.
+            without.
         padding_is_free: what stands in rows behind the vocabulary is nobody's business: a trainer that says
             what it trained starts them with anything.
         stored: the checkpoint as it lies there.
@@ -96,7 +96,7 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
 
     Raises:
         ConversionError: there is no checkpoint, nothing says which model it holds, or what says so
-        contradicts itself.
+            contradicts itself.
     """
     options = options or OpeningOptions()
     directory = find_checkpoint(path)
@@ -160,7 +160,7 @@ class Opened:
         return {tensor.name: tensor for tensor in hf_tensors(self.model.architecture) if self.model.holds(tensor)}
 
     def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
-        """Return dtype of a tensor; before an import widened it, if one did."""
+        """Return the dtype of a tensor; before an import widened it, if one did."""
         stored = self.model.dtype(tensor)
         # what an export wrote in another dtype than its manifest says is a difference, and no widening
         return stored if self.megatron is None else self.megatron.dtype_before(tensor.name, stored)

@@ -297,7 +297,7 @@ def selftest_of(
         family_files: of the user's families.
         config: of a tiny model; None to make one.
         megatron: what computes with Megatron-Core, from the files of the user's families; None where there is
-        nothing.
+            nothing.
 
     Returns:
         Exit code, facts for programs, text for people.

@@ -88,7 +88,7 @@ def verify(one: Opened, other: Opened | None = None, excused: Sequence[str] = ()
     Args:
         one, other: the checkpoints.
         excused: patterns (``*`` and ``?``) of names that need no counterpart, besides those that a manifest
-        says were excused.
+            says were excused.
     """
     opened = [one] if other is None else [one, other]
     alone = (*excused, *recorded_excuses(opened))
@@ -176,8 +176,8 @@ def _unchecked_files(opened: Sequence[Opened]) -> Iterator[str]:
 
 
 def logits_difference(one: Opened, other: Opened) -> float:
-    """Return largest absolute difference of the logits that plain transformers computes from both, in float32
-    on a CPU, of random tokens.
+    """Return the largest absolute difference of the logits that plain transformers computes from both, in
+    float32 on a CPU, of random tokens.
 
     A Megatron checkpoint is exported to a temporary directory first. Both models are in memory, one after the
     other.

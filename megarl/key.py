@@ -74,7 +74,7 @@ class Key:
         meaning: in words, without a full stop.
         bounds: of a number; null is left to the type.
         default: value of an absent key; ``NO_DEFAULT`` for a required key, and for one that follows from
-        other keys.
+            other keys.
         advice: what to write instead of a number out of bounds, where that is not obvious.
         follows: key of the same section whose value an absent one takes.
     """

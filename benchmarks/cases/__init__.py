@@ -12,11 +12,11 @@ class Case:
     Attributes:
         about: what is compared with what, in a line.
         module: has ``function(quick) -> Iterator[Point]``, or ``function(quick, options)`` where it takes
-        any.
+            any.
         function: name of the function that measures.
         takes: the options of ``benchmarks.options.Options`` that it follows.
         needs: those of them that it cannot do without; a run of all cases leaves it out where they are not
-        chosen.
+            chosen.
         load: processes that compute at the same time, and so the load that the case itself causes.
         by_name: it is measured where it is named; a run of all cases leaves it out.
     """

@@ -89,7 +89,7 @@ class Cost:
         cpu: of all its processes.
         wall: until then.
         parts: CPU seconds of a run by kind of process: ``driver``, ``workers``, and ``ray`` for Ray's own;
-        empty for a command.
+            empty for a command.
     """
 
     cpu: float
@@ -222,7 +222,7 @@ def _cost(command: Sequence[str], sign: Path | None, *, ends: bool) -> Cost:
     Args:
         command: the program.
         sign: a file that says, once it holds something, that what is measured is done; None for the program's
-        end.
+            end.
         ends: the program has to end well, and its own figures and those of its children count.
     """
     before, started, parts = os.times(), time.perf_counter(), dict[str, float]()

@@ -67,7 +67,7 @@ class LoraAdapter:
     Attributes:
         source: its tensors.
         base: names of the tensors of the base model that are stored with the adapter, by the name of the
-        Hugging Face tensor.
+            Hugging Face tensor.
         factors: by the name of the Hugging Face tensor that they change.
         replaced: rows that it has in place of the base model's, by the name of the Hugging Face tensor.
         changed: names of the Hugging Face tensors that it changes.

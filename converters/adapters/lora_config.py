@@ -57,7 +57,7 @@ class LoraConfig:
         rank_patterns, alpha_patterns: by regular expression of the end of a module's name.
         rank_stabilized: scaling is alpha / sqrt(rank) instead of alpha / rank.
         targets: names, or ends of names, of the modules that have to have an adapter; empty where the config
-        does not list them.
+            does not list them.
         target_parameters: the same of parameters that are no module's weight: stacks of experts.
         saved_modules: names, or ends of names, of modules that the adapter has as a whole.
         token_indices: rows of embeddings that the adapter has, by the name of the module, or its end.
@@ -74,11 +74,11 @@ class LoraConfig:
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def rank_of(self, module: str) -> int:
-        """Return rank of a module's adapter, as PEFT finds it: the first pattern that fits."""
+        """Return the rank of a module's adapter, as PEFT finds it: the first pattern that fits."""
         return self.rank_patterns.get(_pattern_of(self.rank_patterns, module), self.rank)
 
     def scaling_of(self, module: str) -> float:
-        """Return factor on the product of a module's adapter."""
+        """Return the factor on the product of a module's adapter."""
         alpha = self.alpha_patterns.get(_pattern_of(self.alpha_patterns, module), self.alpha)
         rank = self.rank_of(module)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank

@@ -36,7 +36,7 @@ def merge_import(base: HuggingFaceModel, directory: Path, dtype: torch.dtype | N
         base: the checkpoint.
         directory: of the adapter.
         dtype: that everything is converted to, from the sums in float32; None rounds each of them to the
-        dtype of its tensor.
+            dtype of its tensor.
 
     Raises:
         ConversionError: the adapter is damaged or does not fit.

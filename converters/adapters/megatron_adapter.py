@@ -66,7 +66,7 @@ def stored_factor(rule: Rule, architecture: Architecture, side: str, part: int |
         architecture: of the model.
         side: ``linear_in`` or ``linear_out``.
         part: number of the part of a fused layer that the adapter is of; None for the adapter of the whole
-        layer.
+            layer.
         stacked: whether layers are stacked.
     """
     place = stored_place(rule, architecture, stacked=stacked)
@@ -240,7 +240,7 @@ class MegatronAdapter:
 
     Raises:
         ConversionError: there are no adapters, some do not fit the model or have no form that PEFT has, or
-        nothing says their scale.
+            nothing says their scale.
 
     Attributes:
         rank: of every stored adapter.

@@ -37,7 +37,7 @@ def artifacts(directory: Path) -> list[Path]:
 
     Raises:
         ConversionError: a link among them leads out of the directory, or to nothing; that of the hub's cache
-        lead to its ``blobs``.
+            lead to its ``blobs``.
     """
     found, problems = [], []
     for path in [*sorted(directory.iterdir()), *sorted((directory / TEMPLATES_DIRECTORY).glob("*.jinja"))]:
@@ -90,7 +90,7 @@ def copy_artifacts(source: Path, target: Path) -> None:
 
 
 def file_hashes(directory: Path) -> dict[str, str]:
-    """Return SHA-256 of each of them, by its name in the directory. Errors as of ``artifacts``."""
+    """Return the SHA-256 of each of them, by its name in the directory. Errors as of ``artifacts``."""
     hashes = {}
     for path in artifacts(directory):
         with path.open("rb") as file:

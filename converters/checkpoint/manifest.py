@@ -221,7 +221,7 @@ class HeldAgainst:
         directory: of the source, for errors.
         dtypes: of each Hugging Face tensor as it is written.
         other: names of tensors that are not written as they are read, such as those that an adapter is merged
-        into.
+            into.
     """
 
     def __init__(

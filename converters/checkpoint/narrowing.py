@@ -39,7 +39,7 @@ class Narrowing:
 
     Args:
         asked: whether values may change. False for the way back from a dtype that a tensor was widened to,
-        which has to be exact.
+            which has to be exact.
     """
 
     def __init__(self, asked: bool) -> None:
@@ -52,7 +52,7 @@ class Narrowing:
 
         Raises:
             ConversionError: a finite value becomes infinite, or a value changes though nobody asked for
-            another dtype.
+                another dtype.
         """
         if tensor.dtype == dtype:
             return tensor

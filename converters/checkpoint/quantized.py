@@ -72,9 +72,9 @@ class Microscaled:
     Args:
         name: for messages.
         stored_shape: of the stored scales: [..., groups], a group being ``GROUP`` numbers along the last
-        dimension.
+            dimension.
         read_blocks, read_scales: of the stored tensors, both uint8; that of the blocks has one dimension
-        more, of the bytes of a group.
+            more, of the bytes of a group.
     """
 
     def __init__(self, name: str, stored_shape: tuple[int, ...], read_blocks: Read, read_scales: Read) -> None:
@@ -141,7 +141,7 @@ def open_dequantized(model_name: str | Path, revision: str | None = None) -> Hug
 
     Raises:
         ConversionError: it is quantised in a way that is not known here, or a scale is missing or of another
-        shape.
+            shape.
     """
     source = open_source(model_name, revision)
     config = (source.read_json("config.json") or {}).get(KEY)

@@ -113,7 +113,7 @@ class SafetensorsFile:
         return list(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return shape of a tensor."""
+        """Return the shape of a tensor."""
         return self._entries[name].shape
 
     def stored_dtype(self, name: str) -> str:
@@ -132,7 +132,7 @@ class SafetensorsFile:
         return DTYPE_NAMES[stored]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return dtype of a tensor. Errors as of ``dtype_name``."""
+        """Return the dtype of a tensor. Errors as of ``dtype_name``."""
         import torch
 
         return getattr(torch, self.dtype_name(name))

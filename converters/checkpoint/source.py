@@ -89,7 +89,7 @@ def open_source(model_name: str | Path, revision: str | None = None) -> HuggingF
 
     Raises:
         ConversionError: there is no such directory or repository, or it holds no readable safetensors
-        checkpoint.
+            checkpoint.
     """
     return HuggingFaceSource(locate_source(model_name, revision))
 
@@ -148,7 +148,7 @@ class HuggingFaceSource:
         return sorted(path.name for path in self.directory.glob("model*.safetensors") if path.name not in read)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return shape of a tensor, from the header.
+        """Return the shape of a tensor, from the header.
 
         Raises:
             ConversionError: there is no such tensor, or its file is damaged.
@@ -156,11 +156,11 @@ class HuggingFaceSource:
         return self._file(name).shape(name)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return shape of every tensor, by name. Raises as ``shape`` does."""
+        """Return the shape of every tensor, by name. Raises as ``shape`` does."""
         return {name: self.shape(name) for name in self.names()}
 
     def dtype_name(self, name: str) -> str:
-        """Return stored dtype of a tensor, as torch writes it (``torch.float32``), from the header.
+        """Return the stored dtype of a tensor, as torch writes it (``torch.float32``), from the header.
 
         Raises:
             ConversionError: there is no such tensor, its file is damaged, or torch has no such dtype.
@@ -168,7 +168,7 @@ class HuggingFaceSource:
         return f"torch.{self._file(name).dtype_name(name)}"
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return stored dtype of a tensor. Errors as of ``dtype_name``."""
+        """Return the stored dtype of a tensor. Errors as of ``dtype_name``."""
         import torch
 
         return getattr(torch, self.dtype_name(name).removeprefix("torch."))
@@ -179,7 +179,7 @@ class HuggingFaceSource:
         Args:
             name: of the tensor.
             slices: one a leading dimension, each with start and stop inside the tensor and no step; missing
-            ones mean everything.
+                ones mean everything.
 
         Returns:
             A fresh contiguous CPU tensor of the stored dtype that shares no memory with the file.

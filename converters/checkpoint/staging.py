@@ -51,7 +51,7 @@ class Staging:
 
     Attributes:
         started_anew_because_of: names of what has changed since an earlier run, whose work was thrown away
-        for it.
+            for it.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class Staging:
     def finish(self) -> None:
         """Force everything to disk and give the directory its name."""
         self.close_journal()
+        # The journal says that the directory is unfinished, so it goes before the directory has its name.
         for journal in self.directory.glob(".journal*"):
             journal.unlink()
         fsync_tree(self.directory)
@@ -154,6 +155,7 @@ class Staging:
 
     @contextlib.contextmanager
     def _no_other_part_begins_or_ends(self) -> Iterator[None]:
+        # A lock of its own: the journals' locks are held by parts for as long as they work.
         lock = _lock(self._parts_lock_path, waits=True)
         try:
             yield
@@ -209,6 +211,8 @@ class Staging:
         self._lock_file.close()
 
     def _flush(self) -> None:
+        # Data before the note of it: a journal that runs ahead would vouch for bytes that a power cut takes
+        # away.
         for path in {file for _, file in self._waiting}:
             fsync_file(path)
         for finished, _ in self._waiting:
@@ -344,6 +348,8 @@ def follow_umask(directory: Path, written: Path) -> None:
         directory: of the files.
         written: a file that the umask gave its mode.
     """
+    # Asked of a file that exists: the umask itself can only be read by setting it, which other threads would
+    # see.
     mode = stat.S_IMODE(written.stat().st_mode)
     for path in filter(Path.is_file, directory.iterdir()):
         path.chmod(mode)

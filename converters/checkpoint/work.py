@@ -45,7 +45,7 @@ class RunOptions:
         overwrite: replace an existing checkpoint of the kind that is made.
         progress: where to say how far it is; None says nothing.
         part: this one of so many parts of the work, counted from 1; None for all of it. The last part to be
-        done finishes the directory.
+            done finishes the directory.
     """
 
     workers: int = 2

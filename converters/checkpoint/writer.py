@@ -52,11 +52,11 @@ def write_hf(
         stream: names and tensors; consumed one by one and copied, so that the producer may reuse its buffers.
         out_dir: directory to create. Its parents are created if necessary.
         hf_config: transformers config of the model. Its copy records the dtype that most bytes have, and the
-        model class.
+            model class.
         tokenizer: its files are written too.
         generation_config: transformers generation config; written as it is, without judging its values.
         max_shard_bytes: largest safetensors file, in bytes of tensor data. A single larger tensor gets a file
-        of its own.
+            of its own.
         beside: writes further files into the directory that it is given.
 
     Returns:

@@ -66,6 +66,7 @@ def commit_directory(temporary: Path, final: Path) -> None:
     Raises:
         OSError: the rename failed, or ``final`` holds files already.
     """
+    # A rename is an entry of the directory above, which a power cut may take back until that is on the disk.
     rename_surely(temporary, final)
     fsync_directory(final.parent)
 
@@ -79,6 +80,7 @@ def write_bytes_durably(path: Path, content: bytes, *, private: bool = False) ->
         content: of it.
         private: nobody but this user may read it.
     """
+    # At once and not after the file was written, when another user may have opened it.
     mode = 0o600 if private else 0o644
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
@@ -103,7 +105,7 @@ def write_json_atomic(path: str | Path, content: Any) -> None:
 
     Raises:
         TypeError, ValueError: ``content`` has no JSON form (NaN and infinities have none). The old file
-        stays.
+            stays.
         OSError: it could not be written. The old file stays.
     """
     encoded = json_bytes(content)
@@ -156,6 +158,7 @@ def fsync_tree(root: Path) -> None:
     files: list[Path] = []
     for directory, _, names in os.walk(root, topdown=False):
         directories.append(Path(directory))
+        # A named pipe or a device would be waited for when it is opened.
         files += [path for path in (Path(directory) / name for name in names) if stat.S_ISREG(path.lstat().st_mode)]
     # a disk that is told of several files at once makes fewer journeys
     in_parallel(fsync_file, files, _THREADS)

@@ -123,7 +123,7 @@ def unpickle(file: IO[bytes], known: Callable[[str, str], Any], what: str, persi
 
     Raises:
         ConversionError: the pickle names something that is not known.
-        EOFError, ValueError and the others of ``DAMAGED``: it is damaged.
+            EOFError, ValueError and the others of ``DAMAGED``: it is damaged.
     """
     return _Unpickler(file, known, persistent, what).load()
 

@@ -44,7 +44,7 @@ def check_agreement(settings: ForeignSettings, architecture: Architecture, ignor
 
     Raises:
         ConversionError: with every setting in which they differ, and every one that neither the config nor
-        this library knows.
+            this library knows.
     """
     known = _PROVIDER | set(ignored)
     problems = [*_differences(settings, architecture, ignored)]

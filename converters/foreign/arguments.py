@@ -200,7 +200,7 @@ def import_for_megatron_lm(
 
     Raises:
         ConversionError: as there; also where a training run keeps its checkpoints in ``target``, or
-        Megatron-LM has no such model.
+            Megatron-LM has no such model.
     """
     state = megatron_lm_state(plan.architecture, plan.padded_vocab, main_dtype((plan.dtype(rule), plan.size(rule)) for rule in plan.rules))
     # first, so that a run that was killed behind it goes on where it ended: what it names is not there yet

@@ -30,7 +30,7 @@ class MasterTensors(ViewedTensors):
 
     Raises:
         ConversionError: the optimizer has no float32 weights, lacks one, or one has another shape than the
-        model's.
+            model's.
     """
 
     def __init__(self, model: StoredTensors, master: StoredTensors) -> None:
@@ -73,7 +73,7 @@ def with_master_weights(checkpoint: TorchDistCheckpoint) -> MasterTensors:
 
     Raises:
         ConversionError: there is no optimizer, or its state is in a form that cannot be read without the
-        ranks that wrote it.
+            ranks that wrote it.
     """
     places = [checkpoint, *map(TorchDistCheckpoint, optimizer_beside(checkpoint.directory))]
     for place in places:

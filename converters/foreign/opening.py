@@ -120,7 +120,7 @@ def tensors_of(checkpoint: TorchDistCheckpoint, weights: str) -> StoredTensors:
 
     Raises:
         ConversionError: there is not one model in it, there are adapters beside it, or there are no such
-        weights.
+            weights.
     """
     refuse_adapters(checkpoint)
     return without_prefix(with_master_weights(checkpoint) if weights == MASTER_WEIGHTS else checkpoint)

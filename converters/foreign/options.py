@@ -15,7 +15,7 @@ class OpeningOptions:
     Attributes:
         hf_directory: config and tokenizer of the model.
         tokenizer: directory with the tokenizer's files alone, for a config that is made from the trainer's
-        settings.
+            settings.
         vocab_size: rows of the embedding that belong to tokens, without padding.
         eos_token_ids: ends of a text; empty for none.
         ignored_settings: settings of the trainer that are known to be harmless.

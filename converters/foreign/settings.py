@@ -72,11 +72,11 @@ def with_rope_factor(settings: ForeignSettings, said: float | None, *, is_heeded
         settings: of the trainer.
         said: by the user; None for nothing.
         is_heeded: the trainer trains with the factor that it writes down. Megatron-LM does not; a trainer
-        built on it may.
+            built on it may.
 
     Raises:
         ConversionError: nobody says the factor, or what the user says has no meaning or is not what the
-        trainer did.
+            trainer did.
     """
     found = settings.values.get("rope_scaling_factor")
     found = ROPE_FACTOR if found is None else found

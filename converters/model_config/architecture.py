@@ -24,7 +24,7 @@ class ModelFacts:
         num_attention_heads: query heads.
         num_key_value_heads: key-value groups; equal to the heads without grouped-query attention.
         head_dim: width of one head; not always hidden_size / num_attention_heads. With latent attention, of
-        its rotated part.
+            its rotated part.
         vocab_size: rows of the embedding, unpadded.
         tied_embeddings: the output layer is the embedding.
         max_position: longest sequence that the config allows, tokens; None where it does not say.

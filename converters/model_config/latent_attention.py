@@ -41,13 +41,13 @@ class LatentAttention:
 
     Attributes:
         q_lora_rank: width of the queries between their two projections; None where there is one projection
-        only.
+            only.
         kv_lora_rank: width of what keys and values are projected up from.
         qk_nope_head_dim: of a head's query and key, the part without positions, which comes first.
         qk_rope_head_dim: the part that is rotated, in interleaved pairs of dimensions.
         v_head_dim: width of a head's value.
         mscale_all_dim: scores are multiplied by (0.1 * mscale_all_dim * ln(YaRN factor) + 1) squared; 0 for
-        not at all.
+            not at all.
     """
 
     q_lora_rank: int | None

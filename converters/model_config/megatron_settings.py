@@ -129,7 +129,7 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
 
     Raises:
         ConversionError: Megatron-Core has no setting for a combination of biases or for the rotary scaling,
-        or the model scores.
+            or the model scores.
     """
     if architecture.head is not None:
         raise ConversionError(

@@ -96,7 +96,7 @@ class MixtureOfExperts:
         normalized: the scores of the chosen experts are divided by their sum.
         sparse_layers: for each layer, whether it has experts; the others have a dense MLP. At least one has.
         auxiliary_loss_coefficient: weight of the load-balancing loss in the training that transformers would
-        do; not part of the logits.
+            do; not part of the logits.
         shared_ffn_hidden_size: width of the gated MLP of the shared expert; 0 without one. Several shared
             experts are one of their width together.
         shared_gate: the output of the shared expert is weighed by the sigmoid of a gate of one logit.
@@ -184,7 +184,7 @@ def read_deepseek_mixture(
         problems: what is wrong is appended here.
         score, best_of_group, grouped: see ``read_deepseek_routing``.
         sparse_layers: for each layer, whether it has experts; None for all but the first
-        ``first_k_dense_replace``.
+            ``first_k_dense_replace``.
 
     Returns:
         None for a model without experts.

@@ -121,8 +121,8 @@ def rotated_fraction(config: Config, head_dim: int, problems: list[str]) -> floa
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Return factor on cosine and sine that YaRN uses when none is given (arXiv:2309.00071, section 3.4, with
-    DeepSeek's two scales)."""
+    """Return the factor on cosine and sine that YaRN uses when none is given (arXiv:2309.00071, section 3.4,
+    with DeepSeek's two scales)."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

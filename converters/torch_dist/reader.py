@@ -93,6 +93,7 @@ class TorchDistCheckpoint:
                 f"{directory / INDEX_FILE} is damaged ({type(error).__name__}: {error})", "fetch or write the checkpoint again"
             ) from error
         names = {chunk.file for stored in self._tensors.values() for chunks in stored.chunks.values() for chunk in chunks}
+        # Names come from a file that anybody may have written; none may lead out of the directory.
         problems = unusable_names(directory, names)
         if problems:
             raise ConversionError(f"the index of {directory} names files that cannot be used", "fetch the checkpoint again", problems)
@@ -108,11 +109,11 @@ class TorchDistCheckpoint:
         return key in self._tensors
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Return shape of a stored tensor, with its leading axes of layers and experts."""
+        """Return the shape of a stored tensor, with its leading axes of layers and experts."""
         return self._entry(key).shape
 
     def dtype(self, key: str) -> torch.dtype:
-        """Return dtype of a stored tensor."""
+        """Return the dtype of a stored tensor."""
         return self._entry(key).dtype
 
     def read(self, key: str, box: Box) -> Tensor:
@@ -129,6 +130,8 @@ class TorchDistCheckpoint:
             not 0 <= start <= stop <= size for (start, stop), size in zip(box, stored.shape, strict=True)
         ):
             raise ConversionError(f"{key} has shape {list(stored.shape)}; there is no {box} in it", "read inside the tensor")
+        # By counting elements: pieces were checked not to overlap, so that as many as the box has are all of
+        # them.
         pieces = self._pieces(stored, box)
         missing = _missing(box, pieces)
         if missing:
@@ -179,6 +182,8 @@ class TorchDistCheckpoint:
 
     def _locate(self, key: str, stored: _Stored, chunk: _Chunk, descriptor: int) -> RawTensor:
         place = (chunk.file, chunk.offset)
+        # Two threads may look for one tensor at once, which costs a read and no more; the lock is for the
+        # table.
         with self._lock:
             raw = self._found.get(place)
         if raw is None:
@@ -221,6 +226,7 @@ def _stored(key: str, entry: TensorStorageMetadata, places: Mapping[Any, Any]) -
             raise ValueError(f"a piece of {key!r} at {described.offsets}")
         box = tuple((first, first + size) for first, size in zip(described.offsets, described.sizes, strict=True))
         chunks.append(_Chunk(box, str(place.relative_path), place.offset, place.length))
+    # Axes along which every chunk has one index, as stacked layers and experts: a chunk is found by these.
     leading = 0
     while leading < len(shape) - 1 and all(chunk.box[leading][1] - chunk.box[leading][0] == 1 for chunk in chunks):
         leading += 1

@@ -128,6 +128,7 @@ def take_memory(checkpoint_dir: Path, needed: int, node: str = "", kept_bytes: i
     path = memory_of(checkpoint_dir, node)
     try:
         free_memory(checkpoint_dir, node)
+        # Shared memory that is full kills the process that writes to it, by a signal and without an error.
         if available_bytes() < _SPARE * needed - kept_bytes:
             return None
         # whatever another user has put there under this name is not ours to use
@@ -183,6 +184,7 @@ def move_files(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> 
             entry = staged[name].write((target / name).parent)
         else:
             raise CheckpointError(f"the memory that {plain_name(name)} is in is not open; a defect of megarl")
+        # Only after the copy is on the disk: until then the memory is the only one.
         (source / name).unlink()
         return plain_name(name), entry
 

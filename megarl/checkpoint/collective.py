@@ -53,7 +53,7 @@ def failing_together(what: str) -> Iterator[None]:
 
     Raises:
         CheckpointError: on all ranks, when any failed; names the first that did. Where it was this one, the
-        cause is what it raised.
+            cause is what it raised.
         StorageError: the same, where the storage has failed the first one.
     """
     failure: Exception | None = None
@@ -150,5 +150,5 @@ def _publish(directory: Path, staging: Path) -> str | None:
 
 
 def random_state_file(rank: int) -> str:
-    """Return name of the file that holds the random-number states of a rank."""
+    """Return the name of the file that holds the random-number states of a rank."""
     return f"rng_{rank:05d}.safetensors"

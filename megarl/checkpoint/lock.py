@@ -34,7 +34,7 @@ class Owner:
         host: host name.
         boot_id: id of the boot of that host; another one means that the process is gone.
         process_start: start of the process in clock ticks since boot (field 22 of ``/proc/PID/stat``), which
-        tells a reused pid.
+            tells a reused pid.
         job_id: Slurm job, or empty.
         job_restart: how often Slurm had requeued that job.
     """
@@ -101,11 +101,12 @@ class RunLock:
 
         Raises:
             StateError: a live run has it, or one on another host of which nothing is known; names its process
-            and host.
+                and host.
         """
         if self.held:
             return self
         self.directory.mkdir(parents=True, exist_ok=True)
+        # Never truncated here: what is in it says who holds the lock.
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             kernel_refuses = not _try_kernel_lock(descriptor)
@@ -191,12 +192,15 @@ def _try_kernel_lock(descriptor: int) -> bool:
 def _is_gone(owner: Owner) -> bool:
     """Return whether ``owner`` certainly runs no more."""
     here = _this_process()
+    # Slurm starts a job again only when all processes of the attempt before are gone.
     if owner.job_id and owner.job_id == here.job_id and owner.job_restart < here.job_restart:
         return True
     if owner.host != here.host:
         return False
+    # After a reboot numbers of processes are given again from the beginning.
     if owner.boot_id != here.boot_id:
         return True
+    # A process that has the number and began at another time is another process.
     start = _process_start(owner.pid)
     return start is None or start != owner.process_start
 

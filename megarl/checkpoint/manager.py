@@ -170,7 +170,7 @@ class CheckpointManager:
     Attributes:
         checkpoint_dir: absolute path.
         metric_name: key of ``training_info`` (or of its ``metrics``) that ranks checkpoints; None ranks by
-        age.
+            age.
         higher_is_better: direction of that metric.
         save_period: steps between two checkpoints; used by the drivers.
         keep_top_k: how many of the best to keep, besides the latest; None keeps all.
@@ -181,9 +181,9 @@ class CheckpointManager:
             config: the ``checkpointing`` section: ``checkpoint_dir``, ``metric_name``, ``higher_is_better``,
                 ``save_period``, ``keep_top_k``, ``signing_key_file``.
             lock: the lock of the run directory. When it is held, what a killed run left half-done is tidied
-            up now.
+                up now.
             verify_hashes: whether looking for a checkpoint reads every byte of it; sizes are compared in any
-            case.
+                case.
 
         Raises:
             CheckpointError: ``keep_top_k`` is negative.
@@ -217,7 +217,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: the step is negative, the info has no JSON form, or the directory cannot be
-            written.
+                written.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise CheckpointError(
@@ -227,6 +227,7 @@ class CheckpointManager:
         temporary = self.checkpoint_dir / f"{TEMPORARY_PREFIX}step_{step}"
         try:
             self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+            # Of a save of this step that failed in this launch; what killed launches left went at the start.
             if temporary.exists():
                 remove_tree(temporary)
             temporary.mkdir()
@@ -303,6 +304,7 @@ class CheckpointManager:
 
     def _remove_old(self, exclude_latest: bool) -> None:
         whole = _newest_of_each_step([(step, path) for step, path in self.checkpoints() if not self._verify(path, hashes=False)])
+        # A newest checkpoint that cannot be loaded must not be the reason to delete one that can.
         while whole and not self._is_trusted(whole[max(whole)]):
             del whole[max(whole)]
         metrics = {step: self._metric(path) for step, path in whole.items()}
@@ -373,7 +375,7 @@ class CheckpointManager:
         return [(step, path) for step, _, path in found]
 
     def _whole(self, checkpoints: list[tuple[int, Path]], damaged: dict[Path, list[str]] | None = None) -> Iterator[Path]:
-        """Return the complete checkpoints; the faults of others are logged and kept in ``damaged``."""
+        """Yield the complete checkpoints; the faults of others are logged and kept in ``damaged``."""
         for _, path in checkpoints:
             try:
                 problems = self._verify(path)
@@ -434,6 +436,8 @@ class CheckpointManager:
         if not is_there(final):
             commit_directory(temporary, final)
             return final
+        # A directory cannot be exchanged for another in one step: for a moment both are there, under two
+        # names.
         commit_directory(temporary, _replacement_of(final))
         return self._settle_replacement(step)
 
@@ -445,6 +449,7 @@ class CheckpointManager:
         if not is_there(replacement):
             return final
         if is_there(final):
+            # After a crash in between, the replacement counts only if all of it is there.
             unwanted = replacement if self._verify(replacement, hashes=False) else final
             if not remove_directory(unwanted) or unwanted == replacement:
                 return replacement if unwanted == final else final

@@ -55,7 +55,7 @@ def write_manifest(root: Path, known: Mapping[str, Entry] | None = None) -> dict
 
     Raises:
         CheckpointError: there is a symbolic link or special file below ``root``; a checkpoint must hold its
-        own bytes.
+            own bytes.
         OSError: a file cannot be read, or the manifest cannot be written.
     """
     names = [name for name in _file_names(root) if name not in (known or {})]
@@ -111,7 +111,7 @@ def verify(root: str | Path, hashes: bool = True, key: bytes | None = None) -> l
         root: directory of a checkpoint.
         hashes: read every byte; otherwise only names and sizes are compared.
         key: that the manifest has to be signed by, and then with nothing beside what it names; None accepts
-        any.
+            any.
 
     Returns:
         What is wrong, one sentence a problem; empty when the checkpoint is whole.

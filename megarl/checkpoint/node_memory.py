@@ -52,7 +52,7 @@ class NodeMemory:
         checkpoint_dir: directory of the checkpoints. Somebody holds the run's lock.
         node: that tells this node's memory apart.
         has_child: the process is a child of this one, which asks for its end, so that no dead one is left
-        where nobody else does.
+            where nobody else does.
     """
 
     def __init__(self, checkpoint_dir: str, node: str, *, has_child: bool = False) -> None:

@@ -30,12 +30,12 @@ _PLAIN_SUFFIX = ".distcp"
 
 
 def description_name(name: str) -> str:
-    """Return name of the description of a file."""
+    """Return the name of the description of a file."""
     return f"{name.removesuffix(_PLAIN_SUFFIX)}{SUFFIX}"
 
 
 def plain_name(name: str) -> str:
-    """Return name of the file that a description is of; of another file, its own."""
+    """Return the name of the file that a description is of; of another file, its own."""
     return f"{name.removesuffix(SUFFIX)}{_PLAIN_SUFFIX}" if name.endswith(SUFFIX) else name
 
 
@@ -71,7 +71,7 @@ class StagedFile:
         Raises:
             OSError: it cannot be written.
             CheckpointError: an archive has another length than was said, so that the checkpoint's index is
-            wrong.
+                wrong.
         """
         with (target / self._name).open("wb") as file:
             stream = _Stream(file)

@@ -64,6 +64,7 @@ class StagedTensor:
 def staged(tensor: Tensor) -> StagedTensor:
     """Return a tensor of any device, with the strides that a copy of it in memory of its own has."""
     values = tensor.detach()
+    # torch.save writes the whole storage of a view: the copy in memory has to look like what DCP would write.
     is_alone = values.is_cpu and values.untyped_storage().nbytes() == values.nbytes
     like = values if is_alone else torch.empty_like(values, device="meta")
     return StagedTensor(values.dtype, tuple(values.shape), tuple(like.stride()), lambda target: target.copy_(values))
@@ -88,7 +89,7 @@ class StagingBuffer:
         Args:
             path: of the file that is to be made.
             pieces: bytes, which are in the file as they are, and tensors, each of which becomes an archive of
-            ``torch.save``.
+                ``torch.save``.
 
         Returns:
             Of each piece where it begins in the file, and its bytes there.
@@ -123,6 +124,7 @@ class StagingBuffer:
             raise CheckpointError(f"{size - self._capacity} bytes more of memory are needed to copy it, and {available} are available")
         if self._descriptor is None:
             self._descriptor = os.memfd_create("megarl-checkpoint", os.MFD_CLOEXEC)
+        # Pages are taken when they are written, so that a sparse file costs nothing until a tensor is in it.
         os.ftruncate(self._descriptor, size)
         self._memory, self._capacity = mmap.mmap(self._descriptor, size), size
         # fewer pages, so that the first save takes less, where the system allows it
@@ -139,6 +141,8 @@ class StagingBuffer:
         values = tensor_at(self._memory, place, piece.dtype, piece.shape, piece.stride)
         piece.fill(values)
         kind = (piece.dtype, piece.shape, piece.stride)
+        # An archive's length depends on dtype, shape and strides alone, and to make one takes as long as a
+        # copy.
         if kind not in self._lengths:
             self._lengths[kind] = _archive_length(values)
         dtype = str(piece.dtype).removeprefix("torch.")

@@ -132,7 +132,7 @@ def said_of_space(directory: Path, needed: int, error: BaseException) -> str:
         directory: where it was to be.
         needed: bytes that it takes.
         error: that ended it; what it says of a quota counts, of which the free space of the disk tells
-        nothing.
+            nothing.
     """
     try:
         free = shutil.disk_usage(directory).free

@@ -31,7 +31,7 @@ class Operations:
         gated: numbers that an MLP keeps of each of its widths.
         weighed: the same for experts, whose product is weighed by the router.
         joined: queries, keys and values come as one tensor, which is there as long as the values that are a
-        part of it.
+            part of it.
     """
 
     element: int

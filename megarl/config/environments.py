@@ -405,7 +405,7 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
 
     Raises:
         ConfigError: it is no built-in one, and nothing that can be called with what is known of a response is
-        at that import path.
+            at that import path.
     """
     if not isinstance(name, str) or (name not in BUILT_IN_REWARDS and not is_import_path(name)):
         bound = f"it must be {', '.join(BUILT_IN_REWARDS)} or an import path"

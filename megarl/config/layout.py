@@ -89,7 +89,7 @@ def read_pipeline_layout(text: str) -> list[str]:
 
     Raises:
         ValueError: a sign that is none of these, or an embedding or output layer elsewhere than at the two
-        ends.
+            ends.
     """
     unrolled = text.replace(",", "").replace(" ", "")
     for repeated in (r"\(([^()]+)\)\*(\d+)", r"(.)\*(\d+)"):
@@ -103,7 +103,7 @@ def read_pipeline_layout(text: str) -> list[str]:
 
 
 def pipeline_chunks(megatron: MegatronConfig) -> int:
-    """Return model chunks of one pipeline stage (1 unless the pipeline is interleaved) of a valid
+    """Return the model chunks of one pipeline stage (1 unless the pipeline is interleaved) of a valid
     ``megatron_cfg``."""
     layout = megatron["pipeline_model_parallel_layout"]
     if layout is not None:

@@ -49,9 +49,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), layers: Sequenc
         path: the YAML file.
         overrides: ``key=value`` words of a command line, applied last.
         layers: YAML files laid over ``path`` in turn, each with everything it inherits; a backend, for
-        example.
+            example.
         allow_env: ``${oc.env:NAME}`` may take values from the environment. They are ``FromEnvironment``, and
-        never written elsewhere.
+            never written elsewhere.
 
     Raises:
         ConfigError: a file is missing, empty or broken, inherits from itself, holds an interpolation that

@@ -93,7 +93,7 @@ def optimizer_bytes(optimizer: MegatronOptimizerConfig, weight_bytes: int, gradi
 def estimate(
     policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: BatchPlan, *, reference: bool, device: str = "cuda"
 ) -> list[RankMemory]:
-    """Return memory of a rank of each pipeline stage.
+    """Return the memory of a rank of each pipeline stage.
 
     Args:
         policy: a checked ``policy`` section with its defaults, on the Megatron backend.
@@ -235,7 +235,7 @@ class _Logits:
 
     Attributes:
         training: the logits, in whose memory their gradient is written, and the gradient of the layer's
-        weight.
+            weight.
         scoring: the logits of a log-probability pass.
     """
 
@@ -300,7 +300,7 @@ gathered."""
 
 
 def estimate_sharded(policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: BatchPlan, *, reference: bool) -> RankMemory:
-    """Return memory of a rank.
+    """Return the memory of a rank.
 
     Weights, gradients and optimizer state are float32 shards; beside them stand, in the type they compute in,
     the whole parameters of the layers that compute, and of what is no layer (embedding, last norm, output

@@ -51,7 +51,7 @@ class Moment:
     Attributes:
         name: of the moment.
         policy: bytes of the policy's process: parameters, gradients, optimizer state, activations, and what
-        its process always takes.
+            its process always takes.
         engine: bytes of the engine's process.
         transfer: bytes of the buffer that weights are handed over in, and of what is gathered for it.
     """
@@ -87,7 +87,7 @@ def device_ledger(
         engine: the engine's part of the device.
         facts: sizes of the model.
         beside: ranks of the models beside the policy, of their fullest stages, by the names of their
-        sections. They take turns with it.
+            sections. They take turns with it.
         rest: what stays of a process of training that has left the device (``process_rest``).
     """
     largest = facts.vocab_size * facts.hidden_size * BYTES[policy["precision"]]
@@ -114,7 +114,7 @@ def device_ledger(
 
 
 def device_gib(cluster: ClusterConfig) -> float:
-    """Return memory of a GPU in GiB."""
+    """Return the memory of a GPU in GiB."""
     given = cluster["device_memory_gib"]
     return ASSUMED_DEVICE_GIB if given is None else float(given)
 
@@ -147,7 +147,7 @@ def host_memory(config: RunConfig, ranks: Sequence[RankMemory], beside: Iterable
         config: a checked run with its defaults.
         ranks: of the policy.
         beside: of each model beside it. Each leaves the device while another one is there, as the policy then
-        does.
+            does.
     """
     generation = config["policy"]["generation"]
     on_cpu = config["cluster"]["device"] == "cpu"

@@ -60,7 +60,7 @@ def read_in_time(read: Callable[[], T], place: str, patience_s: float | None = N
         read: only reads; called by a thread of its own, which is left to itself where it stands still.
         place: that it reads, for the message.
         patience_s: seconds without use of the processor, by this process, after which it is given up; None
-        for ``PATIENCE_S``.
+            for ``PATIENCE_S``.
 
     Raises:
         DataError: it stands still. All that ``read`` raises is raised as well.

@@ -23,7 +23,7 @@ class Role:
     Attributes:
         name: of the role.
         directory: of its weights, optimizer state and tokenizer in a checkpoint; None for a model that is not
-        trained.
+            trained.
         has_workers: it has workers of its own, trained or not; else those of another role have its weights.
         section: dotted path of the section of a configuration that the model is made by.
     """
@@ -66,7 +66,7 @@ class ModelSection:
         has_backbone_of_policy: it is of the policy's family, and all its sizes are the same.
         by_name: the section has several of them under names of the user's.
         is_optional: without the section there is no such model; else the model is then made by ``policy``
-        alone.
+            alone.
     """
 
     meaning: str
@@ -86,9 +86,9 @@ class AlgorithmSpec:
             or ``val_at_end``, a run heeds them.
         OPTIONAL: those of them that a run may lack; rules say when.
         MODELS: sections of models beside the policy, by name; a role names its own as ``section``, ``NAME``
-        or ``NAME.NAME_OF_THE_USER``.
+            or ``NAME.NAME_OF_THE_USER``.
         GENERATES: a step samples responses, so that ``policy.generation``, ``env`` and prompts are needed;
-        else the data have answers.
+            else the data have answers.
         PAIRS: the data are pairs of a better and a worse answer, two rows of a batch one after the other;
             ``policy.train_global_batch_size`` and ``policy.train_micro_batch_size`` count pairs.
         SCORES: the actor is a model that scores (``policy.reward_model_cfg``).
@@ -107,7 +107,7 @@ class AlgorithmSpec:
 
     @classmethod
     def section(cls) -> str:
-        """Return name of the algorithm's own section."""
+        """Return the name of the algorithm's own section."""
         return next(iter(cls.SECTIONS))
 
     @classmethod
@@ -150,13 +150,13 @@ class EngineKind:
     Attributes:
         title: what people call it.
         start: starts the engines of a run, a ``RolloutEngine``; called with the ``RayVirtualCluster`` and the
-        whole configuration.
+            whole configuration.
         complete: fills the ``generation`` section in, called with it and the ``policy`` section.
         section: TypedDict (of ``typing_extensions``) of ``policy.generation.engine_cfg``, its own keys; None
-        for none.
+            for none.
         rules: on the engine's part of the configuration.
         memory: of a device, called with a checked run's configuration and the model's sizes; None where it is
-        not known.
+            not known.
         distributions: names of Python distributions, one of which has to be installed; empty for none.
         extra: megarl's extra that installs one, in words.
     """

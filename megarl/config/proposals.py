@@ -32,7 +32,7 @@ def valid(
         given: the configuration, plain containers.
         examine: returns a configuration filled in, and what is wrong with it.
         followers: returns the keys that are written as references to another one; asked for only where there
-        is something wrong.
+            is something wrong.
 
     Raises:
         ConfigError: with proposals that were tried on the whole of it.

@@ -48,7 +48,7 @@ def updated(page: str, name: str, configs: Path) -> str:
 
     Args:
         page: the text, with ``<!-- generated: TABLE -->`` and ``<!-- end: TABLE -->`` around the table that
-        ``PAGES`` names.
+            ``PAGES`` names.
         name: file name of the page.
         configs: directory of the recipes.
 

@@ -77,7 +77,7 @@ def print_report(config: RunConfig, facts: ModelFacts | None, console: Console) 
 
 
 def layout_table(layout: Layout) -> Table:
-    """Return rank to pipeline, data, context and tensor index and node; of many ranks the first and last
+    """Return the rank to pipeline, data, context and tensor index and node; of many ranks the first and last
     ones."""
     sizes = f"pipeline {layout.pipeline} x data {layout.data} x context {layout.context} x tensor {layout.tensor}"
     table = Table(title=f"{layout.world_size} ranks: {sizes}")
@@ -136,8 +136,8 @@ def validation_table(config: RunConfig) -> Table:
 
 
 def memory_table(rows: list[RankMemory], model: str | None = None) -> Table:
-    """Return memory of a rank, one column a pipeline stage; of many stages the first, second and last one.
-    ``model`` names one that is not the policy."""
+    """Return the memory of a rank, one column a pipeline stage; of many stages the first, second and last
+    one. ``model`` names one that is not the policy."""
     shown = rows if len(rows) <= 4 else [rows[0], rows[1], rows[-1]]
     whose = "" if model is None else f"{model}: "
     table = Table(title=f"{whose}estimated memory of a rank, by pipeline stage (parameters are exact)")

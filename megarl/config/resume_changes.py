@@ -97,7 +97,7 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint:
 
     Raises:
         ConfigError: a change cannot take effect, or breaks what the run was promised to be and is not
-        accepted.
+            accepted.
     """
     changes, models = changed_keys(before, now), tuple(model_sections(now).items())
     trained = [path for path, section in models if section.is_trained]

@@ -72,7 +72,7 @@ class Arguments:
             the caller gives that the function was written for.
         is_of_several: it takes lists of responses and returns a list of numbers.
         takes_messages: of a conversation, a response is a list of messages to it, as to TRL's and verifiers'
-        functions.
+            functions.
     """
 
     positional: tuple[str, ...]

@@ -102,7 +102,7 @@ def _violations(completed: Config, found: list[Violation], after: list[Violation
         completed: with its defaults.
         found: violations of its shape as it was given; they are reported.
         after: those of its shape with defaults: what follows from a value of the wrong type is of the wrong
-        type too.
+            type too.
     """
     faulty = {violation.key for violation in (*found, *after) if violation.value is not ABSENT}
     facts, model_violations = facts_or_violations(completed[POLICY], faulty)

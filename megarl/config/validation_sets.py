@@ -70,8 +70,8 @@ class _Members:
 
 
 def set_name(source: DataSource) -> str:
-    """Return name of the set of a validation source: ``val_set``, else the end of its name or path, as far as
-    metrics can bear it."""
+    """Return the name of the set of a validation source: ``val_set``, else the end of its name or path, as
+    far as metrics can bear it."""
     given = source.get("val_set")
     if given is not None:
         return str(given)

@@ -44,7 +44,7 @@ def rebalance_nd_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) 
 
     Args:
         tensor: ``[rows, ...]``, the number of rows may differ between ranks (also be 0); the other dimensions
-        and the dtype may not.
+            and the dtype may not.
         group: process group, None for the default one.
 
     Returns:
@@ -141,7 +141,7 @@ def join_rows(key: str, values: Sequence[Any], pad_value: float) -> Any:
     Args:
         key: for messages.
         values: all lists, or all tensors with the same number of dimensions and the same dimensions from dim
-        2 on.
+            2 on.
         pad_value: written on the padding.
 
     Raises:
@@ -191,9 +191,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             first row of that global batch; None unless the batch came from dynamic batching or sequence
             packing.
         micro_batch_lengths: for each global batch, the padded row length (dynamic) or padded total length
-        (packed) of each micro-batch.
+            (packed) of each micro-batch.
         elem_counts_per_gb: for each global batch, its number of rows here; None unless the batch came from
-        sequence packing.
+            sequence packing.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -412,7 +412,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
         Raises:
             BatchError: (also an AssertionError) sizes do not divide, columns differ in size, or lengths are
-            missing or out of range.
+                missing or out of range.
             PackingError: (a ValueError) rows cannot be packed as asked.
         """
         dealt = self.deal(shards, batch_size, allow_uneven_shards, dynamic_batching_args, sequence_packing_args)
@@ -459,11 +459,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         Args:
             batch_idx: number of the global batch.
             batch_size: rows of each global batch on this shard; ignored for packed batches, which know their
-            own sizes.
+                own sizes.
 
         Raises:
             BatchError: there is no such global batch, or ``batch_size`` is missing or disagrees with the
-            micro-batches.
+                micro-batches.
         """
         if self.elem_counts_per_gb is not None:
             self._require_batch_number(batch_idx, len(self.elem_counts_per_gb))
@@ -492,7 +492,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
         Raises:
             BatchError: the rows do not divide by ``microbatch_size``. Raised at the call, not at the first
-            step.
+                step.
         """
         total = count_rows(self.data)
         if microbatch_size < 1 or total % microbatch_size:
@@ -508,7 +508,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self._dynamic_micro_batches(self._micro_batches(), sequence_dim)
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
-        """Return number of planned micro-batches.
+        """Return the number of planned micro-batches.
 
         Raises:
             BatchError: the batch was not sharded with dynamic batching or packing.
@@ -524,7 +524,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return (self.slice(start, end) for start, end, _ in self._micro_batches())
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
-        """Return number of packs, and the longest padded total length in tokens.
+        """Return the number of packs, and the longest padded total length in tokens.
 
         Raises:
             BatchError: the batch was not sharded with dynamic batching or packing.

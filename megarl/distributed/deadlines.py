@@ -130,7 +130,7 @@ class _Durations:
     Attributes:
         last: the last ten times.
         first: by method, the slowest of the times that were the first one of new workers, which compile,
-        allocate and connect.
+            allocate and connect.
     """
 
     last: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -189,7 +189,7 @@ class PhaseDeadlines:
         Args:
             section: of the configuration.
             name: of the group of workers, by which ``keeping_durations`` keeps what is measured; "" keeps
-            nothing.
+                nothing.
         """
         measured = _kept.setdefault(name, {}) if _kept is not None and name else None
         limits = {phase: at(section, f"{phase}_s") for phase in PHASES}

@@ -137,7 +137,7 @@ class DeviceRuntime:
         return MemoryFigures(resident, resident, peak, peak)
 
     def free_memory(self) -> int:
-        """Return memory of a CUDA device that no process has, bytes, as NVML sees it; where that does not
+        """Return the memory of a CUDA device that no process has, bytes, as NVML sees it; where that does not
         answer, as CUDA does."""
         try:
             return int(nvml.get_free_memory_bytes(self.device.index))
@@ -145,8 +145,8 @@ class DeviceRuntime:
             return int(torch.cuda.mem_get_info(self.device)[0])
 
     def memory_limit(self) -> int:
-        """Return memory that this process may have at most, bytes: all of a CUDA device, on a CPU the memory
-        of the machine or less."""
+        """Return the memory that this process may have at most, bytes: all of a CUDA device, on a CPU the
+        memory of the machine or less."""
         if self.is_cuda:
             return int(torch.cuda.get_device_properties(self.device).total_memory)
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

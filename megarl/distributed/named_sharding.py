@@ -30,7 +30,7 @@ class NamedSharding:
 
     Raises:
         ShardingError: (a ValueError) the names do not match the layout, or the layout holds something else
-        than distinct ranks.
+            than distinct ranks.
     """
 
     def __init__(self, layout: Sequence[Any] | np.ndarray, names: Sequence[str]) -> None:
@@ -122,7 +122,7 @@ class NamedSharding:
         return self._names.index(axis)
 
     def get_axis_size(self, axis: str) -> int:
-        """Return number of coordinates along an axis.
+        """Return the number of coordinates along an axis.
 
         Raises:
             ShardingError: the name is unknown.

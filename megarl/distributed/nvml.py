@@ -26,7 +26,7 @@ class GpuFigures:
         free_mb: memory that no process has, MiB.
         power_w: drawn power, watts; None where the GPU does not say.
         utilization_percent: share of the last sampling period (up to a second) in which a kernel ran; None
-        where the GPU does not say.
+            where the GPU does not say.
     """
 
     free_mb: float
@@ -70,7 +70,7 @@ def device_id_to_physical_device_id(device_id: int) -> int:
 
     Args:
         device_id: its index among those that ``CUDA_VISIBLE_DEVICES`` names; without the variable the
-        driver's own.
+            driver's own.
 
     Raises:
         RuntimeError: there is no such GPU, or the driver does not answer.
@@ -88,7 +88,7 @@ def get_device_uuid(device_idx: int) -> str:
 
 
 def get_free_memory_bytes(device_idx: int) -> float:
-    """Return memory of a GPU that no process has, bytes. Arguments and errors as above."""
+    """Return the memory of a GPU that no process has, bytes. Arguments and errors as above."""
     with nvml_context() as nvml:
         return float(_asked(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, device_idx)).free))
 

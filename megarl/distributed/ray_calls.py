@@ -73,7 +73,7 @@ def calling(what: str, may_take_s: float | None = 0.0) -> Iterator[None]:
     Args:
         what: for the message.
         may_take_s: seconds that the call may wait by its own arguments, or that its phase has; None gives it
-        no bound.
+            no bound.
     """
     watch = _watch
     if watch is None or may_take_s is None:

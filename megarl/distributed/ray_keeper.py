@@ -56,8 +56,8 @@ class Kept:
 
 
 def members(sessions: Collection[int]) -> Iterator[int]:
-    """Yield process ids of all that run in some sessions; those that have ended and were not waited for do
-    not count."""
+    """Yield the process ids of all that run in some sessions; those that have ended and were not waited for
+    do not count."""
     for name in os.listdir("/proc"):
         if name.isdecimal():
             # others come and go meanwhile

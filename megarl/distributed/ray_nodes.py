@@ -37,7 +37,8 @@ def alive_nodes() -> list[RayNode]:
 
 
 def lost_node_name(node_id: str) -> str | None:
-    """Return name of a node that was there and is gone; None for one that lives, and where Ray cannot say."""
+    """Return the name of a node that was there and is gone; None for one that lives, and where Ray cannot
+    say."""
     try:
         return next((node["NodeName"] for node in ray_calls.nodes() if node["NodeID"] == node_id and not node["Alive"]), None)
     except (RayError, RuntimeError, OSError):

@@ -32,7 +32,7 @@ class LocalRay:
 
     Attributes:
         private: directory that this user alone can enter; it goes with Ray unless ``MEGARL_KEEP_RAY_FILES``
-        is set.
+            is set.
         directory: Ray's own in it.
     """
 

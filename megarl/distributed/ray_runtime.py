@@ -100,7 +100,7 @@ def init_ray(
         log_dir: where a local Ray gets a private directory for its own files and logs, which goes with it; a
             path that is too long for Unix sockets is not used, with a warning.
         num_cpus: worker slots of a local Ray, which may be more than it has cores; None gives 64 or the
-        number of cores, whichever is more.
+            number of cores, whichever is more.
         log_to_driver: show what workers print in the driver's output.
         object_store_bytes: size of a local Ray's object store in bytes; None lets Ray choose.
         timeout_s: for all tries together, of which each has at most ``INIT_SECONDS``.
@@ -114,6 +114,7 @@ def init_ray(
     if ray.is_initialized():
         return
     end = time.monotonic() + timeout_s
+    # Ray sends statistics of use to its makers unless it is told not to.
     env.set_variables({"RAY_USAGE_STATS_ENABLED": "0"})
     _redact_what_workers_print()
     runtime_env: dict[str, Any] = {"env_vars": forwarded_environment()}
@@ -211,6 +212,8 @@ def _init_in_time(options: Mapping[str, Any], end: float, watched: Callable[[], 
         watched: makes what sees that the control process is lost meanwhile.
     """
     seconds = max(min(INIT_SECONDS, end - time.monotonic()), _SHORTEST_TRY_S)
+    # An earlier Ray of this process, or programs of the user's, are children too and must survive a failed
+    # try.
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     logs = options.get("_temp_dir", "its temporary directory on the head node")
     try:
@@ -261,6 +264,7 @@ def _end_processes_of_ray(others: Collection[int]) -> None:
     Args:
         others: children of this process that are older, which stay.
     """
+    # By their command lines: Ray's processes start new sessions, so that no process group names them.
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in others and _is_of_ray(child)]
     for child in left:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -306,6 +310,7 @@ def _start_local(
         raise ClusterError(f"num_cpus = {num_cpus}: a local Ray needs at least 1. Fix: pass the number of ranks")
     _ask_for_a_token()
     slots = num_cpus if num_cpus is not None else local_slots()
+    # A Ray that died in an earlier run of this process leaves its directory behind until somebody ends it.
     _end_local()
     _Local.present = local = LocalRay(log_dir)
     # Ray warns that token authentication is on, which is what is wanted here
@@ -313,6 +318,7 @@ def _start_local(
     options = {
         "address": "local",
         "num_cpus": slots,
+        # The dashboard accepts jobs, which run code, from whoever reaches its port.
         "include_dashboard": False,
         "log_to_driver": log_to_driver,
         "logging_level": logging.WARNING,

@@ -60,6 +60,7 @@ def leave(message: str, kind: type[MegarlError] = WorkerLostError) -> None:
     end_open_launches(f"{kind.__name__}: {message}")
     with contextlib.suppress(OSError):
         os.write(2, f"megarl: {message}\n".encode())
+    # sys.exit would run Ray's own exit handlers, which wait for the process that is gone.
     os._exit(kind.exit_code)
 
 
@@ -81,7 +82,7 @@ class PortWatch:
         name: of the process, for messages.
         address: ``host:port`` of its gRPC server.
         silent_s: seconds without an answer after which it counts as lost; one whose port is closed has at
-        most ``REFUSED_SECONDS``.
+            most ``REFUSED_SECONDS``.
         on_lost: told once, in another thread, what to say about it; None ends this process (``leave``).
     """
 
@@ -100,6 +101,7 @@ class PortWatch:
         seen = time.monotonic()
         while not self._closed.wait(min(_LOOK_SECONDS, self._silent_s / 10)):
             fault = self._look()
+            # Not by counting looks: a driver that is held up would blame Ray for its own silence.
             gone = time.monotonic() - seen
             if fault == 0:
                 seen = time.monotonic()
@@ -252,10 +254,11 @@ def watch_ray(least_s: float) -> contextlib.ExitStack:
 
     Args:
         least_s: seconds within which this process ends, with exit code 4, when Ray's control process or the
-        own raylet is lost.
+            own raylet is lost.
     """
     stack = contextlib.ExitStack()
     silent_s = silent_seconds(least_s)
+    # First of all: the calls below are calls of Ray, which may hang as any other.
     stack.enter_context(ray_calls.bounded(least_s, leave_late))
     stack.callback(PortWatch(CONTROL, ray.get_runtime_context().gcs_address, silent_s).close)
     own = next((node for node in ray_calls.nodes() if node["NodeID"] == ray.get_runtime_context().get_node_id()), None)
@@ -268,8 +271,8 @@ def watch_ray(least_s: float) -> contextlib.ExitStack:
 
 
 def own_raylet() -> int | None:
-    """Return process id of the raylet that this process speaks to; None where Ray or the system do not say
-    it."""
+    """Return the process id of the raylet that this process speaks to; None where Ray or the system do not
+    say it."""
     node = getattr(importlib.import_module("ray._private.worker"), "_global_node", None)
     path = getattr(node, "raylet_socket_name", None)
     if not path or not hasattr(os, "pidfd_open") or not hasattr(socket, "SO_PEERCRED"):

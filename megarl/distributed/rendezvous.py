@@ -110,7 +110,7 @@ def init_process_group(backend: str, timeout: datetime.timedelta = DEFAULT_TIMEO
 
     Raises:
         ClusterError: wrong world size, a rank that is taken, a foreign group at this address, or nothing
-        listening there.
+            listening there.
         DeadlineError: the others did not come in time.
     """
     import torch.distributed as dist
@@ -124,6 +124,7 @@ def init_process_group(backend: str, timeout: datetime.timedelta = DEFAULT_TIMEO
     _keep_gloo_on_loopback(endpoint.address)
     if _rendezvous.store is None:
         _rendezvous.store = _connect(endpoint, rank, world_size, timeout)
+    # A group that is made again must not read the keys that the last one left in the same store.
     prefix = f"megarl/{_rendezvous.generation}"
     _rendezvous.generation += 1
     store = dist.PrefixStore(prefix, _rendezvous.store)
@@ -152,6 +153,8 @@ def _connect(endpoint: Endpoint, rank: int, world_size: int, timeout: datetime.t
             world_size=world_size,
             is_master=descriptor is not None,
             timeout=timeout,
+            # A rank that dies before it comes would keep all others waiting here, without a word of which
+            # one.
             wait_for_workers=False,
             master_listen_fd=descriptor,
         )
@@ -170,7 +173,7 @@ def check_membership(store: Store, endpoint: Endpoint, rank: int, world_size: in
 
     Raises:
         ClusterError: other run id, other world size, rank out of range, or a second process with the same
-        rank.
+            rank.
         DeadlineError: rank 0 did not come within the store's timeout, or is gone.
     """
     where = f"at {endpoint.address}:{endpoint.port}"
@@ -191,6 +194,7 @@ def check_membership(store: Store, endpoint: Endpoint, rank: int, world_size: in
         )
     if proven != _proof(endpoint, "size", world_size):
         raise ClusterError(f"the world size of the group {where} was not said by its rank 0. Fix: see who else reaches that port")
+    # The store adds in one step, so that of two processes with one rank only the first is let in.
     if store.add(f"rank_{rank}", 1) > 1:
         raise ClusterError(f"rank {rank} {where} is taken: two processes came with the same RANK. Fix: give every process its own rank")
     store.set(f"proof_{rank}", _proof(endpoint, "rank", rank))
@@ -212,6 +216,7 @@ def _check_proofs(store: Store, endpoint: Endpoint, world_size: int) -> None:
             given = store.get(f"proof_{rank}").decode(errors="replace")
         except dist.DistError as error:
             raise DeadlineError(f"rendezvous {where} failed: rank {rank} did not come ({error}). Fix: see why it stopped") from error
+        # In constant time: how long a comparison takes would tell how much of a guess is correct.
         if not hmac.compare_digest(given.encode(), _proof(endpoint, "rank", rank).encode()):
             raise ClusterError(
                 f"who came as rank {rank} {where} does not prove that it belongs to this group. Fix: see who reaches that port"

@@ -40,7 +40,7 @@ def proof(purpose: str, *parts: str, secret: str | None = None) -> str:
     Args:
         purpose: what the proof is for.
         parts: what is proven; each counts by itself, so that ``("ab", "c")`` is another proof than ``("a",
-        "bc")``.
+            "bc")``.
         secret: None for that of this process's run.
     """
     key = own_secret() if secret is None else secret

@@ -64,9 +64,9 @@ class ShardPlan:
     Attributes:
         rows: row numbers of the whole batch.
         micro_batch_indices: for each chunk (global batch), ``[start, end]`` of each micro-batch, counted from
-        the chunk's first row.
+            the chunk's first row.
         micro_batch_lengths: for each chunk, the padded row length (dynamic) or the padded total length
-        (packed) of each micro-batch.
+            (packed) of each micro-batch.
         elem_counts_per_gb: for each chunk, the number of rows of this shard.
     """
 
@@ -150,7 +150,7 @@ def plan_packed(lengths: Sequence[int], batch_size: int, shards: int, args: Sequ
 
     Raises:
         PackingError: a padded length exceeds the budget, a chunk has fewer rows than shards, or the algorithm
-        is unknown.
+            is unknown.
         BatchError: ``sequence_length_pad_multiple`` is not positive.
     """
     multiple = args["sequence_length_pad_multiple"]

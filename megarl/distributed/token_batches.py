@@ -117,7 +117,7 @@ def supervised_batch(examples: Sequence[Example], pad_token_id: int, rows: int |
         examples: at least one.
         pad_token_id: fills rows up.
         rows: fill the batch up to this many rows with copies of the first example that have ``sample_mask``
-        0.
+            0.
 
     Returns:
         ``input_ids`` [B, S] int64, ``input_lengths`` [B] int64, ``token_mask`` [B, S] float, ``sample_mask``

@@ -101,8 +101,8 @@ class PY_EXECUTABLES:
 
 
 def _get_node_ip_and_free_port() -> tuple[str, int]:
-    """Return address of this node and a port that was free a moment ago; another process may take it. Worker
-    groups do not use it."""
+    """Return the address of this node and a port that was free a moment ago; another process may take it.
+    Worker groups do not use it."""
     address = ray.util.get_node_ip_address()
     return address, free_port(address)
 
@@ -114,14 +114,14 @@ class RayVirtualCluster:
         bundle_ct_per_node_list: worker ranks of each node, for example ``[8, 8]``.
         use_gpus: every bundle holds one GPU; False for CPU-only ranks.
         max_colocated_worker_groups: worker groups that share the bundles; each worker gets one CPU and this
-        fraction of the GPU.
+            fraction of the GPU.
         num_gpus_per_node: GPUs a node is expected to have; bounds ``bundle_ct_per_node_list`` when
-        ``use_gpus``.
+            ``use_gpus``.
         name: prefix of the placement groups' names.
         placement_group_strategy: Ray strategy of a unified placement group (``PACK``, ``SPREAD``,
-        ``STRICT_PACK``, ``STRICT_SPREAD``).
+            ``STRICT_PACK``, ``STRICT_SPREAD``).
         max_retries: how often to look for enough resources, with waits of 1, 2, 4, ... s between; nodes may
-        still be joining.
+            still be joining.
         ready_timeout_s: seconds to wait until Ray has reserved everything.
 
     Raises:
@@ -158,11 +158,11 @@ class RayVirtualCluster:
         self._nodes: set[str] = set()
 
     def world_size(self) -> int:
-        """Return number of bundles, that is of worker ranks of one group."""
+        """Return the number of bundles, that is of worker ranks of one group."""
         return sum(self._bundle_ct_per_node_list)
 
     def node_count(self) -> int:
-        """Return number of nodes that hold at least one bundle."""
+        """Return the number of nodes that hold at least one bundle."""
         return sum(1 for count in self._bundle_ct_per_node_list if count > 0)
 
     def get_placement_groups(self) -> list[PlacementGroup]:
@@ -188,6 +188,7 @@ class RayVirtualCluster:
                 raise StateError(f"virtual cluster {self.name!r} was shut down. Fix: make a new RayVirtualCluster")
             if not ray.is_initialized():
                 init_ray()
+            # Nodes of a job join one after another; a single host has what it has.
             attempts = 1 if is_single_host() else self._max_retries
             _retry(lambda: self._check_resources(ray_calls.cluster_resources()), attempts, time.sleep)
             self._placement_groups = self._reserve(strategy or self.placement_group_strategy, use_unified_pg)
@@ -241,12 +242,15 @@ class RayVirtualCluster:
                 groups = [
                     placement_group(
                         [dict(bundle) for _ in range(count)],
+                        # A rank's neighbours in tensor parallelism have to be on its node, or their sums go
+                        # over the network.
                         strategy="STRICT_PACK",
                         name=f"{name}-node{index}",
                         bundle_label_selector=[{_NODE_ID_LABEL: node_id}] * count if node_id else None,
                     )
                     for index, (count, node_id) in enumerate(places)
                 ]
+        # Groups that Ray reserves later, after a failure here, would keep their places until Ray ends.
         try:
             self._await_reserved(groups)
         except MegarlError:
@@ -292,10 +296,11 @@ class RayVirtualCluster:
         return [(count, node.node_id) for count, node in zip(counts, choose_nodes(counts, self._bundle, nodes), strict=True)]
 
     def get_master_address_and_port(self) -> tuple[str, int]:
-        """Return address of the node of bundle 0 and a port that was free there a moment ago. Worker groups
-        keep a bound port instead."""
+        """Return the address of the node of bundle 0 and a port that was free there a moment ago. Worker
+        groups keep a bound port instead."""
         first = self.get_placement_groups()[0]
         task = ray.remote(_get_node_ip_and_free_port).options(
+            # Workers may have all CPUs of the bundle; a task that asks for one would wait for them.
             num_cpus=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=first, placement_group_bundle_index=0),
         )

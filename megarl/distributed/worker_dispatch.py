@@ -78,7 +78,7 @@ def plan_sharded_data(
 
     Raises:
         ConfigError: (a ValueError) no sharding, an unknown axis, or an axis that is both sharded and
-        replicated.
+            replicated.
         BatchError: (also an AssertionError) a list's length is not its axis' size.
     """
     known = _require(sharding)

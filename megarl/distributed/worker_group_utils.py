@@ -60,9 +60,9 @@ def get_nsight_config_if_pattern_matches(worker_name: str, patterns: str | None 
     Args:
         worker_name: name of the worker or of its group, for example ``lm_policy``.
         patterns: comma-separated shell patterns (``*policy*,vllm*``); None reads
-        ``MEGARL_NSYS_WORKER_PATTERNS``.
+            ``MEGARL_NSYS_WORKER_PATTERNS``.
         step_range: ``start:stop`` of the profiled steps, used in the report's file name; None reads
-        ``MEGARL_NSYS_PROFILE_STEP_RANGE``.
+            ``MEGARL_NSYS_PROFILE_STEP_RANGE``.
     """
     pattern_text = patterns if patterns is not None else env.text("MEGARL_NSYS_WORKER_PATTERNS", "")
     steps = step_range if step_range is not None else env.text("MEGARL_NSYS_PROFILE_STEP_RANGE", "")

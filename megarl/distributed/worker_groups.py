@@ -59,7 +59,7 @@ class MultiWorkerFuture:
     Attributes:
         futures: one for each called worker.
         return_from_workers: indices of the workers whose answers make up the result; None means all that were
-        called.
+            called.
         called_workers: index of the worker behind each future; None means workers 0, 1, 2, ...
     """
 
@@ -90,14 +90,14 @@ class RayWorkerGroup:
         cluster: gives the places.
         remote_worker_builder: the class and its arguments.
         workers_per_node: None for one worker in every bundle, a number for all nodes, or a list with one
-        number a node.
+            number a node.
         name_prefix: opens the workers' names and is matched against the profiler patterns.
         bundle_indices_list: (placement group, bundles) of each group of tied workers; excludes
-        ``workers_per_node``.
+            ``workers_per_node``.
         sharding_annotations: axes of the workers' ranks; needed for sharded calls and for coordinates in
-        errors.
+            errors.
         env_vars: environment of the workers; overrides what is forwarded from the driver, is overridden by
-        ``configure_worker``.
+            ``configure_worker``.
         init_timeout_s: seconds until all constructors must have returned.
         call_timeout_s: default bound of ``get_all_worker_results``, in seconds.
         deadlines: bounds by phase, in place of that one.
@@ -294,7 +294,7 @@ class RayWorkerGroup:
         Raises:
             ConfigError: (a ValueError) an axis is unknown, or both sharded and replicated.
             BatchError: (also an AssertionError) positional arguments, or a list whose length is not its axis'
-            size.
+                size.
         """
         refuse_positional(method_name, args)
         calls = plan_sharded_data(

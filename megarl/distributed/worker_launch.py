@@ -42,7 +42,7 @@ class WorkerSpec:
         num_gpus: share of the bundle's GPU, 0 on CPU.
         bundle_indices: (placement group index, bundles) of a group of tied workers, for its leader only.
         environment: variables of this rank alone (``RANK`` and the like), set before the worker class is
-        imported.
+            imported.
         options: Ray options, for example ``runtime_env`` with the variables that all ranks share.
         coordinates: axis name to index, for messages.
     """
@@ -142,6 +142,8 @@ class PendingWorkers:
             self.endpoint = endpoint = self._meet(deadline)
             name = self._builder.ray_actor_class_fqn
             with ray_calls.calling(f"constructor of {name}", deadline.left()):
+                # Once for all workers: a configuration or a tokenizer would be pickled again for each of
+                # them.
                 arguments = ray_calls.put((self._builder.args, self._builder.kwargs))
                 references = [
                     ray_calls.submit(shell.construct, name, endpoint, arguments, requirement.init_kwargs)
@@ -163,6 +165,8 @@ class PendingWorkers:
         answers = self._ask(everyone, deadline)
         unfit: list[int] = []
         for index in everyone:
+            # Ray fixes the options of an actor when it starts, before the worker's class could say what it
+            # needs.
             options = _ray_options(self._specs[index], answers[index][1])
             if options != self._options[index]:
                 unfit.append(index)
@@ -198,6 +202,7 @@ def start_workers(builder: RayWorkerBuilder, specs: Sequence[WorkerSpec], regist
 
 def kill_actor(actor: ActorHandle[Any]) -> None:
     """End an actor's process now, whatever it is doing; nothing happens if it is gone, or Ray is."""
+    # Ray raises each of these for an actor that is gone, by its own state and that of the cluster.
     with contextlib.suppress(ray.exceptions.RayError, ValueError, RuntimeError):
         ray_calls.kill(actor)
 

@@ -52,9 +52,9 @@ class Deadline:
         seconds: the bound.
         key: of the configuration, that the bound comes from; "" where it comes from the caller.
         look_s: after so many seconds without any answer workers are given up that are stopped or stand still;
-        None never looks.
+            None never looks.
         wait_for_others: the workers may wait for somebody outside of their group, so that standing still is
-        no reason.
+            no reason.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class WorkerRegistry:
         return format_coordinates(rank, coordinates, process.host if process else "host not yet known")
 
     def process(self, reference: ray.ObjectRef[Any]) -> WorkerProcess | None:
-        """Return process of the worker that makes ``reference``; None before it is up."""
+        """Return the process of the worker that makes ``reference``; None before it is up."""
         return self._processes.get(_actor_of(reference))
 
     def begin(self, call: Call, reference: ray.ObjectRef[Any]) -> None:
@@ -159,7 +159,7 @@ def await_results(references: Sequence[ray.ObjectRef[Any]], registry: WorkerRegi
 
     Raises:
         MegarlError: a worker raised one; the same class again, its message preceded by the worker's
-        coordinates.
+            coordinates.
         WorkerError: a worker raised another exception (its ``__cause__``).
         WorkerLostError: a worker's process or node is gone.
         DeadlineError: not all answered in time, the process of one is stopped, or all that do not answer

@@ -65,7 +65,7 @@ class Activity:
         faults: pages that had to be read from a disk.
         processes: their numbers.
         goes_on: one of their threads runs, or would if it had a processor, or waits for a disk or a network
-        file system.
+            file system.
     """
 
     at: float
@@ -93,7 +93,7 @@ class ProcessLook:
 
     Attributes:
         state: that keeps it from going on, as the end of a sentence; "" where it runs, sleeps or cannot be
-        seen.
+            seen.
         stack: its threads' stacks, at most 6000 characters; "" where there is none.
         activity: what it has done so far; None where that cannot be seen.
     """
@@ -135,8 +135,8 @@ def register_stacks(worker: str = "") -> None:
 
 
 def worker_of(process_id: int) -> str | None:
-    """Return name of the worker that a process of this host holds; "" of one without a name, None of one that
-    has not registered."""
+    """Return the name of the worker that a process of this host holds; "" of one without a name, None of one
+    that has not registered."""
     with contextlib.suppress(OSError):
         path = _stack_file(process_id)
         if path is not None:

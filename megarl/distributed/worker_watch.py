@@ -39,7 +39,7 @@ class WorkerWatch:
     Args:
         look_s: seconds without an answer after which they may be given up; None never looks.
         wait_for_others: the workers may wait for somebody who is not looked at, so that standing still means
-        nothing.
+            nothing.
         look: what is seen of processes now; see ``looks_at``.
     """
 

@@ -22,7 +22,7 @@ class Check:
 
     Attributes:
         room: which kind of thing: ``versions``, ``devices``, ``builds``, ``system``, ``network`` or
-        ``storage``.
+            ``storage``.
         name: the thing.
         verdict: how it is.
         found: what was found, with its unit and, where it falls short, the bound.

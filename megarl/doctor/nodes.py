@@ -55,7 +55,7 @@ def check_nodes(config: RunConfig | None = None) -> Iterator[Check]:
 
     Args:
         config: of a run, checked and filled in, whose nodes and GPUs are asked for; None takes all that the
-        cluster has.
+            cluster has.
     """
     from megarl.distributed.ray_nodes import alive_nodes
     from megarl.distributed.ray_runtime import init_ray
@@ -188,8 +188,8 @@ def compare(facts: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
 
 
 def interface_towards(address: str) -> str:
-    """Return name of the network interface by which this host reaches an address, for example ``eth0``; the
-    address of it where it has no name."""
+    """Return the name of the network interface by which this host reaches an address, for example ``eth0``;
+    the address of it where it has no name."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing: the kernel only chooses the way

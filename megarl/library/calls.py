@@ -70,7 +70,7 @@ def train(
     Raises:
         ConfigError: everything that is wrong with the arguments, in one list.
         KeyboardInterrupt: Ctrl-C, after the run has finished its step and written a checkpoint; the same call
-        with its ``run_dir`` goes on.
+            with its ``run_dir`` goes on.
         MegarlError: the run failed.
     """
     with _prepared(algorithm, model, data, reward, validation, run_dir, backend, overrides) as (call, directory):
@@ -132,11 +132,11 @@ def convert(source: Any, target: str | os.PathLike[str], *, progress: bool = Tru
 
     Args:
         source: a Hugging Face directory or hub id, or a Megatron checkpoint; a run stands for the model that
-        it has exported.
+            it has exported.
         target: directory to make.
         progress: show what the command prints beside its result.
         options: of ``megarl convert import`` or ``export``: ``dtype="bfloat16"``, ``overwrite=True``,
-        ``hf_config=DIR``.
+            ``hf_config=DIR``.
 
     Raises:
         ConfigError: an option or the source cannot be used.

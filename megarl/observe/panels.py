@@ -366,7 +366,7 @@ def _colour_of_luminance(hue: float, luminance: float) -> str:
 
 
 def relative_luminance(shade: tuple[float, float, float]) -> float:
-    """Return relative luminance of an sRGB colour of three parts in [0, 1], as WCAG 2 defines it."""
+    """Return the relative luminance of an sRGB colour of three parts in [0, 1], as WCAG 2 defines it."""
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in shade]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 

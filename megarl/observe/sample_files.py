@@ -67,7 +67,7 @@ class SampleFiles:
             step: of the run.
             rows: what JSON holds; not changed afterwards.
             then: called with the same by the thread once they are written, or cannot be: what else is done
-            with them and takes time.
+                with them and takes time.
         """
         with self._changed:
             full = len(self._waiting) >= _MOST_WAITING

@@ -30,7 +30,7 @@ class Log:
     Attributes:
         series: every numeric metric as a curve.
         not_finite: metrics whose newest value is null, NaN or infinite, each with the step since which that
-        is so.
+            is so.
         last_time: unix seconds of the last row; None where it has none.
     """
 

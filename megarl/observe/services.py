@@ -34,7 +34,7 @@ class TensorBoardSink:
     def __init__(self, settings: TensorboardConfig, log_dir: Path) -> None:
         """Args:
             settings: keyword arguments of ``SummaryWriter``, null meaning absent; ``log_dir`` in it wins over
-            the argument.
+                the argument.
             log_dir: where the event files go.
 
         Raises:
@@ -131,7 +131,7 @@ class MlflowSink:
             settings: ``experiment_name``, and ``run_name`` and ``tracking_uri``, null meaning absent.
             log_dir: where megarl keeps the id of the MLflow run.
             run_config: the resolved configuration, sent as parameters when the MLflow run is made; secrets in
-            it are hidden.
+                it are hidden.
 
         Raises:
             ConfigError: MLflow is not installed.

@@ -60,7 +60,7 @@ class MetricsFileSink:
         """Args:
             run_dir: directory of the run.
             most_bytes: of rows that are kept while the file takes none, as on a full disk; of more, the
-            oldest are lost.
+                oldest are lost.
 
         Raises:
             OSError: the file cannot be opened.

@@ -82,7 +82,7 @@ class Case:
         expert: width of an expert, where the family has one of its own; shared experts are as wide, or twice.
         dispatcher: how tokens get to their experts.
         balance: load-balancing loss of the routers: ``none``, ``aux`` over the global batch, ``seq`` over
-        each sequence.
+            each sequence.
         zloss: z-loss of the routers.
         freeze: routers are not trained.
         router: type that routers compute in; ``model`` for that of the model.
@@ -91,7 +91,7 @@ class Case:
         first, last: layers of the first and the last pipeline stage; 0 divides evenly.
         vpp: model chunks a pipeline stage.
         layout: which layers each model chunk holds, in Megatron-Core's notation; empty for what the other
-        fields say.
+            fields say.
         comm: how context-parallel ranks get at the keys and values of the others.
         plan: which tensor-parallel plan DTensor gets: its own, or one of ``megarl.parity.settings``.
         ep, etp: ranks that share the experts, and one expert.
@@ -110,12 +110,12 @@ class Case:
         together: all global batches in one ``train()`` call.
         evaluate: evaluate first; it must report the loss of the first step and change nothing.
         reference: keep a reference policy; afterwards its log-probabilities must be those from before
-        training.
+            training.
         loss: ``nll``, ``pg``, ``dpo``, ``distill``, ``rm`` or ``value`` with options
             (``megarl.parity.options``), as ``pg+kl:0.02``; with the last two the model scores, and values are
             compared where otherwise log-probabilities are.
         advantages: of a policy gradient: ``given``, or made by that estimator, with options likewise; returns
-        of a value loss alike.
+            of a value loss alike.
         temperature: the sampling temperature.
         keep: tokens that top-k keeps; 0 for all.
         nucleus: top-p; 1 for all.

@@ -41,7 +41,7 @@ class Options:
         max_world: most ranks.
         case: a line that stands for one case; it alone is run.
         mutate: name of a fault to plant in the workers; with ``prove`` also a kind of quantity or a module,
-        for all faults of it.
+            for all faults of it.
         prove: plant every fault, or those that ``mutate`` names, and fail when one is not caught.
         json: file for the results.
         only: words that every random case has, and every case of a proof in addition to its own.

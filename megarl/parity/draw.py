@@ -60,7 +60,7 @@ class Drawer:
         backends: which workers.
         max_world: most ranks.
         fixed: fields that every case has; of ``loss`` and ``advantages`` the kind, and options that it has at
-        least.
+            least.
 
     Attributes:
         refusals: how often each configuration key was the reason to draw again, with the last reason.

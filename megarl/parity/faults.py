@@ -38,7 +38,7 @@ class Fault:
         new: the text in its place.
         cases: lines of cases. Each runs on the backend that it names, or on all that have what it asks for.
         kind: the kind of quantity that must be out of bounds in each of these runs; empty where any kind will
-        do, in any of them.
+            do, in any of them.
     """
 
     module: str

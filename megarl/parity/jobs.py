@@ -45,7 +45,7 @@ class Share:
         logprobs_after: the same after training.
         under_mask: those that ``skip_masked`` gave, before and after training; empty on plain paths.
         repeated: whether log-probabilities were the same to the bit when they were asked for again, the
-        reference policy's in between.
+            reference policy's in between.
         reference_logprobs: those of the reference policy, before and after training; empty without one.
         likeliest: what ``get_topk_logits`` gave, on fast paths with ``skip_masked``, before and after
             training; empty where the case asks for none.

@@ -40,7 +40,7 @@ def parse(line: str) -> Case:
 
     Raises:
         CaseError: a word is not ``key=value``, its key is unknown or its value out of bounds. The message
-        names the word.
+            names the word.
     """
     fields = {field.name: field for field in dataclasses.fields(Case)}
     values: dict[str, Any] = {}

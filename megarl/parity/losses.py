@@ -24,7 +24,7 @@ QUIET_SQUARE = 2.0**-10
 
 
 def loss_weight(case: Case) -> float:
-    """Return factor of every loss of the case."""
+    """Return the factor of every loss of the case."""
     if case.precision != "float16":
         return 1.0
     return QUIET_SQUARE if "ipo" in case.loss_options else QUIET

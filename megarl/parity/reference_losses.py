@@ -37,8 +37,8 @@ class _Call:
     pairs: float
 
     def rows(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield number and target positions (in log-probabilities, which begin with the second token) of the
-        rows that count."""
+        """Yield the number and target positions (in log-probabilities, which begin with the second token) of
+        the rows that count."""
         for row in range(self.data["input_ids"].shape[0]):
             if float(self.data["sample_mask"][row]) != 0.0:
                 yield row, self.data["token_mask"][row, 1:].nonzero().squeeze(1)
@@ -435,10 +435,10 @@ def _share(length: int, call: _Call) -> float:
 
 
 def _divergence(current: Tensor, reference: Tensor, generation: Tensor, case: Case) -> Tensor:
-    """Return sum of the divergence over the tokens, weighted by how much likelier they are than where they
-    were drawn; its gradient is worked out by hand: that of the divergence is the expectation of log(current /
-    reference) times the gradient of the log-probability, whichever estimator the value has; clamps bound it,
-    and do not end it."""
+    """Return the sum of the divergence over the tokens, weighted by how much likelier they are than where
+    they were drawn; its gradient is worked out by hand: that of the divergence is the expectation of
+    log(current / reference) times the gradient of the log-probability, whichever estimator the value has;
+    clamps bound it, and do not end it."""
     options, most, bound = case.loss_options, _number(case, "kl-input-clamp"), _number(case, "kl-output-clamp")
     with torch.no_grad():
         weight = torch.exp(current - generation) if "approx" in options else torch.ones_like(current)

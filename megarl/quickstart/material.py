@@ -155,7 +155,7 @@ def generate_problems(count: int, seed: int, split: Split = "train", mistake_sha
         seed: seed of the draw. The prompts do not depend on ``mistake_share``.
         split: the split the prompts are taken from.
         mistake_share: probability, per problem, that the answer is the careless pupil's instead of the true
-        one.
+            one.
 
     Raises:
         DataError: ``count`` is not positive, ``split`` is unknown, or ``mistake_share`` is no probability.

@@ -47,7 +47,7 @@ class ModelFlops:
         routers: of the routers for a token; 0 for a dense model.
         logits: of the output layer for a token.
         pairs: of attention for a pair of tokens, by window (None: no window); layers of one window are added
-        up.
+            up.
     """
 
     token: float

@@ -44,7 +44,7 @@ def known_peak(device_name: str, precision: str) -> float | None:
     Args:
         device_name: as CUDA says it, for example ``NVIDIA H100 80GB HBM3``.
         precision: of the matrix products, as in ``policy.precision``. Float32 has no entry: its rate depends
-        on whether TF32 is allowed.
+            on whether TF32 is allowed.
     """
     if precision not in HALF:
         return None

@@ -29,7 +29,7 @@ class Configured:
         backend: what that runs on.
         total_steps: the configured number of the last step; the data may end a run before it.
         checkpoint_dir: where its checkpoints are now, also when the run was moved or is looked at from
-        elsewhere.
+            elsewhere.
         signing_key_file: by which they are signed.
     """
 

@@ -59,7 +59,7 @@ def run(directories: Sequence[str], out: str | None = None) -> int:
 
     Raises:
         DataError: a directory is not that of a run, there is nothing in one to draw, or a file cannot be read
-        or written.
+            or written.
         MegarlError: matplotlib is not installed.
     """
     try:

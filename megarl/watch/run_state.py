@@ -74,7 +74,7 @@ class RunState:
         step_s: median seconds of a recent step; the step before a checkpoint or validation does not move it.
         tokens_per_s: mean over the recent steps.
         rates: means over the recent steps of tokens a second, TFLOP/s and utilisation of the phases, by
-        metric without ``performance/``.
+            metric without ``performance/``.
         checkpoints: steps that have one, newest first.
         checkpoint: the newest whole one, or the newest when none is whole.
         unfinished: checkpoints that were begun.
@@ -112,12 +112,12 @@ def read_run_state(directory: str | Path, hashes: bool = False, now: float | Non
     Args:
         directory: of the run.
         hashes: read every byte of the newest checkpoint; otherwise its files' names and sizes are compared
-        with its manifest.
+            with its manifest.
         now: unix seconds; the present when None.
 
     Raises:
         DataError: the directory is not that of a run, something in it cannot be read or does not answer, or
-        its metrics are damaged.
+            its metrics are damaged.
     """
     try:
         return read_in_time(lambda: _look(Path(directory), hashes, time.time() if now is None else now), f"run directory {directory}")

@@ -36,7 +36,7 @@ class Selection:
         kind: ``TRAIN`` or ``VALIDATION``.
         order: None for the order in which they were written.
         text: only samples that have it in them (``holds``); without a step those of all steps, the newest
-        first.
+            first.
         against: the step whose answers to the same prompts are shown beside them.
         number: at most so many.
     """
@@ -54,7 +54,7 @@ def run(directory: str, selection: Selection) -> int:
 
     Raises:
         DataError: the directory is not that of a run, there are no such samples, or the place does not
-        answer.
+            answer.
     """
     parts = read_in_time(lambda: list(render(Path(directory), selection)), f"run directory {directory}")
     console = Console(highlight=False) if sys.stdout.isatty() else Console(width=WIDTH, highlight=False)

@@ -118,12 +118,12 @@ class WeightBroadcaster(_Channel):
 
         Args:
             stream: the stage's weights, taken to its end whatever happens, because gathering it is collective
-            among the ranks of the stage.
+                among the ranks of the stage.
             version: of the weights, the same on all stages.
 
         Raises:
             RefitError: an engine or another stage is gone, an engine could not load the weights, or they are
-            not what the manifest says.
+                not what the manifest says.
         """
         self._round += 1
         packing: Exception | None = None
@@ -133,6 +133,8 @@ class WeightBroadcaster(_Channel):
                 sending = sending or _failure_of(self._wait, index)
                 packing = packing or _failure_of(self._fill, index, stream, version)
                 if packing is not None:
+                    # The engines wait for every group that was announced, so that a failure here has to
+                    # travel too.
                     self._head(index, [_GIVEN_UP, version, self.parts[index][1].first, 0, 0])
                 sending = sending or _failure_of(self._start, index)
             for slot in range(BUFFERS):
@@ -143,9 +145,11 @@ class WeightBroadcaster(_Channel):
             refusals: list[str] = []
             if sending is None:
                 try:
+                    # Nobody serves a version that one of them lacks: all confirm before any is told to go on.
                     refusals = self._group.agree(str(packing or ""), CONFIRM_SECONDS)
                 except RefitError as error:
                     sending = error
+        # After an operation that was aborted the group's ranks are out of step for good.
         if sending is not None:
             self.close()
         failure = packing or sending
@@ -193,6 +197,7 @@ class WeightListener(_Channel):
         Raises:
             RefitError: the policy is gone or in another refit, or the bytes are not those that were sent.
         """
+        # From here until the end the engine has parts of two versions, and must not generate.
         self.version = None
         self._round += 1
         failure: Exception | None = None
@@ -231,6 +236,8 @@ class WeightListener(_Channel):
         round_, version, first, number, checked = self._header(index).tolist()
         if round_ == _GIVEN_UP:
             raise RefitError("the policy gave the refit up: look at its own error, and refit anew")
+        # Groups come in one order on all ranks; another one is of a refit that this rank did not hear the end
+        # of.
         if (round_, first) != (self._round, part.first):
             raise RefitError(
                 f"weight {first} of refit {round_} came where weight {part.first} of refit {self._round} was next: {NEW_GROUP}"

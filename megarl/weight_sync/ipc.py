@@ -61,6 +61,7 @@ class SharedBlock:
         """
         if not hasattr(os, "memfd_create"):
             raise RefitError("shared memory without a file needs Linux: generate with the policy itself")
+        # Memory without a name: a crash leaves nothing in /dev/shm, and no other user can open it.
         descriptor = os.memfd_create("megarl-weights", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, nbytes + _TOKEN_BYTES)
@@ -96,6 +97,7 @@ class SharedBlock:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise RefitError(f"the policy's shared memory is gone ({path}: {error.strerror}): start a new refit") from error
+        # Numbers of processes and descriptors are given again, so that this may be another file by now.
         if os.fstat(descriptor).st_size != handle["nbytes"] + _TOKEN_BYTES:
             os.close(descriptor)
             raise RefitError(f"{path} is not the policy's shared memory any more: start a new refit")
@@ -107,6 +109,7 @@ class SharedBlock:
                 f"no room for {handle['nbytes']} bytes of the policy's shared memory in this process: {error}; "
                 "leave it more, or set a smaller policy.refit_buffer_size_gb"
             ) from error
+        # A later buffer of the same process may have the same descriptor and size; its token is another one.
         if bytes(block._token.tolist()).hex() != handle["token"]:
             block.close()
             raise RefitError(f"{path} is not the policy's shared memory any more: start a new refit")
@@ -126,7 +129,7 @@ class IpcBuffer:
     Attributes:
         slot_bytes: of one slot.
         marks: int64 [``SLOTS``, 3], session, refit and number of the group that each slot holds; -1 while it
-        is written.
+            is written.
     """
 
     def __init__(self, slot_bytes: int, block: SharedBlock, data: torch.Tensor | None, device_handle: dict[str, Any] | None) -> None:
@@ -145,6 +148,7 @@ class IpcBuffer:
         Raises:
             RefitError: there is not as much memory.
         """
+        # Both slots begin at a page, so that a view of any dtype is aligned.
         slot_bytes = -(-slot_bytes // PAGE) * PAGE
         if device.type != "cuda":
             return cls(slot_bytes, SharedBlock.create(PAGE + SLOTS * slot_bytes), None, None)

@@ -40,7 +40,7 @@ class _Reader:
         process: number of its process.
         session: of the engines that it belongs to; None until it has said so.
         ticket, read: the refit that it is in, and how many groups of it it has read; ``_REFUSED`` where it
-        reads no more.
+            reads no more.
         before: the refit that it was in when the present one began.
     """
 
@@ -58,7 +58,7 @@ class Mailbox:
     Args:
         on_gpu: the weights are in memory of this process's GPU; else any process of the host can read them.
         engine_rank: number, in its engine, of the ranks that the weights are for; None where they are for
-        all.
+            all.
     """
 
     def __init__(self, *, on_gpu: bool, engine_rank: int | None = None) -> None:
@@ -67,6 +67,7 @@ class Mailbox:
         self._server.bind("")
         self._name, self._token = self._server.getsockname()[1:].decode(), secrets.token_hex(16)
         self._server.listen(_BACKLOG)
+        # The policy must never stand still because an engine does.
         self._server.setblocking(False)
         self._on_gpu, self._engine_rank = on_gpu, engine_rank
         self._everybody: list[_Reader] = []
@@ -81,6 +82,7 @@ class Mailbox:
         """Begin a refit."""
         self._look(0.0)
         self.refit = session, ticket
+        # To tell a reader that has not come to this refit yet from one that is through with it.
         for reader in self._everybody:
             reader.before = reader.ticket
 
@@ -157,6 +159,7 @@ class Mailbox:
             reader.ticket, reader.read = message
             return
         token, reader.process, reader.session = message
+        # Any user of the host may connect to a name without a file; only the engines were given the token.
         if not secrets.compare_digest(str(token), self._token):
             raise ValueError("another program")
 
@@ -205,7 +208,7 @@ class MailboxReader:
 
         Raises:
             RefitError: the policy has given the refit up, has ended, or posts nothing for ``patience``
-            seconds.
+                seconds.
         """
         ends = time.monotonic() + patience
         try:
@@ -250,6 +253,7 @@ def beside(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank:
         RefitError: there is none.
     """
     for_it = {name: handle for name, handle in mailboxes.items() if handle["engine_rank"] in (None, engine_rank)}
+    # On a GPU memory is handed over within one device; on a CPU every rank of the host can read it.
     if device in for_it:
         return device
     here = (name for name, handle in for_it.items() if not handle["on_gpu"] and handle["host"] == host_identity())

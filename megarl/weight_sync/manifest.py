@@ -49,7 +49,7 @@ def bucket_bytes(buffer_gib: float | None) -> int:
 
     Args:
         buffer_gib: GiB that a refit may take, ``policy.refit_buffer_size_gb``; None where it is not
-        configured.
+            configured.
     """
     return BUCKET_BYTES if buffer_gib is None else min(BUCKET_BYTES, int(buffer_gib * GIB) // BUCKET_SHARE)
 
@@ -81,7 +81,7 @@ class Manifest:
     Attributes:
         tensors: the weights; of one that travels as a slice, the shape of the slice.
         slices: of the names that travel as slices, in the order of sending, the slice and the shape of the
-        whole weight.
+            whole weight.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -347,7 +347,7 @@ class Stages:
     Attributes:
         count: of the stages.
         runs: ``(stage, number of weights)`` of every run, in the order of sending; empty where stage 0 sends
-        all.
+            all.
     """
 
     count: int = 1
@@ -363,7 +363,7 @@ class Stages:
 
         Raises:
             RefitError: a weight is sent by no stage or by two, is not in the manifest, or comes in another
-            order.
+                order.
         """
         owners = {name: stage for stage, own in enumerate(names) for name in own}
         missing = [tensor.name for tensor in manifest.tensors if tensor.name not in owners]

@@ -224,7 +224,7 @@ class Group:
         begins: where each is stored in a buffer, in bytes, and the bytes of all.
         gaps: bytes of padding behind each.
         batches: in which they are taken where they come one by one, each of one dtype, as their places in the
-        group.
+            group.
         plans: of flat buckets, by the manifest's index of the first weight; worked out when they come.
     """
 
@@ -309,8 +309,8 @@ _FACTOR = -7046029254386353131
 
 
 def checksum(data: torch.Tensor) -> int:
-    """Return sum over int32 words of (word times an odd number that depends on its place), modulo 2^64, as a
-    signed number.
+    """Return the sum over int32 words of (word times an odd number that depends on its place), modulo 2^64,
+    as a signed number.
 
     Args:
         data: uint8, a multiple of 4 long, on any device.

@@ -46,7 +46,7 @@ class SlicesHere:
         manifest: of the rank of an engine that reads here.
         engine_rank: number of that rank in its engine.
         publishes: on a CPU this rank fills a buffer for the engines' ranks of that number on its host; on a
-        GPU every rank does.
+            GPU every rank does.
     """
 
     manifest: Manifest
@@ -180,7 +180,7 @@ class WeightSender:
         Raises:
             StateError: no refit was begun, or these weights are not the next ones.
             RefitError: the weights are not what the manifest says, there is no memory, or what was in the
-            buffer was not acknowledged.
+                buffer was not acknowledged.
         """
         self._require_open()
         total = len(self.manifest.tensors)
@@ -258,7 +258,7 @@ class WeightSender:
 
         Raises:
             RefitError: the weights are not what the manifest says, there is no memory, or an engine rank does
-            not read.
+                not read.
         """
         self._require_open()
         stream = self._open
@@ -339,7 +339,7 @@ class WeightReceiver:
     Attributes:
         manifest: of the present refit.
         version: of the weights that are whole; None before the first refit and from the first group of one to
-        its last.
+            its last.
     """
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
@@ -372,7 +372,7 @@ class WeightReceiver:
 
         Raises:
             RefitError: the handle is an old one, of another model, out of order, or its bytes are not those
-            that were sent.
+                that were sent.
         """
         self.version = None
         if self._mailbox is None or self._mailbox_handle != payload["mailbox"]:
@@ -400,7 +400,7 @@ class WeightReceiver:
 
         Raises:
             RefitError: the policy gave the refit up, ended, or sent other bytes; it does not wait for this
-            rank then.
+                rank then.
         """
         self.version = None
         mailbox.enter(ticket)

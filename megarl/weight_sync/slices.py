@@ -48,7 +48,7 @@ class Slice:
         return self.start + self.length
 
     def shape_of(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Return shape of the slice of a weight of shape ``whole``.
+        """Return the shape of the slice of a weight of shape ``whole``.
 
         Raises:
             RefitError: the weight does not have these indices.
@@ -88,12 +88,12 @@ class WantedSlices:
 
 
 def names_digest(names: Sequence[str]) -> str:
-    """Return SHA-256 over names and their order, in hexadecimal."""
+    """Return the SHA-256 over names and their order, in hexadecimal."""
     return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
 def slices_digest(slices: Slices) -> str:
-    """Return SHA-256 over the slices of a rank, in any order, in hexadecimal."""
+    """Return the SHA-256 over the slices of a rank, in any order, in hexadecimal."""
     return names_digest([f"{name} {slices[name].plain()}" for name in sorted(slices)])
 
 

@@ -49,7 +49,7 @@ class TransferGroup:
         stages: who sends what; stage 0 says it.
         handshake_s: longest time until all are there, in seconds.
         collective_s: longest time of one broadcast, in seconds; that of a later stage begins together with
-        those of the stages before.
+            those of the stages before.
         rendezvous: of stage 0, where it was opened before; then its deadline holds.
 
     Attributes:
@@ -196,7 +196,7 @@ class TransferGroup:
         Args:
             refusal: why this rank could not; empty where it could.
             seconds: longest wait for the others; a sender that is through waits for the stages behind it,
-            too.
+                too.
 
         Raises:
             RefitError: a rank is gone, or does not answer; the policy names those that did not.

@@ -83,7 +83,7 @@ def check(
 
     Args:
         config: plain containers, defaults filled in; keys that are absent only silence the rules that need
-        them.
+            them.
         facts: sizes of the model, for the rules that need them.
         faulty: dotted paths of values of the wrong type, which count as absent.
         facts_of_models: the same sizes of the models beside the policy, by the dotted path of their sections.

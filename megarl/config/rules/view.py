@@ -24,7 +24,7 @@ class View:
     Args:
         config: plain containers.
         faulty: paths whose values have the wrong type; they count as absent, as does all below them, and a
-        list with such a member.
+            list with such a member.
         facts: sizes of the model, when they are known.
     """
 

@@ -171,7 +171,7 @@ class FirstFactors:
             self._require_same(self._source, modules)
 
     def read(self, module: str, letter: str, width: int) -> torch.Tensor:
-        """Return factor ``letter`` of a layer in float32 on the CPU: A [r, width] or B [width, r]."""
+        """Return the factor ``letter`` of a layer in float32 on the CPU: A [r, width] or B [width, r]."""
         shape = (self._settings.rank, width) if letter == "A" else (width, self._settings.rank)
         if self._source is not None:
             stored = self._source.read(factor_name(module, letter)).float()
