@@ -1,13 +1,17 @@
-"""``python -m benchmarks.curves``: the quickstart's second part in many ways, with several seeds, as figures and pictures.
+"""``python -m benchmarks.curves``: the quickstart's second part in many ways, with several seeds, as figures
+and pictures.
 
-* ``algorithms``: every algorithm, and the first seed once more in each other layout, with what its curves then differ by.
-* ``backends``: GRPO on the three backends, each of which generates its own answers. Where two drew a different token, everything after it
-  would differ.
-* ``asynchrony``: GRPO on answers that are k steps old, sampled beside training; and without a bound on what old answers weigh.
-* ``generation``: GRPO with answers of the policy, and of vLLM colocated and apart. Two engines draw different random numbers, so that their
-  answers, and what is learned from them, are equal in distribution only.
+* ``algorithms``: every algorithm, and the first seed once more in each other layout, with what its curves
+  then differ by.
+* ``backends``: GRPO on the three backends, each of which generates its own answers. Where two drew a
+  different token, everything after it would differ.
+* ``asynchrony``: GRPO on answers that are k steps old, sampled beside training; and without a bound on what
+  old answers weigh.
+* ``generation``: GRPO with answers of the policy, and of vLLM colocated and apart. Two engines draw different
+  random numbers, so that their answers, and what is learned from them, are equal in distribution only.
 
-All runs start from the same model, which has learned from a careless pupil. Runs that are finished in ``--work`` are not run again.
+All runs start from the same model, which has learned from a careless pupil. Runs that are finished in
+``--work`` are not run again.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ LOSS, NORM, REWARD, ENTROPY = "train/loss", "train/grad_norm", "train/reward", "
 MISMATCH = ("train/mismatch_mean", "train/mismatch_max", "train/mismatch_share_above_0.05", "train/token_mult_prob_error")
 COMPARED = (REWARD, LOSS, NORM, ENTROPY, "train/generation_length", ACCURACY)
 SEVERAL_UPDATES = ("policy.train_global_batch_size=64", "policy.learning_rate=5.0e-4")
-"""Four updates a step, so that the policy moves away from the one that has sampled, and clipped ratios mean something."""
+"""Four updates a step, so that the policy moves away from the one that has sampled, and clipped ratios mean
+something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +68,12 @@ class Experiment:
 
     Attributes:
         ways: by name.
-        pictures: by what is added to the file's name: a title, and for each panel, by its label, the ways in it and their measures.
+        pictures: by what is added to the file's name: a title, and for each panel, by its label, the ways in
+            it and their measures.
         steps: of each run.
         seeds: of each way.
-        layouts: files that are laid over a recipe, and changes of keys, in the place of Megatron's tensor parallel 2.
+        layouts: files that are laid over a recipe, and changes of keys, in the place of Megatron's tensor
+            parallel 2.
     """
 
     ways: Mapping[str, Way]
@@ -204,7 +211,8 @@ class Runs:
     steps: int
 
     def figures_of(self, name: str) -> dict[str, Any]:
-        """Means over the seeds, curves, and what the first seed's differ by in other layouts and from another way, ready for JSON."""
+        """Means over the seeds, curves, and what the first seed's differ by in other layouts and from another
+        way, ready for JSON."""
         way = self.experiment.ways[name]
         curves = {seed: _curves(self._rows(name, seed), way) for seed in self.seeds}
         values = {measure: [each[measure][1] for each in curves.values()] for measure in way.measures}
@@ -253,7 +261,8 @@ class Runs:
         return exported(self.work / _run_name(name, 1))
 
     def _greedy(self, run_dirs: Sequence[Path]) -> dict[str, Any]:
-        """Exact match of the greedy answers of the model before and of what each run exported, by plain transformers."""
+        """Exact match of the greedy answers of the model before and of what each run exported, by plain
+        transformers."""
         from megarl.quickstart.material import evaluate_checkpoint
 
         problems = self.work / "validation.jsonl"
@@ -272,12 +281,13 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def exported(run_dir: Path) -> Path:
-    """The model that a run left at its last step."""
+    """Return the model that a run left at its last step."""
     return max((run_dir / "hf").iterdir(), key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def taught_model(work: Path) -> Path:
-    """The quickstart's model after its supervised part, made on the first call beside the data of the second part."""
+    """Return the quickstart's model after its supervised part, made on the first call beside the data of the
+    second part."""
     from megarl.config import load_config
     from megarl.quickstart.__main__ import CARELESS_SHARE, CONFIGS, TRAIN_PROBLEMS, VALIDATION_PROBLEMS, VALIDATION_SEED
     from megarl.quickstart.material import make_model, write_pairs, write_problems
@@ -298,7 +308,7 @@ def taught_model(work: Path) -> Path:
 
 
 def _curves(rows: Sequence[Mapping[str, Any]], way: Way) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and values of each measure, where it was logged."""
+    """Return steps and values of each measure, where it was logged."""
     found = {}
     for measure in way.measures:
         at = [row for row in rows if row.get(measure) is not None]
@@ -307,10 +317,11 @@ def _curves(rows: Sequence[Mapping[str, Any]], way: Way) -> dict[str, tuple[list
 
 
 def differences(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the curves of two runs of one seed differ by.
+    """Return the differences between the curves of two runs of one seed.
 
-    A token whose random number lies within rounding of the bound between two tokens is drawn otherwise, and with it all that follows. So
-    the largest difference of a metric, by its largest value, is that over the steps before the first one with another sample.
+    A token whose random number lies within rounding of the bound between two tokens is drawn otherwise, and
+    with it all that follows. So the largest difference of a metric, by its largest value, is that over the
+    steps before the first one with another sample.
     """
     both = list(zip(ours, theirs, strict=True))
     apart = min((one["step"] for one, other in both if not _same_samples(one, other)), default=ours[-1]["step"] + 1)
@@ -327,8 +338,9 @@ def differences(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str,
 
 
 def _same_samples(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two steps show no sign of another token: rewards, numbers of tokens, and means over tokens of their log-probability, or of
-    how far it is from the teacher's, which one of some 600 moves by more than rounding does."""
+    """Return whether two steps show no sign of another token: rewards, numbers of tokens, and means over
+    tokens of their log-probability, or of its distance from the teacher's, which one of some 600 moves by
+    more than rounding does."""
     if any(one.get(metric) != other.get(metric) for metric in (REWARD, "train/num_tokens")):
         return False
     means = [metric for metric in (ENTROPY, "train/sampled_reverse_kl") if one.get(metric) is not None]

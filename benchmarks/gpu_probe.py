@@ -400,7 +400,7 @@ PARTS: Mapping[str, Callable[[Probe], Figures]] = {
 
 
 def measure(probe: Probe, chosen: Sequence[str], out: Path | None) -> dict[str, Any]:
-    """Run parts; all figures so far are in ``out`` after each one, so that a probe that is cut off leaves
+    """Run parts; all figures so far are in ``out`` after each one, so that a probe that is interrupted leaves
     what it had."""
     found: dict[str, Any] = {
         "environment": environment.describe(probe.options.device),

@@ -1,4 +1,4 @@
-"""Sequence lengths like those of published runs: log-normal, cut off at the longest sequence allowed."""
+"""Sequence lengths like those of published runs: log-normal, truncated at the longest sequence allowed."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def measure_load(quick: bool, options: Options) -> Iterator[Point]:
 def measure_stall(quick: bool, options: Options) -> Iterator[Point]:
     """Yield the stall of an asynchronous save.
 
-    It ends when the tensors lie in shared memory, which the rank has from an earlier save, and the process
+    It ends when the tensors are in shared memory, which the rank has from an earlier save, and the process
     that writes their files has opened it. That the checkpoint becomes whole is waited for outside of what is
     measured.
     """

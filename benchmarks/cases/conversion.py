@@ -95,7 +95,7 @@ def shard_and_tensor(directory: Path) -> int:
 
 
 def save_llama(directory: Path, size: int) -> int:
-    """Return a Llama of about ``size`` bytes with random weights, as a downloaded one lies on disk. Returns
+    """Return a Llama of about ``size`` bytes with random weights, as a downloaded one is on disk. Returns
     its bytes."""
     from transformers import LlamaConfig
 

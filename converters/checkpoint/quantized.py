@@ -4,7 +4,7 @@ The stored scales are hidden, and the numbers come out in bfloat16, as transform
 the dtype that is asked for; they are computed box by box in float32, in pieces that fit a processor's cache.
 
 * FP8 with block scales, as DeepSeek-V3 is stored: value times the scale of its block. Blocks at the lower and
-  right edge may be cut off.
+  right edge may be truncated.
 * MXFP4, as GPT-OSS is stored: two numbers a byte, the lower half first, each times two to the power of the
   scale of its group of 32. (The matrices of transformers' models are these transposed; which is which is a
   matter of the family's rules.)

@@ -267,7 +267,7 @@ class HuggingFaceSource:
         )
 
     def _check_index(self, weight_map: object) -> dict[str, str]:
-        """Return the index as it stands, once every file it names is known to lie in the directory."""
+        """Return the index as it stands, once every file it names is known to be in the directory."""
         path = self.directory / _INDEX
         if not isinstance(weight_map, Mapping) or not weight_map:
             raise ConversionError(f"{path} has no weight_map", "fetch or write the index again")

@@ -309,10 +309,10 @@ def check_apart(source: Path, target: Path, *, may_be_inside: bool = False) -> N
     Args:
         source: directory that is read.
         target: directory to be.
-        may_be_inside: the target may lie in the source, of which only files at the top are read.
+        may_be_inside: the target may be in the source, of which only files at the top are read.
 
     Raises:
-        ConversionError: one directory is, or lies in, the other.
+        ConversionError: one directory is, or is in, the other.
     """
     one = source.resolve()
     for other in (target.resolve(), _partial(target).resolve()):

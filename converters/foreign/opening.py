@@ -1,7 +1,7 @@
 """Foreign Megatron checkpoints: finds out what they say of their model, and shows their tensors in the form
 of this library's own.
 
-What is no tensor lies in ``common.pt``, or since Megatron-Core 0.18 in an object among the tensors; reading
+What is no tensor is in ``common.pt``, or since Megatron-Core 0.18 in an object among the tensors; reading
 it runs no code. Special tokens and the size of the vocabulary, where a config has to be made, come from what
 a user says or from files that say it.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: their files lie in shared memory, from where a process
+"""Checkpoints that are written while training goes on: their files are in shared memory, from where a process
 brings them to the disk.
 
 The workers write them there with the code that otherwise writes to the disk, but for tensors, which they

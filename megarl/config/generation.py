@@ -101,7 +101,7 @@ class VllmConfig(TypedDict):
 
 
 class EngineCheckConfig(TypedDict):
-    """Whether engines apart compute with the weights that they were sent."""
+    """Check that engines apart compute with the weights that they were sent."""
 
     sequences: NotRequired[
         Annotated[

@@ -134,7 +134,7 @@ def _stage_memory(
     state = trained_parameters * each
     if megatron["optimizer"]["use_distributed_optimizer"]:
         copies = layout.data * layout.context
-        # An expert's copies lie on all ranks of a stage that hold no other part of the experts.
+        # An expert's copies are on all ranks of a stage that hold no other part of the experts.
         expert_copies = max(1, copies * layout.tensor // (expert * expert_tensor))
         state = -(-shared * each // copies) - (-experts * each // expert_copies)
     tokens, scored = (-(-count // layout.context) for count in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan)))

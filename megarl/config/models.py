@@ -49,7 +49,7 @@ def in_full(policy: Mapping[str, Any], own: Mapping[str, Any], section: ModelSec
     sections merge key by key.
 
     A model that scores generates nothing. Of a language model the section ``generation`` says, as of the
-    policy, from which distribution tokens are drawn, and so what its log-probabilities are.
+    policy, from which distribution tokens are sampled, and so what its log-probabilities are.
     """
     of_policy = {key: value for key, value in policy.items() if key not in _NOT_INHERITED}
     if section.scores:

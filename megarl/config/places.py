@@ -1,4 +1,4 @@
-"""The places that a configuration names answer. What lies on a mount whose server is gone would be waited for
+"""The places that a configuration names answer. What is on a mount whose server is gone would be waited for
 without end, and by all that comes after; so each is looked at once, with a deadline, before anything else
 touches it. What only reads can be given up later, too."""
 

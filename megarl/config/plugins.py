@@ -61,7 +61,7 @@ class ModelSection:
     Attributes:
         meaning: in words, without a full stop.
         scores: the model has a score layer and generates nothing; else it is a language model, whose
-            log-probabilities follow from how the policy's answers are drawn.
+            log-probabilities follow from how the policy's answers are sampled.
         is_trained: it has an optimizer.
         has_backbone_of_policy: it is of the policy's family, and all its sizes are the same.
         by_name: the section has several of them under names of the user's.

@@ -355,7 +355,7 @@ class MegatronConfig(TypedDict):
 
 class RewardModelConfig(TypedDict):
     """A model that scores: a linear layer with one output in the place of the output layer, ``score.weight``
-    of transformers' ``...ForSequenceClassification``. A language model gets a new one, drawn from the
+    of transformers' ``...ForSequenceClassification``. A language model gets a new one, sampled from the
     seed."""
 
     enabled: Annotated[bool, Key("the model scores; it has no log-probabilities, generates nothing, and is trained with losses of values.")]

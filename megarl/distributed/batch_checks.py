@@ -26,7 +26,7 @@ def check_batch(
     Args:
         data: a BatchedDataDict of the NeMo-RL policy API.
         required: keys that have to be there besides ``input_ids`` and ``input_lengths``.
-        vocab_size: token ids lie in [0, vocab_size).
+        vocab_size: token ids are in [0, vocab_size).
         max_length: longest sequence the configuration allows, tokens.
         max_length_key: that says so.
         may_be_empty: whether a batch without rows is legal.
@@ -84,7 +84,7 @@ def check_scored_tokens(data: Mapping[str, Any], key: str, vocab_size: int) -> N
     Args:
         data: a batch that ``check_batch`` has passed.
         key: of the column, integers [B, S, K].
-        vocab_size: tokens lie in [0, vocab_size).
+        vocab_size: tokens are in [0, vocab_size).
 
     Raises:
         BatchError: its type, its dimensions or a token.

@@ -168,7 +168,7 @@ class RayVirtualCluster:
     def get_placement_groups(self) -> list[PlacementGroup]:
         """Return the placement groups, one for each node that has bundles, reserved on the first call.
 
-        In a Ray cluster of several nodes each group lies on a node of its own, in the order of the nodes'
+        In a Ray cluster of several nodes each group is on a node of its own, in the order of the nodes'
         names; on a single node all lie there. Ranks count through the groups, so that neighbours in rank
         (tensor parallelism) are on one node.
 
@@ -206,7 +206,7 @@ class RayVirtualCluster:
         return [node.without(self._bundle, sum(count for count, node_id in places if node_id == node.node_id)) for node in nodes]
 
     def lost_nodes(self) -> list[str]:
-        """Return names of the nodes that places were reserved on, and that are gone; none where all lie on
+        """Return names of the nodes that places were reserved on, and that are gone; none where all are on
         the only node."""
         names = map(lost_node_name, sorted(self._nodes))
         return [name for name in names if name is not None]

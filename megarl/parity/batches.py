@@ -72,7 +72,7 @@ def with_signals(case: Case, batch: Batch, logprobs: Tensor) -> Batch:
         case: names the loss.
         batch: of ``token_batch``.
         logprobs: [B, S] of the model as it is before training, column 0 and padding 0; of one that scores its
-            values. Previous, generation and reference log-probabilities are drawn around them, so that some
+            values. Previous, generation and reference log-probabilities are sampled around them, so that some
             ratios are clipped and others are not.
     """
     if case.loss_kind in ("nll", "rm"):
@@ -131,8 +131,8 @@ def _teacher(case: Case, generator: torch.Generator) -> Tensor:
 
 REWARDS = ("reward", "reward/one", "reward/other", "rewarded", "prompt", "truncated", "values", "teacher_logprobs")
 """Columns of which advantages are made: [B] the reward, its parts, whether an answer has one (some that are
-not trained on do), the number of the prompt, and whether an answer was cut off; [B, S] what a critic says at
-each token, and the log-probabilities of a teacher."""
+not trained on do), the number of the prompt, and whether an answer was truncated; [B, S] what a critic says
+at each token, and the log-probabilities of a teacher."""
 ANSWERS_A_PROMPT = 3
 
 

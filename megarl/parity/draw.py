@@ -1,4 +1,4 @@
-"""Random cases. Everything is drawn freely; the rules of configurations say what is possible, so a feature
+"""Random cases. Everything is sampled freely; the rules of configurations say what is possible, so a feature
 joins in when they let it."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Drawer:
     """Draws cases that the rules of configurations accept.
 
     Args:
-        shelf: where the configs of drawn models are written, for the rules to read.
+        shelf: where the configs of sampled models are written, for the rules to read.
         backends: which workers.
         max_world: most ranks.
         fixed: fields that every case has; of ``loss`` and ``advantages`` the kind, and options that it has at
@@ -75,7 +75,7 @@ class Drawer:
         self._reasons: dict[str, str] = {}
 
     def draw(self, seed: int, number: int) -> Case:
-        """Return the ``number``-th case of ``seed``; the same whatever was drawn before.
+        """Return the ``number``-th case of ``seed``; the same whatever was sampled before.
 
         Raises:
             ConfigError: the rules refuse everything that is asked for.
@@ -284,7 +284,7 @@ def _batch(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
 
 def _adapters(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Adapters where the rules let them be, by a generator of its own and after all else, so that no case is
-    drawn again for their sake.
+    sampled again for their sake.
 
     A written layout may have a stage without a layer, of which nothing would be trained. With Adam's small
     epsilon, a gradient that cancels to rounding errors (of a key that is the only one seen) moves a number of

@@ -1,8 +1,8 @@
 """Random losses, and random estimators of the advantages that they read: every option in the company that it
 has a meaning in.
 
-What the rules of configurations refuse, and what would do nothing, is not drawn: cases that are refused would
-only be drawn again.
+What the rules of configurations refuse, and what would do nothing, is not sampled: cases that are refused
+would only be sampled again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 from megarl.parity.options import ADVANTAGES, LOSSES, ONE_OF, Numbers, Options, joined, split, word_of
 
 KINDS = {"pg": 0.5, "nll": 0.1, "dpo": 0.14, "rm": 0.06, "value": 0.09, "distill": 0.11}
-"""How often each kind of loss is drawn."""
+"""How often each kind of loss is sampled."""
 GIVEN_SHARE, WISHED_SHARE = 0.4, 0.75
 TRIES = 200
 _SHARES = {
@@ -88,7 +88,7 @@ def _with_options(generator: random.Random, needed: str, known: Options) -> str:
     """Return the needed options with further ones and those they depend on, in the order of the table."""
     kind, given = split(needed)
     names = {*given, *(name for name in known if generator.random() < _SHARES.get(name, _SHARE))}
-    # an option of something that is not there is drawn in vain, unless it is needed
+    # an option of something that is not there is sampled in vain, unless it is needed
     missing = [name for name in names if name not in given and not _is_complete(name, names)]
     names -= {*missing}
     for name in given:

@@ -65,9 +65,9 @@ LOSSES: Mapping[str, Options] = MappingProxyType(
 """Options of each loss with their numbers.
 
 Of ``pg``, the clipped policy gradient: ``kl`` is the divergence from the reference policy, with its weight,
-``approx`` weighs it by how much likelier a token is than where it was drawn, ``k1`` and ``k2`` estimate it
+``approx`` weighs it by how much likelier a token is than where it was sampled, ``k1`` and ``k2`` estimate it
 otherwise, ``pathwise`` leaves the score function's part of its gradient out, ``in-reward`` takes it from the
-rewards that advantages are made of; ``is`` weighs tokens by how likely they were where they were drawn, and
+rewards that advantages are made of; ``is`` weighs tokens by how likely they were where they were sampled, and
 ``tis`` (upper bound), ``icepop`` and ``seq-mask`` (lower and upper bound) bound these weights; ``dual`` is
 the second clip; ``seq`` the mean over sequences, ``constant`` that by a constant (Dr.GRPO); ``noratio`` has
 the log-probability in the place of the ratio, ``forced`` takes the current log-probabilities for the previous
@@ -111,7 +111,7 @@ REINFORCE++.
 
 ``raw`` does not divide by the deviation of a group, ``sample`` divides by that of a sample, ``plain`` has an
 answer's own reward in its baseline, ``clip`` bounds advantages. Of generalized advantages: ``gamma``,
-``lambda``, ``bootstrap`` behind answers that were cut off, and ``white`` whitens them.
+``lambda``, ``bootstrap`` behind answers that were truncated, and ``white`` whitens them.
 """
 ONE_OF = (("gspo", "gspo-token"), ("k1", "k2"), ("tis", "icepop", "seq-mask"), ("forward", "mixed"))
 """Of each of these a loss has one at most: one key has them as its values."""

@@ -89,7 +89,7 @@ def saved_weights(model: Any) -> dict[str, Tensor]:
 
 
 def distributions(model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> Tensor:
-    """[B, S-1, V] float32, logarithms of what the next tokens are drawn from, differentiable; padding is
+    """[B, S-1, V] float32, logarithms of what the next tokens are sampled from, differentiable; padding is
     masked out of the attention."""
     mask = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
     logits = model(input_ids=data["input_ids"], attention_mask=mask.long()).logits[:, :-1].float() / sampling.temperature
@@ -107,7 +107,7 @@ def _of_next_tokens(logarithms: Tensor, data: Mapping[str, Any]) -> Tensor:
 
 def entropies_of(logarithms: Tensor) -> Tensor:
     """[...] the entropies, in nats, of distributions whose logarithms are [..., V]; differentiable."""
-    # a token that cannot be drawn has no part, and no gradient
+    # a token that cannot be sampled has no part, and no gradient
     can_be = logarithms.isfinite()
     return -torch.where(can_be, logarithms.exp() * logarithms.where(can_be, torch.zeros_like(logarithms)), 0.0).sum(-1)
 
@@ -159,7 +159,7 @@ class Expected:
         weights: afterwards, by Hugging Face name.
         logprobs: [B, S] afterwards.
         base_logprobs: [B, S] of the reference policy; None where that is the model before training.
-        distributions: [B, S-1, V] logarithms of what the next tokens are drawn from, before and after
+        distributions: [B, S-1, V] logarithms of what the next tokens are sampled from, before and after
             training, where the case asks for the most likely ones.
     """
 
@@ -200,7 +200,7 @@ class ReferenceTrainer:
         model: a transformers model.
         hyper: the optimizer.
         loss_fn: a ``LossFunction``.
-        sampling: how tokens count as drawn.
+        sampling: how tokens count as sampled.
         loss_scale: factor of the loss on its way backward.
         read: what the loss reads instead of each of the model's scores.
     """

@@ -436,7 +436,7 @@ def _share(length: int, call: _Call) -> float:
 
 def _divergence(current: Tensor, reference: Tensor, generation: Tensor, case: Case) -> Tensor:
     """Return the sum of the divergence over the tokens, weighted by how much likelier they are than where
-    they were drawn; its gradient is worked out by hand: that of the divergence is the expectation of
+    they were sampled; its gradient is worked out by hand: that of the divergence is the expectation of
     log(current / reference) times the gradient of the log-probability, whichever estimator the value has;
     clamps bound it, and do not end it."""
     options, most, bound = case.loss_options, _number(case, "kl-input-clamp"), _number(case, "kl-output-clamp")

@@ -143,7 +143,7 @@ def _changes(chosen: argparse.Namespace) -> _Changes:
 
 
 def run_once(seed: int, directory: Path, changes: _Changes, console: Console) -> Summary:
-    """Problems and model, SFT, GRPO, plot, check; everything lies in ``directory``."""
+    """Problems and model, SFT, GRPO, plot, check; everything is in ``directory``."""
     from transformers.utils import logging as hugging_face_logging
 
     from megarl.observe.plots import plot_run

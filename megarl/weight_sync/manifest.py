@@ -60,7 +60,7 @@ def buffer_bytes(buffer_gib: float, buffers: int, *, lists: int, gathered: int, 
     Args:
         buffer_gib: GiB that a refit may take.
         buffers: how many.
-        lists: bytes of the lists of what lies in them.
+        lists: bytes of the lists of what is in them.
         gathered: bytes that the weights take on their way into them.
         largest: bytes of the largest weight, for which there is room as long as buffers of its size and the
             lists fit alone: what is gathered of it, a bucket of its own, may then take more than is

@@ -64,7 +64,7 @@ class WeightSender:
         stream: gives all Hugging Face names and full tensors, in one order on all ranks and every time.
         runtime: device of this process.
         buffer_gib: GiB that a refit may take: the IPC buffer's slots, what is gathered for them, and on a CPU
-            lists of what lies in them. None takes half a GiB a slot, and as much more as the largest weight
+            lists of what is in them. None takes half a GiB a slot, and as much more as the largest weight
             needs.
         gathered_bytes: that ``stream`` takes.
         with_checksum: send a checksum with every group.
@@ -364,7 +364,7 @@ class WeightReceiver:
 
     @contextlib.contextmanager
     def group(self, payload: Mapping[str, Any]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """The weights of one group whose handle came, to be loaded inside the context; they lie in the
+        """The weights of one group whose handle came, to be loaded inside the context; they are in the
         policy's buffer and must not be kept or written.
 
         Leaving the context without an error waits for the copies that were queued on the device, and then

@@ -236,3 +236,14 @@ def test_importing_the_package_stays_light_and_has_the_library() -> None:
     assert {"train", "eval", "convert", "Run"} <= set(dir(megarl))
     with pytest.raises(AttributeError):
         _ = megarl.trian  # type: ignore[attr-defined]
+
+
+def test_the_readme_trains_on_rows_of_ones_own_in_six_lines(called: Call) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    program = text.partition("## Six lines of Python")[2].partition("```python\n")[2].partition("```")[0]
+    assert 1 < len([line for line in program.splitlines() if line.strip()]) <= 6
+    rows, _, rest = program.partition("run = megarl.train")
+    space: dict[str, Any] = {"called": called}
+    # as printed, but for the model, which is on the hub, and for what only a run that has trained can do
+    exec(f"{rows}found = called{rest.splitlines()[0]}".replace("Qwen/Qwen2.5-0.5B-Instruct", "model"), space)
+    assert space["found"]["env"] == {"reward": "given:reward"} and len(space["found"]["rows"].splitlines()) == 10_000
