@@ -66,12 +66,12 @@ def cycled_colours(count: int) -> list[str]:
 
 
 def marker_of(curve: Series) -> str:
-    """Points for a curve of few points, none for one of many."""
+    """Return points for a curve of few points, none for one of many."""
     return "o" if len(curve.steps) <= 30 else ""
 
 
 def one_panel(title: str) -> tuple[Figure, Axes]:
-    """A figure with one panel."""
+    """Return a figure with one panel."""
     figure, panels = stacked_panels(title, 1)
     return figure, panels[0]
 
@@ -121,15 +121,15 @@ def run_labels(run_dirs: Sequence[str | Path]) -> dict[str | Path, str]:
 
 
 def phase_names(series: Mapping[str, Series]) -> list[str]:
-    """Metrics of the phases of the top level that make a step long, longest first."""
+    """Return metrics of the phases of the top level that make a step long, longest first."""
     names = [name for name in series if name.startswith("timing/") and name.endswith("_s") and name.count("/") == 1 and name != STEP]
     beside = {f"timing/{name}_s" for name in beside_training([name.removeprefix("timing/").removesuffix("_s") for name in names])}
     return sorted((name for name in names if name not in beside), key=lambda name: -sum(series[name].values))
 
 
 def of_training(curve: Series) -> Series:
-    """The curve without step 0, whose row is about the validation before the first step; as it is where there
-    is nothing else."""
+    """Return the curve without step 0, whose row is about the validation before the first step; as it is
+    where there is nothing else."""
     first = next((index for index, step in enumerate(curve.steps) if step > 0), 0)
     return Series(curve.steps[first:], curve.values[first:])
 

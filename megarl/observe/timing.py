@@ -22,7 +22,8 @@ ROLLOUT_WAIT, ENGINE_IDLE = "rollout_wait", "engine_idle"
 
 
 def beside_training(phases: Collection[str]) -> frozenset[str]:
-    """Those phases of a run that take none of a step's own time: what engines apart do while it trains."""
+    """Return the phases of a run that take none of a step's own time: what engines apart do while it
+    trains."""
     return frozenset({GENERATION, ENGINE_IDLE}) if ENGINE_IDLE in phases else frozenset()
 
 
