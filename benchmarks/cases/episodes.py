@@ -1,10 +1,13 @@
 """Conversations with environments that take their time: each at its own pace, against all waiting for the
 slowest of each turn.
 
-256 conversations of 1 to 8 turns; the environment answers after an exponential time of mean 0.25 s, at most 2 s, drawn by fixed seeds, and
-the engine, which is a script, each request after 5 ms. Nothing can end before the longest chain of one conversation's answers.
+256 conversations of 1 to 8 turns; the environment answers after an exponential time of mean 0.25 s, at most 2
+s, drawn by fixed seeds, and
+the engine, which is a script, each request after 5 ms. Nothing can end before the longest chain of one
+conversation's answers.
 
-The driver's CPU seconds are those of 256 conversations of four turns of 256 sampled tokens, whose environment answers at once, against as
+The driver's CPU seconds are those of 256 conversations of four turns of 256 sampled tokens, whose environment
+answers at once, against as
 many responses to conversations of one turn.
 """
 

@@ -175,7 +175,8 @@ def dtype_called(name: str) -> torch.dtype:
 
 
 class TensorHashes:
-    """Hashes of several tensors whose rows come one after another; those that come before their turn are held until it comes.
+    """Hashes of several tensors whose rows come one after another; those that come before their turn are held
+    until it comes.
 
     Attributes:
         not_finite: names of the tensors in which a value was NaN or infinite.
@@ -188,7 +189,8 @@ class TensorHashes:
         self.not_finite: set[str] = set()
 
     def update(self, name: str, rows: Tensor, start: int | None = None) -> None:
-        """Take further rows of a tensor into its hash, those from ``start`` on or, without it, the next ones."""
+        """Take further rows of a tensor into its hash, those from ``start`` on or, without it, the next
+        ones."""
         held = self._held[name]
         held[self._taken[name] if start is None else start] = rows.contiguous()
         while self._taken[name] in held:
@@ -240,7 +242,8 @@ class HeldAgainst:
         return TensorHashes([name for name in names if name in self._cast])
 
     def update(self, hashes: TensorHashes, name: str, rows: Tensor, start: int) -> None:
-        """Take rows of a tensor from ``start`` on, as they were read, into its hash, where it has one in ``hashes``."""
+        """Take rows of a tensor from ``start`` on, as they were read, into its hash, where it has one in
+        ``hashes``."""
         if name in self._cast:
             hashes.update(name, cast(rows, self._cast[name]), start)
 

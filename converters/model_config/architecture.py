@@ -30,16 +30,22 @@ class ModelFacts:
         max_position: longest sequence that the config allows, tokens; None where it does not say.
         qkv_bias, attention_output_bias, mlp_bias: which linear layers have a bias.
         qk_norm: RMS norms over each query and key head.
-        sinks: each head has a learnt logit beside those of the keys, which takes its share of the softmax and has no value.
-        output_gate: the output of attention is multiplied by the sigmoid of a gate that the query projection gives beside each query head.
-        sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None for all before it.
+        sinks: each head has a learnt logit beside those of the keys, which takes its share of the softmax and
+            has no value.
+        output_gate: the output of attention is multiplied by the sigmoid of a gate that the query projection
+            gives beside each query head.
+        sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None for all
+            before it.
         window_layers: for each layer, whether ``sliding_window`` holds for it; None for every layer.
         mixture: the experts; None for a dense model.
         latent_attention: the projections of latent attention; None for ordinary attention.
-        gated_delta: the gated delta nets, which some layers have in the place of attention; None where all have attention.
+        gated_delta: the gated delta nets, which some layers have in the place of attention; None where all
+            have attention.
         zero_centered_norms: norms multiply by 1 + weight, but for those inside gated delta nets.
-        prediction_layers: layers behind the others that predict further tokens (``converters.model_config.prediction_layers``).
-        head: the layer that scores in place of the output layer (``converters.model_config.heads``); None for a language model.
+        prediction_layers: layers behind the others that predict further tokens
+            (``converters.model_config.prediction_layers``).
+        head: the layer that scores in place of the output layer (``converters.model_config.heads``); None for
+            a language model.
     """
 
     family: str

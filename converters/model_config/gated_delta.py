@@ -1,4 +1,5 @@
-"""Gated delta nets (Yang et al. 2024, arXiv:2412.06464): what a config says of the layers that have one in the place of attention."""
+"""Gated delta nets (Yang et al. 2024, arXiv:2412.06464): what a config says of the layers that have one in
+the place of attention."""
 
 from __future__ import annotations
 
@@ -32,9 +33,11 @@ class GatedDeltaNet:
         value_heads: heads of values, a multiple of ``key_heads``; those of one key head are neighbours.
         key_width: width of a head's query and key.
         value_width: width of a head's value.
-        convolution: tokens that the causal convolution of queries, keys and values reaches over, the token itself among them.
+        convolution: tokens that the causal convolution of queries, keys and values reaches over, the token
+            itself among them.
         layers: for each layer, whether it has a gated delta net; the others have attention.
-        stored_by_head: Hugging Face checkpoints store the projections key head by key head (Qwen3-Next); else part by part.
+        stored_by_head: Hugging Face checkpoints store the projections key head by key head (Qwen3-Next); else
+            part by part.
     """
 
     key_heads: int
@@ -57,7 +60,8 @@ class GatedDeltaNet:
 
     @property
     def projected(self) -> int:
-        """Rows of the input projection: queries, keys, values, the output's gate, and two gates of each value head."""
+        """Rows of the input projection: queries, keys, values, the output's gate, and two gates of each value
+        head."""
         return self.convolved + self.values + 2 * self.value_heads
 
 
@@ -65,7 +69,8 @@ def read_gated_delta(config: Config, num_layers: int, problems: list[str], *, st
     """The gated delta nets of a config.
 
     Args:
-        config: flat; ``layer_types`` may be missing, where every ``full_attention_interval``-th layer has attention.
+        config: flat; ``layer_types`` may be missing, where every ``full_attention_interval``-th layer has
+            attention.
         num_layers: of the model.
         problems: what is wrong is appended here.
         stored_by_head: see ``GatedDeltaNet``.

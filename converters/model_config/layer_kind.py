@@ -9,7 +9,7 @@ Mixer = Literal["attention", "latent", "gated_delta"]
 
 
 class LayerKind(NamedTuple):
-    """What a layer consists of. Layers of one kind have the same tensors.
+    """The parts of a layer. Layers of one kind have the same tensors.
 
     Attributes:
         mixer: of its tokens.

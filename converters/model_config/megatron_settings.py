@@ -170,7 +170,8 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
     transformer |= latent_settings(architecture)
     model, attributes = _rotary(architecture)
     if architecture.gated_delta is not None:
-        # not for the constructor, which then would want Megatron-Core's own gated delta net, that packs nothing
+        # not for the constructor, which then would want Megatron-Core's own gated delta net, that packs
+        # nothing
         attributes |= {
             "gated_delta": architecture.gated_delta,
             "linear_attention_freq": [int(linear) for linear in architecture.gated_delta.layers],

@@ -7,7 +7,8 @@ what other layers have, two norms, of the embedding of the next token (``enorm``
 (``shared_head.norm``). transformers computes logits without them. A config that counts them may come with
 weights that leave all of them out, as transformers itself saves them; but not with some of their tensors.
 
-Qwen3-Next and Qwen3.5 have one such layer, with attention, under names of its own (``mtp.``) and not always in the config.
+Qwen3-Next and Qwen3.5 have one such layer, with attention, under names of its own (``mtp.``) and not always
+in the config.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ MTP_KEYS = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
 
 _OUTSIDE = (("enorm", "enorm"), ("hnorm", "hnorm"), ("eh_proj", "eh_proj"), ("shared_head.norm", "final_layernorm"))
 _OUTSIDE_MTP = (("pre_fc_norm_embedding", "enorm"), ("pre_fc_norm_hidden", "hnorm"), ("fc", "eh_proj"), ("norm", "final_layernorm"))
-# what earlier and later releases of Megatron-Core call the layer inside; checkpoints of both say transformer_layer
+# what earlier and later releases of Megatron-Core call the layer inside; checkpoints of both say
+# transformer_layer
 _INNER = "transformer_layer"
 _NAME = re.compile(r"(mtp\.layers\.(?:0|[1-9]\d*)\.)mtp_model_layer(\..+)")
 
@@ -48,7 +50,8 @@ def read_prediction_layers(config: Config, problems: list[str]) -> int:
 
 
 def read_mtp_layers(config: Config, problems: list[str]) -> int:
-    """Return how many prediction layers a model of Qwen's has, one where its config does not say; what is wrong is appended to
+    """Return how many prediction layers a model of Qwen's has, one where its config does not say; what is
+    wrong is appended to
     ``problems``."""
     value = config.get("mtp_num_hidden_layers", 1)
     if isinstance(value, bool) or value not in (0, 1):

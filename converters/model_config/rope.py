@@ -34,9 +34,12 @@ def read_rope(
 ) -> tuple[float, dict[str, object] | None]:
     """Base and scaling of the rotary embedding.
 
-    Reads ``rope_parameters`` and, where that is absent, the older ``rope_theta`` and ``rope_scaling``. What cannot be represented is
-    appended to ``problems``; so is a rotation of a part of the head (``rotated_fraction``), unless ``partly`` says that the family
-    does that. ``in_sections``: frequencies may be divided over time, height and width, which are the same position in a text.
+    Reads ``rope_parameters`` and, where that is absent, the older ``rope_theta`` and ``rope_scaling``. What
+    cannot be represented is
+    appended to ``problems``; so is a rotation of a part of the head (``rotated_fraction``), unless ``partly``
+    says that the family
+    does that. ``in_sections``: frequencies may be divided over time, height and width, which are the same
+    position in a text.
 
     Returns:
         The base (theta), and None or one of ``{"type": "linear", "factor"}``, ``{"type": "llama3", "factor",

@@ -37,7 +37,8 @@ class StoredPlace:
 
 
 def is_stacked(architecture: Architecture) -> bool:
-    """Whether Megatron-Core stacks the layers of such a model: all of one kind, with experts or without."""
+    """Return whether Megatron-Core stacks the layers of such a model: all of one kind, with experts or
+    without."""
     uniform = architecture.mixture is None or all(architecture.mixture.sparse_layers)
     return uniform and architecture.gated_delta is None
 

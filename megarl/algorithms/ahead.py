@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What a step has sampled.
+    """The batch that a step has sampled.
 
     Attributes:
         rollouts: what it trains on.
@@ -83,7 +83,7 @@ class HeldEngines:
         ) from error
 
     def generation_lives(self) -> bool:
-        """Whether all engines answer."""
+        """Return whether all engines answer."""
         return self.refit.generation.is_alive()
 
 

@@ -105,9 +105,12 @@ def _attention_bytes(facts: ModelFacts, kept: Operations, recomputed: bool) -> t
 
 
 def _gated_delta_bytes(facts: ModelFacts, kept: Operations) -> int:
-    """Return what a gated delta net keeps of a token, divided over the tensor ranks: of queries, keys and values what the projection, the
-    convolution and the norms work with in the layers' dtype and in float32; of each value head in float32 five times its keys, six times
-    what a token has with those of its chunk, and of each chunk two states. The element-wise part was counted and rounded up."""
+    """Return what a gated delta net keeps of a token, divided over the tensor ranks: of queries, keys and
+    values what the projection, the
+    convolution and the norms work with in the layers' dtype and in float32; of each value head in float32
+    five times its keys, six times
+    what a token has with those of its chunk, and of each chunk two states. The element-wise part was counted
+    and rounded up."""
     net = facts.gated_delta
     assert net is not None, facts.family
     key_heads, keys = net.key_heads * net.key_width, net.value_heads * net.key_width

@@ -322,7 +322,9 @@ def faults_of_schemas(tools: object, key: str, name: str) -> Iterator[Violation]
 
 
 def is_nemo_rl(kind: Any) -> bool:
-    """Whether a class has the interface of NeMo-RL's environments; one that Ray has made an actor of counts as itself."""
+    """Return whether a class has the interface of NeMo-RL's environments; one that Ray has made an actor of
+    counts
+    as itself."""
     return callable(getattr(class_of_actor(kind), "global_post_process_and_metrics", None))
 
 

@@ -276,7 +276,8 @@ def _scoring(layers: _Layers, logits: _Logits) -> int:
 
 
 def generation_cache_bytes(kinds: Mapping[LayerKind, int], policy: PolicyConfig, facts: ModelFacts, layout: Layout, element: int) -> int:
-    """Keys and values of the sequences that are generated at a time, and states of gated delta nets in float32; none where an engine has
+    """Keys and values of the sequences that are generated at a time, and states of gated delta nets in
+    float32; none where an engine has
     them."""
     if policy["generation"] is None or is_engine(policy["generation"]):
         return 0

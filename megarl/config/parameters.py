@@ -88,7 +88,8 @@ def rules_of_layer(facts: ModelFacts, layer: int) -> list[Rule]:
 
 
 def multiplied(facts: ModelFacts, layer: int) -> Counter[str]:
-    """Elements of the matrices that a token is multiplied with in a layer: of ``attention`` (or another mixer, with its convolution),
+    """Elements of the matrices that a token is multiplied with in a layer: of ``attention`` (or another
+    mixer, with its convolution),
     ``dense`` MLP, ``experts`` (those that it goes to, and the shared one) and ``router``."""
     found: Counter[str] = Counter()
     for rule in _layer_rules(facts, layer):

@@ -166,7 +166,7 @@ class ConversationEncoder:
 
 
 def _are_said_in_order(texts: Sequence[str], turns: Sequence[ChatMessage]) -> bool:
-    """Whether each text is what one of the assistant's turns says; a template may mark some of them alone."""
+    """Return whether each text is what one of the assistant's turns says; a template may mark some of them alone."""
     left = iter(turns)
     return all(any(_joined(visible_text(turn)) in _joined(text) for turn in left) for text in texts)
 
@@ -435,7 +435,7 @@ def is_reasoning_written(messages: Sequence[ChatMessage], place: int, text: str,
 
 
 def _is_prefill(shared: str, left_out: str) -> bool:
-    """Whether a turn differs from a generated one by an opened block of reasoning alone.
+    """Return whether a turn differs from a generated one by an opened block of reasoning alone.
 
     Templates of models that think begin a response for them (``<think>``), and leave that out of turns without reasoning.
 
@@ -509,7 +509,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _is_written(value: str, written: str) -> bool:
-    """Whether a text stands in another one as it is, or with the escapes of JSON."""
+    """Return whether a text stands in another one as it is, or with the escapes of JSON."""
     forms = (value, value.capitalize(), json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1])
     return any(_joined(form) in written for form in forms)
 

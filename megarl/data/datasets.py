@@ -705,8 +705,8 @@ class _Tokenization:
 
 
 def _weights(record: Record) -> list[bool]:
-    """Whether each turn of the assistant in a conversation is learned: one whose message has ``weight: 0``, as OpenAI's files have it, is
-    not.
+    """Return whether each turn of the assistant in a conversation is learned: one whose message has a weight
+    of 0, as OpenAI's files have it, is not.
 
     Raises:
         RecordError: a weight is neither 0 nor 1, or all are 0.

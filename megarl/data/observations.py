@@ -96,7 +96,7 @@ class ObservationEncoder:
 
     @property
     def is_harmony(self) -> bool:
-        """Whether a response is messages of several channels, which the template writes from fields."""
+        """Return whether a response is messages of several channels, which the template writes from fields."""
         return "<|channel|>" in self.template.text
 
     def history(self, prompt: Sequence[int]) -> History | None:

@@ -215,7 +215,7 @@ def _answered_record(row: Mapping[str, Any], key: str, source: DataSource, origi
 
 
 def _begins_with(value: Sequence[Any], asked: Sequence[ChatMessage]) -> bool:
-    """Whether a conversation holds the prompt that its row has beside it, as sets of preferences often do."""
+    """Return whether a conversation holds the prompt that its row has beside it, as sets of preferences often do."""
     if not asked or len(value) <= len(asked):
         return False
     pairs = zip(value, asked, strict=False)

@@ -52,7 +52,7 @@ class TokenRows(Sequence[list[int]]):
 
     @classmethod
     def of_arrays(cls, rows: Sequence[np.ndarray]) -> TokenRows:
-        """Of rows that are int64 arrays."""
+        """The same of rows that are int64 arrays."""
         if len(rows) == 1:
             return cls(rows[0][None], np.zeros(1, np.int64), np.array([len(rows[0])]))
         ids, lengths = pad_arrays(rows, 0)

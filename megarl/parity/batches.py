@@ -39,7 +39,8 @@ def token_batch(case: Case) -> Batch:
 
 
 def responses_of_rows(case: Case) -> Tensor:
-    """[B] int64, the number of the response that each row is a segment of: consecutive rows of a global batch, in each of which there is
+    """[B] int64, the number of the response that each row is a segment of: consecutive rows of a global
+    batch, in each of which there is
     one of several rows at least."""
     generator = torch.Generator().manual_seed(case.seed + 6)
     found: list[int] = []

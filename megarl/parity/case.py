@@ -24,11 +24,13 @@ LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
 CLASS_IN_TRANSFORMERS = {"kimi_k2": "deepseek_v3"}
 """Families that transformers knows by another name alone."""
 GROUPED = (*LATENT, "glm4_moe", "dots1")
-"""Families with DeepSeek's mixture: groups of experts, shared experts, a dense first layer where there are several; routers compute in
+"""Families with DeepSeek's mixture: groups of experts, shared experts, a dense first layer where there are
+several; routers compute in
 float32."""
 SPARSE = ("mixtral", "qwen3_moe", "qwen2_moe", *GROUPED, "gpt_oss", "qwen3_next")
 HYBRID = ("qwen3_next", "qwen3_5_text")
-"""Families with gated delta nets in the place of attention, in the first layer and every second one after it."""
+"""Families with gated delta nets in the place of attention, in the first layer and every second one after
+it."""
 HEAD_NORMS = ("qwen3", "qwen3_moe", "dots1", *HYBRID)
 """Families that normalise queries and keys by head."""
 WINDOWED = ("mistral", "mixtral", "ministral", "dots1", "gpt_oss")

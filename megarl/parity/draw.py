@@ -43,7 +43,8 @@ PACKERS = (
 )
 ATTEMPTS = 2000
 PATIENCE = 100
-"""Attempts at a case of one backend and kind of model; many layouts are refused for a mixture, and it should not be the rarer for that."""
+"""Attempts at a case of one backend and kind of model; many layouts are refused for a mixture, and it should
+not be the rarer for that."""
 SPARSE_SHARE, HALF_SHARE, ADAPTED_SHARE, SEGMENTED_SHARE = 0.45, 0.3, 0.25, 0.5
 # small worlds are faster and find most; large ones are needed for products of three kinds of parallelism
 WORLDS = (1, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 6, 8, 8)
@@ -296,7 +297,8 @@ def _adapters(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, 
 
 
 def _segments(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Segments where advantages are given and a global batch has several rows, by a generator of its own, like adapters."""
+    """Segments where advantages are given and a global batch has several rows, by a generator of its own,
+    like adapters."""
     rows = fields["mbs"] * fields["micro"] * fields.get("dp", 1)
     possible = fields["loss"].split("+")[0] == "pg" and fields["advantages"].split("+")[0] == "given" and rows > 1
     return {"segments": generator.randint(2, 4) if possible and generator.random() < SEGMENTED_SHARE else 1}

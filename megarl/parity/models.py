@@ -149,7 +149,8 @@ def _hybrid(case: Case) -> dict[str, Any]:
         "linear_num_value_heads": case.heads,
         "linear_key_head_dim": case.head - 3,
         "linear_value_head_dim": case.head + 1,
-        # of first tokens, whose query and key are nearly orthogonal, the output norm makes noise large in any float32 implementation
+        # of first tokens, whose query and key are nearly orthogonal, the output norm makes noise large in any
+        # float32 implementation
         "rms_norm_eps": 1e-2,
     }
 

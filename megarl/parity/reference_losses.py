@@ -65,7 +65,8 @@ class _Call:
 
 
 def responses(data: Mapping[str, Any]) -> Fraction:
-    """The number of responses that count in a batch: rows, or the shares of their tokens that segments have."""
+    """The number of responses that count in a batch: rows, or the shares of their tokens that segments
+    have."""
     if "response_tokens" not in data:
         return Fraction(int(data["sample_mask"].sum()))
     total = Fraction(0)
@@ -428,7 +429,7 @@ def _objective(advantage: Tensor, ratio: Tensor, clipped: Tensor, current: Tenso
 
 
 def _share(length: int, call: _Call) -> float:
-    """How much a token of a response of that length counts."""
+    """Return how much a token of a response of that length counts."""
     if "seq" not in call.case.loss_options:
         return 1 / call.tokens
     return 1 / ((_number(call.case, "constant") if "constant" in call.case.loss_options else length) * call.sequences)

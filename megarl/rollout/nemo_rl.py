@@ -35,7 +35,7 @@ _ROLES = frozenset({"user", "assistant", "system", "tool"})
 
 
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
-    """What ``EnvironmentInterface.step`` returns for B conversations.
+    """The return of ``EnvironmentInterface.step`` for B conversations.
 
     Attributes:
         observations: B messages, ``{"role": ..., "content": ...}``.
@@ -55,7 +55,7 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
 
 
 class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
-    """What NeMo-RL asks of an environment."""
+    """The methods that NeMo-RL asks of an environment."""
 
     @abc.abstractmethod
     def step(self, message_log_batch: list[list[dict[str, str]]], metadata: list[MetadataT]) -> EnvironmentReturn[MetadataT]:

@@ -61,8 +61,10 @@ class ModelFlops:
     def of(cls, facts: ModelFacts) -> ModelFlops:
         """Return the operations of a model of these sizes.
 
-        Source: the mapping rules; latent attention as in DeepSeek-V2 (arXiv 2405.04434, section 2.1) with keys and values projected up;
-        gated delta nets as the recurrence (arXiv 2412.06464, equation 10), whose chunks are a way to compute it.
+        Source: the mapping rules; latent attention as in DeepSeek-V2 (arXiv 2405.04434, section 2.1) with
+            keys and values projected up;
+        gated delta nets as the recurrence (arXiv 2412.06464, equation 10), whose chunks are a way to compute
+        it.
         """
         matrices: Counter[str] = Counter()
         kinds = [facts.kind_of(layer) for layer in range(facts.num_layers)]
@@ -137,7 +139,8 @@ class ModelFlops:
 
 
 def _state_products(facts: ModelFacts) -> int:
-    """Elements of the states of a gated delta net that a token is multiplied with: to read what its key finds, to write, and to read what
+    """Elements of the states of a gated delta net that a token is multiplied with: to read what its key
+    finds, to write, and to read what
     its query finds."""
     net = facts.gated_delta
     assert net is not None, facts.family

@@ -47,8 +47,8 @@ def unbuilt_models(view: View) -> Iterator[Violation]:
 
 
 def unbuilt_hybrids(view: View) -> Iterator[Violation]:
-    """What a model with gated delta nets is not offered: packed sequences leak in transformers' own, and what exports, adapts or fuses its
-    projections has not been shown."""
+    """Gated delta nets run on Megatron alone: packed sequences leak in transformers' own, and what exports,
+    adapts or fuses their projections has not been shown."""
     view.require(view.facts.gated_delta is not None or view.facts.output_gate)
     backend, generates = backend_of(view), "policy.generation.backend"
     if backend != "megatron" and view.facts.num_experts == 0:

@@ -99,7 +99,7 @@ class ReceivingWorker:
         return {} if first_rank_only and torch.distributed.get_rank() else found
 
     def is_alive(self) -> bool:
-        """Whether this process answers: True, where it does."""
+        """Return whether this process answers: True, where it does."""
         return True
 
     def _leave_policy(self) -> None:

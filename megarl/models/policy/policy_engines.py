@@ -72,7 +72,7 @@ class PolicyEngines(RolloutEngine):
 
     @property
     def connected(self) -> bool:
-        """Whether ``init_collective`` was called for the present workers."""
+        """Return whether ``init_collective`` was called for the present workers."""
         return self._connected
 
     def disconnect(self) -> None:
@@ -129,7 +129,7 @@ class PolicyEngines(RolloutEngine):
         return found
 
     def weight_digests(self) -> list[dict[str, int]]:
-        """As each rank has it."""
+        """Return those of each rank."""
         return self.results(self._call("weight_digests"))
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
@@ -141,7 +141,7 @@ class PolicyEngines(RolloutEngine):
         return True
 
     def is_alive(self) -> bool:
-        """Whether all processes answer, and none hangs in a call that was given up."""
+        """Return whether all processes answer, and none hangs in a call that was given up."""
         try:
             self._policy.worker_group.get_all_worker_results(self._call("is_alive"), timeout_s=LIFE_SECONDS)
         except MegarlError:
