@@ -100,9 +100,10 @@ def missing_recipe(words: Iterable[str]) -> Violation:
     by its other words."""
     said = {part for word in words for part in re.split(r"[^a-z0-9.]+|\.(?!\d)|(?<=[a-z])(?=\d)", word.lower()) if len(part) > 1}
 
-    def likeness(recipe: Recipe) -> tuple[int, bool]:
+    def likeness(recipe: Recipe) -> tuple[int, bool, int]:
         parts = {part for word in recipe.name.split("-") for part in (word, *re.split(r"(?<=[a-z])(?=\d)", word))}
-        return len(parts & said), "1gpu" in recipe.name
+        # of those that are as likely, the one that asks for the least beside it
+        return len(parts & said), "1gpu" in recipe.name, -recipe.name.count("-")
 
     likeliest = ", ".join(recipe.name for recipe in sorted(recipes(), key=likeness, reverse=True)[:3])
     fix = f"name one, for example {likeliest}; megarl recipes lists them, and words key=value change them"

@@ -251,7 +251,7 @@ def samples_of(*rewards: float) -> BatchedDataDict[Any]:
 
 
 def answered(result: EnvironmentReturn, row: int) -> Episode:
-    return Episode(Example(row, (), (), ""), Segment(np.empty(0, np.int64)), last=(result, row))
+    return Episode(Example(row, (), (), ""), [Segment(np.empty(0, np.int64))], last=(result, row))
 
 
 def test_parts_and_accuracies_become_columns_and_means() -> None:
