@@ -25,7 +25,7 @@ from benchmarks.point import Metric, Point
 
 GENERATION_S, TRAINING_S, STEPS = 0.2, 0.1, 40
 REPEATS, QUICK_REPEATS = 5, 1
-PROMPTS, ANSWERS, NEW_TOKENS = 8, 2, 64
+PROMPTS, ANSWERS, NEW_TOKENS = 4, 2, 96
 WARM_UP, COUNTED = 3, 8
 _LOOK_EVERY, _LONGEST = 0.1, 300.0
 IN_TURN: tuple[str, ...] = ("grpo.async_grpo.enabled=false",)
@@ -106,11 +106,12 @@ def _material(work: Path) -> list[str]:
         f"grpo.num_generations_per_prompt={ANSWERS}",
         f"policy.train_global_batch_size={PROMPTS * ANSWERS}",
         f"policy.generation.max_new_tokens={NEW_TOKENS}",
-        "policy.max_total_sequence_length=96",
+        "policy.max_total_sequence_length=128",
         f"grpo.max_num_steps={WARM_UP + COUNTED}",
         "grpo.val_period=0",
         "grpo.val_at_start=false",
         "grpo.val_at_end=false",
+        "policy.generation.engine_check.sequences=0",
         "checkpointing.enabled=false",
     ]
 

@@ -102,7 +102,7 @@ def missing_recipe(words: Iterable[str]) -> Violation:
 
     def likeness(recipe: Recipe) -> tuple[int, bool, int]:
         parts = {part for word in recipe.name.split("-") for part in (word, *re.split(r"(?<=[a-z])(?=\d)", word))}
-        # of those that are as likely, the one that asks for the least beside it
+        # of equally likely ones the plainest first
         return len(parts & said), "1gpu" in recipe.name, -recipe.name.count("-")
 
     likeliest = ", ".join(recipe.name for recipe in sorted(recipes(), key=likeness, reverse=True)[:3])
