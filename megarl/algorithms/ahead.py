@@ -75,16 +75,12 @@ class HeldEngines:
         """
         if not self.held:
             return self.refit.replace_lost_engines(error)
-        if self.generation_lives():
+        if self.refit.generation.is_alive():
             raise error
         raise WorkerLostError(
             f"engines were lost while they sampled beside training, and the weights that they had are gone: {error}\nFix: go on from the "
             "newest checkpoint: start the run again, or write cluster.max_restarts: 3, with which it does so itself"
         ) from error
-
-    def generation_lives(self) -> bool:
-        """Return whether all engines answer."""
-        return self.refit.generation.is_alive()
 
 
 class SamplingAhead:
@@ -217,11 +213,13 @@ def load_batches(directory: Path, data: Dataset) -> dict[int, Sampling]:
     Raises:
         UnusableCheckpointError: they cannot be read.
     """
+    from safetensors import SafetensorError
+
     try:
         return {
             int(path.stem.removeprefix("step_")): _read(path, data) for path in sorted((directory / DIRECTORY).glob("step_*.safetensors"))
         }
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    except (OSError, ValueError, KeyError, IndexError, SafetensorError) as error:
         what = f"the batches in {directory / DIRECTORY} that wait to be trained on cannot be read ({type(error).__name__}: {error})"
         raise UnusableCheckpointError(f"{what}. Fix: remove {directory} to resume from an earlier one") from error
 

@@ -206,9 +206,10 @@ def test_a_checkpoint_without_batches_has_none(tmp_path: Path) -> None:
     assert load_batches(tmp_path, Records()) == {}  # type: ignore[arg-type]
 
 
-def test_damaged_batches_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["step_3.json", "step_3.safetensors"])
+def test_damaged_batches_are_named(tmp_path: Path, name: str) -> None:
     save_batches(tmp_path, {3: batch(3, judged=False)})
-    (tmp_path / DIRECTORY / "step_3.json").write_text("{}")
+    (tmp_path / DIRECTORY / name).write_text("{}")
     with pytest.raises(UnusableCheckpointError, match="wait to be trained on cannot be read"):
         load_batches(tmp_path, Records())  # type: ignore[arg-type]
 

@@ -61,18 +61,18 @@ class ReceivingWorker:
     runtime: DeviceRuntime
     _listener: WeightListener | None = None
 
-    def connect(self, weights: Sequence[Sequence[Any]], address: Sequence[Any]) -> None:
+    def connect(self, weights: Mapping[str, Any], address: Sequence[Any]) -> None:
         """Join the policy's group. A collective of the policy's sending ranks and all engine ranks.
 
         Args:
-            weights: ``[name, shape, dtype]`` of every weight, in the order of sending.
+            weights: the policy's ``prepare_refit_info``.
             address: ``[ip, port, world_size, rank of the engines' first rank]`` of the group.
 
         Raises:
             RefitError: somebody is missing, or expects something else.
         """
         self._leave_policy()
-        manifest = Manifest.from_description({name: (tuple(shape), getattr(torch, dtype)) for name, shape, dtype in weights})
+        manifest = Manifest.from_description(weights)
         ip, port, world_size, first = address
         rank = first + torch.distributed.get_rank()
         group = TransferGroup(ip, port, world_size, rank, digest=manifest.digest, device=self.runtime.device)

@@ -55,7 +55,7 @@ class PolicyEngines(RolloutEngine):
 
     def __init__(self, make: Callable[[], Policy]) -> None:
         self._make = make
-        self._weights: list[list[Any]] = []
+        self._weights: dict[str, Any] = {}
         self._connected = False
         self._version: int | None = None
         self._policy = make()
@@ -85,7 +85,7 @@ class PolicyEngines(RolloutEngine):
 
     def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
         """Learn the weights that will arrive."""
-        self._weights = [[name, list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in state_dict_info.items()]
+        self._weights = state_dict_info
         self._version = None
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
