@@ -171,6 +171,19 @@ def test_export_gives_back_what_was_loaded(
 
 
 @newest_megatron
+@pytest.mark.parametrize(("written", "distributed"), [("pp2-ep2", True), ("pp2-ep2", False), ("tp2-sp-ep2", False)])
+def test_resume_where_the_first_stage_has_no_experts(
+    pool: WorkerPool, model_of: Callable[..., Path], tmp_path: Path, written: str, distributed: bool
+) -> None:
+    """Rank 0, whose counts of Adam's steps a checkpoint keeps, takes no step on experts."""
+    before, after = (
+        (world, policy_config(model_of("qwen2_moe_mixed"), distributed_optimizer=distributed, **changes))
+        for world, changes in (LAYOUTS[written], LAYOUTS["pp2-ep2"])
+    )
+    check_resumed(pool, train_and_save, load_and_train, before, after, tmp_path)
+
+
+@newest_megatron
 @slow
 @pytest.mark.parametrize(
     ("family", "written", "read"),
@@ -178,6 +191,7 @@ def test_export_gives_back_what_was_loaded(
         ("qwen2_moe_mixed", "tp2-sp-ep2-etp2", "tp2-sp-ep2-etp2"),
         ("qwen2_moe_mixed", "tp2-sp-ep2-etp2", "pp2-ep2"),
         ("qwen2_moe_mixed", "ep2-dp2", "tp2-sp-ep4"),
+        ("qwen2_moe_mixed", "pp2-ep2", "tp2-sp-ep2"),
         ("glm4_moe_mixed", "tp2-sp-ep2", "pp2-ep2"),
         ("gpt_oss", "tp2-sp-ep2", "pp2-ep2"),
         ("deepseek_v3", "tp2-sp-ep2-etp2", "tp2-sp-ep2-etp2"),

@@ -162,6 +162,7 @@ def save_optimizer(
     collective over all ranks."""
     with appears_whole(directory) as partial, cuda_literals(), fused_style_adam(), exact_offsets() as stream:
         _initialize_state(optimizer)
+        _agree_on_steps(optimizer)
         weights = _sharded(chunks)
         save_sharded(optimizer.sharded_state_dict(weights, metadata=_metadata()), partial, stream, buffer)
         with failing_together(f"writing schedule and random-number states to {directory}"):
@@ -192,10 +193,16 @@ def load_optimizer(
         with failing_together(f"reading the optimizer state of {directory}"):
             stored = read_again(lambda: TorchDistCheckpoint(directory), str(directory))
             bounds = [{key: group[key] for key in _BOUNDS if key in group} for group in optimizer.param_groups]
+            for state in loaded.values():
+                # what has no parameters on this rank has an empty state, which Megatron-Core's reader leaves out
+                if isinstance(state, dict) and "param_groups" in state:
+                    state.setdefault("state", {})
             optimizer.load_state_dict(loaded)
             for group, of_config in zip(optimizer.param_groups, bounds, strict=True):
                 group.update(of_config)
             stream.fill(strategy.outlines, stored)
+        # checkpoints of earlier versions lack the count of experts where the first stage has none
+        _agree_on_steps(optimizer)
     with failing_together(f"reading schedule and random-number states of {directory}"):
         schedule = directory / SCHEDULE_FILE
         if scheduler is not None and is_file(schedule):
@@ -349,3 +356,16 @@ def _initialize_state(optimizer: MegatronOptimizer) -> None:
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not getattr(inner, "is_stub_optimizer", False) and inner.init_state_fn is not None and not inner.optimizer.state:
             inner.init_state_fn(inner.optimizer, inner.config)
+
+
+def _agree_on_steps(optimizer: MegatronOptimizer) -> None:
+    """Give groups that lack a count of steps that of the others: all parameters step together. A collective over all ranks.
+
+    A group counts where a rank has parameters of it, and a checkpoint keeps the counts of rank 0 alone: behind a first pipeline stage of
+    dense layers, the moments of all experts would come back with Adam's bias correction at its first step.
+    """
+    groups = optimizer.param_groups
+    most = max(_on_all_ranks(max((int(group.get("step", 0)) for group in groups), default=0)))
+    for group in groups:
+        if most and "step" not in group:
+            group["step"] = most
