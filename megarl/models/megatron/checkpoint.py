@@ -76,6 +76,8 @@ def exact_offsets() -> Iterator[StateStream]:
 SCHEDULE_FILE = "schedule.json"
 _EXTRA_STATE = "_extra_state"
 _DISTRIBUTED_STATE = "optimizer.state.param."
+_COPIES = "fp32_from_fp16_params"
+"""Key of the float32 weights of an optimizer that is not distributed."""
 _BOUNDS = ("max_lr", "min_lr")
 """What a parameter group has of the schedule, which is the configuration's."""
 
@@ -164,7 +166,8 @@ def save_optimizer(
         _initialize_state(optimizer)
         _agree_on_steps(optimizer)
         weights = _sharded(chunks)
-        save_sharded(optimizer.sharded_state_dict(weights, metadata=_metadata()), partial, stream, buffer)
+        state = _without_empty_copies(optimizer.sharded_state_dict(weights, metadata=_metadata()))
+        save_sharded(state, partial, stream, buffer)
         with failing_together(f"writing schedule and random-number states to {directory}"):
             if dist.get_rank() == 0 and scheduler is not None:
                 (partial / SCHEDULE_FILE).write_text(json.dumps(scheduler.state_dict()))
@@ -187,17 +190,13 @@ def load_optimizer(
     with cuda_literals(), fused_style_adam(), exact_offsets() as stream:
         _initialize_state(optimizer)
         weights = _sharded(chunks)
-        wanted = optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())
+        wanted = _without_empty_copies(optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata()))
         strategy = StreamedLoad()
         loaded = _load(wanted, directory, "optimizer state", strategy)
         with failing_together(f"reading the optimizer state of {directory}"):
             stored = read_again(lambda: TorchDistCheckpoint(directory), str(directory))
             bounds = [{key: group[key] for key in _BOUNDS if key in group} for group in optimizer.param_groups]
-            for state in loaded.values():
-                # what has no parameters on this rank has an empty state, which Megatron-Core's reader leaves out
-                if isinstance(state, dict) and "param_groups" in state:
-                    state.setdefault("state", {})
-            optimizer.load_state_dict(loaded)
+            optimizer.load_state_dict(_with_empty_states(loaded))
             for group, of_config in zip(optimizer.param_groups, bounds, strict=True):
                 group.update(of_config)
             stream.fill(strategy.outlines, stored)
@@ -356,6 +355,28 @@ def _initialize_state(optimizer: MegatronOptimizer) -> None:
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not getattr(inner, "is_stub_optimizer", False) and inner.init_state_fn is not None and not inner.optimizer.state:
             inner.init_state_fn(inner.optimizer, inner.config)
+
+
+def _states_of(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The state of each optimizer of a chain, or of a single one."""
+    yield from [state] if "optimizer" in state or "param_groups" in state else state.values()
+
+
+def _without_empty_copies(state: dict[Any, Any]) -> dict[Any, Any]:
+    """Leave out the float32 copies of no weights. Those of rank 0, whose first stage may have no experts, would stand in the checkpoint for
+    everyone's."""
+    for each in _states_of(state):
+        if _COPIES in each and not any(each[_COPIES]):
+            del each[_COPIES]
+    return state
+
+
+def _with_empty_states(loaded: dict[Any, Any]) -> dict[Any, Any]:
+    """Put back what an optimizer without parameters on this rank expects, and Megatron-Core's reader leaves out because it is empty."""
+    for each in _states_of(loaded):
+        each.get("optimizer", each).setdefault("state", {})
+        each.setdefault(_COPIES, [])
+    return loaded
 
 
 def _agree_on_steps(optimizer: MegatronOptimizer) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, clip_grads, distrib_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
@@ -97,9 +98,23 @@ def build_optimizer(policy: PolicyConfig, chunks: Sequence[DistributedDataParall
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if config.optimizer == "sgd" and not getattr(inner, "is_stub_optimizer", False):
             inner.init_state_fn = _initialize_momentum
+        if isinstance(inner, DistributedOptimizer) and not inner.is_stub_optimizer:
+            _number_parameters(inner)
     if config.fp16:
         chunks[0].config.grad_scale_func = optimizer.scale_loss
     return optimizer
+
+
+def _number_parameters(optimizer: DistributedOptimizer) -> None:
+    """Have Megatron-Core find the state of each parameter by its place in its group, as it reads and writes checkpoints.
+
+    Within a group the optimizer steps on parameters of float32 first, whatever the order of the buffers by which Megatron-Core numbers
+    them. A gated delta net keeps some in float32 under bfloat16, and would save the moments of others for theirs.
+    """
+    groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
+    for index, (whole, half) in enumerate(groups):
+        for place, parameter in enumerate([*whole, *half]):
+            optimizer.model_param_group_index_map[parameter] = index, place
 
 
 def _initialize_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
