@@ -1,4 +1,4 @@
-"""Checkpoints between drawn layouts: what a layout writes, another one reads and writes again, tensor by tensor the same bits."""
+"""Checkpoints between drawn layouts: what a layout writes, another one reads and writes again, bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLACED_EXPERTS = [
     *("cp2-ep2", "pp2-tp2-sp-ep2", "pp3", "pp2-vpp2-ep2", "ep4"),
 ]
 
-# what was wrong once: weights of float32 among those of bfloat16, in the order of a pipeline stage that tensor parallelism cuts
+# wrong once: float32 weights among those of bfloat16, on a pipeline stage that tensor parallelism cuts
 MIXED = ("qwen3_next", "pp2-tp2-sp-ep2", "tp2-sp-ep2", {"precision": "bfloat16"})
 
 

@@ -64,7 +64,7 @@ def unbuilt_hybrids(view: View) -> Iterator[Violation]:
         yield Violation(f"{MEGATRON}.transformer_engine", True, bound, "write auto or false, for the portable layers")
     distributed = f"{MEGATRON}.optimizer.use_distributed_optimizer"
     if backend == "megatron" and view["policy.precision"] != "float32" and not view.get(distributed, True):
-        # decays stay in float32, and Megatron-Core's other optimizer writes the state of one dtype alone to a checkpoint
+        # decays stay in float32, and Megatron-Core's other optimizer writes one dtype's state to a checkpoint
         bound = f"checkpoints of that optimizer with gated delta nets in {view['policy.precision']} are {NOT_YET}"
         yield Violation(distributed, False, bound, "set it to true, or policy.precision to float32")
 
