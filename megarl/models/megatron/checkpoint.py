@@ -381,10 +381,12 @@ def _with_empty_states(loaded: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _agree_on_steps(optimizer: MegatronOptimizer) -> None:
-    """Give groups that lack a count of steps that of the others: all parameters step together. A collective over all ranks.
+    """Give groups that lack a count of steps that of the others: all parameters step together. A collective over
+    all ranks.
 
-    A group counts where a rank has parameters of it, and a checkpoint keeps the counts of rank 0 alone: behind a first pipeline stage of
-    dense layers, the moments of all experts would come back with Adam's bias correction at its first step.
+    A group counts where a rank has parameters of it, and a checkpoint keeps the counts of rank 0 alone: behind a
+    first pipeline stage of dense layers, the moments of all experts would come back with Adam's bias correction
+    at its first step.
     """
     groups = optimizer.param_groups
     most = max(_on_all_ranks(max((int(group.get("step", 0)) for group in groups), default=0)))
