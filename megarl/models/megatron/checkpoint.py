@@ -363,8 +363,8 @@ def _states_of(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _without_empty_copies(state: dict[Any, Any]) -> dict[Any, Any]:
-    """Leave out the float32 copies of no weights. Those of rank 0, whose first stage may have no experts, would
-    stand in the checkpoint for everyone's."""
+    """Leave out the float32 copies of no weights. Those of rank 0, whose first stage may have no experts,
+    would stand in the checkpoint for everyone's."""
     for each in _states_of(state):
         if _COPIES in each and not any(each[_COPIES]):
             del each[_COPIES]
@@ -372,8 +372,8 @@ def _without_empty_copies(state: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _with_empty_states(loaded: dict[Any, Any]) -> dict[Any, Any]:
-    """Put back what an optimizer without parameters on this rank expects, and Megatron-Core's reader leaves out
-    because it is empty."""
+    """Put back what an optimizer without parameters on this rank expects, and Megatron-Core's reader leaves
+    out because it is empty."""
     for each in _states_of(loaded):
         each.get("optimizer", each).setdefault("state", {})
         each.setdefault(_COPIES, [])
@@ -381,12 +381,12 @@ def _with_empty_states(loaded: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _agree_on_steps(optimizer: MegatronOptimizer) -> None:
-    """Give groups that lack a count of steps that of the others: all parameters step together. A collective over
-    all ranks.
+    """Give groups that lack a count of steps that of the others: all parameters step together. A collective
+    over all ranks.
 
-    A group counts where a rank has parameters of it, and a checkpoint keeps the counts of rank 0 alone: behind a
-    first pipeline stage of dense layers, the moments of all experts would come back with Adam's bias correction
-    at its first step.
+    A group counts where a rank has parameters of it, and a checkpoint keeps the counts of rank 0 alone:
+    behind a first pipeline stage of dense layers, the moments of all experts would come back with Adam's
+    bias correction at its first step.
     """
     groups = optimizer.param_groups
     most = max(_on_all_ranks(max((int(group.get("step", 0)) for group in groups), default=0)))

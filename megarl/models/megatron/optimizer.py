@@ -108,9 +108,9 @@ def build_optimizer(policy: PolicyConfig, chunks: Sequence[DistributedDataParall
 def _number_parameters(optimizer: DistributedOptimizer) -> None:
     """Have Megatron-Core find the state of each parameter by its place in its group, for checkpoints.
 
-    Within a group the optimizer steps on parameters of float32 first, whatever the order of the buffers by which
-    Megatron-Core numbers them. A gated delta net keeps some in float32 under bfloat16, and would save the moments
-    of others for theirs.
+    Within a group the optimizer steps on parameters of float32 first, whatever the order of the buffers by
+    which Megatron-Core numbers them. A gated delta net keeps some in float32 under bfloat16, and would save
+    the moments of others for theirs.
     """
     groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
     for index, (whole, half) in enumerate(groups):
