@@ -186,6 +186,22 @@ def test_stop_strings_of_single_rows_and_rows_without_room(colocated: VllmGenera
     assert rows_of(colocated.generate(PROMPTS, greedy=True)) == free
 
 
+@slow
+def test_more_tokens_of_prompts_than_a_step_takes(colocated: VllmGeneration, policy: Policy) -> None:
+    """Rows draw by their seeds as they do alone. vLLM takes a prompt in pieces where it may, and draws anew behind each."""
+    colocated.prepare_refit_info(policy.prepare_refit_info() or {})
+    refit_policy_generation(policy, colocated, colocated_inference=True)
+    rows, width = 240, 48
+    ids = torch.randint(3, VOCABULARY, (rows, width), generator=torch.Generator().manual_seed(3))
+    seeds = torch.arange(rows) + 5
+    many = BatchedDataDict({"input_ids": ids, "input_lengths": torch.full((rows,), width), "sampling_seeds": seeds})
+    few = BatchedDataDict({name: values[-8:] for name, values in many.items()})
+    refit_policy_generation(policy, colocated, colocated_inference=True)
+    alone = rows_of(colocated.generate(few, greedy=False))
+    refit_policy_generation(policy, colocated, colocated_inference=True)
+    assert rows_of(colocated.generate(many, greedy=False))[-8:] == alone
+
+
 def requests_of(data: BatchedDataDict[Any], **more: Any) -> dict[int, Request]:
     rows = zip(data["input_ids"].numpy(), data["input_lengths"].tolist(), data["sampling_seeds"].tolist(), strict=True)
     return {row: Request(ids[:length], seed, **more) for row, (ids, length, seed) in enumerate(rows)}

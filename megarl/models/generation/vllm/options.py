@@ -93,6 +93,8 @@ def engine_options(
     further = config.get("vllm_kwargs") or {}
     if on_cpu:
         options["block_size"] = 32
+        # of a prompt that it takes in pieces vLLM winds the row's random numbers back, which torch cannot on a CPU
+        options["enable_chunked_prefill"] = False
     else:
         # kernels that vLLM prefers on Blackwell keep experts in shuffled blocks, into which a refit was never seen to load
         options["moe_backend"] = "triton"
