@@ -7,42 +7,21 @@ the end of a step, where the engines are up to date again, and a checkpoint can 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megarl.errors import MegarlError, UnusableCheckpointError, WorkerLostError
+from megarl.errors import MegarlError, WorkerLostError
 from megarl.observe.timing import ENGINE_IDLE, ROLLOUT_WAIT
 
 if TYPE_CHECKING:
     from megarl.algorithms.refit import Refit
-    from megarl.data.datasets import Dataset
-    from megarl.distributed.batched_data_dict import BatchedDataDict
+    from megarl.algorithms.sampled_batch import Sampling
     from megarl.models.generation.interfaces import GenerationInterface
     from megarl.observe.timing import PhaseTimer
-    from megarl.rollout.collector import Rollouts
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """The batch that a step has sampled.
-
-    Attributes:
-        rollouts: what it trains on.
-        judged: columns [B] of all answers that were judged for it, those that it does not train on among them.
-        metrics: figures of how they were found.
-        epoch: of the data, behind the last of them.
-    """
-
-    rollouts: Rollouts
-    judged: BatchedDataDict[Any]
-    metrics: Mapping[str, float]
-    epoch: int = 0
 
 
 @dataclass
@@ -95,6 +74,8 @@ class SamplingAhead:
         timer: of the step; gets the phases of what was sampled meanwhile when it is there.
         own_timer: told the phases of sampling.
     """
+
+    metrics: Mapping[str, float] = {}
 
     def __init__(
         self,
@@ -164,78 +145,3 @@ class SamplingAhead:
             return self._sample(step)
         finally:
             self._done_at = time.perf_counter()
-
-
-DIRECTORY = "rollouts"
-"""Of a checkpoint, where there are any."""
-
-_SAMPLES, _JUDGED, _EARLIER = "samples/", "judged/", "earlier/"
-
-
-def save_batches(directory: Path, batches: Mapping[int, Sampling]) -> None:
-    """Write batches that wait to be trained on, by their steps, below a directory of a checkpoint: the tensors of each as safetensors, the
-    rest as JSON. Their weights are gone by then, so that nobody could sample them again.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    import torch
-    from safetensors.torch import save_file
-
-    place = directory / DIRECTORY
-    if batches:
-        place.mkdir()
-    for step, batch in batches.items():
-        samples, judged = batch.rollouts.samples, batch.judged
-        tensors = {f"{_SAMPLES}{name}": value for name, value in samples.items() if isinstance(value, torch.Tensor)}
-        if judged is not samples:
-            tensors |= {f"{_JUDGED}{name}": value for name, value in judged.items() if isinstance(value, torch.Tensor)}
-        tensors |= {f"{_EARLIER}{name}": value for name, value in (batch.rollouts.earlier or {}).items()}
-        save_file({name: value.clone().contiguous() for name, value in tensors.items()}, place / f"step_{step}.safetensors")
-        told = {
-            "records": [record.index for record in batch.rollouts.records],
-            "columns": list(samples),
-            "others": {name: value for name, value in samples.items() if not isinstance(value, torch.Tensor)},
-            "metrics": dict(batch.rollouts.metrics),
-            "sampling": dict(batch.metrics),
-            "epoch": batch.epoch,
-        }
-        (place / f"step_{step}.json").write_text(json.dumps(told), encoding="utf-8")
-
-
-def load_batches(directory: Path, data: Dataset) -> dict[int, Sampling]:
-    """Batches that ``save_batches`` has written, by their steps; none where there are none.
-
-    Args:
-        directory: of a checkpoint, whose files are whole.
-        data: that they were sampled from; its fingerprint was compared before.
-
-    Raises:
-        UnusableCheckpointError: they cannot be read.
-    """
-    from safetensors import SafetensorError
-
-    try:
-        return {
-            int(path.stem.removeprefix("step_")): _read(path, data) for path in sorted((directory / DIRECTORY).glob("step_*.safetensors"))
-        }
-    except (OSError, ValueError, KeyError, IndexError, SafetensorError) as error:
-        what = f"the batches in {directory / DIRECTORY} that wait to be trained on cannot be read ({type(error).__name__}: {error})"
-        raise UnusableCheckpointError(f"{what}. Fix: remove {directory} to resume from an earlier one") from error
-
-
-def _read(path: Path, data: Dataset) -> Sampling:
-    from safetensors import safe_open
-
-    from megarl.distributed.batched_data_dict import BatchedDataDict
-    from megarl.rollout.collector import Rollouts
-
-    told: dict[str, Any] = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-    found = {name: tensors[f"{_SAMPLES}{name}"] if f"{_SAMPLES}{name}" in tensors else told["others"][name] for name in told["columns"]}
-    samples: BatchedDataDict[Any] = BatchedDataDict(found)
-    judged = {name.removeprefix(_JUDGED): value for name, value in tensors.items() if name.startswith(_JUDGED)}
-    earlier = {name.removeprefix(_EARLIER): value for name, value in tensors.items() if name.startswith(_EARLIER)}
-    rollouts = Rollouts(samples, data.select(told["records"]), told["metrics"], BatchedDataDict(earlier) if earlier else None)
-    return Sampling(rollouts, BatchedDataDict(judged) if judged else samples, told["sampling"], told["epoch"])

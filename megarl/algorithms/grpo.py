@@ -103,7 +103,16 @@ class GRPOConfig(RewardedConfig):
             AsyncConfig,
             Key(
                 "sample the batches of later steps while a step trains.",
-                default={"enabled": False, "max_trajectory_age_steps": 1, "recompute_logprobs": True},
+                default={
+                    "enabled": False,
+                    "schedule": "in_order",
+                    "max_trajectory_age_steps": 1,
+                    "lookahead_steps": 1,
+                    "on_stale": "wait",
+                    "in_flight_weight_updates": True,
+                    "replay": None,
+                    "recompute_logprobs": True,
+                },
             ),
         ]
     ]

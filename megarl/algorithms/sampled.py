@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from megarl.algorithms.ahead import HeldEngines, Sampling, SamplingAhead, load_batches, save_batches
+from megarl.algorithms.ahead import HeldEngines, SamplingAhead
 from megarl.algorithms.algorithm import ACTOR, Algorithm, Parts, Role
+from megarl.algorithms.ready_first import LEDGER, Ledger, Order, ReadyFirst, Replay, groups_of
+from megarl.algorithms.sampled_batch import Sampling, load_batches, save_batches
 from megarl.algorithms.served import ServedCheck
+from megarl.config.asynchrony import AsyncConfig
 from megarl.config.backend import generation_of
 from megarl.config.nested import at
 from megarl.config.policy import PolicyConfig
+from megarl.errors import UnusableCheckpointError
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
 from megarl.observe.timing import PhaseTimer, Sequences
 
@@ -130,17 +135,60 @@ class Sampled(Algorithm):
         # batches that were sampled before the step that trains on them
         self.waiting: dict[int, Sampling] = {}
         engine: Refit | HeldEngines | None = parts.refit
-        self.ahead: SamplingAhead | None = None
+        self.ahead: SamplingAhead | ReadyFirst | Replay | None = None
         timer = parts.timer
-        lag = at(self.config, "async_grpo.max_trajectory_age_steps") if at(self.config, "async_grpo.enabled") else 0
-        if lag:
+        asynchrony: AsyncConfig | None = at(self.config, "async_grpo") if at(self.config, "async_grpo.enabled") else None
+        if asynchrony is not None and asynchrony["schedule"] == "in_order" and asynchrony["max_trajectory_age_steps"]:
             assert parts.refit is not None, "a rule wants engines apart"
             engine = held = HeldEngines(parts.refit)
             timer = PhaseTimer()
+            lag = asynchrony["max_trajectory_age_steps"]
             self.ahead = SamplingAhead(self._sampled, lag, parts.last_step, held, self.waiting, parts.timer, timer)
         own = self.policy, parts.tokenizer, parts.environment
         self.collector = Collector.of_run(parts.config, self.config, *own, parts.timer, engine)
+        if asynchrony is not None and asynchrony["schedule"] == "ready_first":
+            # groups are judged in threads of their own, and validations beside them
+            self.collector = replace(self.collector, judging=threading.Lock())
+            self.ahead = self._ready_first(asynchrony, parts)
         self._sampling_collector = replace(self.collector, timer=timer)
+
+    def _ready_first(self, section: AsyncConfig, parts: Parts) -> ReadyFirst | Replay:
+        from megarl.models.generation.shared_stream import SharedStream
+        from megarl.rollout.collector import add_metrics
+        from megarl.rollout.dynamic_sampling import joined
+        from megarl.rollout.environments import tell_of_groups
+        from megarl.rollout.samples import seeds_from
+
+        prompts, generations = self.config["num_prompts_per_step"], self.generations
+        run = {**parts.sampler.identity, "prompts": prompts, "generations": generations}
+        if section["replay"] is not None:
+            return Replay(Ledger(Path(section["replay"]) / LEDGER, run), parts.train_data)
+        assert parts.refit is not None and parts.environment is not None, "a rule wants engines apart"
+        engines, pad = parts.refit.generation, parts.tokenizer.pad_token_id
+        generation = generation_of(parts.config["policy"])
+        eos = parts.tokenizer.eos_token_id
+        stops = [eos] if self.collector.stop_token_ids is None else self.collector.stop_token_ids
+        shared = SharedStream(
+            lambda: engines.requests(stops, pad, greedy=False, sampling=None),
+            generation["max_new_tokens"],
+            stops_at_texts=bool(generation["stop_strings"]),
+            drains=not section["in_flight_weight_updates"],
+        )
+        tell_of_groups(parts.environment, prompts * generations)
+        collector = replace(self.collector, shared=shared)
+
+        def collect(index: int, ordinal: int, version: int, timer: PhaseTimer) -> Rollouts:
+            seeds = seeds_from(self.seed, ordinal, 1, generations, prompts)
+            record = parts.train_data.select([index])
+            return replace(collector, timer=timer).collect(record, generations, seeds, weight_version=version)
+
+        def join(groups: list[Rollouts]) -> Rollouts:
+            found = joined(groups, range(len(groups)), generations, pad)
+            return replace(found, metrics=add_metrics({}, [group.metrics for group in groups]))
+
+        order = Order(prompts, section["lookahead_steps"], section["max_trajectory_age_steps"], section["on_stale"] == "drop")
+        ledger = Ledger(Path(parts.config["run_dir"]) / LEDGER, run)
+        return ReadyFirst(order, collect, join, shared, parts.refit, parts.sampler, parts.last_step, parts.timer, ledger)
 
     def validate(self) -> dict[str, float]:
         """Figures of all validation sets (``validation_metrics``)."""
@@ -174,15 +222,36 @@ class Sampled(Algorithm):
             self.served.remember(samples, step)
         if self.ahead is not None:
             self.ahead.settle()
+            found = {**found, **self.ahead.metrics}
         return found
 
     def save(self, directory: Path) -> None:
         """Write the batches that wait."""
-        save_batches(directory, self.waiting)
+        if isinstance(self.ahead, ReadyFirst):
+            self.ahead.save(directory)
+        else:
+            save_batches(directory, self.waiting)
 
     def load(self, directory: Path) -> None:
-        """Read them; a run that samples and trains in turn trains on them first."""
-        self.waiting.update(load_batches(directory, self.train_data))
+        """Read them; a run that samples and trains in turn trains on them first.
+
+        Raises:
+            UnusableCheckpointError: they cannot be read, or belong to another schedule.
+        """
+        if isinstance(self.ahead, Replay):
+            return
+        groups = groups_of(directory)
+        batches = load_batches(directory, self.train_data)
+        if isinstance(self.ahead, ReadyFirst) and groups is not None:
+            self.ahead.resume(groups, batches)
+        elif batches and (isinstance(self.ahead, ReadyFirst) or groups is not None):
+            there = "in_order" if groups is None else "ready_first"
+            raise UnusableCheckpointError(
+                f"{directory} has {len(batches)} batches that wait to be trained on {there}, and this run has another schedule. Fix: go "
+                f"on with grpo.async_grpo.schedule: {there}, or from a checkpoint without any"
+            )
+        else:
+            self.waiting.update(batches)
 
     def close(self) -> None:
         """Begin to sample nothing more."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NotRequired
+from typing import Annotated, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from megarl.key import AT_LEAST_0, Key
+from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
 
 SECTION = "grpo.async_grpo"
 
@@ -15,14 +15,68 @@ class AsyncConfig(TypedDict):
     """Engines sample the batches of later steps while a step trains."""
 
     enabled: Annotated[bool, Key("sample beside training; needs ``policy.generation.colocated.enabled: false``.")]
+    schedule: NotRequired[
+        Annotated[
+            Literal["in_order", "ready_first"],
+            Key(
+                "`in_order`: the batch of step n is sampled with the weights behind step n - 1 - "
+                "``max_trajectory_age_steps``, whatever the timing, so that a run repeats itself. `ready_first`: a "
+                "step trains on the groups that are complete first, and engines sample on over refits, so that no step "
+                "waits for its longest answer; the batches are kept in ``RUN/ledger``.",
+                default="in_order",
+            ),
+        ]
+    ]
     max_trajectory_age_steps: NotRequired[
         Annotated[
             int,
             Key(
-                "k: the batch of step n is sampled with the weights behind step n - 1 - k, whatever the timing, so that a run repeats "
-                "itself. 0 samples and trains in turn; 1 is enough to keep both busy.",
+                "k, steps of training between the weights that sample an answer and those that it trains: exactly so "
+                "many `in_order`, so many at most `ready_first`. 0 samples and trains in turn; 1 is enough to keep "
+                "both busy.",
                 AT_LEAST_0,
                 default=1,
+            ),
+        ]
+    ]
+    lookahead_steps: NotRequired[
+        Annotated[
+            int,
+            Key(
+                "`ready_first`: batches that are sampled, or wait, while a step trains; more leave more to choose from. "
+                "At most ``max_trajectory_age_steps``.",
+                AT_LEAST_1,
+                default=1,
+            ),
+        ]
+    ]
+    on_stale: NotRequired[
+        Annotated[
+            Literal["wait", "drop"],
+            Key(
+                "`ready_first`: `wait` trains on a group before it is too old, and waits for it where it must; `drop` "
+                "leaves out groups that are too old (`rollouts_dropped`), which favours short answers.",
+                default="wait",
+            ),
+        ]
+    ]
+    in_flight_weight_updates: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "`ready_first`, with engines that take requests one by one (`vllm`): an answer that is not complete at "
+                "a refit goes on with the new weights. false waits for all of them before each refit.",
+                default=True,
+            ),
+        ]
+    ]
+    replay: NotRequired[
+        Annotated[
+            str | None,
+            Key(
+                "directory of a `ready_first` run: train on its ledger again, bit for bit, without engines where "
+                "nothing is validated; null samples.",
+                default=None,
             ),
         ]
     ]

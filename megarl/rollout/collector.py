@@ -6,6 +6,7 @@ import datetime
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +22,7 @@ from megarl.config.sections import AlgorithmConfig, RunConfig
 from megarl.data.chat_template import ChatTemplate
 from megarl.data.observations import ObservationEncoder
 from megarl.errors import BatchError, MegarlError
+from megarl.models.generation.shared_stream import SharedStream
 from megarl.models.generation.stream import RequestStream, Waves
 from megarl.observe.step_line import EPISODES
 from megarl.observe.timing import GENERATION, Sequences
@@ -95,6 +97,8 @@ class Collector:
         engine: engines beside the policy; None where the policy itself generates.
         limits: of each conversation.
         encoder: of observations; None where conversations have one turn.
+        shared: engines that several collectors ask at once, and who sees to their weights; None where this one does.
+        judging: as of ``EpisodeRunner``.
     """
 
     policy: GenerationInterface
@@ -105,6 +109,8 @@ class Collector:
     engine: RefittedEngine | None = None
     limits: EpisodeLimits = field(default_factory=EpisodeLimits)
     encoder: ObservationEncoder | None = None
+    shared: SharedStream | None = None
+    judging: AbstractContextManager[Any] | None = None
 
     @classmethod
     def of_run(
@@ -164,13 +170,14 @@ class Collector:
             for generation in range(generations)
         ]
         engines = _Engines(self, [len(prompt) for prompt in prompts], greedy=greedy, sampling=sampling)
-        runner = EpisodeRunner(engines, self.environment, self.tokenizer, self.timer, self.limits, self.encoder)
+        runner = EpisodeRunner(engines, self.environment, self.tokenizer, self.timer, self.limits, self.encoder, self.judging)
         metrics = runner.run(episodes)
         samples = self._rows([episode.segment for episode in episodes])
         earlier = self._earlier(episodes, samples)
         samples |= _columns(episodes)
         if weight_version is not None:
-            samples["weight_version"] = torch.full((rows,), weight_version, dtype=torch.int64)
+            versions = [weight_version if episode.version is None else episode.version for episode in episodes]
+            samples["weight_version"] = torch.tensor(versions, dtype=torch.int64)
         samples["sample_mask"] = samples["sample_mask"] * (~samples["masked"]).float()
         if self.limits.turns > 1:
             samples["turns"] = torch.tensor([episode.turns for episode in episodes])
@@ -231,6 +238,8 @@ class _Engines:
     sampling: Sampling | None
 
     def ready(self) -> RequestStream:
+        if self.collector.shared is not None:
+            return self.collector.shared.view()
         engine, timer = self.collector.engine, self.collector.timer
         if engine is None:
             with timer.phase(GENERATION):
@@ -252,13 +261,14 @@ class _Engines:
         return self.collector.policy if engine is None else engine.generation
 
     def replace_lost(self, error: MegarlError) -> None:
-        if self.collector.engine is None:
+        if self.collector.engine is None or self.collector.shared is not None:
             raise error
         with self.collector.timer.phase("engine_restart"):
             self.collector.engine.replace_lost_engines(error)
 
     def finish(self, episodes: Sequence[Episode]) -> None:
-        self._generation.finish_generation()
+        if self.collector.shared is None:
+            self._generation.finish_generation()
         segments = [segment for episode in episodes for segment in episode.segments]
         lengths, prompts = np.array([len(each) for each in segments]), np.array([len(each.prompt) for each in segments])
         self.collector.timer.passed(Sequences(lengths, prompts, np.array(self.prompts)))

@@ -53,6 +53,11 @@ class NamedEnvironments:
         """
         return self._asked(turn, "step")
 
+    def judges_groups(self, step_rows: int) -> None:
+        """See ``SingleTurn.judges_groups``; any of them may have all of a step."""
+        for each in self.environments.values():
+            tell_of_groups(each, step_rows)
+
     def _asked(self, turn: Turn, method: str) -> EnvironmentReturn:
         rows_of: dict[str, list[int]] = {}
         for row, record in enumerate(turn.records):
@@ -179,6 +184,12 @@ def _of_rows(turn: Turn, rows: Sequence[int]) -> Turn:
         turns=chosen(turn.turns) if turn.turns else (),
         truncated=chosen(turn.truncated) if turn.truncated else (),
     )
+
+
+def tell_of_groups(environment: Environment, step_rows: int) -> None:
+    """Tell an environment that its calls have the responses to one prompt each, where it wants to know."""
+    if hasattr(environment, "judges_groups"):
+        environment.judges_groups(step_rows)
 
 
 def environment_of(environment: Environment, record: Example) -> Environment:

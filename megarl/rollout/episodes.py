@@ -12,6 +12,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from numbers import Number
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -98,6 +99,7 @@ class Episode:
         response: text of the last response.
         history: the conversation as the chat template writes it, where that may be other tokens than before; from the first observation on.
         stop_strings: texts that end its next response too.
+        version: steps of training behind the oldest weights that sampled any of it; None where engines do not say.
     """
 
     record: Example
@@ -112,6 +114,7 @@ class Episode:
     response: str = ""
     history: History | None = None
     stop_strings: Sequence[str] | None = None
+    version: int | None = None
 
     @property
     def rewards(self) -> list[float]:
@@ -155,6 +158,7 @@ class EpisodeRunner:
         timer: told the phases ``generation``, as long as a request waits, and ``reward``.
         limits: of each episode.
         encoder: of observations; None where there is one turn.
+        judging: entered for each call of an environment that cannot be asked from several threads.
     """
 
     def __init__(
@@ -165,7 +169,9 @@ class EpisodeRunner:
         timer: PhaseTimer,
         limits: EpisodeLimits,
         encoder: ObservationEncoder | None = None,
+        judging: AbstractContextManager[Any] | None = None,
     ) -> None:
+        self._judging: AbstractContextManager[Any] = contextlib.nullcontext() if judging is None else judging
         self._engines, self._environment, self._tokenizer = engines, environment, tokenizer
         self._timer, self._limits, self._encoder = timer, limits, encoder
         self._episodes: Sequence[Episode] = ()
@@ -250,6 +256,8 @@ class EpisodeRunner:
         episode.segment.sampled(completion.tokens, completion.logprobs)
         episode.response, episode.truncated = text, completion.truncated
         episode.turns += 1
+        if completion.version is not None:
+            episode.version = completion.version if episode.version is None else min(episode.version, completion.version)
 
     def _may_go_on(self, episode: Episode) -> bool:
         return episode.reason is None and not episode.truncated and episode.turns < self._limits.turns
@@ -281,7 +289,9 @@ class EpisodeRunner:
         known = [(number, episode) for number, episode in enumerate(self._episodes) if episode.reason not in _NOT_JUDGED]
         numbers = [number for number, episode in known if hasattr(environment_of(environment, episode.record), "judge")]
         if numbers:
-            said = self._checked(environment.judge(self._turn(numbers)), len(numbers))
+            with self._judging:
+                answer = environment.judge(self._turn(numbers))
+            said = self._checked(answer, len(numbers))
             for row, number in enumerate(numbers):
                 self._reward(self._episodes[number], said, row)
 
@@ -344,7 +354,9 @@ class EpisodeRunner:
         return self._checked(ended.result, 1)
 
     def _step(self, numbers: Sequence[int]) -> EnvironmentReturn:
-        return self._checked(self._environment.step(self._turn(numbers)), len(numbers))
+        with self._judging:
+            answer = self._environment.step(self._turn(numbers))
+        return self._checked(answer, len(numbers))
 
     def _checked(self, said: EnvironmentReturn, rows: int) -> EnvironmentReturn:
         check_answer(said, rows)

@@ -64,7 +64,9 @@ class SingleTurn:
         self._on_fault = {"error": on_error, "timeout": section["on_timeout"], "outage": "raise" if on_error == "raise" else "mask"}
         self._has_several = section.get("rewards") is not None
         self._keeps_special_tokens = section.get("keep_special_tokens", False)
-        self._batches_without_scores = self._told = 0
+        self._batches_without_scores = self._rows_without_scores = self._told = 0
+        self._step_rows = 0
+        self._failing: dict[str, int] = {}
         self._advised = False
         pooled: list[RewardSpec] = []
         self._parts: list[_Part] = []
@@ -80,6 +82,11 @@ class SingleTurn:
         if pooled:
             processes = section["processes"] or min(os.cpu_count() or 1, 8)
             self._pool = RewardPool(pooled, processes)
+
+    def judges_groups(self, step_rows: int) -> None:
+        """From now on a call has the responses to one prompt, of the so many of a step: what fails on all of a call
+        says little of the reward function before it fails on as many."""
+        self._step_rows = step_rows
 
     def step(self, turn: Turn) -> EnvironmentReturn:
         """Rewards of the responses, the sums of their parts times their weights.
@@ -171,8 +178,10 @@ class SingleTurn:
         if untold:
             further = "further " if told_before < _TOLD else ""
             logger.warning("%d %srewards of this batch could not be computed, the first of %s", len(untold), further, untold[0])
-        self._batches_without_scores = self._batches_without_scores + 1 if unscored and all(unscored) else 0
-        if self._batches_without_scores >= _BATCHES:
+        without = bool(unscored) and all(unscored)
+        self._batches_without_scores = self._batches_without_scores + 1 if without else 0
+        self._rows_without_scores = self._rows_without_scores + len(unscored) if without else 0
+        if self._batches_without_scores >= _BATCHES and self._rows_without_scores >= _BATCHES * self._step_rows:
             first = next(score.message for column in columns for score in column if score.fault is not None)
             raise RewardError(
                 f"no response of {_BATCHES} batches in a row could be scored; of the last, the first fault is: {first}. Fix: mend the "
@@ -187,9 +196,13 @@ class SingleTurn:
             RewardError: a reward function does so, which is its own fault and no response's.
         """
         for place, (part, column) in enumerate(zip(self._parts, columns, strict=True)):
-            if len(column) > 1 and all(score.fault == "error" or score.trace for score in column):
+            fails = len(column) > 1 and all(score.fault == "error" or score.trace for score in column)
+            self._failing[part.name] = self._failing.get(part.name, 0) + len(column) if fails else 0
+            if fails:
                 if not part.spec.blames_answer:
                     columns[place] = [replace(score, fault="outage") for score in column]
+                    continue
+                if self._failing[part.name] < self._step_rows:
                     continue
                 what = f"the reward {part.name} ({part.spec.name}) failed on each of the {len(column)} responses of a batch"
                 first = f"record {turn.records[0].index}: {column[0].message}"

@@ -25,9 +25,10 @@ from megarl.checkpoint.lock import LOCK_NAME, RunLock
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.checkpoint.node_memory import OwnMemory
 from megarl.config.algorithms import algorithm_class, generates, own_section, step_size
+from megarl.config.asynchrony import SECTION as ASYNC
 from megarl.config.memory_run import checkpoint_bytes, checkpoint_bytes_beside
 from megarl.config.model_facts import facts_of_policy
-from megarl.config.nested import put
+from megarl.config.nested import at, put
 from megarl.config.rules.parallel import generation_shape
 from megarl.config.rules.view import View
 from megarl.config.sections import CheckpointingConfig, RunConfig
@@ -217,7 +218,7 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
         tell_worker_groups(config["profiler"])
         models = start_models(launch.placed, inputs.tokenizer, start, stack, launch.make_policy)
         policy, turns = models[ACTOR], Turns(models)
-        refit = start_engines(config, policy, stack)
+        refit = start_engines(config, policy, stack) if _generates(config, schedule) else None
         if refit is not None:
             refit.restarts, refit.on_restart = restarts.engines, restarts.engines_lost
 
@@ -411,6 +412,12 @@ def _open_sinks(config: RunConfig, run_dir: Path, stack: ExitStack) -> MetricSin
         _set_aside(run_dir / METRICS_FILE)
         _set_aside(run_dir / SAMPLES)
     return stack.enter_context(open_sinks(config["logger"], run_dir, config))
+
+
+def _generates(config: RunConfig, schedule: Schedule) -> bool:
+    """Return False for a run that trains on the ledger of another one and validates nothing: nothing is sampled."""
+    validates = schedule.val_period > 0 or schedule.val_at_start or schedule.val_at_end
+    return validates or at(config, f"{ASYNC}.replay") is None
 
 
 def _open_reporting(launch: _Launch, start: ResumePoint, stack: ExitStack) -> Reporting:

@@ -479,6 +479,21 @@ TABLE: Mapping[str, Row] = {
         "if not",
         ("unit/test_sampling_ahead.py",),
     ),
+    "asynchrony: a group gets too old": Row(
+        "megarl/algorithms/ready_first.py", "if len(found) < missing:", "if False:", ("unit/test_ready_first.py",)
+    ),
+    "asynchrony: groups that are under way are lost in a checkpoint": Row(
+        "megarl/algorithms/ready_first.py",
+        "if each.ordinal not in ready]",
+        "if False]",
+        ("unit/test_ready_first.py",),
+    ),
+    "asynchrony: what was sampled before a refit is sampled again behind it": Row(
+        "megarl/models/generation/shared_stream.py",
+        "        tokens = np.concatenate([request.prompt, *(tokens for tokens, _ in self.pieces)])",
+        "        tokens = request.prompt",
+        ("unit/test_ready_first.py",),
+    ),
     "asynchrony: a weight that one engine rank has wrong is not seen": Row(
         "megarl/algorithms/served.py",
         "if any(digests.get(name) != ours[name] for digests in theirs)",

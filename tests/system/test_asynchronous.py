@@ -3,6 +3,7 @@ takes, and wherever it is killed."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -171,3 +172,36 @@ def test_engines_have_a_layout_of_their_own(tmp_path: Path, material: Material, 
     run_dir = program.finish("run", *layout, *engines, "policy.generation.engine_cfg={tensor_parallel_size: 2}")
     rows = [row for row in read_rows(run_dir) if row["step"] > 0]
     assert all(row["train/mismatch_max"] < 1e-5 and row["train/grad_norm"] > 0 for row in rows)
+
+
+READY_FIRST = [
+    *beside(2),
+    "grpo.async_grpo.schedule=ready_first",
+    "grpo.async_grpo.lookahead_steps=2",
+]
+
+
+@slow
+@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
+def test_what_was_ready_first_is_repeated_from_its_ledger(backend: str, tmp_path: Path, material: Material, launches: Launches) -> None:
+    """After kills too; the checkpoints say which groups wait and which are sampled again."""
+    program = Program(tmp_path, material, launches, backend)
+    seed = sample_seed()
+    draw = random.Random(seed)
+    for step in sorted(draw.sample(range(1, STEPS), 2)):
+        launch = program.start("run", *READY_FIRST)
+        launch.kill_when(launch.logged(step) if draw.random() < 0.5 else launch.committed(step))
+    run = program.finish("run", *READY_FIRST)
+    records = [json.loads(path.read_text())["records"] for path in sorted((run / "ledger").glob("step_*.json"))]
+    prompts = [record for step in records for record in dict.fromkeys(step)]
+    assert len(prompts) == len(set(prompts)), f"seed {seed}: a prompt was trained on twice within an epoch"
+    again = program.finish("again", *READY_FIRST, f"grpo.async_grpo.replay={run}")
+    of_engines = ("train/rollouts_", "train/engine_check", "validation/")
+    rows = [
+        [{name: value for name, value in row.items() if not name.startswith(of_engines)} for row in comparable(each)]
+        for each in (run, again)
+    ]
+    assert rows[0] == rows[1], f"seed {seed}"
+    assert weights(run) == weights(again), f"seed {seed}"
+    ages = [row["train/rollout_age"] for row in read_rows(run) if row["step"] > 0]
+    assert max(ages) <= 2 and any(age > 0 for age in ages)

@@ -28,6 +28,8 @@ from megarl.config import validate_config
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.errors import BatchError, ConfigError, MegarlError, MismatchError, RefitError, WorkerError
+from megarl.models.generation import engine_stream, shared_stream
+from megarl.models.generation.shared_stream import SharedStream
 from megarl.models.generation.stream import Completion, Request, RequestStream
 from megarl.models.generation.vllm.generation import VllmGeneration
 from megarl.models.policy.lm_policy import Policy
@@ -258,6 +260,32 @@ def test_requests_that_come_one_by_one_bring_what_a_batch_brings(apart: VllmGene
     full.submit({0: Request(np.full(65, 5), 1)})
     with pytest.raises(BatchError, match=r"65 tokens: more than policy\.generation\.vllm_cfg\.max_model_len = 64"):
         full.poll()
+
+
+@slow
+def test_requests_go_on_over_refits_with_the_tokens_that_they_have(apart: VllmGeneration, policy: Policy) -> None:
+    """A step of vLLM at a time, with the same weights again between any two: what comes out is as if nothing had been."""
+    apart.prepare_refit_info(policy.prepare_refit_info() or {})
+    connect(policy, apart)
+    refit_policy_generation(policy, apart, colocated_inference=False)
+    data = BatchedDataDict({**PROMPTS, "sampling_seeds": torch.tensor([11, 3, 5])})
+    whole = apart.generate(data, greedy=True)
+    shared = SharedStream(lambda: apart.requests([], 0, greedy=True, sampling=None), NEW)
+    view = shared.view()
+    view.submit(requests_of(data))
+    found: dict[int, Completion] = {}
+    with patched((engine_stream, "TURN_SECONDS", 1e-3), (shared_stream, "_LOOK_SECONDS", 0.0)):
+        for version in range(100):
+            shared.resume(version)
+            found |= view.poll(1e-3)
+            shared.pause()
+            if len(found) == 3:
+                break
+            refit_policy_generation(policy, apart, colocated_inference=False)
+    assert version > 1, "nothing was interrupted"
+    for row, length in enumerate(PROMPTS["input_lengths"].tolist()):
+        assert found[row].tokens.tolist() == rows_of(whole)[row][length:] and found[row].truncated
+        np.testing.assert_allclose(found[row].logprobs, whole["logprobs"][row, length : length + NEW].numpy(), rtol=0, atol=1e-5)
 
 
 @slow

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.ahead import DIRECTORY, HeldEngines, Sampling, SamplingAhead, load_batches, save_batches
+from megarl.algorithms.ahead import HeldEngines, SamplingAhead
+from megarl.algorithms.sampled_batch import DIRECTORY, Sampling, load_batches, save_batches
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import RewardError, UnusableCheckpointError, WorkerError, WorkerLostError
 from megarl.observe.timing import ENGINE_IDLE, GENERATION, PhaseTimer

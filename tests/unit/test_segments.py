@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megarl.algorithms.advantages import generalized_advantages, rewards_of_tokens, values_before
-from megarl.algorithms.ahead import load_batches, save_batches
 from megarl.algorithms.loss_functions import ClippedPGLossFn
 from megarl.algorithms.sampled import Sampling
+from megarl.algorithms.sampled_batch import load_batches, save_batches
 from megarl.config.losses import ClippedPGLossConfig
 from megarl.data.datasets import Example
 from megarl.distributed.batched_data_dict import BatchedDataDict

@@ -142,7 +142,7 @@ def token_ids_exist(view: View) -> Iterator[Violation]:
 def sampling_beside_training_has_devices(view: View) -> Iterator[Violation]:
     """Engines that sample while the policy trains are not on its devices, nor is a model that scores what
     they sample."""
-    view.require(view.get(f"{ASYNC}.enabled") is True)
+    view.require(view.get(f"{ASYNC}.enabled") is True and view[f"{ASYNC}.replay"] is None)
     key = f"{GENERATION}.colocated.enabled"
     if view[key]:
         bound = f"{ASYNC}.enabled is true, and on shared devices sampling and training take turns: there is a lag and no overlap"
@@ -151,6 +151,15 @@ def sampling_beside_training_has_devices(view: View) -> Iterator[Violation]:
     if view.written(REWARD_MODEL.section):
         bound = f"{ASYNC}.enabled is true, and a reward model scores on the devices of the policy, which trains meanwhile"
         yield Violation(REWARD_MODEL.section, "...", bound, f"remove it, or write {ASYNC}.enabled: false")
+
+
+def groups_are_young_enough(view: View) -> Iterator[Violation]:
+    """Groups that are sampled ahead are trained on before they are too old."""
+    view.require(view.get(f"{ASYNC}.enabled") is True and view[f"{ASYNC}.schedule"] == "ready_first")
+    age, ahead = f"{ASYNC}.max_trajectory_age_steps", f"{ASYNC}.lookahead_steps"
+    if view[age] < view[ahead]:
+        bound = f"{ahead} = {view[ahead]} batches are sampled ahead, and a batch gets as old as that"
+        yield Violation(age, view[age], bound, f"write {view[ahead]} or more, or fewer {ahead}")
 
 
 def engine_logprobs_are_not_compared(view: View) -> Iterator[Violation]:
@@ -174,5 +183,6 @@ GENERATION_RULES: tuple[Rule, ...] = (
     stop_strings_say_something,
     token_ids_exist,
     sampling_beside_training_has_devices,
+    groups_are_young_enough,
     engine_logprobs_are_not_compared,
 )

@@ -359,6 +359,25 @@ ROWS_OF_RUNS = (
         "remove it, or write normalize_rewards: true",
     ),
     Row(
+        "schedule_of_sampling",
+        {
+            "grpo.async_grpo.lookahead_steps": 1,
+            "grpo.async_grpo.on_stale": "wait",
+            "grpo.async_grpo.in_flight_weight_updates": True,
+            "grpo.async_grpo.replay": None,
+        },
+        {"grpo.async_grpo.schedule": "in_order"},
+        "grpo.async_grpo.schedule is in_order, and nothing reads it",
+        "write grpo.async_grpo.schedule: ready_first, or {first}",
+    ),
+    Row(
+        "schedule_of_sampling",
+        {"grpo.use_dynamic_sampling": False},
+        {"grpo.async_grpo.enabled": True, "grpo.async_grpo.schedule": "ready_first"},
+        "with grpo.async_grpo.schedule: ready_first, dynamic sampling is not in this version",
+        "write false, or grpo.async_grpo.schedule: in_order",
+    ),
+    Row(
         "dynamic_sampling_is_on",
         {"grpo.batch_multiplier": 1, "grpo.dynamic_sampling_max_gen_batches": 10},
         {"grpo.use_dynamic_sampling": False},

@@ -59,6 +59,7 @@ class EngineStream:
         self._new: list[dict[int, Request]] = [{} for _ in range(group.engines)]
         self._open: list[set[int]] = [set() for _ in range(group.engines)]
         self._calls: dict[Any, tuple[int, float]] = {}
+        self._arrived: dict[int, Completion] = {}
 
     def submit(self, requests: Mapping[int, Request]) -> None:
         """Hand requests in. Those of one number go to one engine, which has the beginning of a conversation in its cache."""
@@ -73,7 +74,7 @@ class EngineStream:
             WorkerError, DeadlineError: an engine died or hangs.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        found: dict[int, Completion] = {}
+        found, self._arrived = self._arrived, {}
         while not found:
             self._call()
             if not self._calls:
@@ -92,12 +93,20 @@ class EngineStream:
     def abort(self, numbers: Iterable[int]) -> None:
         """Give requests up, and wait until their engines have."""
         given_up = set(numbers)
+        self.interrupt(given_up)
+        self._arrived = {number: each for number, each in self._arrived.items() if number not in given_up}
+
+    def interrupt(self, numbers: Iterable[int]) -> dict[int, Completion]:
+        """Give requests up as they are; see ``RequestStream.interrupt``."""
+        given_up = set(numbers)
         for call in list(self._calls):
-            self._completed(call)
+            self._arrived |= self._completed(call)
+        parts: dict[int, Completion] = {}
         for engine, numbers_of in enumerate(self._open):
             self._new[engine] = {number: request for number, request in self._new[engine].items() if number not in given_up}
             if numbers_of & given_up:
-                self._completed(self._exchange(engine, {}, sorted(numbers_of & given_up)))
+                parts |= self._completed(self._exchange(engine, {}, sorted(numbers_of & given_up)))
+        return parts
 
     def _call(self) -> None:
         """Call each engine that has something to do and is in no call."""

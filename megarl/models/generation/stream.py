@@ -39,11 +39,14 @@ class Completion:
         tokens: [n] int64, what was sampled, the stop token among them.
         logprobs: [n] float32, of each of them as it was drawn.
         truncated: a length limit ended it, not a stop.
+        version: steps of training behind the oldest weights that sampled any of it; None where they are those that
+            the engines had all the time.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     truncated: bool
+    version: int | None = None
 
 
 class RequestStream(Protocol):
@@ -70,6 +73,11 @@ class RequestStream(Protocol):
 
     def abort(self, numbers: Iterable[int]) -> None:
         """Give requests up: no ``poll`` brings them any more."""
+        ...
+
+    def interrupt(self, numbers: Iterable[int]) -> dict[int, Completion]:
+        """Give requests up as they are: what has been sampled of each. One that is completed meanwhile is not among
+        them, and comes by the next ``poll``."""
         ...
 
 
@@ -117,6 +125,11 @@ class Waves:
         """Forget requests."""
         for number in numbers:
             self._waiting.pop(number, None)
+
+    def interrupt(self, numbers: Iterable[int]) -> dict[int, Completion]:
+        """Forget requests, of which nothing has been sampled: a wave is completed as a whole."""
+        self.abort(numbers)
+        return {}
 
     def poll(self, timeout_s: float | None = None) -> dict[int, Completion]:
         """Complete what waits, in the order of the numbers.

@@ -85,6 +85,10 @@ class ToolEnvironment(MessageEnvironment):
         """See ``SingleTurn``."""
         return self._single.final_answer
 
+    def judges_groups(self, step_rows: int) -> None:
+        """See ``SingleTurn``."""
+        self._single.judges_groups(step_rows)
+
     def close(self) -> None:
         """End the rewards' processes."""
         self._single.close()

@@ -411,12 +411,12 @@ class VllmGenerationWorker:
         Args:
             numbers: of the caller's, one a row of ``data``.
             data: prompts, as of ``generate``.
-            given_up: numbers of requests that nobody waits for any more.
+            given_up: numbers of requests that end as they are.
             wait_s: work for so long at most.
             greedy, version, sampling: as of ``generate``.
 
         Returns:
-            Number, tokens, log-probabilities and whether a limit ended it, of each request that was completed.
+            Number, tokens, log-probabilities and whether a limit ended it, of each request that was completed or given up.
 
         Raises:
             RefitError: the engine has other weights, or none that are whole.
@@ -425,13 +425,11 @@ class VllmGenerationWorker:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        if given_up:
-            self._engine.call("llm_engine.abort_request", list(map(str, given_up)))
-        found: dict[int, Answer] = {}
+        found = self._given_up(set(map(str, given_up)))
         if data is not None:
             config = cast(GenerationConfig, {**self._config, **(sampling or {})})
             requests = requests_of(data, config, self._config["vllm_cfg"]["max_model_len"], greedy=greedy)
-            found = dict.fromkeys(set(numbers) - {numbers[request.row] for request in requests}, NO_ROOM)
+            found |= dict.fromkeys(set(numbers) - {numbers[request.row] for request in requests}, NO_ROOM)
             for request in requests:
                 params = SamplingParams(**request.options, output_kind=RequestOutputKind.FINAL_ONLY)
                 prompt = {"prompt_token_ids": request.prompt}
@@ -441,6 +439,18 @@ class VllmGenerationWorker:
             outputs = self._engine.call("llm_engine.step")
             found |= {int(output.request_id): answer_of(output.outputs[0]) for output in outputs if output.finished}
         return [(number, answer.tokens, answer.logprobs, answer.truncated) for number, answer in found.items()]
+
+    def _given_up(self, names: set[str]) -> dict[int, Answer]:
+        """End requests as they are; what has been sampled of each."""
+        if not names:
+            return {}
+        from vllm.v1.engine import FinishReason
+
+        # vLLM tells of an aborted request only those who wait for it in its own event loop
+        states = list(self._engine.call("llm_engine.output_processor.request_states.values"))
+        outputs = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states if state.external_req_id in names]
+        self._engine.call("llm_engine.abort_request", sorted(names))
+        return {int(output.request_id): answer_of(output.outputs[0]) for output in outputs}
 
     def _drawn(self, prompts: list[Any], params: list[Any], seed: int) -> Any:
         """What vLLM draws for prompts by one seed for all of them.

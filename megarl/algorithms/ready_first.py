@@ -1,0 +1,375 @@
+"""Batches of the groups of answers that are complete first.
+
+Engines go on sampling while the policy trains, and over refits: an answer that is not complete goes on with the new
+weights. Which groups make the batch of a step so depends on who was faster. The ledger of a run has the batches as
+they were trained on, and a run that reads them (``Replay``) repeats its training bit for bit without any engine.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.files.atomic import fsync_directory, fsync_file, write_json_atomic
+from megarl.algorithms.sampled_batch import DIRECTORY, Sampling, load_batch, save_batch, save_batches
+from megarl.errors import MegarlError, UnusableCheckpointError
+from megarl.observe.timing import ENGINE_IDLE, GENERATION, ROLLOUT_WAIT, PhaseTimer
+
+if TYPE_CHECKING:
+    from megarl.algorithms.refit import Refit
+    from megarl.data.datasets import Dataset
+    from megarl.data.sampler import Sampler
+    from megarl.models.generation.shared_stream import SharedStream
+    from megarl.rollout.collector import Rollouts
+
+LEDGER = "ledger"
+"""Directory of a run."""
+_GROUPS, _RUN = "groups.json", "run.json"
+_LOOK_SECONDS = 0.5
+"""Between looks at the engines while groups are waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """How groups become batches.
+
+    Attributes:
+        prompts: groups of a batch.
+        lookahead: batches that are sampled, or wait, while a step trains.
+        most_age: steps of training between the oldest weights that sampled an answer and those that it trains.
+        drops: a group that is older is left out, and another one takes its place; otherwise a step waits for groups
+            that would be too old for the next one, and trains on them first.
+    """
+
+    prompts: int
+    lookahead: int
+    most_age: int
+    drops: bool
+
+
+@dataclass(slots=True)
+class _Group:
+    """The answers to one prompt.
+
+    Attributes:
+        ordinal: of the prompt in the run.
+        index: of its record.
+        version: steps of training behind the oldest weights that sampled any of them.
+        rollouts: the answers, once they are complete and judged.
+        timer: what was sampled of them.
+    """
+
+    ordinal: int
+    index: int
+    version: int
+    rollouts: Rollouts | None = None
+    timer: PhaseTimer | None = None
+
+
+class ReadyFirst:
+    """Gives the batch of each step while engines sample later ones.
+
+    Args:
+        order: how groups become batches.
+        collect: samples and judges the answers to a record, by its index, its ordinal and the version of the
+            weights; called in a thread a group.
+        join: groups as one batch.
+        shared: requests of all groups.
+        refit: brings engines the policy's weights.
+        sampler: the order of the data.
+        last_step: of the run, behind which nothing is sampled; None where it is not known.
+        timer: of the step.
+        ledger: where batches are written before they are trained on.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        collect: Callable[[int, int, int, PhaseTimer], Rollouts],
+        join: Callable[[list[Rollouts]], Rollouts],
+        shared: SharedStream,
+        refit: Refit,
+        sampler: Sampler,
+        last_step: int | None,
+        timer: PhaseTimer,
+        ledger: Ledger,
+    ) -> None:
+        self._order, self._collect, self._join, self._shared = order, collect, join, shared
+        self._refit, self._sampler, self._last, self._timer, self._ledger = refit, sampler, last_step, timer, ledger
+        self._changed = threading.Condition()
+        self._groups: dict[int, _Group] = {}
+        self._arrived: list[int] = []
+        self._failure: BaseException | None = None
+        self._own = PhaseTimer()
+        self._begun_again: list[_Group] = []
+        self._settled_at = time.perf_counter()
+        self.metrics: Mapping[str, float] = {}
+
+    def take(self, step: int) -> Sampling:
+        """The batch of a step; engines sample on with the weights that the policy has now.
+
+        Raises:
+            MegarlError: an environment failed, or engines that could not be replaced.
+        """
+        version = step - 1
+        self._go_on(version)
+        for group in self._begun_again:
+            group.version = version
+            self._begin(group)
+        self._begun_again = []
+        self._fill(step, version)
+        with self._timer.phase(ROLLOUT_WAIT):
+            chosen, dropped = self._chosen(step)
+        self._fill(step + 1, version)
+        rollouts = self._join([each.rollouts for each in chosen if each.rollouts is not None])
+        for group in chosen:
+            self._count(group)
+        with self._changed:
+            ready = len(self._arrived)
+            self.metrics = {
+                "rollouts_ready": float(ready),
+                "rollouts_running": float(len(self._groups) - ready),
+                "rollouts_dropped": float(dropped),
+            }
+        sampling = Sampling(rollouts, rollouts.samples, {}, self._sampler.epoch)
+        self._ledger.write(step, sampling)
+        return sampling
+
+    def settle(self) -> None:
+        """At the end of a step, have the engines pause: whoever validates, saves or refits finds them idle.
+
+        Raises:
+            MegarlError: an environment failed, or engines that could not be replaced.
+        """
+        try:
+            self._shared.pause()
+        except MegarlError as error:
+            # the next step goes on with new ones and the newest weights
+            self._refit.replace_lost_engines(error)
+        busy, now = self._shared.take_busy_seconds(), time.perf_counter()
+        idle, self._settled_at = max(now - self._settled_at - busy, 0.0), now
+        self._timer.merge(self._own, {GENERATION: busy, ENGINE_IDLE: idle})
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._shared.close()
+
+    def save(self, directory: Path) -> None:
+        """Write the groups that wait, and which others are under way; to be called in a pause."""
+        with self._changed:
+            ready = {ordinal: self._groups[ordinal] for ordinal in self._arrived}
+            running = [[each.ordinal, each.index] for each in self._groups.values() if each.ordinal not in ready]
+        batches = {
+            ordinal: Sampling(each.rollouts, each.rollouts.samples, {}) for ordinal, each in ready.items() if each.rollouts is not None
+        }
+        save_batches(directory, batches)
+        place = directory / DIRECTORY
+        place.mkdir(exist_ok=True)
+        (place / _GROUPS).write_text(json.dumps({"arrived": list(ready), "running": running}), encoding="utf-8")
+
+    def resume(self, told: Mapping[str, Any], batches: Mapping[int, Sampling]) -> None:
+        """Go on with the groups that ``save`` wrote: those that were under way are sampled again, by their seeds.
+
+        Args:
+            told: see ``groups_of``.
+            batches: groups that were complete, by ordinal.
+        """
+        for ordinal in told["arrived"]:
+            rollouts = batches[ordinal].rollouts
+            version = int(rollouts.samples["weight_version"].min())
+            self._groups[ordinal] = _Group(ordinal, rollouts.records[0].index, version, rollouts)
+            self._arrived.append(ordinal)
+        self._begun_again = [_Group(ordinal, index, 0) for ordinal, index in told["running"]]
+
+    def _count(self, group: _Group) -> None:
+        """Count the tokens of a group; its seconds say nothing, since groups are sampled side by side."""
+        for phase, found in ({} if group.timer is None else group.timer.take_sequences()).items():
+            with self._own.phase(phase):
+                for each in found:
+                    self._own.passed(each)
+
+    def _go_on(self, version: int) -> None:
+        """Bring engines the newest weights and have them go on; lost ones are replaced."""
+        while True:
+            try:
+                with self._timer.phase("refit"):
+                    self._refit.bring_up_to_date()
+                return self._shared.resume(version)
+            except MegarlError as error:
+                # raises where none is lost, or that was done too often
+                self._refit.replace_lost_engines(error)
+
+    def _fill(self, step: int, version: int) -> None:
+        """Begin groups until as many are under way, or wait, as the lookahead says: for ``step`` and those behind it."""
+        wanted = self._order.lookahead * self._order.prompts
+        if self._last is not None:
+            wanted = min(wanted, (self._last - step + 1) * self._order.prompts)
+        with self._changed:
+            missing = wanted - len(self._groups)
+        for _ in range(missing):
+            ordinal = self._sampler.taken
+            [index] = self._sampler.take(1)
+            self._begin(_Group(ordinal, index, version))
+
+    def _begin(self, group: _Group) -> None:
+        with self._changed:
+            self._groups[group.ordinal] = group
+        threading.Thread(target=self._run, args=(group,), name=f"group-{group.ordinal}", daemon=True).start()
+
+    def _run(self, group: _Group) -> None:
+        timer = PhaseTimer()
+        try:
+            rollouts = self._collect(group.index, group.ordinal, group.version, timer)
+        except BaseException as error:
+            with self._changed:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+            return
+        with self._changed:
+            group.rollouts, group.timer = rollouts, timer
+            group.version = int(rollouts.samples["weight_version"].min())
+            self._arrived.append(group.ordinal)
+            self._changed.notify_all()
+
+    def _chosen(self, step: int) -> tuple[list[_Group], int]:
+        """The groups of a step, in the order of the data, and how many were dropped before there were enough."""
+        dropped, oldest = 0, step - 1 - self._order.most_age
+        while True:
+            self._raise_failure()
+            if self._shared.failed:
+                self._recover(step - 1)
+            with self._changed:
+                if self._order.drops:
+                    stale = [ordinal for ordinal in self._arrived if self._groups[ordinal].version < oldest]
+                    dropped += len(stale)
+                    self._forget(stale)
+                found = self._enough(oldest)
+                if found is not None:
+                    groups = [self._groups[ordinal] for ordinal in sorted(found)]
+                    self._forget(found)
+                    return groups, dropped
+                if not self._order.drops or not stale:
+                    self._changed.wait(_LOOK_SECONDS)
+            self._fill(step, step - 1)
+
+    def _enough(self, oldest: int) -> list[int] | None:
+        """The groups of the next batch, where they are complete.
+
+        Of those that have to be trained on within so many steps there are never more than these steps take, or one
+        would be too old at last: as many of them come first, and a step waits for them.
+        """
+        chosen: list[int] = []
+        for steps in range(0 if self._order.drops else self._order.most_age + 1):
+            due = {each.ordinal for each in self._groups.values() if each.version <= oldest + steps}
+            missing = len(due) - steps * self._order.prompts - len(due.intersection(chosen))
+            found = [ordinal for ordinal in self._arrived if ordinal in due and ordinal not in chosen]
+            if len(found) < missing:
+                return None
+            chosen += found[: max(missing, 0)]
+        rest = [ordinal for ordinal in self._arrived if ordinal not in chosen]
+        chosen += rest[: self._order.prompts - len(chosen)]
+        return chosen if len(chosen) == self._order.prompts else None
+
+    def _forget(self, ordinals: list[int]) -> None:
+        for ordinal in ordinals:
+            self._arrived.remove(ordinal)
+            del self._groups[ordinal]
+
+    def _recover(self, version: int) -> None:
+        """Go on with new engines in place of lost ones."""
+        try:
+            self._shared.pause()
+        except MegarlError as error:
+            self._refit.replace_lost_engines(error)
+        self._go_on(version)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def groups_of(directory: Path) -> Mapping[str, Any] | None:
+    """The groups of a checkpoint: ordinals of those that were complete, in the order in which they were, and ordinal
+    and record of the others; None where the run was none of this kind.
+
+    Raises:
+        UnusableCheckpointError: the file cannot be read.
+    """
+    path = directory / DIRECTORY / _GROUPS
+    if not path.exists():
+        return None
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {"arrived": list(found["arrived"]), "running": list(found["running"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UnusableCheckpointError(f"{path} cannot be read ({error}). Fix: resume from an earlier checkpoint") from error
+
+
+class Ledger:
+    """The batches of a run, by their steps, as they were trained on.
+
+    Args:
+        directory: of the ledger.
+        run: what a batch depends on beside weights and time: seed, data, prompts a step and answers a prompt.
+    """
+
+    def __init__(self, directory: Path, run: Mapping[str, Any]) -> None:
+        self.directory, self._run = directory, dict(run)
+
+    def write(self, step: int, batch: Sampling) -> None:
+        """Write the batch of a step."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(self.directory / _RUN, self._run)
+        # a checkpoint of the step must not outlive what it was trained on
+        for path in save_batch(self.directory, step, batch):
+            fsync_file(path)
+        fsync_directory(self.directory)
+
+    def read(self, step: int, data: Dataset) -> Sampling:
+        """The batch of a step.
+
+        Raises:
+            UnusableCheckpointError: it is missing, cut or changed, or belongs to a run of other data.
+        """
+        try:
+            theirs = dict(json.loads((self.directory / _RUN).read_text(encoding="utf-8")))
+            differing = sorted(key for key in self._run if theirs.get(key) != self._run[key])
+            if differing:
+                key = differing[0]
+                raise ValueError(f"it is of a run with {key} = {theirs.get(key)!r}, and this one has {self._run[key]!r}")
+            return load_batch(self.directory, step, data)
+        except (OSError, ValueError, TypeError) as error:
+            raise UnusableCheckpointError(
+                f"step {step}: the ledger {self.directory} cannot be trained on: {error}. Fix: name a run in "
+                "grpo.async_grpo.replay that has this step, with the same data, seed and sizes"
+            ) from error
+
+
+class Replay:
+    """Gives the batches of a ledger.
+
+    Args:
+        ledger: that has them.
+        data: that they were sampled from.
+    """
+
+    metrics: Mapping[str, float] = {}
+
+    def __init__(self, ledger: Ledger, data: Dataset) -> None:
+        self._ledger, self._data = ledger, data
+
+    def take(self, step: int) -> Sampling:
+        """The batch of a step; see ``Ledger.read``."""
+        return self._ledger.read(step, self._data)
+
+    def settle(self) -> None:
+        """Nothing is sampled beside."""
+
+    def close(self) -> None:
+        """Nothing is sampled beside."""

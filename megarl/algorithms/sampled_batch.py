@@ -1,0 +1,141 @@
+"""The batch that a step has sampled, and its file form: in a checkpoint where it waits to be trained on, and in the
+ledger of a run whose batches depend on who was faster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.files.hashing import hash_of
+from megarl.errors import UnusableCheckpointError
+
+if TYPE_CHECKING:
+    from megarl.data.datasets import Dataset
+    from megarl.distributed.batched_data_dict import BatchedDataDict
+    from megarl.rollout.collector import Rollouts
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The batch that a step has sampled.
+
+    Attributes:
+        rollouts: what it trains on.
+        judged: columns [B] of all answers that were judged for it, those that it does not train on among them.
+        metrics: figures of how they were found.
+        epoch: of the data, behind the last of them.
+    """
+
+    rollouts: Rollouts
+    judged: BatchedDataDict[Any]
+    metrics: Mapping[str, float]
+    epoch: int = 0
+
+
+DIRECTORY = "rollouts"
+"""Of a checkpoint, where there are any."""
+
+_SAMPLES, _JUDGED, _EARLIER = "samples/", "judged/", "earlier/"
+
+
+def save_batches(directory: Path, batches: Mapping[int, Sampling]) -> None:
+    """Write batches that wait to be trained on, by their numbers, below a directory of a checkpoint. Their weights
+    are gone by then, so that nobody could sample them again.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    place = directory / DIRECTORY
+    if batches:
+        place.mkdir()
+    for number, batch in batches.items():
+        save_batch(place, number, batch)
+
+
+def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
+    """Write a batch: its tensors as safetensors, and then the rest as JSON, which has a digest of them. Returns both.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    samples, judged = batch.rollouts.samples, batch.judged
+    tensors = {f"{_SAMPLES}{name}": value for name, value in samples.items() if isinstance(value, torch.Tensor)}
+    if judged is not samples:
+        tensors |= {f"{_JUDGED}{name}": value for name, value in judged.items() if isinstance(value, torch.Tensor)}
+    tensors |= {f"{_EARLIER}{name}": value for name, value in (batch.rollouts.earlier or {}).items()}
+    path = _path_of(place, number)
+    save_file({name: value.clone().contiguous() for name, value in tensors.items()}, path)
+    told = {
+        "records": [record.index for record in batch.rollouts.records],
+        "columns": list(samples),
+        "others": {name: value for name, value in samples.items() if not isinstance(value, torch.Tensor)},
+        "metrics": dict(batch.rollouts.metrics),
+        "sampling": dict(batch.metrics),
+        "epoch": batch.epoch,
+        "digest": hash_of(path),
+    }
+    path.with_suffix(".json").write_text(json.dumps(told), encoding="utf-8")
+    return [path, path.with_suffix(".json")]
+
+
+def load_batches(directory: Path, data: Dataset) -> dict[int, Sampling]:
+    """Batches that ``save_batches`` has written, by their numbers; none where there are none.
+
+    Args:
+        directory: of a checkpoint, whose files are whole.
+        data: that they were sampled from; its fingerprint was compared before.
+
+    Raises:
+        UnusableCheckpointError: they cannot be read.
+    """
+    place = directory / DIRECTORY
+    try:
+        numbers = [int(path.stem.removeprefix("step_")) for path in sorted(place.glob("step_*.safetensors"))]
+        return {number: load_batch(place, number, data) for number in numbers}
+    except ValueError as error:
+        what = f"the batches in {place} that wait to be trained on cannot be read ({error})"
+        raise UnusableCheckpointError(f"{what}. Fix: remove {directory} to resume from an earlier one") from error
+
+
+def load_batch(place: Path, number: int, data: Dataset) -> Sampling:
+    """A batch that ``save_batch`` has written.
+
+    Raises:
+        ValueError: a file is missing, cut, or was changed.
+    """
+    from safetensors import SafetensorError
+
+    path = _path_of(place, number)
+    try:
+        told = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        if told.get("digest", "") not in {"", hash_of(path)}:
+            raise ValueError(f"{path} is not as it was written")
+        return _read(path, told, data)
+    except (OSError, KeyError, IndexError, SafetensorError) as error:
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def _path_of(place: Path, number: int) -> Path:
+    return place / f"step_{number}.safetensors"
+
+
+def _read(path: Path, told: Mapping[str, Any], data: Dataset) -> Sampling:
+    from safetensors import safe_open
+
+    from megarl.distributed.batched_data_dict import BatchedDataDict
+    from megarl.rollout.collector import Rollouts
+
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    found = {name: tensors[f"{_SAMPLES}{name}"] if f"{_SAMPLES}{name}" in tensors else told["others"][name] for name in told["columns"]}
+    samples: BatchedDataDict[Any] = BatchedDataDict(found)
+    judged = {name.removeprefix(_JUDGED): value for name, value in tensors.items() if name.startswith(_JUDGED)}
+    earlier = {name.removeprefix(_EARLIER): value for name, value in tensors.items() if name.startswith(_EARLIER)}
+    rollouts = Rollouts(samples, data.select(told["records"]), told["metrics"], BatchedDataDict(earlier) if earlier else None)
+    return Sampling(rollouts, BatchedDataDict(judged) if judged else samples, told["sampling"], told["epoch"])

@@ -1,0 +1,278 @@
+"""One stream of requests that many callers share, and that goes on over refits.
+
+Between ``resume`` and ``pause`` a thread drives the engines. A pause leaves them without any request, so that they
+can take weights, validate, or be saved beside. What has been sampled of a request until then is kept: engines get
+it as part of the prompt when they go on, with new weights and without any cache of the old ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megarl.errors import MegarlError
+from megarl.models.generation.stream import Completion, Request, RequestStream
+
+_LOOK_SECONDS = 0.05
+"""That new requests wait for a poll at most, and that requests of a wave are waited for."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that is not complete.
+
+    Attributes:
+        request: as it was handed in.
+        caller: who waits for it.
+        number: the caller's.
+        pieces: tokens and log-probabilities, sampled by one version of the weights each.
+        version: of the oldest weights that sampled any of them.
+    """
+
+    request: Request
+    caller: SharedView
+    number: int
+    pieces: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    version: int | None = None
+
+    def add(self, piece: Completion, version: int) -> None:
+        """Put behind the others what weights of a version have sampled."""
+        if len(piece.tokens):
+            self.pieces.append((piece.tokens, piece.logprobs))
+        if self.version is None and (len(piece.tokens) or not self.pieces):
+            self.version = version
+
+    def rest(self, most: int) -> Request:
+        """The request for what is still missing. Draws go on by another seed: engines begin each request's anew.
+
+        Args:
+            most: tokens of a completion, as configured.
+        """
+        request = self.request
+        if not self.pieces:
+            return request
+        tokens = np.concatenate([request.prompt, *(tokens for tokens, _ in self.pieces)])
+        done = len(tokens) - len(request.prompt)
+        bound = most if request.max_new_tokens is None else min(most, request.max_new_tokens)
+        seed = None if request.seed is None else _seed_behind(request.seed, done)
+        return Request(tokens, seed, bound - done, request.stop_strings)
+
+    def completed(self, truncated: bool) -> Completion:
+        """All of it."""
+        if len(self.pieces) == 1:
+            return Completion(*self.pieces[0], truncated, self.version)
+        tokens = [tokens for tokens, _ in self.pieces] or [np.zeros(0, np.int64)]
+        logprobs = [logprobs for _, logprobs in self.pieces] or [np.zeros(0, np.float32)]
+        return Completion(np.concatenate(tokens), np.concatenate(logprobs), truncated, self.version)
+
+
+def _seed_behind(seed: int, done: int) -> int:
+    digest = hashlib.blake2b(f"{seed}+{done}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class SharedView:
+    """What one caller sees of a shared stream; see ``RequestStream``."""
+
+    in_waves = False
+
+    def __init__(self, shared: SharedStream) -> None:
+        self._shared = shared
+        self.found: dict[int, Completion] = {}
+
+    def submit(self, requests: Mapping[int, Request]) -> None:
+        """Hand requests in; they wait while the stream has a pause."""
+        self._shared.submit(self, requests)
+
+    def poll(self, timeout_s: float | None = None) -> dict[int, Completion]:
+        """Completions that have come; see ``RequestStream.poll``.
+
+        Raises:
+            MegarlError: the stream was closed.
+        """
+        return self._shared.take(self, timeout_s)
+
+    def abort(self, numbers: Iterable[int]) -> None:
+        """Wait no longer for requests."""
+        self._shared.forget(self, set(numbers))
+
+    def interrupt(self, numbers: Iterable[int]) -> dict[int, Completion]:
+        """Nothing: a caller of many does not stop the engines."""
+        del numbers
+        return {}
+
+
+class SharedStream:
+    """Requests of many callers, each in a thread of its own, to the same engines.
+
+    Args:
+        connect: a stream to engines that are ready, with the newest weights.
+        most_new_tokens: of a completion, as configured.
+        stops_at_texts: completions end at configured texts. One that is cut at a pause could not be seen to: such
+            requests are completed before it.
+        drains: no request goes on with new weights: a pause waits for all of them.
+    """
+
+    def __init__(
+        self, connect: Callable[[], RequestStream], most_new_tokens: int, *, stops_at_texts: bool = False, drains: bool = False
+    ) -> None:
+        self._connect, self._most = connect, most_new_tokens
+        self._stops_at_texts, self._drains = stops_at_texts, drains
+        self._changed = threading.Condition()
+        self._open: dict[int, _Open] = {}
+        self._new: list[int] = []
+        self._with_engines: set[int] = set()
+        self._next = 0
+        self._pausing = self._closed = False
+        self._version = 0
+        self._busy_s = 0.0
+        self._stream: RequestStream | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def view(self) -> SharedView:
+        """A stream for one caller."""
+        return SharedView(self)
+
+    def resume(self, version: int) -> None:
+        """Go on, with engines that have the weights of a version.
+
+        Args:
+            version: steps of training behind them.
+        """
+        self._version, self._pausing = version, False
+        self._stream = self._connect()
+        self._thread = threading.Thread(target=self._drive, name="shared-requests", daemon=True)
+        self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        """The engines failed: nothing is sampled until the next ``resume``."""
+        return self._failure is not None
+
+    def pause(self) -> None:
+        """Leave the engines without any request.
+
+        Raises:
+            MegarlError: they failed. What was sampled since ``resume`` of requests that are not complete is lost;
+                ``resume`` with other engines goes on with what there was before.
+        """
+        if self._thread is None:
+            return
+        self._stop()
+        self._thread.join()
+        self._thread = None
+        try:
+            if self._failure is not None:
+                raise self._failure
+            self._take_parts()
+        finally:
+            with self._changed:
+                self._failure = None
+                self._new = sorted(self._with_engines & self._open.keys()) + self._new
+                self._with_engines.clear()
+
+    def close(self) -> None:
+        """Have callers wait no longer. What engines are at work on ends when they do."""
+        self._closed = True
+        self._stop()
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._pausing = True
+            self._changed.notify_all()
+
+    def _take_parts(self) -> None:
+        """Keep what has been sampled of requests that are not complete."""
+        assert self._stream is not None
+        while any(map(self._is_completed_first, self._with_engines)):
+            self._deliver(self._stream.poll(_LOOK_SECONDS))
+        parts = self._stream.interrupt(sorted(self._with_engines))
+        # what was completed while they were stopped
+        self._deliver(self._stream.poll(0.0))
+        for number, part in parts.items():
+            if number in self._open:
+                self._open[number].add(part, self._version)
+
+    def take_busy_seconds(self) -> float:
+        """Seconds that engines had something to do since the last call; to be called in a pause."""
+        found, self._busy_s = self._busy_s, 0.0
+        return found
+
+    def submit(self, caller: SharedView, requests: Mapping[int, Request]) -> None:
+        """Take requests of a caller."""
+        with self._changed:
+            for number, request in requests.items():
+                self._open[self._next] = _Open(request, caller, number)
+                self._new.append(self._next)
+                self._next += 1
+            self._changed.notify_all()
+
+    def take(self, caller: SharedView, timeout_s: float | None) -> dict[int, Completion]:
+        """Completions for a caller, once there are any."""
+        with self._changed:
+            self._changed.wait_for(lambda: caller.found or self._closed, timeout_s)
+            if self._closed:
+                raise MegarlError("the run ends, and nobody waits for what is being sampled")
+            found, caller.found = caller.found, {}
+            return found
+
+    def forget(self, caller: SharedView, numbers: set[int]) -> None:
+        """Deliver some requests of a caller no more."""
+        with self._changed:
+            gone = {key for key, each in self._open.items() if each.caller is caller and each.number in numbers}
+            self._open = {key: each for key, each in self._open.items() if key not in gone}
+            self._new = [key for key in self._new if key not in gone]
+
+    def _is_completed_first(self, number: int) -> bool:
+        """Whether a pause waits for a request."""
+        found = self._open.get(number)
+        return found is not None and (self._drains or self._stops_at_texts or bool(found.request.stop_strings))
+
+    def _drive(self) -> None:
+        assert self._stream is not None
+        try:
+            while not self._pausing:
+                new = self._taken()
+                if new:
+                    self._stream.submit(new)
+                    self._with_engines |= new.keys()
+                if self._with_engines:
+                    begun = time.perf_counter()
+                    self._deliver(self._stream.poll(_LOOK_SECONDS))
+                    self._busy_s += time.perf_counter() - begun
+        except BaseException as error:
+            self._failure = error
+
+    def _taken(self) -> dict[int, Request]:
+        """Requests that have been handed in; waits for one where the engines have none."""
+        assert self._stream is not None
+        with self._changed:
+            if not self._with_engines:
+                self._changed.wait_for(lambda: self._new or self._pausing)
+            if self._stream.in_waves:
+                # what comes a little later would wait for a whole wave
+                known = -1
+                while known != len(self._new) and not self._pausing:
+                    known = len(self._new)
+                    self._changed.wait(_LOOK_SECONDS)
+            if self._pausing:
+                return {}
+            numbers, self._new = self._new, []
+            return {number: self._open[number].rest(self._most) for number in numbers}
+
+    def _deliver(self, found: Mapping[int, Completion]) -> None:
+        with self._changed:
+            for number, piece in found.items():
+                self._with_engines.discard(number)
+                opened = self._open.pop(number, None)
+                if opened is not None:
+                    opened.add(piece, self._version)
+                    opened.caller.found[opened.number] = opened.completed(piece.truncated)
+            if found:
+                self._changed.notify_all()

@@ -1,0 +1,324 @@
+"""Batches of groups that are complete first: requests over pauses, ages, what a checkpoint and a ledger keep."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.algorithms.ready_first import Ledger, Order, ReadyFirst, Replay, groups_of
+from megarl.algorithms.sampled_batch import Sampling, load_batches
+from megarl.distributed.batched_data_dict import BatchedDataDict
+from megarl.errors import MegarlError, RewardError, UnusableCheckpointError, WorkerError
+from megarl.models.generation.shared_stream import SharedStream
+from megarl.models.generation.stream import Completion, Request
+from megarl.observe.timing import PhaseTimer
+from megarl.rollout.collector import Rollouts
+
+STOP, WIDTH = 7, 40
+
+
+def following(tokens: list[int]) -> int:
+    """What is sampled behind some tokens, whoever asks and how often."""
+    return (sum((place + 1) * token for place, token in enumerate(tokens)) * 31 + len(tokens)) % 11
+
+
+def whole(prompt: list[int], most: int) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < most:
+        tokens.append(following(tokens))
+        if tokens[-1] == STOP:
+            break
+    return tokens[len(prompt) :]
+
+
+class SlowStream:
+    """Samples some tokens of some requests at each poll; in log-probabilities it says which call of it was which."""
+
+    in_waves = False
+
+    def __init__(self, draw: random.Random, most: int, fails_at: int | None = None) -> None:
+        self.draw, self.most, self.polls, self.fails_at = draw, most, 0, fails_at
+        self.open: dict[int, tuple[Request, list[int]]] = {}
+
+    def submit(self, requests: Mapping[int, Request]) -> None:
+        self.open |= {number: (request, []) for number, request in requests.items()}
+
+    def poll(self, timeout_s: float | None = None) -> dict[int, Completion]:
+        self.polls += 1
+        if self.polls == self.fails_at:
+            raise WorkerError("the engine died")
+        found = {}
+        for number, (request, tokens) in list(self.open.items()):
+            bound = self.most if request.max_new_tokens is None else min(self.most, request.max_new_tokens)
+            for _ in range(self.draw.randrange(3)):
+                tokens.append(following([*request.prompt.tolist(), *tokens]))
+                if tokens[-1] == STOP or len(tokens) == bound:
+                    del self.open[number]
+                    found[number] = self._said(tokens, tokens[-1] != STOP)
+                    break
+        return found
+
+    def abort(self, numbers: Iterable[int]) -> None:
+        self.interrupt(numbers)
+
+    def interrupt(self, numbers: Iterable[int]) -> dict[int, Completion]:
+        return {number: self._said(self.open.pop(number)[1], False) for number in numbers if number in self.open}
+
+    def _said(self, tokens: list[int], truncated: bool) -> Completion:
+        return Completion(np.array(tokens, np.int64), np.array([-token / 10 for token in tokens], np.float32), truncated)
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10_000), pauses=st.integers(0, 4), drains=st.booleans(), texts=st.booleans())
+def test_what_is_sampled_over_pauses_is_what_is_sampled_at_once(seed: int, pauses: int, drains: bool, texts: bool) -> None:
+    draw = random.Random(seed)
+    shared = SharedStream(lambda: SlowStream(draw, WIDTH), WIDTH, stops_at_texts=texts, drains=drains)
+    views = [shared.view() for _ in range(2)]
+    prompts = {(view, number): [draw.randrange(11) for _ in range(draw.randrange(1, 5))] for view in range(2) for number in range(3)}
+    for (view, number), prompt in prompts.items():
+        bound = draw.choice([None, 1, 9])
+        views[view].submit({number: Request(np.array(prompt, np.int64), seed=5, max_new_tokens=bound)})
+        prompts[view, number] = whole(prompt, bound or WIDTH)
+    for version in range(pauses):
+        shared.resume(version)
+        shared.pause()
+        if drains or texts:
+            break
+    shared.resume(pauses)
+    found: dict[tuple[int, int], Completion] = {}
+    for place, view in enumerate(views):
+        while len([key for key in found if key[0] == place]) < 3:
+            found |= {(place, number): each for number, each in view.poll().items()}
+    shared.pause()
+    shared.close()
+    for key, completion in found.items():
+        assert completion.tokens.tolist() == prompts[key], key
+        np.testing.assert_allclose(completion.logprobs, -completion.tokens / 10, rtol=1e-6)
+        assert completion.truncated == (completion.tokens[-1] != STOP)
+        assert completion.version is not None and 0 <= completion.version <= pauses
+
+
+def test_the_oldest_weights_of_a_request_are_told() -> None:
+    """A request that no engine has begun has those of the first that samples of it."""
+    shared = SharedStream(lambda: SlowStream(random.Random(1), WIDTH), WIDTH)
+    view = shared.view()
+    shared.resume(3)
+    shared.pause()
+    view.submit({0: Request(np.array([1, 2], np.int64))})
+    shared.resume(4)
+    assert view.poll()[0].version == 4
+    shared.pause()
+    shared.close()
+    with pytest.raises(MegarlError, match="the run ends"):
+        view.poll()
+
+
+def test_requests_outlive_their_engines() -> None:
+    streams = iter([SlowStream(random.Random(1), WIDTH, fails_at=3), SlowStream(random.Random(1), WIDTH)])
+    shared = SharedStream(lambda: next(streams), WIDTH)
+    view = shared.view()
+    view.submit({0: Request(np.array([4, 4], np.int64))})
+    shared.resume(0)
+    while not shared.failed:
+        time.sleep(0.001)
+    with pytest.raises(WorkerError, match="died"):
+        shared.pause()
+    shared.resume(1)
+    assert view.poll()[0].tokens.tolist() == whole([4, 4], WIDTH)
+    shared.pause()
+    shared.close()
+
+
+class Records(list[Any]):
+    def select(self, indices: list[int]) -> list[Any]:
+        return [SimpleNamespace(index=index) for index in indices]
+
+
+class Counting:
+    """The order of the data: 0, 1, 2, ..."""
+
+    epoch, identity = 0, {"seed": 1}
+
+    def __init__(self, taken: int = 0) -> None:
+        self.taken = taken
+
+    def take(self, count: int) -> list[int]:
+        self.taken += count
+        return list(range(100 + self.taken - count, 100 + self.taken))
+
+
+class Engines:
+    """Groups that are complete when they are let go."""
+
+    def __init__(self) -> None:
+        self.gates: dict[int, threading.Event] = {}
+        self.begun: list[int] = []
+        self.changed = threading.Condition()
+        self.error: Exception | None = None
+
+    def collect(self, index: int, ordinal: int, version: int, timer: PhaseTimer) -> Rollouts:
+        with self.changed:
+            gate = self.gates.setdefault(ordinal, threading.Event())
+            self.begun.append(ordinal)
+            self.changed.notify_all()
+        gate.wait()
+        if self.error is not None:
+            raise self.error
+        samples = BatchedDataDict({"ordinal": torch.tensor([ordinal]), "weight_version": torch.tensor([version])})
+        return Rollouts(samples, [SimpleNamespace(index=index)], {})  # type: ignore[list-item]
+
+    def finish(self, ordinal: int) -> None:
+        with self.changed:
+            self.gates.setdefault(ordinal, threading.Event()).set()
+
+
+def joined(groups: list[Rollouts]) -> Rollouts:
+    columns = {name: torch.cat([group.samples[name] for group in groups]) for name in groups[0].samples}
+    return Rollouts(BatchedDataDict(columns), [group.records[0] for group in groups], {})
+
+
+def made(directory: Path, engines: Engines, order: Order, last: int | None, taken: int = 0) -> ReadyFirst:
+    shared: Any = SimpleNamespace(resume=lambda version: None, pause=lambda: None, close=lambda: None, failed=False)
+    shared.take_busy_seconds = lambda: 0.0
+    refit: Any = SimpleNamespace(bring_up_to_date=lambda: None)
+    sampler: Any = Counting(taken)
+    return ReadyFirst(order, engines.collect, joined, shared, refit, sampler, last, PhaseTimer(), Ledger(directory / "ledger", {"seed": 1}))
+
+
+def arrive(ready: ReadyFirst, engines: Engines, ordinals: Iterable[int]) -> None:
+    """Let groups be complete, one after another."""
+    for ordinal in ordinals:
+        engines.finish(ordinal)
+        with ready._changed:
+            ready._changed.wait_for(lambda ordinal=ordinal: ordinal in ready._arrived or ready._failure is not None)  # type: ignore[misc]
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10_000), prompts=st.integers(1, 3), lookahead=st.integers(1, 3), more=st.integers(0, 1))
+def test_each_group_is_trained_on_once_and_before_it_is_too_old(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, prompts: int, lookahead: int, more: int
+) -> None:
+    """In whatever order they are complete; some only when a step waits for them."""
+    draw, engines, steps = random.Random(seed), Engines(), 6
+    ready = made(tmp_path_factory.mktemp("run"), engines, Order(prompts, lookahead, lookahead + more, drops=False), steps)
+    trained: list[int] = []
+
+    def finish_some() -> None:
+        while not done.is_set():
+            with engines.changed:
+                waiting = [ordinal for ordinal, gate in engines.gates.items() if not gate.is_set()]
+            for ordinal in draw.sample(waiting, min(len(waiting), 1)):
+                engines.finish(ordinal)
+            done.wait(0.0005)
+
+    done = threading.Event()
+    finisher = threading.Thread(target=finish_some, daemon=True)
+    finisher.start()
+    for step in range(1, steps + 1):
+        batch = ready.take(step).rollouts.samples
+        assert len(batch["ordinal"]) == prompts and batch["ordinal"].tolist() == sorted(batch["ordinal"].tolist())
+        assert (step - 1 - batch["weight_version"] <= lookahead + more).all(), f"seed {seed}"
+        trained += batch["ordinal"].tolist()
+        ready.settle()
+    done.set()
+    finisher.join()
+    ready.close()
+    assert sorted(trained) == list(range(steps * prompts))
+    assert sorted(engines.begun) == list(range(steps * prompts))
+
+
+def test_a_step_takes_what_is_complete_first(tmp_path: Path) -> None:
+    engines = Engines()
+    ready = made(tmp_path, engines, Order(2, 2, 2, drops=False), None)
+    ready._fill(1, 0)
+    arrive(ready, engines, [3, 1])
+    assert ready.take(1).rollouts.samples["ordinal"].tolist() == [1, 3]
+    assert ready.metrics == {"rollouts_ready": 0.0, "rollouts_running": 4.0, "rollouts_dropped": 0.0}
+    arrive(ready, engines, [5, 4])
+    assert ready.take(2).rollouts.samples["ordinal"].tolist() == [4, 5]
+    # 0 and 2 were begun two steps ago, and would be too old for the step after this one
+    arrive(ready, engines, [7, 6])
+    threading.Timer(0.05, lambda: [engines.finish(ordinal) for ordinal in (0, 2)]).start()
+    assert ready.take(3).rollouts.samples["ordinal"].tolist() == [0, 2]
+
+
+def test_old_groups_are_dropped_and_counted(tmp_path: Path) -> None:
+    engines = Engines()
+    ready = made(tmp_path, engines, Order(1, 2, 2, drops=True), None)
+    ready._fill(1, 0)
+    for step, ordinal in ((1, 1), (2, 2), (3, 3)):
+        arrive(ready, engines, [ordinal])
+        assert ready.take(step).rollouts.samples["ordinal"].tolist() == [ordinal]
+    arrive(ready, engines, [0, 4])
+    assert ready.take(4).rollouts.samples["ordinal"].tolist() == [4]
+    assert ready.metrics["rollouts_dropped"] == 1.0
+
+
+def test_a_checkpoint_has_what_waits_and_what_is_under_way(tmp_path: Path) -> None:
+    engines = Engines()
+    ready = made(tmp_path, engines, Order(2, 2, 2, drops=False), None)
+    ready._fill(1, 0)
+    arrive(ready, engines, [2, 0, 3])
+    assert ready.take(1).rollouts.samples["ordinal"].tolist() == [0, 2]
+    ready.settle()
+    (tmp_path / "checkpoint").mkdir()
+    ready.save(tmp_path / "checkpoint")
+    told = groups_of(tmp_path / "checkpoint")
+    assert told == {"arrived": [3], "running": [[1, 101], [4, 104], [5, 105]]}
+    again = Engines()
+    resumed = made(tmp_path / "resumed", again, Order(2, 2, 2, drops=False), None, taken=6)
+    resumed.resume(told, load_batches(tmp_path / "checkpoint", Records()))  # type: ignore[arg-type]
+    for ordinal in (1, 4, 5):
+        again.finish(ordinal)
+    trained = [*resumed.take(2).rollouts.samples["ordinal"].tolist(), *resumed.take(3).rollouts.samples["ordinal"].tolist()]
+    assert 3 in trained[:2] and sorted(trained) == [1, 3, 4, 5]
+    assert sorted(again.begun)[:3] == [1, 4, 5]
+
+
+def test_an_environment_that_fails_ends_the_run(tmp_path: Path) -> None:
+    engines = Engines()
+    ready = made(tmp_path, engines, Order(1, 1, 1, drops=False), None)
+    engines.error = RewardError("no reward")
+    engines.finish(0)
+    with pytest.raises(RewardError, match="no reward"):
+        ready.take(1)
+
+
+def test_a_ledger_repeats_its_batches_and_refuses_others(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, {"seed": 1, "prompts": 2})
+    samples: BatchedDataDict[Any] = BatchedDataDict({"input_ids": torch.arange(6).view(2, 3), "response_text": ["a", "b"]})
+    records: Any = [SimpleNamespace(index=4), SimpleNamespace(index=2)]
+    ledger.write(1, Sampling(Rollouts(samples, records, {"errors": 1.0}), samples, {}, epoch=3))
+    data: Any = Records()
+    found = Replay(ledger, data).take(1)
+    assert torch.equal(found.rollouts.samples["input_ids"], samples["input_ids"]) and found.epoch == 3
+    assert found.rollouts.samples["response_text"] == ["a", "b"] and [each.index for each in found.rollouts.records] == [4, 2]
+    with pytest.raises(UnusableCheckpointError, match="step 2: the ledger"):
+        ledger.read(2, data)
+    with pytest.raises(UnusableCheckpointError, match="of a run with seed = 1, and this one has 2"):
+        Ledger(tmp_path, {"seed": 2, "prompts": 2}).read(1, data)
+    path = tmp_path / "step_1.safetensors"
+    content = path.read_bytes()
+    for broken in (content[:-1], content[:-1] + bytes([content[-1] ^ 1]), b""):
+        path.write_bytes(broken)
+        with pytest.raises(UnusableCheckpointError, match="is not as it was written"):
+            ledger.read(1, data)
+    path.write_bytes(content)
+    (tmp_path / "step_1.json").write_text("{")
+    with pytest.raises(UnusableCheckpointError, match="step 1"):
+        ledger.read(1, data)
+    (tmp_path / "run.json").write_text(json.dumps([1]))
+    with pytest.raises(UnusableCheckpointError, match="step 1"):
+        ledger.read(1, data)
