@@ -1,8 +1,9 @@
-"""Batches that are sampled beside training: while a step trains, engines sample the batch of a later one.
+"""Batches sampled while the policy trains: engines sample the batch of a later step while one trains.
 
-The batch of step n is sampled with the weights behind step n - 1 - k: engines get the weights of step n - 1 before it begins, and sample
-that of step n + k with them meanwhile. Which weights answer what so follows from the step alone, and not from who is faster. Both meet at
-the end of a step, where the engines are up to date again, and a checkpoint can keep the k batches that wait.
+The batch of step n is sampled with the weights behind step n - 1 - k: engines get the weights of step n - 1
+before it begins, and sample that of step n + k with them meanwhile. Which weights answer what so follows from
+the step alone, and not from who is faster. Both meet at the end of a step, where the engines are up to date
+again, and a checkpoint can keep the k batches that wait.
 """
 
 from __future__ import annotations
@@ -47,10 +48,12 @@ class HeldEngines:
             self.refit.bring_up_to_date()
 
     def replace_lost_engines(self, error: MegarlError) -> None:
-        """Start new engines; while the policy trains, the weights that they would have to have are no longer there.
+        """Start new engines; while the policy trains, the weights that they would have to have are no longer
+        there.
 
         Raises:
-            WorkerLostError: the batch has to be sampled again from the newest checkpoint on, which the run does.
+            WorkerLostError: the batch has to be sampled again from the newest checkpoint on, which the run
+                does.
         """
         if not self.held:
             return self.refit.replace_lost_engines(error)
@@ -95,7 +98,8 @@ class SamplingAhead:
         self._done_at = 0.0
 
     def take(self, step: int) -> Sampling:
-        """The batch of a step; that of step + lag is sampled from now on, with the weights that the policy has now."""
+        """The batch of a step; that of step + lag is sampled from now on, with the weights that the policy
+        has now."""
         for early in range(step, step + self._lag):
             # the first steps of a run have nobody to sample for them, nor has one that goes on from a checkpoint without batches
             if early not in self._waiting and not self._is_behind_the_end(early):

@@ -1,8 +1,9 @@
-"""Batches of the groups of answers that are complete first.
+"""Batches of the groups of responses that are complete first.
 
-Engines go on sampling while the policy trains, and over refits: an answer that is not complete goes on with the new
-weights. Which groups make the batch of a step so depends on who was faster. The ledger of a run has the batches as
-they were trained on, and a run that reads them (``Replay``) repeats its training bit for bit without any engine.
+Engines go on sampling while the policy trains, and over refits: a response that is not complete goes on with
+the new weights. Which groups make the batch of a step so depends on who was faster. The ledger of a run has
+the batches as they were trained on, and a run that reads them (``Replay``) repeats its training bit for bit
+without any engine.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ _LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """How groups become batches.
+    """The way from groups to batches.
 
     Attributes:
         prompts: groups of a batch.
         lookahead: batches that are sampled, or wait, while a step trains.
-        most_age: steps of training between the oldest weights that sampled an answer and those that it trains.
-        drops: a group that is older is left out, and another one takes its place; otherwise a step waits for groups
-            that would be too old for the next one, and trains on them first.
+        most_age: steps of training between the oldest weights that sampled a response and those that it
+            trains.
+        drops: a group that is older is left out, and another one takes its place; otherwise a step waits for
+            groups that would be too old for the next one, and trains on them first.
     """
 
     prompts: int
@@ -54,13 +56,13 @@ class Order:
 
 @dataclass(slots=True)
 class _Group:
-    """The answers to one prompt.
+    """The responses to one prompt.
 
     Attributes:
         ordinal: of the prompt in the run.
         index: of its record.
         version: steps of training behind the oldest weights that sampled any of them.
-        rollouts: the answers, once they are complete and judged.
+        rollouts: the responses, once they are complete and scored.
         timer: what was sampled of them.
     """
 
@@ -76,7 +78,7 @@ class ReadyFirst:
 
     Args:
         order: how groups become batches.
-        collect: samples and judges the answers to a record, by its index, its ordinal and the version of the
+        collect: samples and scores the responses to a record, by its index, its ordinal and the version of the
             weights; called in a thread a group.
         join: groups as one batch.
         shared: requests of all groups.
@@ -173,19 +175,20 @@ class ReadyFirst:
         place.mkdir(exist_ok=True)
         (place / _GROUPS).write_text(json.dumps({"arrived": list(ready), "running": running}), encoding="utf-8")
 
-    def resume(self, told: Mapping[str, Any], batches: Mapping[int, Sampling]) -> None:
-        """Go on with the groups that ``save`` wrote: those that were under way are sampled again, by their seeds.
+    def resume(self, groups: Mapping[str, Any], batches: Mapping[int, Sampling]) -> None:
+        """Go on with the groups that ``save`` wrote: those that were under way are sampled again, by their
+        seeds.
 
         Args:
-            told: see ``groups_of``.
+            groups: see ``groups_of``.
             batches: groups that were complete, by ordinal.
         """
-        for ordinal in told["arrived"]:
+        for ordinal in groups["arrived"]:
             rollouts = batches[ordinal].rollouts
             version = int(rollouts.samples["weight_version"].min())
             self._groups[ordinal] = _Group(ordinal, rollouts.records[0].index, version, rollouts)
             self._arrived.append(ordinal)
-        self._begun_again = [_Group(ordinal, index, 0) for ordinal, index in told["running"]]
+        self._begun_again = [_Group(ordinal, index, 0) for ordinal, index in groups["running"]]
 
     def _count(self, group: _Group) -> None:
         """Count the tokens of a group; its seconds say nothing, since groups are sampled side by side."""
@@ -206,7 +209,8 @@ class ReadyFirst:
                 self._refit.replace_lost_engines(error)
 
     def _fill(self, step: int, version: int) -> None:
-        """Begin groups until as many are under way, or wait, as the lookahead says: for ``step`` and those behind it."""
+        """Begin groups until as many are under way, or wait, as the lookahead says: for ``step`` and those
+        behind it."""
         wanted = self._order.lookahead * self._order.prompts
         if self._last is not None:
             wanted = min(wanted, (self._last - step + 1) * self._order.prompts)
@@ -238,7 +242,8 @@ class ReadyFirst:
             self._changed.notify_all()
 
     def _chosen(self, step: int) -> tuple[list[_Group], int]:
-        """The groups of a step, in the order of the data, and how many were dropped before there were enough."""
+        """The groups of a step, in the order of the data, and how many were dropped before there were
+        enough."""
         dropped, oldest = 0, step - 1 - self._order.most_age
         while True:
             self._raise_failure()
@@ -261,8 +266,8 @@ class ReadyFirst:
     def _enough(self, oldest: int) -> list[int] | None:
         """The groups of the next batch, where they are complete.
 
-        Of those that have to be trained on within so many steps there are never more than these steps take, or one
-        would be too old at last: as many of them come first, and a step waits for them.
+        Of those that have to be trained on within so many steps there are never more than these steps take,
+        or one would be too old at last: as many of them come first, and a step waits for them.
         """
         chosen: list[int] = []
         for steps in range(0 if self._order.drops else self._order.most_age + 1):
@@ -295,8 +300,8 @@ class ReadyFirst:
 
 
 def groups_of(directory: Path) -> Mapping[str, Any] | None:
-    """The groups of a checkpoint: ordinals of those that were complete, in the order in which they were, and ordinal
-    and record of the others; None where the run was none of this kind.
+    """The groups of a checkpoint: ordinals of those that were complete, in the order in which they were, and
+    ordinal and record of the others; None where the run was none of this kind.
 
     Raises:
         UnusableCheckpointError: the file cannot be read.
@@ -316,7 +321,7 @@ class Ledger:
 
     Args:
         directory: of the ledger.
-        run: what a batch depends on beside weights and time: seed, data, prompts a step and answers a prompt.
+        run: what a batch depends on besides weights and time: seed, data, prompts a step and answers a prompt.
     """
 
     def __init__(self, directory: Path, run: Mapping[str, Any]) -> None:
@@ -369,7 +374,7 @@ class Replay:
         return self._ledger.read(step, self._data)
 
     def settle(self) -> None:
-        """Nothing is sampled beside."""
+        """No engine samples."""
 
     def close(self) -> None:
-        """Nothing is sampled beside."""
+        """No engine samples."""

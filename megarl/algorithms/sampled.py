@@ -147,7 +147,7 @@ class Sampled(Algorithm):
         own = self.policy, parts.tokenizer, parts.environment
         self.collector = Collector.of_run(parts.config, self.config, *own, parts.timer, engine)
         if asynchrony is not None and asynchrony["schedule"] == "ready_first":
-            # groups are judged in threads of their own, and validations beside them
+            # groups are scored in threads of their own, while a validation may run
             self.collector = replace(self.collector, judging=threading.Lock())
             self.ahead = self._ready_first(asynchrony, parts)
         self._sampling_collector = replace(self.collector, timer=timer)

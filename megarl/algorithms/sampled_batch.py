@@ -1,5 +1,5 @@
-"""The batch that a step has sampled, and its file form: in a checkpoint where it waits to be trained on, and in the
-ledger of a run whose batches depend on who was faster."""
+"""The batch that a step has sampled, and its file form: in a checkpoint where it waits to be trained on, and
+in the ledger of a run whose batches depend on who was faster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Sampling:
 
     Attributes:
         rollouts: what it trains on.
-        judged: columns [B] of all answers that were judged for it, those that it does not train on among them.
+        judged: columns [B] of all responses that were scored for it, those that it does not train on among
+            them.
         metrics: figures of how they were found.
         epoch: of the data, behind the last of them.
     """
@@ -42,8 +43,8 @@ _SAMPLES, _JUDGED, _EARLIER = "samples/", "judged/", "earlier/"
 
 
 def save_batches(directory: Path, batches: Mapping[int, Sampling]) -> None:
-    """Write batches that wait to be trained on, by their numbers, below a directory of a checkpoint. Their weights
-    are gone by then, so that nobody could sample them again.
+    """Write batches that wait to be trained on, by their numbers, below a directory of a checkpoint. Their
+    weights are gone by then, so that nobody could sample them again.
 
     Raises:
         OSError: a file cannot be written.
@@ -56,7 +57,8 @@ def save_batches(directory: Path, batches: Mapping[int, Sampling]) -> None:
 
 
 def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
-    """Write a batch: its tensors as safetensors, and then the rest as JSON, which has a digest of them. Returns both.
+    """Write a batch: its tensors as safetensors, and then the rest as JSON, which has a digest of them.
+    Returns both.
 
     Raises:
         OSError: a file cannot be written.

@@ -92,7 +92,7 @@ class Collector:
         policy: generates where there are no engines.
         tokenizer: decodes responses.
         environment: rewards them.
-        timer: told the phases ``refit``, ``generation``, ``reward`` and, where engines were lost, ``engine_restart``.
+        timer: of the phases ``refit``, ``generation``, ``reward`` and, where engines were lost, ``engine_restart``.
         stop_token_ids: tokens that end a response; None for the end-of-sequence token.
         engine: engines beside the policy; None where the policy itself generates.
         limits: of each conversation.

@@ -155,7 +155,7 @@ class EpisodeRunner:
         engines: that generate.
         environment: that answers.
         tokenizer: decodes responses.
-        timer: told the phases ``generation``, as long as a request waits, and ``reward``.
+        timer: of the phases ``generation``, as long as a request waits, and ``reward``.
         limits: of each episode.
         encoder: of observations; None where there is one turn.
         judging: entered for each call of an environment that cannot be asked from several threads.

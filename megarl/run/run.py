@@ -1,4 +1,5 @@
-"""One whole run, from a configuration to trained weights: assemble the parts, train, and leave nothing behind."""
+"""One whole run, from a configuration to trained weights: assemble the parts, train, and leave nothing
+behind."""
 
 from __future__ import annotations
 
@@ -96,23 +97,26 @@ NOT_SAVED = 1
 def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: float | None = None) -> int:
     """Train as the configuration says, from the latest checkpoint of the run where there is one.
 
-    Leaves in ``run_dir``: ``config.yaml`` (resolved), ``metrics.jsonl``, ``launches.jsonl``, ``checkpoints/step_N`` and, with
-    ``checkpointing.export_hf``, ``hf/step_N``. However it ends, the workers are gone afterwards. Asked to stop (see
-    ``megarl.run.stopping``), it ends after the step it is in, with a checkpoint. After a loss of workers it goes on with new ones
-    from the newest checkpoint, ``cluster.max_restarts`` times.
+    Leaves in ``run_dir``: ``config.yaml`` (resolved), ``metrics.jsonl``, ``launches.jsonl``,
+        ``checkpoints/step_N`` and, with
+    ``checkpointing.export_hf``, ``hf/step_N``. However it ends, the workers are gone afterwards. Asked to
+    stop (see ``megarl.run.stopping``), it ends after the step it is in, with a checkpoint. After a loss of
+    workers it goes on with new ones from the newest checkpoint, ``cluster.max_restarts`` times.
 
     Args:
         config: plain containers; checked, and absent optional keys filled in.
         make_policy: makes the models; None for real policies on Ray.
-        stop_at: unix seconds at which this launch has to be over, saved; None for the end of its Slurm job, where it is one.
+        stop_at: unix seconds at which this launch has to be over, saved; None for the end of its Slurm job,
+            where it is one.
 
     Returns:
-        The exit code: 0 for a finished run, 75 for one that was stopped and goes on when it is started again, 130 for such a one that
+        The exit code: 0 for a finished run, 75 for one that was stopped and goes on when it is started again,
+            130 for such a one that
         Ctrl-C stopped, 1 for one that was stopped and has no checkpoints.
 
     Raises:
-        MegarlError: the configuration, the data, the model, a checkpoint or a worker is at fault. Faults of configuration, data and model
-            are found before any worker starts.
+        MegarlError: the configuration, the data, the model, a checkpoint or a worker is at fault. Faults of
+            configuration, data and model are found before any worker starts.
         ConversionError: the model cannot be carried over; found before any worker starts too.
     """
     forget_objects()
@@ -165,7 +169,8 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
 
 @contextlib.contextmanager
 def _left_as_it_was(run_dir: Path) -> Iterator[None]:
-    """Remove the directories that this launch has made when it is refused before it has written a configuration there."""
+    """Remove the directories that this launch has made when it is refused before it has written a
+    configuration there."""
     made = list(itertools.takewhile(lambda place: not place.exists(), (run_dir, *run_dir.parents)))
     try:
         yield
@@ -205,13 +210,15 @@ class _Launch:
     make_policy: PolicyFactory
 
     def look_around(self) -> None:
-        """After each step, before anything is written: whether the directory is still there, and room for what processes share."""
+        """After each step, before anything is written: whether the directory is still there, and room for
+        what processes share."""
         self.memory.look()
         self.lock.require_place()
 
 
 def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: CheckpointManager | None) -> int:
-    """Build all workers and train from a point on; returns the exit code. However it ends, the workers are gone afterwards."""
+    """Build all workers and train from a point on; returns the exit code. However it ends, the workers are
+    gone afterwards."""
     config, run_dir, inputs, schedule, restarts = launch.config, launch.run_dir, launch.inputs, launch.schedule, launch.restarts
     with ExitStack() as stack:
         reporting = _open_reporting(launch, start, stack)
@@ -280,14 +287,16 @@ def _with_decided_device(config: RunConfig) -> RunConfig:
 
 
 def _point_of_restart(manager: CheckpointManager | None, resume: str) -> ResumePoint:
-    """Where new workers go on: as the next launch would. A launch that was to start over finds none but its own checkpoints."""
+    """Where new workers go on: as the next launch would. A launch that was to start over finds none but its
+    own checkpoints."""
     if manager is None or (resume == "never" and manager.get_latest_checkpoint_path() is None):
         return ResumePoint()
     return find_resume_point(manager, "auto")
 
 
 def _open_checkpoints(section: CheckpointingConfig, lock: RunLock, run_dir: Path, stack: ExitStack) -> CheckpointManager | None:
-    """The checkpoints of the run; None where it writes none. Their directory is locked too: another run may write there."""
+    """The checkpoints of the run; None where it writes none. Their directory is locked too: another run may
+    write there."""
     if not section["enabled"]:
         return None
     directory = Path(section["checkpoint_dir"])
@@ -300,7 +309,8 @@ def _lock(directory: Path, key: str, stack: ExitStack) -> RunLock:
     """The right to write into a directory, which is made when it is missing.
 
     Raises:
-        ConfigError: it cannot be made or written, or has a named pipe or the like in place of a file, which would be waited for.
+        ConfigError: it cannot be made or written, or has a named pipe or the like in place of a file, which
+            would be waited for.
     """
     with _written(key, directory):
         lock = stack.enter_context(RunLock(directory))
@@ -327,7 +337,8 @@ def _written(key: str, directory: Path) -> Iterator[None]:
 
 
 def _memory_figures(models: Mapping[Role, Policy]) -> dict[str, float]:
-    """``Policy.memory_figures`` of the actor, and what the processes of other models have, ``critic_memory_gib`` and the like."""
+    """``Policy.memory_figures`` of the actor, and what the processes of other models have,
+    ``critic_memory_gib`` and the like."""
     figures = models[ACTOR].memory_figures()
     for role, model in models.items():
         if role != ACTOR:
@@ -415,7 +426,8 @@ def _open_sinks(config: RunConfig, run_dir: Path, stack: ExitStack) -> MetricSin
 
 
 def _generates(config: RunConfig, schedule: Schedule) -> bool:
-    """Return False for a run that trains on the ledger of another one and validates nothing: nothing is sampled."""
+    """Return False for a run that trains on the ledger of another one and validates nothing: nothing is
+    sampled."""
     validates = schedule.val_period > 0 or schedule.val_at_start or schedule.val_at_end
     return validates or at(config, f"{ASYNC}.replay") is None
 
@@ -432,7 +444,8 @@ def _open_reporting(launch: _Launch, start: ResumePoint, stack: ExitStack) -> Re
 def _open_samples(
     config: RunConfig, run_dir: Path, start: ResumePoint, sinks: MetricSinks, tokenizer: PreTrainedTokenizerBase, stack: ExitStack
 ) -> SampleLog | None:
-    """What keeps samples, without those of steps that come again; None for a run that has none, or is to keep none."""
+    """What keeps samples, without those of steps that come again; None for a run that has none, or is to keep
+    none."""
     section = config["logger"]["samples"]
     if not section["enabled"] or not generates(config):
         return None
@@ -452,8 +465,8 @@ def _throughput(config: RunConfig, policy: Policy) -> StepThroughput:
 
 
 def _export(policy: Policy, path: Path, console: TrainingConsole, has_trained: bool) -> None:
-    """Write the weights as a Hugging Face model, unless an earlier launch did and this one has not trained; what a killed one left of its
-    own is removed."""
+    """Write the weights as a Hugging Face model, unless an earlier launch did and this one has not trained;
+    what a killed one left of its own is removed."""
     for unfinished in path.parent.glob(".*.partial-*"):
         remove_tree(unfinished)
     if has_trained:
@@ -467,14 +480,16 @@ def _export(policy: Policy, path: Path, console: TrainingConsole, has_trained: b
 
 
 def _set_aside(path: Path) -> None:
-    """Give a directory, or a file that is not empty, another name, with a number, so that nothing of it is lost."""
+    """Give a directory, or a file that is not empty, another name, with a number, so that nothing of it is
+    lost."""
     if path.is_dir() or (path.is_file() and path.stat().st_size):
         names = (path.with_name(f"{path.stem}.before-{number}{path.suffix}") for number in itertools.count(1))
         rename_surely(path, next(name for name in names if not name.exists()))
 
 
 def _write_config(run_dir: Path, config: RunConfig) -> None:
-    """Leave the configuration in the run's directory; what follows from that directory still does when it is copied or moved."""
+    """Leave the configuration in the run's directory; what follows from that directory still does when it is
+    copied or moved."""
     written = redacted(config)
     if Path(config["checkpointing"]["checkpoint_dir"]).absolute() == run_dir / CHECKPOINTS:
         del written["checkpointing"]["checkpoint_dir"]

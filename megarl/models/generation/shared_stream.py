@@ -1,8 +1,8 @@
 """One stream of requests that many callers share, and that goes on over refits.
 
-Between ``resume`` and ``pause`` a thread drives the engines. A pause leaves them without any request, so that they
-can take weights, validate, or be saved beside. What has been sampled of a request until then is kept: engines get
-it as part of the prompt when they go on, with new weights and without any cache of the old ones.
+Between ``resume`` and ``pause`` a thread drives the engines. A pause leaves them without any request, so that
+they can take weights or validate. What has been sampled of a request until then is kept:
+engines get it as part of the prompt when they go on, with new weights and without any cache of the old ones.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class _Open:
             self.version = version
 
     def rest(self, most: int) -> Request:
-        """The request for what is still missing. Draws go on by another seed: engines begin each request's anew.
+        """The request for what is still missing. Draws go on by another seed: engines begin each request's
+        from the start.
 
         Args:
             most: tokens of a completion, as configured.
@@ -77,7 +78,7 @@ def _seed_behind(seed: int, done: int) -> int:
 
 
 class SharedView:
-    """What one caller sees of a shared stream; see ``RequestStream``."""
+    """A caller's view of a shared stream; see ``RequestStream``."""
 
     in_waves = False
 
@@ -113,8 +114,8 @@ class SharedStream:
     Args:
         connect: a stream to engines that are ready, with the newest weights.
         most_new_tokens: of a completion, as configured.
-        stops_at_texts: completions end at configured texts. One that is cut at a pause could not be seen to: such
-            requests are completed before it.
+        stops_at_texts: completions end at configured texts. One that is cut at a pause could not be seen to:
+            such requests are completed before it.
         drains: no request goes on with new weights: a pause waits for all of them.
     """
 
@@ -159,8 +160,8 @@ class SharedStream:
         """Leave the engines without any request.
 
         Raises:
-            MegarlError: they failed. What was sampled since ``resume`` of requests that are not complete is lost;
-                ``resume`` with other engines goes on with what there was before.
+            MegarlError: they failed. What was sampled since ``resume`` of requests that are not complete is
+                lost; ``resume`` with other engines goes on with what there was before.
         """
         if self._thread is None:
             return
@@ -230,7 +231,7 @@ class SharedStream:
             self._new = [key for key in self._new if key not in gone]
 
     def _is_completed_first(self, number: int) -> bool:
-        """Whether a pause waits for a request."""
+        """Return True for a request that a pause waits for."""
         found = self._open.get(number)
         return found is not None and (self._drains or self._stops_at_texts or bool(found.request.stop_strings))
 

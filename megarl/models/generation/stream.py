@@ -1,4 +1,5 @@
-"""Requests one by one: prompts are handed to engines and completions fetched as they come, beside ``generate``, which takes a batch."""
+"""Requests one by one: prompts are handed to engines and completions fetched as they come, beside
+``generate``, which takes a batch."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ class Completion:
         tokens: [n] int64, what was sampled, the stop token among them.
         logprobs: [n] float32, of each of them as it was drawn.
         truncated: a length limit ended it, not a stop.
-        version: steps of training behind the oldest weights that sampled any of it; None where they are those that
-            the engines had all the time.
+        version: steps of training behind the oldest weights that sampled any of it; None where they are those
+            that the engines had all the time.
     """
 
     tokens: np.ndarray
@@ -53,8 +54,9 @@ class RequestStream(Protocol):
     """Requests to engines that are ready, by numbers of the caller's.
 
     Attributes:
-        in_waves: ``poll`` completes all that waits, together. What comes out then depends on what waits together only by rounding; a
-            caller that wants the same bits each time hands in the same requests before each ``poll``.
+        in_waves: ``poll`` completes all that waits, together. What comes out then depends on what waits
+            together only by rounding; a caller that wants the same bits each time hands in the same requests
+            before each ``poll``.
     """
 
     in_waves: bool
@@ -76,8 +78,8 @@ class RequestStream(Protocol):
         ...
 
     def interrupt(self, numbers: Iterable[int]) -> dict[int, Completion]:
-        """Give requests up as they are: what has been sampled of each. One that is completed meanwhile is not among
-        them, and comes by the next ``poll``."""
+        """Give requests up as they are: what has been sampled of each. One that is completed meanwhile is not
+        among them, and comes by the next ``poll``."""
         ...
 
 
@@ -90,7 +92,8 @@ class Generates(Protocol):
 
 
 class Waves:
-    """A stream to whatever has ``generate``: each ``poll`` is one call, for all that was handed in since the last one.
+    """A stream to whatever has ``generate``: each ``poll`` is one call, for all that was handed in since the
+    last one.
 
     A call that raises leaves its requests waiting, so that a new engine can be asked again.
 
