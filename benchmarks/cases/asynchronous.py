@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from benchmarks.cases.startup import QUICKSTART, ROOT
 from benchmarks.point import Metric, Point
 
 GENERATION_S, TRAINING_S, STEPS = 0.2, 0.1, 40
+GROUPS, GROUP_S, LONGEST, LOOKAHEAD = 16, 0.025, 8, 4
 REPEATS, QUICK_REPEATS = 5, 1
 PROMPTS, ANSWERS, NEW_TOKENS = 4, 2, 96
 WARM_UP, COUNTED = 3, 8
@@ -38,6 +40,8 @@ def measure(quick: bool) -> Iterator[Point]:
     sleeping = [(_sleeping(0), _sleeping(1)) for _ in range(repeats)]
     in_turn, beside = zip(*sleeping, strict=True)
     yield Point({"stages": "sleep"}, _metrics(in_turn, beside))
+    in_turn, ready = [[_sleeping_groups(ahead) for _ in range(repeats)] for ahead in (0, LOOKAHEAD)]
+    yield Point({"stages": "sleep, one group of 16 takes 8 times as long, ready first"}, _metrics(in_turn, ready))
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         arguments = _material(work)
@@ -77,6 +81,54 @@ def _sleeping(lag: int) -> float:
         time.sleep(TRAINING_S)
         ahead.settle()
     ahead.close()
+    return (time.perf_counter() - begun) / STEPS
+
+
+def _sleeping_groups(lookahead: int) -> float:
+    """Return seconds of a step of groups that only wait; with no lookahead a step waits for its longest one."""
+    from types import SimpleNamespace
+
+    from megarl.algorithms.ready_first import Order, ReadyFirst
+    from megarl.distributed.batched_data_dict import BatchedDataDict
+    from megarl.observe.timing import PhaseTimer
+    from megarl.rollout.collector import Rollouts
+
+    def seconds(ordinal: int) -> float:
+        return GROUP_S * (LONGEST if ordinal % GROUPS == ordinal // GROUPS % GROUPS else 1)
+
+    if not lookahead:
+        begun = time.perf_counter()
+        for _ in range(STEPS):
+            time.sleep(GROUP_S * LONGEST)
+            time.sleep(GROUP_S * LONGEST / 2)
+        return (time.perf_counter() - begun) / STEPS
+
+    def collect(index: int, ordinal: int, version: int, timer: PhaseTimer) -> Rollouts:
+        time.sleep(seconds(ordinal))
+        return Rollouts(BatchedDataDict({"weight_version": torch.tensor([version])}), [], {})
+
+    class _Order:
+        taken = epoch = 0
+
+        def take(self, count: int) -> list[int]:
+            self.taken += count
+            return [0] * count
+
+    nothing: Any = SimpleNamespace(
+        **dict.fromkeys(("pause", "close", "bring_up_to_date"), lambda: None),
+        **dict.fromkeys(("resume", "write"), lambda *_: None),
+        take_busy_seconds=lambda: 0.0,
+        failed=False,
+    )
+    order: Any = _Order()
+    join: Any = lambda groups: groups[0]  # noqa: E731
+    schedule = Order(GROUPS, lookahead, lookahead, drops=False)
+    ready = ReadyFirst(schedule, collect, join, nothing, nothing, order, STEPS, PhaseTimer(), nothing)
+    begun = time.perf_counter()
+    for step in range(1, STEPS + 1):
+        ready.take(step)
+        time.sleep(GROUP_S * LONGEST / 2)
+        ready.settle()
     return (time.perf_counter() - begun) / STEPS
 
 
