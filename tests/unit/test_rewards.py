@@ -636,6 +636,21 @@ def test_what_no_response_can_cause_counts_as_0_for_none(failing: str, environme
         environments[2].step(turn("good", "refused"))
 
 
+def test_a_group_that_fails_as_a_whole_is_held_against_the_function_once_a_step_would_have(
+    failing: str, environments: list[SingleTurn]
+) -> None:
+    """Where a call has the responses to one prompt, whose record may be at fault."""
+    environments.append(SingleTurn(section(failing, on_error="mask")))
+    environments[0].judges_groups(step_rows=6)
+    for _ in range(2):
+        assert environments[0].step(turn("number", "number")).masked == [True, True]
+        assert environments[0].step(turn("number", "number")).masked == [True, True]
+        assert environments[0].step(turn("good", "number")).masked == [False, True]
+    with pytest.raises(RewardError, match="failed on each of the 2 responses of a batch"):
+        for _ in range(3):
+            environments[0].step(turn("number", "number"))
+
+
 @pytest.mark.parametrize("responses", [["number"] * 3, ["no module"] * 2, ["none", "number"], ["leaves", "crashes"]])
 @pytest.mark.parametrize("decision", ["zero", "mask"])
 def test_a_function_that_fails_on_every_response_ends_the_run(
