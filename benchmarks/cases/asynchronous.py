@@ -85,7 +85,7 @@ def _sleeping(lag: int) -> float:
 
 
 def _sleeping_groups(lookahead: int) -> float:
-    """Return seconds of a step of groups that only wait; with no lookahead a step waits for its longest one."""
+    """Return seconds of a step of groups that only wait; without lookahead a step waits for the longest."""
     from types import SimpleNamespace
 
     from megarl.algorithms.ready_first import Order, ReadyFirst
