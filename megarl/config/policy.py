@@ -15,6 +15,10 @@ from megarl.config.generation import GenerationConfig
 from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, DECAY, SHARE, Key, Range
 
 Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
+MomentDtype: TypeAlias = Literal["float32", "bfloat16", "8bit"]
+MOMENT_KEYS = ("exp_avg_dtype", "exp_avg_sq_dtype")
+STATE_KEYS = ("master_dtype", *MOMENT_KEYS)
+"""Keys of an optimizer that say how its states are stored; the torch backends have the first ones alone."""
 
 
 class DTensorConfig(TypedDict):
@@ -97,8 +101,36 @@ class MegatronOptimizerConfig(TypedDict):
     adam_eps: NotRequired[Annotated[float, Key("added to the root of the mean square.", ABOVE_0, default=1e-08)]]
     sgd_momentum: NotRequired[Annotated[float, Key("momentum of SGD.", DECAY, default=0.9)]]
     use_distributed_optimizer: NotRequired[Annotated[bool, Key("shard the optimizer state over the data-parallel ranks.", default=True)]]
+    master_dtype: NotRequired[
+        Annotated[
+            Literal["float32", "bfloat16"],
+            Key(
+                "type of the weights that the optimizer steps: ``float32`` keeps copies of 16-bit weights, ``bfloat16`` steps the bfloat16 "
+                "weights themselves, rounded up or down at random so that small steps are not lost on average.",
+                default="float32",
+            ),
+        ]
+    ]
+    exp_avg_dtype: NotRequired[
+        Annotated[
+            MomentDtype,
+            Key(
+                "type of Adam's mean gradient: 4, 2 or 1 byte a parameter. Below float32 it is rounded at random; ``8bit`` has a float32 "
+                "scale for each 256 numbers. Checkpoints hold float32: any type reads those of any other.",
+                default="float32",
+            ),
+        ]
+    ]
+    exp_avg_sq_dtype: NotRequired[Annotated[MomentDtype, Key("the same for the mean square of the gradient.", default="float32")]]
     use_precision_aware_optimizer: NotRequired[
-        Annotated[bool, Key("optimizer state below float32; needs Transformer Engine.", default=False)]
+        Annotated[
+            bool,
+            Key(
+                "Transformer Engine's optimizer with state below float32. Refused: ``master_dtype``, ``exp_avg_dtype`` and "
+                "``exp_avg_sq_dtype`` have it on every device.",
+                default=False,
+            ),
+        ]
     ]
     optimizer_cpu_offload: NotRequired[
         Annotated[
@@ -465,6 +497,17 @@ class PytorchOptimizerConfig(TypedDict):
             ),
         ]
     ]
+    exp_avg_dtype: NotRequired[
+        Annotated[
+            MomentDtype,
+            Key(
+                "type of the mean gradient of Adam and AdamW: 4, 2 or 1 byte a parameter. Below float32 it is rounded at random; ``8bit`` "
+                "has a float32 scale for each 256 numbers. Checkpoints hold float32: any type reads those of any other.",
+                default="float32",
+            ),
+        ]
+    ]
+    exp_avg_sq_dtype: NotRequired[Annotated[MomentDtype, Key("the same for the mean square of the gradient.", default="float32")]]
 
 
 class SinglePytorchSchedulerConfig(TypedDict):

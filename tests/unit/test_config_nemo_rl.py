@@ -68,6 +68,7 @@ def as_the_table_says(config: dict[str, Any]) -> dict[str, Any]:
             del policy["megatron_cfg"][key]
         policy["megatron_cfg"]["distributed_data_parallel_config"]["average_in_collective"] = False
         del policy["megatron_cfg"]["distributed_data_parallel_config"]["data_parallel_sharding_strategy"]
+        policy["megatron_cfg"]["optimizer"]["use_precision_aware_optimizer"] = False
     return config
 
 

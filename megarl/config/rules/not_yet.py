@@ -18,6 +18,7 @@ NEVER_LEGAL: Mapping[str, frozenset[Any]] = {
     f"{_DATA_PARALLEL}.average_in_collective": frozenset({True}),
     f"{MEGATRON}.optimizer.params_dtype": frozenset({"bfloat16", "float16"}),
     f"{MEGATRON}.optimizer.optimizer_cpu_offload": frozenset({True}),
+    f"{MEGATRON}.optimizer.use_precision_aware_optimizer": frozenset({True}),
 }
 """Values that the types have for the sake of NeMo-RL's configurations and that a rule refuses in every
 configuration."""
@@ -78,13 +79,6 @@ def unbuilt_share(view: View) -> Iterator[Violation]:
         )
 
 
-def precision_aware_optimizer_on_cpu(view: View) -> Iterator[Violation]:
-    """The precision-aware optimizer is Transformer Engine's, which needs a GPU."""
-    key = f"{MEGATRON}.optimizer.use_precision_aware_optimizer"
-    if view[key] and view["cluster.device"] == "cpu":
-        yield Violation(key, True, f"without Transformer Engine, which needs a GPU, it is {NOT_YET}", "set it to false")
-
-
 def float32_logits_in_chunks(view: View) -> Iterator[Violation]:
     """Chunks are multiplied in the dtype of the weights."""
     key = "policy.logprob_chunk_size"
@@ -97,6 +91,5 @@ NOT_YET_RULES: tuple[Rule, ...] = (
     unbuilt_models,
     unbuilt_hybrids,
     unbuilt_share,
-    precision_aware_optimizer_on_cpu,
     float32_logits_in_chunks,
 )

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megarl.config.policy import STATE_KEYS
 from megarl.config.rules.backends import MEGATRON, backend_of
 from megarl.config.rules.view import Rule, View
 from megarl.errors import Violation
@@ -13,6 +14,10 @@ from megarl.errors import Violation
 OPTIMIZER = f"{MEGATRON}.optimizer"
 SCHEDULER = f"{MEGATRON}.scheduler"
 DATA_PARALLEL = f"{MEGATRON}.distributed_data_parallel_config"
+
+ADAMS = frozenset({"torch.optim.Adam", "torch.optim.AdamW"})
+FIXED = frozenset({"amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize"})
+"""Arguments of theirs that states below float32 leave no choice of."""
 
 
 def _megatron(view: View) -> None:
@@ -129,6 +134,44 @@ def clipping_agrees(view: View) -> Iterator[Violation]:
         yield Violation(f"{OPTIMIZER}.clip_grad", clip, bound, "remove the line; it is derived from policy.max_grad_norm")
 
 
+def low_states(view: View, section: str) -> list[str]:
+    """Return the keys of states below float32."""
+    keys = [f"{section}.{name}" for name in STATE_KEYS]
+    return [key for key in keys if view.get(key, "float32") != "float32"]
+
+
+def states_fit_the_layout(view: View) -> Iterator[Violation]:
+    """Copies of a weight stay copies, and float16 gradients are not divided by the loss scale in float16."""
+    _megatron(view)
+    low = low_states(view, OPTIMIZER)
+    key = f"{DATA_PARALLEL}.grad_reduce_in_fp32"
+    if low and view["policy.precision"] == "float16" and not view[key]:
+        yield Violation(
+            key, False, f"{low[0]} is below float32: float16 gradients would be divided in float16", "set it to true", ({key: True},)
+        )
+    stages = view[f"{MEGATRON}.pipeline_model_parallel_size"]
+    if view.facts.tied_embeddings and stages > 1:
+        for key in (key for key in low if view[key] == "8bit"):
+            bound = f"the embedding and its copy in the last of {stages} stages have blocks of other numbers, and would drift apart"
+            yield Violation(key, "8bit", bound, "write bfloat16 or float32, or take one pipeline stage", ({key: "bfloat16"},))
+
+
+def torch_states_are_adams(view: View) -> Iterator[Violation]:
+    """States below float32 are those of Adam and AdamW, in one way of computing them."""
+    view.require(backend_of(view) != "megatron" and view["policy.optimizer"] is not None)
+    section = "policy.optimizer"
+    for key in low_states(view, section):
+        name, arguments = view[f"{section}.name"], view[f"{section}.kwargs"]
+        if name not in ADAMS:
+            yield Violation(
+                key, view[key], f"policy.optimizer.name is {name}, and only Adam's states have it", "write name: torch.optim.AdamW"
+            )
+        fixed = sorted(FIXED.intersection(name for name, value in arguments.items() if value))
+        if fixed:
+            bound = f"its step has no {', '.join(fixed)}, which policy.optimizer.kwargs has"
+            yield Violation(key, view[key], bound, "remove that, or write float32")
+
+
 OPTIMIZER_RULES: tuple[Rule, ...] = (
     optimizer_follows_precision,
     pipeline_type,
@@ -138,4 +181,6 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
     decay_of_learning_rate,
     weight_decay_schedule,
     clipping_agrees,
+    states_fit_the_layout,
+    torch_states_are_adams,
 )

@@ -13,6 +13,7 @@ from megarl.config.distillation import SECTION as DISTILLATION
 from megarl.config.environments import SINGLE_TURN, environments_of
 from megarl.config.generation import GenerationConfig
 from megarl.config.losses import ESTIMATORS, ClippedPGLossConfig, DistillationLossConfig
+from megarl.config.policy import STATE_KEYS
 from megarl.config.rules.backends import backend_of
 from megarl.config.rules.distillation import teachers_of
 from megarl.config.rules.parallel import WITHOUT_EXPERTS
@@ -224,16 +225,23 @@ ROWS_OF_MODELS = (
     Row(
         "precision_aware_optimizer",
         {"policy.megatron_cfg.optimizer.use_precision_aware_optimizer": False},
-        {"backend": "megatron", "policy.megatron_cfg.optimizer.use_distributed_optimizer": False},
-        "it works only with the distributed optimizer",
-        "set policy.megatron_cfg.optimizer.use_distributed_optimizer to true",
+        {"backend": "megatron"},
+        "megarl's own states below float32 take its place, on every device and in every layout",
+        "set it to false, and write master_dtype, exp_avg_dtype and exp_avg_sq_dtype: bfloat16, or 8bit for the last two",
     ),
     Row(
-        "precision_aware_optimizer",
-        {"policy.megatron_cfg.optimizer.use_precision_aware_optimizer": False},
-        {"backend": "megatron", "policy.megatron_cfg.optimizer.optimizer": "sgd"},
-        "it works only with adam",
-        "set policy.megatron_cfg.optimizer.optimizer to adam",
+        "states_below_float32",
+        {f"policy.megatron_cfg.optimizer.{name}": "float32" for name in STATE_KEYS},
+        {"backend": "megatron", "policy.megatron_cfg.optimizer.use_distributed_optimizer": False},
+        "only the distributed optimizer, which is Adam, has states below float32",
+        "set policy.megatron_cfg.optimizer.use_distributed_optimizer to true, or write float32",
+    ),
+    Row(
+        "states_below_float32",
+        {"policy.megatron_cfg.optimizer.master_dtype": "float32"},
+        {"backend": "megatron", "policy.precision": ("float32", "float16")},
+        "policy.precision is {policy.precision}, and only bfloat16 weights can be stepped themselves",
+        "write float32, or remove the line",
     ),
     Row(
         "gradients_are_summed",

@@ -120,7 +120,7 @@ class HuggingFaceBackend(ABC):
         self._build(source)
         if with_optimizer:
             self._refuse_optimizer()
-            self.optimizer = build_optimizer(policy, self._parameters.items(), self._dimensions)
+            self.optimizer = build_optimizer(policy, self._parameters.items(), self._dimensions, seed)
             self.scheduler = build_scheduler(policy, self.optimizer)
         self.set_training(True)
 

@@ -27,6 +27,7 @@ from megarl.checkpoint.staging import RankWriter, StagingBuffer
 from megarl.checkpoint.storage import is_file, read_again
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError, StorageError
+from megarl.models.engine.low_precision_adam import LowPrecisionAdamW
 from megarl.models.huggingface.optimizer import KERNEL_ARGUMENTS, OPEN_KERNEL
 
 PLAIN_FILE = "optimizer.pt"
@@ -125,8 +126,9 @@ def load_optimizer(like: Mapping[str, torch.Tensor], runtime: DeviceRuntime, dir
 def named_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> OptimizerState:
     """State of an optimizer whose parameters are whole tensors or DTensors, by name."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named_parameters}
+    state = optimizer.full_state() if isinstance(optimizer, LowPrecisionAdamW) else optimizer.state
     return {
-        "state": {names[parameter]: dict(values) for parameter, values in optimizer.state.items()},
+        "state": {names[parameter]: dict(values) for parameter, values in state.items()},
         "param_groups": [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups],
     }
 

@@ -28,6 +28,7 @@ from megarl.config.rules.optimizer import milestone_faults
 from megarl.errors import ConfigError, Violation
 from megarl.key import defaults_of
 from megarl.models.engine.backend import log_changed_rate
+from megarl.models.engine.low_precision_adam import LowPrecisionAdamW, StateSettings
 
 OPTIMIZER = "policy.optimizer"
 SCHEDULER = "policy.scheduler"
@@ -42,6 +43,7 @@ def build_optimizer(
     policy: PolicyConfig,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
     dimensions: Mapping[str, int] | None = None,
+    seed: int = 0,
 ) -> torch.optim.Optimizer:
     """The optimizer of ``policy.optimizer`` over all trainable parameters.
 
@@ -49,6 +51,7 @@ def build_optimizer(
         policy: ``optimizer`` is ``{name: import path, kwargs: {...}, weight_decay_on_vectors: true or false}``.
         named_parameters: each parameter once.
         dimensions: number of dimensions of each parameter by name, where a rank's shard does not show it any more.
+        seed: of the rounding of states below float32.
 
     Raises:
         ConfigError: there is no such optimizer, it does not know an argument, or refuses a value.
@@ -68,8 +71,10 @@ def build_optimizer(
     accepted = _check_arguments(OPTIMIZER, kind, kwargs, given={"params"})
     matrices: list[torch.nn.Parameter] = []
     vectors: list[torch.nn.Parameter] = []
+    names: dict[torch.Tensor, str] = {}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
+            names[parameter] = f"{_shard_number(parameter)} {name}"
             count = parameter.ndim if dimensions is None else dimensions[name]
             (matrices if count > 1 else vectors).append(parameter)
     decays = chosen["weight_decay_on_vectors"] or "weight_decay" not in accepted
@@ -78,10 +83,23 @@ def build_optimizer(
         *([{"params": matrices}] if matrices else []),
         *([{"params": vectors, **without_decay}] if vectors else []),
     ]
+    stored = StateSettings.of(chosen, seed)
+    if stored is not None:
+        decoupled = kind is torch.optim.AdamW
+        made = _construct(OPTIMIZER, LowPrecisionAdamW, groups, {"weight_decay": 1e-2 * decoupled, "decoupled": decoupled, **kwargs})
+        made.settings, made.place_of = stored, lambda parameter: (names[parameter], 0)
+        return made
     if kind in (torch.optim.Adam, torch.optim.AdamW) and all(kwargs.get(name) is None for name in KERNEL_ARGUMENTS):
         for group in groups:
             group.update({"fused": True, OPEN_KERNEL: True})
     return _construct(OPTIMIZER, kind, groups, kwargs)
+
+
+def _shard_number(parameter: torch.Tensor) -> int:
+    """Number of this rank's shard of a parameter, which ranks that have copies of it share."""
+    if isinstance(parameter, DTensor):
+        return parameter.device_mesh.get_local_rank(0)
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def build_scheduler(policy: PolicyConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:

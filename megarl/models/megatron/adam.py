@@ -15,6 +15,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from megarl.errors import ConfigError
+from megarl.models.engine.low_precision_adam import MASTER, LowPrecisionAdamW, local_shard
 
 
 class GroupStepAdamW(torch.optim.Optimizer):
@@ -102,3 +103,45 @@ class GroupStepAdam(GroupStepAdamW):
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         super().__init__(params, decoupled=False, **options)
+
+
+class ShardedAdamW(LowPrecisionAdamW):
+    """``LowPrecisionAdamW`` over the shards of Megatron-Core's distributed optimizer, whose counter of steps
+    stands in the parameter group.
+
+    Gradients are read where data parallelism has them (``decoupled_grad``), in the type that it reduces them
+    in.
+
+    Attributes:
+        gradient_factor: of the next step, where the norm is clipped: gradients of 16 bits would be rounded
+            once more.
+    """
+
+    gradient_factor = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update; parameters without a gradient are left alone."""
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if getattr(parameter, "decoupled_grad", None) is not None]
+            if parameters:
+                group["step"] = int(group.get("step", 0)) + 1
+            for parameter in parameters:
+                self.initialize_state(parameter)
+                self.step_parameter(parameter, parameter.decoupled_grad.view(-1), group, group["step"], self.gradient_factor)
+
+    def copy_weights(self) -> None:
+        """Let float32 copies follow weights that were written from outside."""
+        for parameter, state in self.state.items():
+            if MASTER in state:
+                state[MASTER].copy_(local_shard(parameter))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Hyperparameters, and the state as it is stored, which Megatron-Core does not save."""
+        return torch.optim.Optimizer.state_dict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the hyperparameters; the state is read by ``write_state``."""
+        kept = self.state
+        torch.optim.Optimizer.load_state_dict(self, {**state_dict, "state": {}})
+        self.state = kept

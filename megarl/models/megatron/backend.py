@@ -92,14 +92,14 @@ class Mover:
 def move_optimizer(optimizer: MegatronOptimizer, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Put optimizer state, and the float32 copies of half-precision parameters, where ``move`` puts a tensor.
 
-    Without such copies (a float32 model, the precision-aware optimizer) what the optimizer updates are the model's parameters themselves,
-    or views into their buffer. They go and come with the parameters; Megatron's own ``offload_to_cpu`` would take the model's weights
-    along, or read a buffer that has been freed before.
+    Without such copies (a float32 model), or where they are state (formats below float32), what the optimizer updates are the model's
+    parameters themselves, or views into their buffer. They go and come with the parameters; Megatron's own ``offload_to_cpu`` would take
+    the model's weights along, or read a buffer that has been freed before.
     """
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if getattr(inner, "is_stub_optimizer", False):
             continue
-        if (inner.config.bf16 or inner.config.fp16) and not inner.config.use_precision_aware_optimizer:
+        if (inner.config.bf16 or inner.config.fp16) and not inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
             for group in inner.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.data = move(parameter.data)
@@ -243,7 +243,7 @@ class MegatronBackend:
             if stages[-1].post_process and self.architecture.head is None:
                 answer_requests(stages[-1].output_layer)
             self.chunks = wrap_for_data_parallel(stages, policy, self.groups)
-            self.optimizer: MegatronOptimizer | None = build_optimizer(policy, self.chunks) if with_optimizer else None
+            self.optimizer: MegatronOptimizer | None = build_optimizer(policy, self.chunks, seed) if with_optimizer else None
             self.scheduler: OptimizerParamScheduler | None = build_scheduler(policy, self.optimizer) if self.optimizer else None
         self._mover = Mover(self.chunks, self.optimizer, self.runtime)
         balance = balance_settings(policy, self.architecture)

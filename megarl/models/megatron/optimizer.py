@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
@@ -13,34 +13,44 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, clip_grads, distrib_optimizer
+from megatron.core.optimizer import optimizer as mixed_precision
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
+from converters.model_config.heads import OUTPUT_LAYER
 from megarl.config.policy import PolicyConfig
 from megarl.errors import ConfigError, Violation
 from megarl.models.engine.backend import StepOutcome
-from megarl.models.megatron.adam import GroupStepAdam, GroupStepAdamW
+from megarl.models.engine.low_precision_adam import StateSettings
+from megarl.models.megatron.adam import GroupStepAdam, GroupStepAdamW, ShardedAdamW
 from megarl.models.megatron.settings import optimizer_config
 from megarl.models.megatron.transformer_engine import KEY
 from megarl.patched import patched
 
 NEVER = 2**40
+_EMBEDDING = "embedding.word_embeddings.weight"
+_CLIPPED = 1e-6
+"""Megatron-Core adds it to the norm that it divides by."""
 _SHOWN = 8
 
 
 @contextlib.contextmanager
-def fused_style_adam() -> Iterator[None]:
+def fused_style_adam(*, stored: bool = False) -> Iterator[None]:
     """Build and checkpoint with our Adam where Megatron-Core finds neither Transformer Engine nor Apex; it counts its steps as theirs
     do.
 
     Needed around building an optimizer and around reading or writing its state; the originals are put back at the end.
+
+    Args:
+        stored: build the Adam whose states have formats of their own, whoever else has one.
     """
-    if distrib_optimizer.HAVE_APEX_OR_TE:
+    if distrib_optimizer.HAVE_APEX_OR_TE and not stored:
         yield
         return
     with patched(
-        (torch.optim, "AdamW", GroupStepAdamW),
+        *([(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", True)] if stored else []),
+        (torch.optim, "AdamW", ShardedAdamW if stored else GroupStepAdamW),
         (torch.optim, "Adam", GroupStepAdam),
         (distrib_optimizer, "HAVE_APEX_OR_TE", True),
         (distrib_optimizer, "USING_TE_OPTIMIZER", True),
@@ -80,26 +90,38 @@ def _kind_found() -> str:
     return "Apex's" if distrib_optimizer.USING_APEX_OPTIMIZER else "none"
 
 
-def build_optimizer(policy: PolicyConfig, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
+def build_optimizer(policy: PolicyConfig, chunks: Sequence[DistributedDataParallel], seed: int = 0) -> MegatronOptimizer:
     """Megatron's optimizer over the model chunks of this stage. Biases and norms (parameters of one dimension) get no weight decay, as in
     Megatron. A collective over the world, where there is one.
+
+    Args:
+        policy: the policy configuration, filled in.
+        chunks: the model chunks.
+        seed: of the rounding of states below float32.
 
     Raises:
         ConfigError: ranks have fused optimizers of different packages.
     """
     _require_one_kind(policy)
     config = optimizer_config(policy)
+    stored = StateSettings.of(policy["megatron_cfg"]["optimizer"], seed)
+    if stored is not None:
+        # Megatron-Core's way for optimizers that keep copies of weights themselves and read gradients where
+        # data parallelism has them; its option asks for Transformer Engine's
+        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     options: dict[str, Any] = {"use_gloo_process_groups": False}
     overrides = getattr(megatron_optimizer, "get_standard_config_overrides", None)
     if overrides is not None:
         options["config_overrides"] = overrides(config)
-    with fused_style_adam():
+    with fused_style_adam(stored=stored is not None):
         optimizer = megatron_optimizer.get_megatron_optimizer(config, list(chunks), **options)
-    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if config.optimizer == "sgd" and not getattr(inner, "is_stub_optimizer", False):
+    for inner in _with_parameters(optimizer):
+        if config.optimizer == "sgd":
             inner.init_state_fn = _initialize_momentum
-        if isinstance(inner, DistributedOptimizer) and not inner.is_stub_optimizer:
+        if isinstance(inner, DistributedOptimizer):
             _number_parameters(inner)
+        if stored is not None:
+            _store_states(inner, stored, _names_of(chunks))
     if config.fp16:
         chunks[0].config.grad_scale_func = optimizer.scale_loss
     return optimizer
@@ -116,6 +138,44 @@ def _number_parameters(optimizer: DistributedOptimizer) -> None:
     for index, (whole, half) in enumerate(groups):
         for place, parameter in enumerate([*whole, *half]):
             optimizer.model_param_group_index_map[parameter] = index, place
+
+
+def _with_parameters(optimizer: MegatronOptimizer) -> Iterator[Any]:
+    """Yield the optimizers that step something on this rank."""
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not getattr(inner, "is_stub_optimizer", False):
+            yield inner
+
+
+def _names_of(chunks: Sequence[DistributedDataParallel]) -> dict[torch.nn.Parameter, str]:
+    """Return names of parameters, the same for all copies of one, so that all are rounded alike: the output
+    layer of a last stage may be a copy of the first stage's embedding."""
+    tied = chunks[0].module.share_embeddings_and_output_weights
+    names = {}
+    for index, chunk in enumerate(chunks):
+        for name, parameter in chunk.module.named_parameters():
+            is_embedding = name == _EMBEDDING or (tied and name == OUTPUT_LAYER)
+            names[parameter] = _EMBEDDING if is_embedding else f"{index} {name}"
+    return names
+
+
+def _store_states(inner: Any, settings: StateSettings, names: Mapping[torch.nn.Parameter, str]) -> None:
+    """Give a distributed optimizer's Adam what Megatron-Core does not hand on: formats, and names and
+    positions of the shards."""
+    adam = inner.optimizer
+    places = {
+        adam.param_groups[group]["params"][order]: (names[parameter], inner._get_model_param_range_map(parameter)["param"].start)
+        for parameter, (group, order) in inner.model_param_group_index_map.items()
+    }
+    adam.settings, adam.place_of = settings, places.__getitem__
+    inner.init_state_fn = _initialize_states
+    inner._copy_model_params_to_main_params = lambda state_dict=None: adam.copy_weights()
+
+
+def _initialize_states(optimizer: ShardedAdamW, config: Any = None) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.initialize_state(parameter)
 
 
 def _initialize_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
@@ -150,8 +210,9 @@ def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> Optim
 def _norm_of_all(chunk_size: int, noop_flag: torch.Tensor, tensors: list[list[torch.Tensor]], *options: Any) -> tuple[torch.Tensor, None]:
     """L2 norm of some tensors together, [1] float32, to the bit that of ``local_multi_tensor_l2_norm``, which asks the device for the norm
     of one tensor after another."""
-    if not _are_float32(tensors[0]):  # which rounds each norm otherwise
-        return local_multi_tensor_l2_norm(chunk_size, noop_flag, tensors, *options)
+    if not _are_float32(tensors[0]):  # Megatron-Core's would round each norm to the type of its tensor
+        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors[0]]
+        return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
     return torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(tensors[0])))).reshape(1), None
 
 
@@ -194,7 +255,13 @@ def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float],
         return accepts(norms[-1]) and bool(update())
 
     asked = ((optimizer, "get_grad_norm", get_grad_norm), (optimizer, "step_with_ready_grads", step_with_ready_grads))
-    with patched(*asked, *_over_all()):
+    adams = [inner.optimizer for inner in _with_parameters(optimizer) if isinstance(inner.optimizer, ShardedAdamW)]
+
+    def clip(parameters: Any, max_norm: float, total_norm: float, *options: Any, **named: Any) -> None:
+        for adam in adams:
+            adam.gradient_factor = min(1.0, max_norm / (total_norm + _CLIPPED))
+
+    with patched(*asked, *_over_all(), *([(mixed_precision, "clip_grad_by_total_norm_fp32", clip)] if adams else [])):
         stepped, _, _ = optimizer.step()
     # before any norm: float16's scaler has found an infinity
     return StepOutcome(norms[-1] if norms else math.nan, bool(stepped), overflowed=not norms and overflow_is_mended)

@@ -204,7 +204,6 @@ def optimizer_config(policy: PolicyConfig) -> OptimizerConfig:
         adam_eps=chosen["adam_eps"],
         sgd_momentum=chosen["sgd_momentum"],
         use_distributed_optimizer=chosen["use_distributed_optimizer"],
-        use_precision_aware_optimizer=chosen["use_precision_aware_optimizer"],
         overlap_param_gather=overlap,
         clip_grad=chosen["clip_grad"] or NO_CLIPPING,
         initial_loss_scale=INITIAL_LOSS_SCALE,

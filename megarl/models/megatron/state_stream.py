@@ -32,6 +32,7 @@ from converters.checkpoint.boxes import Box, intersection, part, relative, shape
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.checkpoint.storage import read_again
 from megarl.errors import CheckpointError
+from megarl.models.megatron.adam import ShardedAdamW
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 SLICE_BYTES = 256 * 2**20
@@ -56,6 +57,7 @@ class _Source:
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self._optimizer = optimizer
         self._own = [self._kept_of(index) for index in range(len(optimizer.gbuf_ranges))]
+        self._gathering: dict[tuple[torch.nn.Parameter, str], tuple[torch.Tensor, int]] = {}
 
     def _kept_of(self, buffer: int) -> list[tuple[int, int, torch.nn.Parameter]]:
         """First and last position of what this rank keeps of each parameter, in order."""
@@ -85,8 +87,38 @@ class _Source:
         last = first + target.numel()
         ((begin, end, parameter),) = self._kept_between(buffer, first, last)
         assert begin <= first and last <= end, (begin, first, last, end)
-        there = self._optimizer._get_main_param_and_optimizer_states(parameter)[state].detach()
-        target.copy_(there.view(-1)[first - begin : last - begin])
+        target.copy_(self._values(parameter, state)[first - begin : last - begin])
+
+    def _shard_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return what the optimizer steps of a parameter."""
+        group, order = self._optimizer.model_param_group_index_map[parameter]
+        shard: torch.Tensor = self._optimizer.optimizer.param_groups[group]["params"][order]
+        return shard
+
+    def _values(self, parameter: torch.nn.Parameter, state: str) -> torch.Tensor:
+        """Return this rank's part of a state, [n] float32: where it is kept, or read from another format."""
+        adam, shard = self._optimizer.optimizer, self._shard_of(parameter)
+        if isinstance(adam, ShardedAdamW):
+            return adam.read_state(shard, state)
+        return (shard if state == "param" else adam.state[shard][state]).detach().view(-1)
+
+    def _store(self, parameter: torch.nn.Parameter, state: str, values: torch.Tensor, read: int) -> None:
+        """Put values of another format where they are kept, once all of a parameter's are read: a block is
+        stored as a whole.
+
+        Args:
+            parameter, state: whose.
+            values: [n] float32.
+            read: how many more of them were read.
+        """
+        adam = self._optimizer.optimizer
+        if not isinstance(adam, ShardedAdamW):
+            return
+        _, missing = self._gathering.pop((parameter, state), (values, values.numel()))
+        if missing > read:
+            self._gathering[parameter, state] = values, missing - read
+        else:
+            adam.write_state(self._shard_of(parameter), state, values)
 
     def fill(self, buffer: int, state: str, start: int, stop: int, read: Callable[[int, int, torch.Tensor], None]) -> None:
         """Have ``read`` fill what this rank has of the positions from ``start`` to ``stop``, all of them one parameter's.
@@ -97,12 +129,12 @@ class _Source:
         step = max(1, SLICE_BYTES // _ITEM // 2)  # what is read may be put together from pieces: both are there then
         for begin, end, parameter in self._kept_between(buffer, start, stop):
             first, last = max(begin, start), min(end, stop)
-            kept = self._optimizer._get_main_param_and_optimizer_states(parameter)[state].detach()
+            gathered = self._gathering.get((parameter, state))
+            kept = self._values(parameter, state) if gathered is None else gathered[0]
             for position in range(first, last, step):
                 behind = min(position + step, last)
-                read(position, behind, kept.view(-1)[position - begin : behind - begin])
-            if self._optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:  # which may have given a copy in float32
-                self._optimizer._set_main_param_and_optimizer_states(parameter, {state: kept})
+                read(position, behind, kept[position - begin : behind - begin])
+            self._store(parameter, state, kept, last - first)
 
 
 class StateStream:
