@@ -26,7 +26,7 @@ from megarl.config.backend import enabled_backend
 from megarl.config.engines import is_engine
 from megarl.config.layout import Layout, stage_layer_counts
 from megarl.config.parameters import expert_layer_parameters, layer_parameters, sparse_layers, stage_layers, stage_parameters
-from megarl.config.policy import MegatronConfig, MegatronOptimizerConfig, PolicyConfig
+from megarl.config.policy import MOMENT_KEYS, STATE_KEYS, MegatronConfig, MegatronOptimizerConfig, PolicyConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -78,16 +78,30 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer
 
 
-def optimizer_bytes(optimizer: MegatronOptimizerConfig, weight_bytes: int, gradient_bytes: int) -> int:
+MOMENTS = 2
+"""Numbers a parameter of optimizer state: Adam's, which most optimizers do not exceed."""
+STORED: Mapping[str, float] = {"float32": 4, "bfloat16": 2, "8bit": 1 + 4 / 256}
+"""Bytes of a number of an optimizer's state; blocks of 256 have a float32 scale."""
+
+
+def optimizer_bytes(optimizer: MegatronOptimizerConfig, weight_bytes: int, gradient_bytes: int) -> float:
     """Return bytes a parameter of optimizer state, before it is divided over data-parallel ranks.
 
     Float32 moments (two for Adam, one for SGD with momentum), and float32 copies of weights and gradients
     unless they are float32 already. Source: the table "theoretical memory footprint" in Megatron-Core's guide
-    to the distributed optimizer.
+    to the distributed optimizer. With states below float32, gradients are read as they were reduced.
     """
-    moments = 2 if optimizer["optimizer"] == "adam" else int(optimizer["sgd_momentum"] > 0)
+    if are_below_float32(optimizer):
+        copy = 4 * (weight_bytes < 4 and optimizer["master_dtype"] == "float32")
+        return copy + STORED[optimizer["exp_avg_dtype"]] + STORED[optimizer["exp_avg_sq_dtype"]]
+    moments = MOMENTS if optimizer["optimizer"] == "adam" else int(optimizer["sgd_momentum"] > 0)
     copies = (weight_bytes < 4) + (gradient_bytes < 4)
     return 4 * (moments + copies)
+
+
+def are_below_float32(optimizer: MegatronOptimizerConfig) -> bool:
+    """Return whether an optimizer's states are below float32."""
+    return any(optimizer.get(key, "float32") != "float32" for key in STATE_KEYS)
 
 
 def estimate(
@@ -137,6 +151,7 @@ def _stage_memory(
         # An expert's copies are on all ranks of a stage that hold no other part of the experts.
         expert_copies = max(1, copies * layout.tensor // (expert * expert_tensor))
         state = -(-shared * each // copies) - (-experts * each // expert_copies)
+    state = int(state)
     tokens, scored = (-(-count // layout.context) for count in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan)))
     sizes = (facts, layout.tensor, megatron["sequence_parallel"], expert_tensor, kept)
     trained = _Layers(kinds, tokens, *sizes)
@@ -293,8 +308,6 @@ def generation_cache_bytes(kinds: Mapping[LayerKind, int], policy: PolicyConfig,
     return cached
 
 
-MOMENTS = 2
-"""float32 numbers a parameter of optimizer state: Adam's, which most optimizers do not exceed."""
 GATHERED_LAYERS = 2
 """Layers whose whole parameters are there at once: the one that computes and the next one, which is being
 gathered."""
@@ -340,7 +353,7 @@ def estimate_sharded(policy: PolicyConfig, facts: ModelFacts, layout: Layout, pl
         parameters=parameters,
         weights=held + gathered,
         gradients=device_share,
-        optimizer=MOMENTS * device_share,
+        optimizer=int(device_share * moment_bytes(policy) / 4),
         activations=activations,
         recomputed=recomputed,
         logits=logits.training + trained.head,
@@ -348,6 +361,12 @@ def estimate_sharded(policy: PolicyConfig, facts: ModelFacts, layout: Layout, pl
         generation_cache=generation_cache_bytes(kinds, policy, facts, layout, element),
         reference_weights=4 * parameters if reference else 0,
     )
+
+
+def moment_bytes(policy: PolicyConfig) -> float:
+    """Return bytes a parameter of the moments on a torch backend."""
+    optimizer = policy["optimizer"]
+    return sum(STORED[str(optimizer.get(key, "float32") if optimizer else "float32")] for key in MOMENT_KEYS)
 
 
 def _offloads(policy: PolicyConfig) -> bool:

@@ -13,7 +13,7 @@ from megarl.config.adapters import adapter_parameters, adapters_of
 from megarl.config.algorithms import generates, own_section
 from megarl.config.backend import enabled_backend
 from megarl.config.engines import is_engine
-from megarl.config.memory import BYTES, MOMENTS, RankMemory
+from megarl.config.memory import BYTES, MOMENTS, RankMemory, are_below_float32
 from megarl.config.model_facts import facts_of_policy
 from megarl.config.models import model_sections
 from megarl.config.nested import at
@@ -126,9 +126,9 @@ def process_rest(groups: int) -> int:
 
 
 def _moment_bytes(policy: PolicyConfig, rank: RankMemory) -> int:
-    """Return bytes of the optimizer's moments on a rank: the float32 numbers that are neither copies of
-    weights nor of gradients."""
-    if enabled_backend(policy) != "megatron":
+    """Return bytes of the optimizer's state on a rank that its first step makes: its moments, and where it is
+    stored below float32 copies of weights too."""
+    if enabled_backend(policy) != "megatron" or are_below_float32(policy["megatron_cfg"]["optimizer"]):
         return rank.optimizer
     optimizer, element = policy["megatron_cfg"]["optimizer"], BYTES[policy["precision"]]
     moments = MOMENTS if optimizer["optimizer"] == "adam" else int(optimizer["sgd_momentum"] > 0)

@@ -24,6 +24,7 @@ from megarl.config.memory_run import GRAPHS, checkpoint_bytes, checkpoints_kept,
 from megarl.config.model_facts import facts_of, read_model_facts
 from megarl.config.parameters import layer_parameters, model_parameters, stage_parameters
 from megarl.config.plan import memory_of_run
+from megarl.config.policy import STATE_KEYS
 from megarl.config.rules.view import View
 from megarl.config.tables import KNOWN_MODELS
 from megarl.config.validate import validate_config
@@ -135,6 +136,21 @@ def test_activations_of_a_gpu_by_listing_the_tensors() -> None:
 def test_optimizer_state(optimizer: str, weight: int, gradient: int, expected: int) -> None:
     assert optimizer_bytes({"optimizer": optimizer, "sgd_momentum": 0.9}, weight, gradient) == expected
     assert optimizer_bytes({"optimizer": "sgd", "sgd_momentum": 0.0}, 4, 4) == 0
+
+
+@pytest.mark.parametrize(
+    ("states", "weight", "gradient", "expected"),
+    [
+        (("float32", "bfloat16", "bfloat16"), 2, 2, 4 + 2 + 2),
+        (("float32", "float32", "8bit"), 2, 4, 4 + 4 + 1 + 4 / 256),
+        (("bfloat16", "8bit", "8bit"), 2, 4, 2 + 8 / 256),
+        (("float32", "8bit", "bfloat16"), 4, 4, 1 + 4 / 256 + 2),
+    ],
+)
+def test_state_below_float32(states: tuple[str, str, str], weight: int, gradient: int, expected: float) -> None:
+    """Gradients are not copied: they are read where they were reduced."""
+    optimizer = dict(zip(STATE_KEYS, states, strict=True))
+    assert optimizer_bytes({"optimizer": "adam", **optimizer}, weight, gradient) == expected
 
 
 def estimate_of(changes: dict[str, Any], reference: bool = True) -> Any:

@@ -15,7 +15,8 @@ from megarl.cli import load_and_check, main
 from megarl.config import published_config, read_model_facts
 from megarl.config.layout import Layout
 from megarl.config.parameters import expert_layer_parameters, stage_parameters
-from megarl.config.plan import memory_of_run
+from megarl.config.plan import fullest_moment, memory_of_run
+from megarl.config.policy import STATE_KEYS
 from megarl.config.tables import KNOWN_MODELS
 from megarl.config.validate import doubt_of_memory
 from megarl.quickstart.material import make_config
@@ -226,6 +227,29 @@ def test_every_rank_of_a_recipe_fits_a_gpu_of_80_gb(recipe: Path) -> None:
     assert 0 < max(row.peak for row in rows) <= USABLE, [f"{row.peak / GIB:.1f} GiB" for row in rows]
 
 
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if "gb-" in recipe.stem], ids=lambda recipe: recipe.stem)
+def test_a_recipe_for_a_size_of_gpu_fits_it(recipe: Path) -> None:
+    """With what an engine keeps; and with float32 moments, or all weights, it would not, where it has less."""
+    config = load_and_check(str(recipe), [])
+    assert f"{config['cluster']['device_memory_gib']:g}gb" in recipe.stem
+    assert doubt_of_memory(config) is None
+    optimizer = "policy.megatron_cfg.optimizer"
+    if "80gb" not in recipe.stem or "lora" in recipe.stem:
+        more = [f"{optimizer}.{key}=float32" for key in STATE_KEYS]
+        if "lora" in recipe.stem:
+            more = ["policy.peft.enabled=false"]
+        assert doubt_of_memory(load_and_check(str(recipe), [*more, "cluster.memory_check=warn"])) is not None
+
+
+def test_the_plan_of_a_mixture_of_30b_on_one_node() -> None:
+    """84.5 GiB a device with float32 states."""
+    moments = {}
+    for kind in ("float32", "bfloat16"):
+        states = [f"policy.megatron_cfg.optimizer.{key}={kind}" for key in ("exp_avg_dtype", "exp_avg_sq_dtype")]
+        moments[kind] = fullest_moment(load_and_check(str(CONFIGS / "grpo-qwen3-30b-a3b-8gpu-80gb-megatron.yaml"), states))
+    assert moments["float32"].total > 78 * GIB > 70 * GIB > moments["bfloat16"].total
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_layouts_of_real_sizes_are_the_documented_ones(name: str) -> None:
     config = load_and_check(str(CONFIGS / f"{name}.yaml"), [])
@@ -279,11 +303,10 @@ def test_what_is_on_the_disk_goes_before_what_is_known(tmp_path: Path, monkeypat
     assert published_config("owner/unknown") is None and read_model_facts("owner/unknown") is None
 
 
-def test_the_commands_of_the_readme_fit_a_card_of_24_gb() -> None:
+def test_the_readme_s_recipes_for_a_card_of_24_gb_and_their_plans() -> None:
     text = (CONFIGS.parent / "README.md").read_text()
-    recipe, *words = re.findall(r'^recipe="(.*)"$', text, re.MULTILINE)[0].split()
-    changes = [line.split("  ")[0].split() for line in re.findall(r"^megarl train \$recipe (policy.*)$", text, re.MULTILINE)]
-    assert len(changes) == 3 and "cluster.device_memory_gib=24" in words
-    for change in changes:
-        given = [word for word in change if "=" in word]
-        assert doubt_of_memory(load_and_check(str(CONFIGS / f"{recipe}.yaml"), [*words, *given])) is None, change
+    names = list(dict.fromkeys(re.findall(r"grpo-\S*24gb-megatron", text)))
+    figures = re.search(r"the plan is ([\d.]+) and ([\d.]+) GiB at the fullest moment", text)
+    assert figures is not None and {f"{name}.yaml" for name in names} == {path.name for path in CONFIGS.glob("*24gb*.yaml")}
+    plans = [fullest_moment(load_and_check(str(CONFIGS / f"{name}.yaml"), [])) for name in names]
+    assert [f"{moment.total / GIB:.1f}" for moment in plans if moment is not None] == list(figures.groups())
