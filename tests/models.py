@@ -197,9 +197,9 @@ def policy_config(model: Path | str, **changes: Any) -> dict[str, Any]:
         model: Hugging Face directory.
         changes: ``tp``, ``pp``, ``sp``, ``cp``, ``comm`` (of CP), ``vpp``, ``first``, ``last`` (uneven pipeline), ``pipeline_layout``,
             ``batching`` (fixed, dynamic, packed), ``precision``, ``gbs``, ``mbs``, ``clip``, ``overlap``, ``distributed_optimizer``,
-            ``recompute`` (True, or a list of parts), ``temperature``, ``lr``, ``weight_decay``, ``optimizer``, ``master``, ``exp_avg``, ``exp_avg_sq``;
-            a ``generation`` dict is merged; of mixtures of experts ``ep``, ``etp``, ``dispatcher``, ``grouped``, ``freeze_router``, ``router_dtype``, ``balancing``,
-            ``aux``, ``z``.
+            ``recompute`` (True, or a list of parts), ``temperature``, ``lr``, ``weight_decay``, ``optimizer``, ``master``, ``exp_avg``,
+            ``exp_avg_sq``; a ``generation`` dict is merged; of mixtures of experts ``ep``, ``etp``, ``dispatcher``, ``grouped``,
+            ``freeze_router``, ``router_dtype``, ``balancing``, ``aux``, ``z``.
     """
     base = read_table("policy.yaml")
     config, generation = base["policy"], changes.pop("generation", {})
