@@ -50,6 +50,7 @@ class RankMemory:
         scoring: what a log-probability pass takes, which lies beside no activations of training.
         generation_cache: keys and values of the sequences being generated.
         reference_weights: the reference policy's weights, in host memory.
+        host_optimizer: optimizer state that stays in host memory.
     """
 
     stage: int
@@ -64,6 +65,7 @@ class RankMemory:
     scoring: int
     generation_cache: int
     reference_weights: int
+    host_optimizer: int = 0
 
     @property
     def peak(self) -> int:
@@ -89,9 +91,10 @@ def optimizer_bytes(optimizer: MegatronOptimizerConfig, weight_bytes: int, gradi
 
     Float32 moments (two for Adam, one for SGD with momentum), and float32 copies of weights and gradients
     unless they are float32 already. Source: the table "theoretical memory footprint" in Megatron-Core's guide
-    to the distributed optimizer. With states below float32, gradients are read as they were reduced.
+    to the distributed optimizer. With states below float32, or in host memory, gradients are read as they
+    were reduced.
     """
-    if are_below_float32(optimizer):
+    if has_own_states(optimizer):
         copy = 4 * (weight_bytes < 4 and optimizer["master_dtype"] == "float32")
         return copy + STORED[optimizer["exp_avg_dtype"]] + STORED[optimizer["exp_avg_sq_dtype"]]
     moments = MOMENTS if optimizer["optimizer"] == "adam" else int(optimizer["sgd_momentum"] > 0)
@@ -99,9 +102,11 @@ def optimizer_bytes(optimizer: MegatronOptimizerConfig, weight_bytes: int, gradi
     return 4 * (moments + copies)
 
 
-def are_below_float32(optimizer: MegatronOptimizerConfig) -> bool:
-    """Return whether an optimizer's states are below float32."""
-    return any(optimizer.get(key, "float32") != "float32" for key in STATE_KEYS)
+def has_own_states(optimizer: MegatronOptimizerConfig) -> bool:
+    """Return whether states are below float32 or in host memory, so that megarl keeps them and not
+    Megatron-Core."""
+    below = any(optimizer.get(key, "float32") != "float32" for key in STATE_KEYS)
+    return below or optimizer.get("optimizer_offload_fraction", 0.0) > 0
 
 
 def estimate(
@@ -151,7 +156,9 @@ def _stage_memory(
         # An expert's copies are on all ranks of a stage that hold no other part of the experts.
         expert_copies = max(1, copies * layout.tensor // (expert * expert_tensor))
         state = -(-shared * each // copies) - (-experts * each // expert_copies)
-    state = int(state)
+    share = megatron["optimizer"]["optimizer_offload_fraction"]
+    # there are copies of float32 weights too
+    in_host = share * state * (each + 4 * (element == 4)) / each if share else 0
     tokens, scored = (-(-count // layout.context) for count in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan)))
     sizes = (facts, layout.tensor, megatron["sequence_parallel"], expert_tensor, kept)
     trained = _Layers(kinds, tokens, *sizes)
@@ -165,13 +172,14 @@ def _stage_memory(
         parameters=parameters,
         weights=parameters * element,
         gradients=trained_parameters * gradient,
-        optimizer=state,
+        optimizer=int((1 - share) * state),
         activations=in_flight(stage, layout.pipeline, plan.micro_batches) * activations,
         recomputed=recomputed,
         logits=logits.training + trained.head * last,
         scoring=_scoring(_Layers(kinds, scored, *sizes), logits),
         generation_cache=generation_cache_bytes(kinds, policy, facts, layout, element),
         reference_weights=parameters * element if reference else 0,
+        host_optimizer=int(in_host),
     )
 
 

@@ -13,7 +13,7 @@ from megarl.config.adapters import adapter_parameters, adapters_of
 from megarl.config.algorithms import generates, own_section
 from megarl.config.backend import enabled_backend
 from megarl.config.engines import is_engine
-from megarl.config.memory import BYTES, MOMENTS, RankMemory, are_below_float32
+from megarl.config.memory import BYTES, MOMENTS, RankMemory, has_own_states
 from megarl.config.model_facts import facts_of_policy
 from megarl.config.models import model_sections
 from megarl.config.nested import at
@@ -126,9 +126,9 @@ def process_rest(groups: int) -> int:
 
 
 def _moment_bytes(policy: PolicyConfig, rank: RankMemory) -> int:
-    """Return bytes of the optimizer's state on a rank that its first step makes: its moments, and where it is
-    stored below float32 copies of weights too."""
-    if enabled_backend(policy) != "megatron" or are_below_float32(policy["megatron_cfg"]["optimizer"]):
+    """Return bytes of the optimizer's state on a device that its first step makes: its moments, and where
+    megarl keeps it copies of weights too."""
+    if enabled_backend(policy) != "megatron" or has_own_states(policy["megatron_cfg"]["optimizer"]):
         return rank.optimizer
     optimizer, element = policy["megatron_cfg"]["optimizer"], BYTES[policy["precision"]]
     moments = MOMENTS if optimizer["optimizer"] == "adam" else int(optimizer["sgd_momentum"] > 0)
@@ -139,9 +139,9 @@ def _moment_bytes(policy: PolicyConfig, rank: RankMemory) -> int:
 
 def host_memory(config: RunConfig, ranks: Sequence[RankMemory], beside: Iterable[Sequence[RankMemory]] = ()) -> int:
     """Host memory of a node: of each of its ranks the reference policy and a copy of the weights that it
-    takes the place of; optimizer state and weights while an engine on the same device generates, the first
-    also where ``offload_optimizer_for_logprob`` says so; where ranks run on a CPU, everything. A checkpoint
-    that is written while training goes on is not among it.
+    takes the place of; optimizer state that stays there; other optimizer state and weights while an engine on
+    the same device generates, the first also where ``offload_optimizer_for_logprob`` says so; where ranks run
+    on a CPU, everything. A checkpoint that is written while training goes on is not among it.
 
     Args:
         config: a checked run with its defaults.
@@ -158,8 +158,9 @@ def host_memory(config: RunConfig, ranks: Sequence[RankMemory], beside: Iterable
 
     def of_rank(rank: RankMemory) -> int:
         if on_cpu:
-            return rank.peak + 2 * rank.reference_weights
-        return 2 * rank.reference_weights + offloads * rank.optimizer + colocated * rank.weights
+            return rank.peak + 2 * rank.reference_weights + rank.host_optimizer
+        moved = offloads * rank.optimizer + colocated * rank.weights
+        return 2 * rank.reference_weights + rank.host_optimizer + moved
 
     together = sum(max(of_rank(rank) for rank in each) for each in (ranks, *models))
     return int(config["cluster"]["gpus_per_node"] * together)

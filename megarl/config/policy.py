@@ -26,7 +26,10 @@ class DTensorConfig(TypedDict):
 
     enabled: Annotated[bool, Key("use this backend.")]
     cpu_offload: NotRequired[
-        Annotated[bool, Key("keep parameters, gradients and optimizer state in host memory between uses.", default=False)]
+        Annotated[
+            bool,
+            Key("keep parameters, gradients and optimizer state in host memory between uses; the CPU steps them there.", default=False),
+        ]
     ]
     sequence_parallel: NotRequired[
         Annotated[bool, Key("shard the activations between tensor-parallel regions over the sequence.", default=False)]
@@ -136,13 +139,25 @@ class MegatronOptimizerConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "keep and update optimizer state in host memory, by Megatron-Core's own hybrid optimizer. Refused: that wants Transformer "
-                "Engine, and takes a step with random gradients before it reads a checkpoint, which changes the weights.",
+                "Megatron-Core's own optimizer in host memory. Refused: it wants Transformer Engine, and takes a step with random "
+                "gradients before it reads a checkpoint, which changes the weights. ``optimizer_offload_fraction`` takes its place.",
                 default=False,
             ),
         ]
     ]
-    optimizer_offload_fraction: NotRequired[Annotated[float, Key("share of the state that is there.", SHARE, default=0.0)]]
+    optimizer_offload_fraction: NotRequired[
+        Annotated[
+            float,
+            Key(
+                "share of the optimizer's states, float32 copies of the weights among them, that stays in page-locked host memory and is "
+                "stepped there by the CPU; the results are the same to the bit. It leaves gradients and weights on the device. "
+                "(``offload_optimizer_for_logprob`` moves states away between steps; the torch backends keep all of them in host memory "
+                "with ``dtensor_cfg.cpu_offload`` and ``fsdp_offload_enabled``.)",
+                SHARE,
+                default=0.0,
+            ),
+        ]
+    ]
     clip_grad: NotRequired[Annotated[float, Key("largest norm of the gradient of the whole model; 0 turns clipping off.", AT_LEAST_0)]]
 
 
@@ -640,7 +655,15 @@ class PolicyConfig(TypedDict):
     refit_checksum: NotRequired[
         Annotated[bool, Key("send a checksum with each group of weights; an engine refuses a group that arrives changed.", default=False)]
     ]
-    fsdp_offload_enabled: NotRequired[Annotated[bool, Key("FSDP1 only: keep parameters in host memory between uses.", default=False)]]
+    fsdp_offload_enabled: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "FSDP1 only: keep parameters, gradients and optimizer state in host memory between uses; the CPU steps them there.",
+                default=False,
+            ),
+        ]
+    ]
     activation_checkpointing_enabled: NotRequired[Annotated[bool, Key("FSDP1 only: recompute layers in the backward pass.", default=False)]]
     optimizer: NotRequired[
         Annotated[PytorchOptimizerConfig | None, Key("optimizer of the torch backends; null with Megatron.", default=None)]

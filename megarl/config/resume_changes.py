@@ -31,7 +31,7 @@ _DISTRIBUTED = "policy.megatron_cfg.optimizer.use_distributed_optimizer"
 _FREE = (
     _DISTRIBUTED,
     *(f"policy.megatron_cfg.optimizer.{key}" for key in ("clip_grad", "bf16", "fp16", "params_dtype", "use_precision_aware_optimizer")),
-    *(f"policy.megatron_cfg.optimizer.{key}" for key in STATE_KEYS),
+    *(f"policy.megatron_cfg.optimizer.{key}" for key in (*STATE_KEYS, "optimizer_offload_fraction")),
     *(f"policy.optimizer.{key}" for key in MOMENT_KEYS),
     *(f"policy.optimizer.kwargs.{key}" for key in ("foreach", "fused", "capturable", "differentiable")),
 )

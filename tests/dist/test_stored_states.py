@@ -20,13 +20,15 @@ from tests.dist.test_megatron_checkpoint import BATCHES, load_and_train, train_a
 from tests.models import policy_config
 from tests.tiers import newest_megatron, sampled
 
-LOWEST = {"exp_avg_dtype": "8bit", "exp_avg_sq_dtype": "8bit"}
-STATES: dict[str, dict[str, str]] = {
+LOWEST: dict[str, Any] = {"exp_avg_dtype": "8bit", "exp_avg_sq_dtype": "8bit"}
+STATES: dict[str, dict[str, Any]] = {
     "bf16": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
     "8bit": LOWEST,
     "8bit-mean": {"exp_avg_dtype": "8bit"},
     "8bit-square": {"exp_avg_sq_dtype": "8bit"},
     "no-master": {"master_dtype": "bfloat16", **LOWEST},
+    "8bit-host": {**LOWEST, "optimizer_offload_fraction": 0.4},
+    "host": {"optimizer_offload_fraction": 0.6},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -37,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def megatron(model: Path, states: dict[str, str], **changes: Any) -> dict[str, Any]:
+def megatron(model: Path, states: dict[str, Any], **changes: Any) -> dict[str, Any]:
     adapters = changes.pop("adapters", False)
     config = policy_config(model, **{"precision": "bfloat16", **changes})
     config["megatron_cfg"]["optimizer"] |= states
@@ -97,6 +99,27 @@ def test_the_first_clipped_step_is_that_of_float32(pool: WorkerPool, tiny_models
 
 
 @newest_megatron
+@sampled(3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("share", [0.07, 0.5, 1.0])
+@pytest.mark.parametrize("states", ["float32", "bf16", "8bit"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_states_in_host_memory_are_stepped_to_the_bit(
+    pool: WorkerPool, tiny_models: dict[str, Path], layout: str, share: float, states: str, precision: str
+) -> None:
+    """Whatever share of them is there, also where a shard is cut; of float32 the other optimizer is Megatron-Core's with our Adam."""
+    world, changes = LAYOUTS[layout]
+    found = []
+    for states_there in ({}, {"optimizer_offload_fraction": share}):
+        chosen: dict[str, Any] = {**STATES.get(states, {}), **states_there}
+        found.append(pool.run(world, trained, megatron(tiny_models["qwen3"], chosen, precision=precision, clip=0.05, **changes), 4)[0])
+    one, other = found
+    assert one["norm"] == other["norm"]
+    for name, tensor in one["weights"].items():
+        assert torch.equal(other["weights"][name], tensor), name
+
+
+@newest_megatron
 @sampled(2)
 @pytest.mark.parametrize(("layout", "states"), [("tp2", "no-master"), ("pp2", "bf16"), ("pp2", "no-master")])
 def test_copies_of_a_weight_stay_copies(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, states: str) -> None:
@@ -116,7 +139,7 @@ def test_copies_of_a_weight_stay_copies(pool: WorkerPool, tiny_models: dict[str,
 
 @newest_megatron
 @sampled(1)
-@pytest.mark.parametrize("states", ["8bit", "no-master", "8bit-to-float32", "float32-to-8bit"])
+@pytest.mark.parametrize("states", ["8bit", "no-master", "8bit-to-float32", "float32-to-8bit-host", "host"])
 def test_another_layout_and_another_format_read_the_state(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, states: str
 ) -> None:

@@ -24,11 +24,6 @@ NEVER_LEGAL: Mapping[str, frozenset[Any]] = {
 configuration."""
 UNBUILT_FLAGS = {
     f"{MEGATRON}.distributed_data_parallel_config.use_custom_fsdp": "Megatron's own FSDP is",
-    # It wants Transformer Engine, and where it has no state yet it steps with random gradients before it
-    # reads a checkpoint, which changes the weights read before. State made first would spare the step; but
-    # then its hooks rebuild float32 copies from 16-bit weights, and it makes CUDA streams when it is built,
-    # so that no CPU can show what comes of it.
-    f"{MEGATRON}.optimizer.optimizer_cpu_offload": "an optimizer in host memory, for which Megatron-Core needs Transformer Engine, is",
 }
 
 
@@ -70,15 +65,6 @@ def unbuilt_hybrids(view: View) -> Iterator[Violation]:
         yield Violation(distributed, False, bound, "set it to true, or policy.precision to float32")
 
 
-def unbuilt_share(view: View) -> Iterator[Violation]:
-    """Nothing can be a share of what is not there."""
-    key = f"{MEGATRON}.optimizer.optimizer_offload_fraction"
-    if view[key]:
-        yield Violation(
-            key, view[key], f"an optimizer in host memory is {NOT_YET}, so that it would do nothing", "write 0, or remove the line"
-        )
-
-
 def float32_logits_in_chunks(view: View) -> Iterator[Violation]:
     """Chunks are multiplied in the dtype of the weights."""
     key = "policy.logprob_chunk_size"
@@ -90,6 +76,5 @@ NOT_YET_RULES: tuple[Rule, ...] = (
     unbuilt_flags,
     unbuilt_models,
     unbuilt_hybrids,
-    unbuilt_share,
     float32_logits_in_chunks,
 )

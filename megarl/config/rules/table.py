@@ -229,6 +229,30 @@ ROWS_OF_MODELS = (
         "megarl's own states below float32 take its place, on every device and in every layout",
         "set it to false, and write master_dtype, exp_avg_dtype and exp_avg_sq_dtype: bfloat16, or 8bit for the last two",
     ),
+    # It wants Transformer Engine, and where it has no state yet it steps with random gradients before it
+    # reads a checkpoint, which changes the weights read before. State made first would spare the step; but
+    # then its hooks rebuild float32 copies from 16-bit weights.
+    Row(
+        "own_optimizer_in_host_memory",
+        {"policy.megatron_cfg.optimizer.optimizer_cpu_offload": False},
+        {"backend": "megatron"},
+        "Megatron-Core's optimizer in host memory steps with random gradients before it reads a checkpoint",
+        "set it to false, and policy.megatron_cfg.optimizer.optimizer_offload_fraction to 1",
+    ),
+    Row(
+        "states_in_host_memory",
+        {"policy.megatron_cfg.optimizer.optimizer_offload_fraction": 0},
+        {"backend": "megatron", "policy.megatron_cfg.optimizer.use_distributed_optimizer": False},
+        "only the distributed optimizer, which is Adam, has states in host memory",
+        "set policy.megatron_cfg.optimizer.use_distributed_optimizer to true, or write 0",
+    ),
+    Row(
+        "states_in_host_memory",
+        {"policy.megatron_cfg.optimizer.optimizer_offload_fraction": 0},
+        {"backend": "megatron", "policy.megatron_cfg.optimizer.master_dtype": "bfloat16"},
+        "policy.megatron_cfg.optimizer.master_dtype is bfloat16, which steps the weights themselves, on the device",
+        "write 0, or master_dtype: float32, whose copies take no memory of the device there",
+    ),
     Row(
         "states_below_float32",
         {f"policy.megatron_cfg.optimizer.{name}": "float32" for name in STATE_KEYS},

@@ -8,8 +8,9 @@ stored states and of one slice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from megarl.models.engine.state_formats import BLOCK, FORMATS, StateFormat, rand
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
+HOST = "host_"
+"""Keys of states in host memory begin with it."""
 SLICES = {"cpu": BLOCK * 2**8, "cuda": BLOCK * 2**14}
 """Numbers that are stepped at a time: on a CPU such as stay in its caches."""
 _HALF = 0xFFFF
@@ -39,13 +42,13 @@ class StateSettings:
     master: str = "float32"
     exp_avg: str = "float32"
     exp_avg_sq: str = "float32"
+    host_share: float = 0.0
     seed: int = 0
 
-    @classmethod
-    def of(cls, chosen: Mapping[str, object], seed: int) -> StateSettings | None:
-        """Read the keys ``*_dtype`` of an optimizer's section; None where all are float32."""
-        names = {name: str(chosen.get(f"{name}_dtype", "float32")) for name in ("master", *MOMENTS)}
-        return None if set(names.values()) == {"float32"} else cls(**names, seed=seed)
+    @property
+    def are_plain(self) -> bool:
+        """Return whether every state is float32 and stays with its weights."""
+        return {self.master, self.exp_avg, self.exp_avg_sq} == {"float32"} and not self.host_share
 
     def format_of(self, moment: str) -> StateFormat:
         return FORMATS[moment][getattr(self, moment)]
@@ -87,46 +90,65 @@ class Shard:
 
 @torch.no_grad()
 def step_shard(shard: Shard, settings: StateSettings, parameters: Hyperparameters) -> None:
-    """Step weights and states of a shard in place."""
-    update = adamw if parameters.decoupled else adam
-    count, device, stepped = shard.weights.numel(), shard.weights.device, shard.weights if shard.master is None else shard.master
-    counter = torch.full((), float(parameters.step - 1), device=device)
-    key = f"{settings.seed} {parameters.step} {shard.name}"
-    for first in range(0, count, SLICES[device.type]):
-        last = min(first + SLICES[device.type], count)
+    """Step weights and states of a shard in place, where all of them are on one device."""
+    count, stepped = shard.weights.numel(), shard.weights if shard.master is None else shard.master
+    slice_size = SLICES[shard.weights.device.type]
+    for first in range(0, count, slice_size):
+        last = min(first + slice_size, count)
         weights = stepped[first:last].float()
-        moments = {name: settings.format_of(name).read(stored, first, last) for name, stored in shard.moments.items()}
         gradient = shard.gradient[first:last].float()
         if parameters.gradient_factor != 1.0:
             gradient = gradient * parameters.gradient_factor
-        update(
-            [weights],
-            [gradient],
-            [moments["exp_avg"]],
-            [moments["exp_avg_sq"]],
-            [],
-            [counter.clone()],
-            amsgrad=False,
-            beta1=parameters.betas[0],
-            beta2=parameters.betas[1],
-            lr=parameters.lr,
-            weight_decay=parameters.weight_decay,
-            eps=parameters.eps,
-            maximize=False,
-            foreach=False,
-            capturable=False,
-            differentiable=False,
-            fused=True,
-        )
-        bits = random_bits(key, shard.first + first, last - first, device)
-        halves = {"exp_avg": bits & _HALF, "exp_avg_sq": (bits >> 16).bitwise_and_(_HALF)}
-        for name, stored in shard.moments.items():
-            settings.format_of(name).write(stored, first, moments[name], halves[name])
+        step_slice(shard, settings, parameters, first, last, weights, gradient)
         if shard.master is not None:
             shard.weights[first:last].copy_(weights)
         elif shard.weights.dtype is not torch.float32:
-            own = random_bits(f"{key} weights", shard.first + first, last - first, device).bitwise_and_(_HALF)
-            FORMATS["master"]["bfloat16"].write(shard.weights, first, weights, own)
+            key = f"{_key(shard, settings, parameters)} weights"
+            bits = random_bits(key, shard.first + first, last - first, weights.device).bitwise_and_(_HALF)
+            FORMATS["master"]["bfloat16"].write(shard.weights, first, weights, bits)
+
+
+def step_slice(
+    shard: Shard,
+    settings: StateSettings,
+    parameters: Hyperparameters,
+    first: int,
+    last: int,
+    weights: torch.Tensor,
+    gradient: torch.Tensor,
+) -> None:
+    """Step the moments of a shard from ``first`` to ``last``, and ``weights`` and ``gradient``, [last - first] float32, of these."""
+    moments = {name: settings.format_of(name).read(stored, first, last) for name, stored in shard.moments.items()}
+    update = adamw if parameters.decoupled else adam
+    update(
+        [weights],
+        [gradient],
+        [moments["exp_avg"]],
+        [moments["exp_avg_sq"]],
+        [],
+        [torch.full((), float(parameters.step - 1), device=weights.device)],
+        amsgrad=False,
+        beta1=parameters.betas[0],
+        beta2=parameters.betas[1],
+        lr=parameters.lr,
+        weight_decay=parameters.weight_decay,
+        eps=parameters.eps,
+        maximize=False,
+        foreach=False,
+        capturable=False,
+        differentiable=False,
+        fused=True,
+    )
+    if settings.exp_avg == settings.exp_avg_sq == "float32":
+        return
+    bits = random_bits(_key(shard, settings, parameters), shard.first + first, last - first, weights.device)
+    halves = {"exp_avg": bits & _HALF, "exp_avg_sq": (bits >> 16).bitwise_and_(_HALF)}
+    for name, stored in shard.moments.items():
+        settings.format_of(name).write(stored, first, moments[name], halves[name])
+
+
+def _key(shard: Shard, settings: StateSettings, parameters: Hyperparameters) -> str:
+    return f"{settings.seed} {parameters.step} {shard.name}"
 
 
 class LowPrecisionAdamW(torch.optim.AdamW):
@@ -140,25 +162,49 @@ class LowPrecisionAdamW(torch.optim.AdamW):
     Attributes:
         settings: how states are stored; set before the first step.
         place_of: the name of a parameter, and the position of its shard.
+        host_part: how many numbers of a shard, the first ones, have their state in host memory.
+        host_zeros: makes that memory from an outline.
     """
 
     settings = StateSettings()
     place_of: Callable[[torch.Tensor], tuple[str, int]]
+    host_part: Mapping[torch.Tensor, int] = MappingProxyType({})
+    host_zeros: Callable[[torch.Tensor], torch.Tensor]
 
     def __init__(self, params: Iterable[Any], *, decoupled: bool = True, **options: Any) -> None:
         super().__init__(params, **options)
         self.decoupled = decoupled
 
     def initialize_state(self, parameter: torch.Tensor) -> None:
-        """Give ``parameter`` its moments, both zero, and a float32 copy where the settings want one, if it
-        has none."""
+        """Give ``parameter`` its moments, both zero, and float32 copies where the settings want them, if it has
+        none."""
         if self.state[parameter]:
             return
         weights = local_shard(parameter)
-        state: dict[str, Any] = {name: self.settings.format_of(name).zeros(weights.numel(), weights.device) for name in MOMENTS}
-        if self.settings.master == "float32" and weights.dtype is not torch.float32:
-            state[MASTER] = weights.float()
+        state: dict[str, Any] = {}
+        for prefix, first, last in self._pieces(parameter):
+            outlines = {name: self.settings.format_of(name).zeros(last - first, torch.device("meta")) for name in MOMENTS}
+            copied = self.settings.master == "float32" and weights.dtype is not torch.float32
+            if copied or prefix:
+                outlines[MASTER] = torch.empty(last - first, device="meta")
+            for name, outline in outlines.items():
+                device = weights.device
+                state[prefix + name] = self.host_zeros(outline) if prefix else torch.zeros_like(outline, device=device)
         self.state[parameter] = state
+        self._copy_weights(parameter)
+
+    def _pieces(self, parameter: torch.Tensor) -> list[tuple[str, int, int]]:
+        """Return the parts of a shard by where their state is, with what its keys begin with there."""
+        count, kept = local_shard(parameter).numel(), self.host_part.get(parameter, 0)
+        pieces = [(HOST, 0, kept), ("", kept, count)]
+        return [piece for piece in pieces if piece[1] < piece[2]] or pieces[1:]
+
+    def _copy_weights(self, parameter: torch.Tensor) -> None:
+        """Let float32 copies follow weights that were written from outside."""
+        weights, state = local_shard(parameter), self.state[parameter]
+        for prefix, first, last in self._pieces(parameter):
+            if prefix + MASTER in state:
+                state[prefix + MASTER].copy_(weights[first:last])
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -169,12 +215,14 @@ class LowPrecisionAdamW(torch.optim.AdamW):
                     self.initialize_state(parameter)
                     step = self.state[parameter].setdefault("step", torch.zeros(()))
                     step += 1
-                    self.step_parameter(parameter, local_shard(parameter.grad), group, int(step))
+                    for shard, numbers, _ in self.shards(parameter, local_shard(parameter.grad), group, int(step)):
+                        step_shard(shard, self.settings, numbers)
 
-    def step_parameter(
+    def shards(
         self, parameter: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any], step: int, factor: float = 1.0
-    ) -> None:
-        """Step one parameter, which has its state.
+    ) -> Iterator[tuple[Shard, Hyperparameters, bool]]:
+        """Yield the parts of a parameter that has its state, the numbers of the step, and whether the part's
+        state is in host memory.
 
         Args:
             parameter: of ``group``.
@@ -183,27 +231,37 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             step: number of the step, from 1.
             factor: that the gradient is multiplied by first.
         """
-        state = self.state[parameter]
-        name, first = self.place_of(parameter)
-        moments = {moment: state[moment] for moment in MOMENTS}
-        shard = Shard(name, first, local_shard(parameter), gradient, moments, state.get(MASTER))
+        state, weights = self.state[parameter], local_shard(parameter)
+        name, offset = self.place_of(parameter)
         lr, betas, eps, decay = float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"]
-        step_shard(shard, self.settings, Hyperparameters(lr, betas, eps, decay, step, self.decoupled, factor))
+        numbers = Hyperparameters(lr, betas, eps, decay, step, self.decoupled, factor)
+        for prefix, first, last in self._pieces(parameter):
+            moments = {moment: state[prefix + moment] for moment in MOMENTS}
+            own = weights[first:last], gradient[first:last]
+            yield Shard(name, offset + first, *own, moments, state.get(prefix + MASTER)), numbers, bool(prefix)
 
     def read_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """Return the values of a state of this rank's shard, [n] float32: ``param`` or a moment. Those
-        stored so are no copies."""
+        """Return the values of a state of this rank's shard, [n] float32: ``param`` or a moment. Those stored so,
+        in one part, are no copies."""
+        found = [self._read(parameter, name, *piece) for piece in self._pieces(parameter)]
+        return found[0] if len(found) == 1 else torch.cat([part.cpu() for part in found])
+
+    def _read(self, parameter: torch.Tensor, name: str, prefix: str, first: int, last: int) -> torch.Tensor:
+        state = self.state[parameter]
         if name == "param":
-            return self.state[parameter].get(MASTER, local_shard(parameter)).float()
-        stored = self.state[parameter][name]
-        return self.settings.format_of(name).read(stored, 0, local_shard(parameter).numel())
+            values: torch.Tensor = state.get(prefix + MASTER, local_shard(parameter)[first:last])
+            return values.float()
+        return self.settings.format_of(name).read(state[prefix + name], 0, last - first)
 
     def write_state(self, parameter: torch.Tensor, name: str, values: torch.Tensor) -> None:
         """Store the values of a state, rounded to the nearest."""
-        if name == "param":
-            self.state[parameter].get(MASTER, local_shard(parameter)).copy_(values)
-        else:
-            self.settings.format_of(name).write(self.state[parameter][name], 0, values, None)
+        state = self.state[parameter]
+        for prefix, first, last in self._pieces(parameter):
+            if name == "param":
+                state.get(prefix + MASTER, local_shard(parameter)[first:last]).copy_(values[first:last])
+            else:
+                stored = state[prefix + name]
+                self.settings.format_of(name).write(stored, 0, values[first:last].to(stored.device), None)
 
     def full_state(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the state as ``torch.optim.AdamW`` has it: moments in float32 with the parameter's shape."""

@@ -83,11 +83,11 @@ def build_optimizer(
         *([{"params": matrices}] if matrices else []),
         *([{"params": vectors, **without_decay}] if vectors else []),
     ]
-    stored = StateSettings.of(chosen, seed)
-    if stored is not None:
+    states = StateSettings("float32", chosen["exp_avg_dtype"], chosen["exp_avg_sq_dtype"], seed=seed)
+    if not states.are_plain:
         decoupled = kind is torch.optim.AdamW
         made = _construct(OPTIMIZER, LowPrecisionAdamW, groups, {"weight_decay": 1e-2 * decoupled, "decoupled": decoupled, **kwargs})
-        made.settings, made.place_of = stored, lambda parameter: (names[parameter], 0)
+        made.settings, made.place_of = states, lambda parameter: (names[parameter], 0)
         return made
     if kind in (torch.optim.Adam, torch.optim.AdamW) and all(kwargs.get(name) is None for name in KERNEL_ARGUMENTS):
         for group in groups:

@@ -15,7 +15,9 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from megarl.errors import ConfigError
-from megarl.models.engine.low_precision_adam import MASTER, LowPrecisionAdamW, local_shard
+from megarl.models.engine.host_adam import HostAdam
+from megarl.models.engine.low_precision_adam import LowPrecisionAdamW, step_shard
+from megarl.models.engine.state_formats import BLOCK
 
 
 class GroupStepAdamW(torch.optim.Optimizer):
@@ -118,23 +120,45 @@ class ShardedAdamW(LowPrecisionAdamW):
     """
 
     gradient_factor = 1.0
+    _host: HostAdam | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update; parameters without a gradient are left alone."""
+        """One update; parameters without a gradient are left alone. What is on the device is queued first, and
+        runs while the CPU steps the rest."""
+        in_host_memory = []
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if getattr(parameter, "decoupled_grad", None) is not None]
             if parameters:
                 group["step"] = int(group.get("step", 0)) + 1
             for parameter in parameters:
                 self.initialize_state(parameter)
-                self.step_parameter(parameter, parameter.decoupled_grad.view(-1), group, group["step"], self.gradient_factor)
+                gradient = parameter.decoupled_grad.view(-1)
+                for shard, numbers, in_host in self.shards(parameter, gradient, group, group["step"], self.gradient_factor):
+                    if in_host:
+                        in_host_memory.append((shard, numbers))
+                    else:
+                        step_shard(shard, self.settings, numbers)
+        if in_host_memory:
+            self._host = self._host or HostAdam(in_host_memory[0][0].weights.device)
+            self._host.step(in_host_memory, self.settings)
+
+    def place_states(self) -> None:
+        """Choose what has its state in host memory: the share that the settings say, of all numbers, from the
+        first parameter on. The last shard of it is cut."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        count = sum(parameter.numel() for parameter in parameters)
+        left = round(self.settings.host_share * count)
+        self.host_part = {}
+        for parameter in parameters:
+            # a cut inside a block would give its halves other scales than the whole has
+            part = parameter.numel() if left >= parameter.numel() else left // BLOCK * BLOCK
+            self.host_part[parameter], left = part, left - part
 
     def copy_weights(self) -> None:
         """Let float32 copies follow weights that were written from outside."""
-        for parameter, state in self.state.items():
-            if MASTER in state:
-                state[MASTER].copy_(local_shard(parameter))
+        for parameter in self.state:
+            self._copy_weights(parameter)
 
     def state_dict(self) -> dict[str, Any]:
         """Hyperparameters, and the state as it is stored, which Megatron-Core does not save."""

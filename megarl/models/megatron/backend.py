@@ -35,6 +35,7 @@ from megarl.models.engine.backend import Part, Place, StepOutcome, require_optim
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
+from megarl.models.engine.low_precision_adam import HOST
 from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.offload_state import HostCopies
@@ -105,7 +106,7 @@ def move_optimizer(optimizer: MegatronOptimizer, move: Callable[[torch.Tensor], 
                     parameter.data = move(parameter.data)
         for state in inner.optimizer.state.values():
             for key, value in state.items():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor) and not key.startswith(HOST):
                     state[key] = move(value)
 
 

@@ -19,9 +19,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
 from converters.model_config.heads import OUTPUT_LAYER
-from megarl.config.policy import PolicyConfig
+from megarl.config.policy import MegatronOptimizerConfig, PolicyConfig
+from megarl.distributed.device import runtime
 from megarl.errors import ConfigError, Violation
 from megarl.models.engine.backend import StepOutcome
+from megarl.models.engine.host_adam import HostMemory
 from megarl.models.engine.low_precision_adam import StateSettings
 from megarl.models.megatron.adam import GroupStepAdam, GroupStepAdamW, ShardedAdamW
 from megarl.models.megatron.settings import optimizer_config
@@ -104,8 +106,8 @@ def build_optimizer(policy: PolicyConfig, chunks: Sequence[DistributedDataParall
     """
     _require_one_kind(policy)
     config = optimizer_config(policy)
-    stored = StateSettings.of(policy["megatron_cfg"]["optimizer"], seed)
-    if stored is not None:
+    states = _state_settings(policy["megatron_cfg"]["optimizer"], seed)
+    if not states.are_plain:
         # Megatron-Core's way for optimizers that keep copies of weights themselves and read gradients where
         # data parallelism has them; its option asks for Transformer Engine's
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
@@ -113,15 +115,15 @@ def build_optimizer(policy: PolicyConfig, chunks: Sequence[DistributedDataParall
     overrides = getattr(megatron_optimizer, "get_standard_config_overrides", None)
     if overrides is not None:
         options["config_overrides"] = overrides(config)
-    with fused_style_adam(stored=stored is not None):
+    with fused_style_adam(stored=not states.are_plain):
         optimizer = megatron_optimizer.get_megatron_optimizer(config, list(chunks), **options)
     for inner in _with_parameters(optimizer):
         if config.optimizer == "sgd":
             inner.init_state_fn = _initialize_momentum
         if isinstance(inner, DistributedOptimizer):
             _number_parameters(inner)
-        if stored is not None:
-            _store_states(inner, stored, _names_of(chunks))
+        if not states.are_plain:
+            _store_states(inner, states, _names_of(chunks))
     if config.fp16:
         chunks[0].config.grad_scale_func = optimizer.scale_loss
     return optimizer
@@ -138,6 +140,11 @@ def _number_parameters(optimizer: DistributedOptimizer) -> None:
     for index, (whole, half) in enumerate(groups):
         for place, parameter in enumerate([*whole, *half]):
             optimizer.model_param_group_index_map[parameter] = index, place
+
+
+def _state_settings(chosen: MegatronOptimizerConfig, seed: int) -> StateSettings:
+    formats = chosen["master_dtype"], chosen["exp_avg_dtype"], chosen["exp_avg_sq_dtype"]
+    return StateSettings(*formats, host_share=chosen["optimizer_offload_fraction"], seed=seed)
 
 
 def _with_parameters(optimizer: MegatronOptimizer) -> Iterator[Any]:
@@ -168,6 +175,8 @@ def _store_states(inner: Any, settings: StateSettings, names: Mapping[torch.nn.P
         for parameter, (group, order) in inner.model_param_group_index_map.items()
     }
     adam.settings, adam.place_of = settings, places.__getitem__
+    adam.host_zeros = HostMemory(pin=runtime().is_cuda).zeros_like
+    adam.place_states()
     inner.init_state_fn = _initialize_states
     inner._copy_model_params_to_main_params = lambda state_dict=None: adam.copy_weights()
 

@@ -1,0 +1,125 @@
+"""Steps the part of an optimizer's states that is kept in host memory, where torch's fused Adam runs on the CPU.
+
+A slice at a time goes through: its gradient comes from the device, the CPU steps it, and its weights go back.
+While the CPU steps one slice, the gradient of the next one and the weights of the last one are under way, on a
+stream of their own; nothing of the states crosses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megarl.models.engine.low_precision_adam import Hyperparameters, Shard, StateSettings, step_slice
+from megarl.models.engine.state_formats import BLOCK
+
+SLICE = BLOCK * 2**10
+"""Numbers that are under way at a time: enough for a copy between device and host to run at its full speed."""
+_PINNED_BLOCK = 2**28
+_ALIGNMENT = 256
+
+
+class HostMemory:
+    """Page-locked memory, in large blocks: torch rounds each that it locks up to a power of two.
+
+    Args:
+        pin: False on a machine whose memory is all the same.
+    """
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def zeros_like(self, outline: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of zeros with the shape and type of a tensor of the meta device."""
+        size = -(-outline.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if size > self._block.numel():
+            self._block = torch.zeros(max(size, _PINNED_BLOCK), dtype=torch.uint8, pin_memory=self._pin)
+        taken, self._block = self._block[: outline.nbytes], self._block[size:]
+        return taken.view(outline.dtype).view(outline.shape)
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """Page-locked buffers of one slice; ``copied`` is recorded behind its last copy."""
+
+    gradient: torch.Tensor
+    weights: torch.Tensor
+    copied: Any
+
+
+class HostAdam:
+    """Steps shards whose moments and master weights are in host memory.
+
+    Args:
+        device: of weights and gradients.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
+        self._buffers = [self._made() for _ in range(3)]
+
+    def _made(self) -> _Buffers:
+        gradient, weights = (torch.empty(4 * SLICE, dtype=torch.uint8, pin_memory=self._is_cuda) for _ in range(2))
+        return _Buffers(gradient, weights, torch.cuda.Event() if self._is_cuda else None)
+
+    @torch.no_grad()
+    def step(self, shards: Sequence[tuple[Shard, Hyperparameters]], settings: StateSettings) -> None:
+        """Step all shards. Work of the device that was queued before goes on meanwhile."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        slices = list(_slices(shards))
+        for number, (shard, _, first, last) in enumerate(slices[:1]):
+            self._fetch(number, shard, first, last)
+        for number, (shard, parameters, first, last) in enumerate(slices):
+            if number + 1 < len(slices):
+                following, _, begin, end = slices[number + 1]
+                self._fetch(number + 1, following, begin, end)
+            buffers = self._buffers[number % len(self._buffers)]
+            if self._is_cuda:
+                buffers.copied.synchronize()
+            gradient = _typed(buffers.gradient, shard.gradient.dtype, last - first).float()
+            if parameters.gradient_factor != 1.0:
+                gradient.mul_(parameters.gradient_factor)
+            assert shard.master is not None, "what is in host memory has master weights there"
+            step_slice(shard, settings, parameters, first, last, shard.master[first:last], gradient)
+            weights = _typed(buffers.weights, shard.weights.dtype, last - first).copy_(shard.master[first:last])
+            with self._on_stream():
+                shard.weights[first:last].copy_(weights, non_blocking=True)
+                self._record(buffers)
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _fetch(self, number: int, shard: Shard, first: int, last: int) -> None:
+        """Have the gradient of a slice come. Its buffers are those of the third slice before, whose copies are
+        behind it in the same stream, and whose CPU part is done."""
+        buffers = self._buffers[number % len(self._buffers)]
+        if self._is_cuda:
+            # the CPU writes weights into them once the gradient is there
+            buffers.copied.synchronize()
+        with self._on_stream():
+            _typed(buffers.gradient, shard.gradient.dtype, last - first).copy_(shard.gradient[first:last], non_blocking=True)
+            self._record(buffers)
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream) if self._is_cuda else contextlib.nullcontext()
+
+    def _record(self, buffers: _Buffers) -> None:
+        if self._stream is not None:
+            buffers.copied.record(self._stream)
+
+
+def _slices(shards: Sequence[tuple[Shard, Hyperparameters]]) -> Iterator[tuple[Shard, Hyperparameters, int, int]]:
+    for shard, parameters in shards:
+        count = shard.weights.numel()
+        for first in range(0, count, SLICE):
+            yield shard, parameters, first, min(first + SLICE, count)
+
+
+def _typed(buffer: torch.Tensor, dtype: torch.dtype, count: int) -> torch.Tensor:
+    return buffer.view(dtype)[:count]
