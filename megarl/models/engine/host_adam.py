@@ -1,8 +1,9 @@
-"""Steps the part of an optimizer's states that is kept in host memory, where torch's fused Adam runs on the CPU.
+"""Steps the part of an optimizer's states that is kept in host memory, where torch's fused Adam runs on the
+CPU.
 
-A slice at a time goes through: its gradient comes from the device, the CPU steps it, and its weights go back.
-While the CPU steps one slice, the gradient of the next one and the weights of the last one are under way, on a
-stream of their own; nothing of the states crosses.
+A slice at a time goes through: its gradient comes from the device, the CPU steps it, and its weights go
+back. While the CPU steps one slice, the gradient of the next one and the weights of the last one are under
+way, on a stream of their own; nothing of the states crosses.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from megarl.models.engine.low_precision_adam import Hyperparameters, Shard, Stat
 from megarl.models.engine.state_formats import BLOCK
 
 SLICE = BLOCK * 2**10
-"""Numbers that are under way at a time: enough for a copy between device and host to run at its full speed."""
+"""Numbers that are under way at a time: enough for a copy between device and host to run at its full
+speed."""
 _PINNED_BLOCK = 2**28
 _ALIGNMENT = 256
 
@@ -96,8 +98,8 @@ class HostAdam:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def _fetch(self, number: int, shard: Shard, first: int, last: int) -> None:
-        """Have the gradient of a slice come. Its buffers are those of the third slice before, whose copies are
-        behind it in the same stream, and whose CPU part is done."""
+        """Have the gradient of a slice come. Its buffers are those of the third slice before, whose copies
+        are behind it in the same stream, and whose CPU part is done."""
         buffers = self._buffers[number % len(self._buffers)]
         if self._is_cuda:
             # the CPU writes weights into them once the gradient is there

@@ -117,7 +117,8 @@ def step_slice(
     weights: torch.Tensor,
     gradient: torch.Tensor,
 ) -> None:
-    """Step the moments of a shard from ``first`` to ``last``, and ``weights`` and ``gradient``, [last - first] float32, of these."""
+    """Step the moments of a shard from ``first`` to ``last``, and ``weights`` and ``gradient``, [last -
+    first] float32, of these."""
     moments = {name: settings.format_of(name).read(stored, first, last) for name, stored in shard.moments.items()}
     update = adamw if parameters.decoupled else adam
     update(
@@ -176,8 +177,8 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         self.decoupled = decoupled
 
     def initialize_state(self, parameter: torch.Tensor) -> None:
-        """Give ``parameter`` its moments, both zero, and float32 copies where the settings want them, if it has
-        none."""
+        """Give ``parameter`` its moments, both zero, and float32 copies where the settings want them, if it
+        has none."""
         if self.state[parameter]:
             return
         weights = local_shard(parameter)
@@ -241,8 +242,8 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             yield Shard(name, offset + first, *own, moments, state.get(prefix + MASTER)), numbers, bool(prefix)
 
     def read_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """Return the values of a state of this rank's shard, [n] float32: ``param`` or a moment. Those stored so,
-        in one part, are no copies."""
+        """Return the values of a state of this rank's shard, [n] float32: ``param`` or a moment. Those
+        stored so, in one part, are no copies."""
         found = [self._read(parameter, name, *piece) for piece in self._pieces(parameter)]
         return found[0] if len(found) == 1 else torch.cat([part.cpu() for part in found])
 
