@@ -92,6 +92,7 @@ CASES = {
         takes=("rows",),
     ),
     "generation": Case("generation by each backend, ragged prompts, against generate of transformers", "benchmarks.cases.generation"),
+    "host.adam": Case("bytes of optimizer states stepped in host memory a second against a copy of them", "benchmarks.cases.host_adam"),
     "operations": Case(
         "operations and host syncs of a packed micro-batch of 2, 16 and 64 sequences, counted; fails above its bounds",
         "benchmarks.cases.operations",

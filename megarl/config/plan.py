@@ -21,7 +21,7 @@ from megarl.config.model_facts import facts_of_policy
 from megarl.config.models import model_sections
 from megarl.config.nested import at, put
 from megarl.config.plugins import EngineMemory
-from megarl.config.policy import PolicyConfig
+from megarl.config.policy import MOMENT_KEYS, PolicyConfig
 from megarl.config.rules.models import with_model_as_policy
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import NotApplicableError, View
@@ -258,6 +258,11 @@ def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
     share = "policy.generation.vllm_cfg.gpu_memory_utilization"
     if (given := at(config, share)) is not None:
         found[share] = [part for part in (0.7, 0.6, 0.5, 0.4, 0.3) if part < given]
+    optimizer = f"{section}.optimizer"
+    if backend == "megatron" and at(config, f"{optimizer}.use_distributed_optimizer"):
+        found |= {f"{optimizer}.{key}": ["bfloat16", "8bit"] for key in MOMENT_KEYS if at(config, f"{optimizer}.{key}") == "float32"}
+        host = f"{optimizer}.optimizer_offload_fraction"
+        found[host] = [part for part in (0.5, 1.0) if part > at(config, host)]
     tensor = {"megatron": f"{section}.tensor_model_parallel_size", "dtensor": f"{section}.tensor_parallel_size"}.get(backend)
     if tensor:
         found[tensor] = _doubles(at(config, tensor), cluster["gpus_per_node"])

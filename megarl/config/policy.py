@@ -150,9 +150,9 @@ class MegatronOptimizerConfig(TypedDict):
             float,
             Key(
                 "share of the optimizer's states, float32 copies of the weights among them, that stays in page-locked host memory and is "
-                "stepped there by the CPU; the results are the same to the bit. It leaves gradients and weights on the device. "
-                "(``offload_optimizer_for_logprob`` moves states away between steps; the torch backends keep all of them in host memory "
-                "with ``dtensor_cfg.cpu_offload`` and ``fsdp_offload_enabled``.)",
+                "stepped there by the CPU, to the same bits; it steps states below float32 many times slower. Gradients and weights stay "
+                "on the device. (``offload_optimizer_for_logprob`` moves states away between steps; the torch backends keep all of them "
+                "in host memory with ``dtensor_cfg.cpu_offload`` and ``fsdp_offload_enabled``.)",
                 SHARE,
                 default=0.0,
             ),

@@ -83,7 +83,8 @@ def test_state_that_has_no_room_is_refused_with_what_has() -> None:
     assert (violation.key, violation.value) == ("cluster.device_memory_gib", 24)
     # 18 bytes of each of 1,543,714,304 parameters
     assert "weights, gradients and optimizer state of a rank alone take 25.9 GiB" in violation.bound
-    assert violation.fix.startswith("write policy.sequence_packing.train_mb_tokens=2048 and cluster.gpus_per_node=4")
+    in_host_memory = "policy.megatron_cfg.optimizer.optimizer_offload_fraction=1.0"
+    assert violation.fix.startswith(f"write policy.sequence_packing.train_mb_tokens=4096 and {in_host_memory}")
     written = violation.fix.removeprefix("write ").split(" and ")
     fitting = config_of(SMALL, "cluster.device_memory_gib=24", *written)
     assert doubt_of_memory(fitting) is None and state_bytes(fitting) < 24 * GIB

@@ -16,7 +16,7 @@ from megarl.config import published_config, read_model_facts
 from megarl.config.layout import Layout
 from megarl.config.parameters import expert_layer_parameters, stage_parameters
 from megarl.config.plan import fullest_moment, memory_of_run
-from megarl.config.policy import STATE_KEYS
+from megarl.config.policy import MOMENT_KEYS, STATE_KEYS
 from megarl.config.tables import KNOWN_MODELS
 from megarl.config.validate import doubt_of_memory
 from megarl.quickstart.material import make_config
@@ -242,12 +242,16 @@ def test_a_recipe_for_a_size_of_gpu_fits_it(recipe: Path) -> None:
 
 
 def test_the_plan_of_a_mixture_of_30b_on_one_node() -> None:
-    """84.5 GiB a device with float32 states."""
-    moments = {}
-    for kind in ("float32", "bfloat16"):
-        states = [f"policy.megatron_cfg.optimizer.{key}={kind}" for key in ("exp_avg_dtype", "exp_avg_sq_dtype")]
-        moments[kind] = fullest_moment(load_and_check(str(CONFIGS / "grpo-qwen3-30b-a3b-8gpu-80gb-megatron.yaml"), states))
-    assert moments["float32"].total > 78 * GIB > 70 * GIB > moments["bfloat16"].total
+    """With states in host memory, and with moments of 16 bits on the device, as the recipe's comment says."""
+    recipe, optimizer = CONFIGS / "grpo-qwen3-30b-a3b-8gpu-80gb-megatron.yaml", "policy.megatron_cfg.optimizer"
+    moments = [f"{optimizer}.{key}=bfloat16" for key in MOMENT_KEYS]
+    plans = []
+    for changes in ([], [f"{optimizer}.optimizer_offload_fraction=0", *moments], [f"{optimizer}.optimizer_offload_fraction=0"]):
+        moment = fullest_moment(load_and_check(str(recipe), changes))
+        assert moment is not None
+        plans.append(moment.total / GIB)
+    assert plans[0] < 62 and plans[1] < 70 and plans[2] > 78
+    assert f"({plans[1]:.1f} GiB of a GPU)" in recipe.read_text()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
