@@ -137,6 +137,24 @@ def test_copies_of_a_weight_stay_copies(pool: WorkerPool, tiny_models: dict[str,
         assert torch.equal(one["own"][name][0], other["own"][name][0]), name
 
 
+def copies_after_a_load(config: Mapping[str, Any], directory: Path) -> bool:
+    """Whether the optimizer's copies are the weights, after weights alone were loaded into a worker that has trained."""
+    worker = jobs.build(config, init_reference_model=False)
+    worker.save_checkpoint(str(directory / "weights"))
+    worker.train(data=jobs.my_share(worker, BATCHES[0], config["train_global_batch_size"]), loss_fn=NLLLoss())
+    worker.load_checkpoint(str(directory / "weights"))
+    adams = [inner.optimizer for inner in worker.backend.optimizer.chained_optimizers]
+    shards = [(adam, shard) for adam in adams for group in adam.param_groups for shard in group["params"]]
+    same = all(torch.equal(adam.read_state(shard, "param").to(shard.dtype), shard.detach()) for adam, shard in shards)
+    worker.backend.close()
+    return same and len(shards) > 10
+
+
+@newest_megatron
+def test_copies_follow_weights_that_are_loaded(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    assert pool.run(1, copies_after_a_load, megatron(tiny_models["qwen3"], STATES["8bit-host"]), tmp_path) == [True]
+
+
 @newest_megatron
 @sampled(1)
 @pytest.mark.parametrize("states", ["8bit", "no-master", "8bit-to-float32", "float32-to-8bit-host", "host"])
