@@ -70,11 +70,15 @@ class HostAdam:
         gradient, weights = (torch.empty(4 * SLICE, dtype=torch.uint8, pin_memory=self._is_cuda) for _ in range(2))
         return _Buffers(gradient, weights, torch.cuda.Event() if self._is_cuda else None)
 
-    @torch.no_grad()
-    def step(self, shards: Sequence[tuple[Shard, Hyperparameters]], settings: StateSettings) -> None:
-        """Step all shards. Work of the device that was queued before goes on meanwhile."""
+    def begin(self) -> None:
+        """Take what the device has queued so far for the work that gradients come from. What it queues until
+        ``step`` runs at the same time."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
+
+    @torch.no_grad()
+    def step(self, shards: Sequence[tuple[Shard, Hyperparameters]], settings: StateSettings) -> None:
+        """Step all shards, after ``begin``."""
         slices = list(_slices(shards))
         for number, (shard, _, first, last) in enumerate(slices[:1]):
             self._fetch(number, shard, first, last)

@@ -127,6 +127,9 @@ class ShardedAdamW(LowPrecisionAdamW):
         """One update; parameters without a gradient are left alone. What is on the device is queued first, and
         runs while the CPU steps the rest."""
         in_host_memory = []
+        if any(self.host_part.values()):
+            self._host = self._host or HostAdam(next(iter(self.host_part)).device)
+            self._host.begin()
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if getattr(parameter, "decoupled_grad", None) is not None]
             if parameters:
@@ -139,8 +142,7 @@ class ShardedAdamW(LowPrecisionAdamW):
                         in_host_memory.append((shard, numbers))
                     else:
                         step_shard(shard, self.settings, numbers)
-        if in_host_memory:
-            self._host = self._host or HostAdam(in_host_memory[0][0].weights.device)
+        if self._host is not None:
             self._host.step(in_host_memory, self.settings)
 
     def place_states(self) -> None:
