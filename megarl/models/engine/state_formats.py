@@ -81,8 +81,8 @@ class BFloat16:
 
     def write(self, stored: torch.Tensor, first: int, values: torch.Tensor, bits: torch.Tensor | None) -> None:
         if bits is not None:
-            # carries into the upper half as often as the lower half says; sign and magnitude are stored apart,
-            # so negative numbers need nothing else
+            # carries into the upper half as often as the lower half says; sign and magnitude are stored
+            # apart, so negative numbers need nothing else
             values = values.view(torch.int32).add(bits).bitwise_and_(-0x10000).view(torch.float32)
         stored[first : first + values.numel()].copy_(values)
 

@@ -124,8 +124,8 @@ class ShardedAdamW(LowPrecisionAdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update; parameters without a gradient are left alone. What is on the device is queued first, and
-        runs while the CPU steps the rest."""
+        """One update; parameters without a gradient are left alone. What is on the device is queued first,
+        and runs while the CPU steps the rest."""
         in_host_memory = []
         if any(self.host_part.values()):
             self._host = self._host or HostAdam(next(iter(self.host_part)).device)

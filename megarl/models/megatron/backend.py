@@ -93,9 +93,10 @@ class Mover:
 def move_optimizer(optimizer: MegatronOptimizer, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Put optimizer state, and the float32 copies of half-precision parameters, where ``move`` puts a tensor.
 
-    Without such copies (a float32 model), or where they are state (formats below float32), what the optimizer updates are the model's
-    parameters themselves, or views into their buffer. They go and come with the parameters; Megatron's own ``offload_to_cpu`` would take
-    the model's weights along, or read a buffer that has been freed before.
+    Without such copies (a float32 model), or where they are state (formats below float32), what the optimizer
+    updates are the model's parameters themselves, or views into their buffer. They go and come with the
+    parameters; Megatron's own ``offload_to_cpu`` would take the model's weights along, or read a buffer that has
+    been freed before. States that are kept in host memory stay there.
     """
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if getattr(inner, "is_stub_optimizer", False):
