@@ -95,8 +95,8 @@ def move_optimizer(optimizer: MegatronOptimizer, move: Callable[[torch.Tensor], 
 
     Without such copies (a float32 model), or where they are state (formats below float32), what the optimizer
     updates are the model's parameters themselves, or views into their buffer. They go and come with the
-    parameters; Megatron's own ``offload_to_cpu`` would take the model's weights along, or read a buffer that has
-    been freed before. States that are kept in host memory stay there.
+    parameters; Megatron's own ``offload_to_cpu`` would take the model's weights along, or read a buffer that
+    has been freed before. States that are kept in host memory stay there.
     """
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if getattr(inner, "is_stub_optimizer", False):
