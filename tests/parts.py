@@ -47,11 +47,17 @@ class Part:
         return any(fnmatch.fnmatch(path.relative_to(TESTS).as_posix(), pattern) for pattern in self.files)
 
 
-DTENSOR, EXPERTS = ("dist/test_dtensor*", "dist/test_workers.py"), ("dist/test_megatron_experts.py",)
-DISTRIBUTED, PROGRAMS = ("dist/*",), ("system/*",)
-RESUME, VLLM_ENGINES, REAL_SLURM = ("system/test_resume.py",), ("system/test_vllm.py",), ("launch/test_real_slurm.py",)
+TRAINING, DTENSOR = ("dist/test_training.py",), ("dist/test_dtensor*", "dist/test_workers.py")
+EXPERTS = ("dist/test_megatron_experts.py",)
+DISTRIBUTED, PROGRAMS = ("dist/*",), ("system/*", "engines/*")
+RESUME, VLLM_ENGINES, REAL_SLURM = (
+    ("system/test_resume.py",),
+    ("system/test_vllm.py", "engines/test_vllm.py"),
+    ("launch/test_real_slurm.py",),
+)
 PARTS: Mapping[str, Part] = {
-    **{f"dtensor-{k + 1}": Part("DTensor in every layout; workers of all backends", DTENSOR, share=(k, 3), spread="no") for k in range(3)},
+    **{f"training-{k + 1}": Part("each backend in every layout", TRAINING, share=(k, 3), spread="no") for k in range(3)},
+    "dtensor": Part("DTensor alone; workers of all backends", DTENSOR, spread="no"),
     **{f"experts-{k + 1}": Part("mixtures of experts in every layout", EXPERTS, share=(k, 2), spread="no") for k in range(2)},
     "megatron": Part("Megatron in every layout, other mixtures", ("dist/test_megatron_*", "dist/test_generation.py"), spread="no"),
     **{

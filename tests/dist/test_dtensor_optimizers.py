@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megarl.algorithms.loss_functions import NLLLoss
 from megarl.parity.pool import WorkerPool
 from tests.dist import jobs
 from tests.dist.dtensor_jobs import dtensor_config
-from tests.dist.test_dtensor_parity import LAYOUTS, check_training
+from tests.dist.layouts import LAYOUTS
+from tests.dist.training import check_training
 from tests.tiers import sampled
 
 
@@ -20,12 +20,11 @@ from tests.tiers import sampled
 @pytest.mark.parametrize("layout", ["tp2-sp", "tp2-dp2"])
 @pytest.mark.parametrize("implementation", [{"foreach": True}, {}, {"fused": True}], ids=str)
 def test_adamw_steps_as_transformers(pool: WorkerPool, tiny_models: dict[str, Path], layout: str, implementation: dict[str, Any]) -> None:
-    world, changes = LAYOUTS[layout]
+    world, changes = LAYOUTS["dtensor"][layout]
     adam = dict(dtensor_config(tiny_models["qwen3-tied"])["optimizer"]["kwargs"])
     del adam["foreach"], adam["fused"]
     optimizer = {"name": "torch.optim.AdamW", "kwargs": {**adam, **implementation}, "weight_decay_on_vectors": False}
-    changes = {**changes, "torch_optimizer": optimizer}
-    check_training(pool, world, tiny_models["qwen3-tied"], NLLLoss(), "fixed", {"mbs": 2, "clip": 0.5}, changes)
+    check_training(pool, "dtensor", world, tiny_models["qwen3-tied"], mbs=2, clip=0.5, **changes, torch_optimizer=optimizer)
 
 
 @sampled(1)

@@ -15,7 +15,7 @@ from megarl.parity.pool import WorkerPool
 from tests.dist import jobs
 from tests.dist.batches import make_batch
 from tests.dist.dtensor_jobs import dtensor_config
-from tests.dist.test_dtensor_parity import LAYOUTS
+from tests.dist.layouts import LAYOUTS
 from tests.dist.worker_jobs import differences
 from tests.tiers import sampled
 
@@ -66,7 +66,7 @@ def both_ways(config: dict[str, Any], batches: list[dict[str, Any]], keeps_gradi
 def test_results_are_those_of_fully_shard(
     pool: WorkerPool, tiny_models: dict[str, Path], layout: str, changes: dict[str, Any], keeps_gradients: bool
 ) -> None:
-    world, sizes = LAYOUTS[layout]
+    world, sizes = LAYOUTS["dtensor"][layout]
     batches = [make_batch(rows=12, length=12, seed=seed) for seed in (1, 2, 3)]
     config = dtensor_config(tiny_models["qwen3-tied"], gbs=12, mbs=4, **sizes, **changes)
     for different, facts in pool.run(world, both_ways, config, batches, keeps_gradients):
@@ -86,7 +86,7 @@ def stays_whole(config: dict[str, Any]) -> bool:
         ("dp2", {}, False),
         ("cp2", {}, False),
         ("dp1", {"precision": "bfloat16"}, False),
-        ("tp2", {"plan": "tests.dist.test_dtensor_parity.plan_by_names"}, True),
+        ("tp2", {"plan": "tests.dist.plans.by_names"}, True),
         ("tp2", {"plan": f"{HERE}.of_torch"}, False),
     ],
     ids=str,
@@ -94,5 +94,5 @@ def stays_whole(config: dict[str, Any]) -> bool:
 def test_what_is_shared_copied_or_needs_dtensors_goes_through_fully_shard(
     pool: WorkerPool, tiny_models: dict[str, Path], layout: str, changes: dict[str, Any], expected: bool
 ) -> None:
-    world, sizes = LAYOUTS[layout]
+    world, sizes = LAYOUTS["dtensor"][layout]
     assert pool.run(world, stays_whole, dtensor_config(tiny_models["qwen2"], **sizes, **changes)) == [expected] * world

@@ -1,4 +1,4 @@
-"""What FSDP1PolicyWorker alone does: the rest of its contract, and checkpoints that it refuses."""
+"""What FSDP1PolicyWorker alone does: the rest of its contract, checkpoints that it refuses, precision, memory while it is built."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megarl.algorithms.loss_functions import NLLLoss
 from megarl.parity.pool import WorkerPool
-from tests.dist import fsdp1_jobs, worker_jobs
+from tests.dist import fsdp1_jobs, jobs, worker_jobs
 from tests.dist.batches import make_batch
 from tests.dist.fsdp1_jobs import fsdp1_config
 
@@ -65,3 +67,21 @@ def test_small_methods(pool: WorkerPool, tiny_models: dict[str, Path], world: in
         assert answers["traced"] == (rank == 0) and answers["stopped"] is None, "only the ranks that were named record"
         assert str(answers["trace"]).endswith("/profiles/steps_1_to_1_rank0.json") == (rank == 0)
         assert all(0.002 < spread < 0.03 for spread in answers["noise"].values()), answers["noise"]
+
+
+def test_one_rank_computes_in_bfloat16_as_many_do(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
+    """One rank has no FSDP: its own half precision has to round where FSDP's does. The same micro-batches, so only float32 sums differ."""
+    batch = make_batch(rows=12, length=12, seed=1)
+    config = fsdp1_config(tiny_models["qwen2-tied"], precision="bfloat16", gbs=12)
+    alone, together = (pool.run(world, jobs.train, config, [batch], NLLLoss())[0] for world in (1, 3))
+    torch.testing.assert_close(alone["losses"], together["losses"], atol=0, rtol=1e-6)
+    torch.testing.assert_close(alone["norms"], together["norms"], atol=0, rtol=1e-5)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in alone["weights"].values())
+    exact = pool.run(2, jobs.train, {**config, "precision": "float32"}, [batch], NLLLoss())[0]
+    assert exact["losses"] != alone["losses"]
+    torch.testing.assert_close(exact["losses"], alone["losses"], atol=0.02, rtol=0.02)
+
+
+def test_the_model_is_never_whole_on_a_rank_while_it_is_built(pool: WorkerPool, tiny_models: dict[str, Path]) -> None:
+    for result in pool.run(3, fsdp1_jobs.peak_of_build, fsdp1_config(tiny_models["llama"])):
+        assert result["peak"] < result["total"] * 2 / 3

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms.loss_functions import ClippedPGLossFn, DPOLossFn, NLLLoss
+from megarl.algorithms.loss_functions import NLLLoss
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, mixtures
@@ -21,8 +21,7 @@ from tests.dist.checks import check_equal, check_generated, check_resumed, check
 from tests.dist.layouts import layout
 from tests.dist.remembered import without_layout
 from tests.dist.test_megatron_checkpoint import load_and_train, train_and_save
-from tests.dist.test_megatron_layouts import DPO_LOSS
-from tests.dist.test_megatron_parity import PG_LOSS
+from tests.dist.training import LOSSES
 from tests.models import make_tiny, policy_config
 from tests.tiers import newest_megatron, sampled
 
@@ -95,7 +94,7 @@ def test_three_adam_steps_equal_transformers(
     world, changes = LAYOUTS[layout]
     model = models[family_for(layout, "qwen3_moe" if batching == "dynamic" else "mixtral")]
     config = policy_config(model, mbs=2, clip=0.5, batching=batching, dispatcher=dispatcher, balancing="none", **changes)
-    check_training(pool, world, model, config, ClippedPGLossFn(PG_LOSS))
+    check_training(pool, world, model, config, LOSSES["pg"])
 
 
 @newest_megatron(layout=NEWEST)
@@ -193,7 +192,7 @@ def test_the_models_own_coefficient_is_the_default(pool: WorkerPool, models: dic
 def test_preference_pairs(pool: WorkerPool, models: dict[str, Path], layout: str, batching: str) -> None:
     world, changes = LAYOUTS[layout]
     config = policy_config(models["mixtral"], mbs=2, batching=batching, balancing="seq_aux_loss", aux=0.1, **changes)
-    check_training(pool, world, models["mixtral"], config, DPOLossFn(DPO_LOSS))
+    check_training(pool, world, models["mixtral"], config, LOSSES["dpo"])
 
 
 @sampled(1)

@@ -1,4 +1,4 @@
-"""Gated delta nets and gated attention in Megatron's GPT layers, in every layout, against one process of plain transformers."""
+"""Checkpoints of gated delta nets in Megatron's GPT layers, and generation with them; that they train is in ``test_training.py``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 
-from megarl.algorithms.loss_functions import ClippedPGLossFn
 from megarl.parity.pool import WorkerPool
-from tests.dist import jobs
-from tests.dist.batches import make_batch
-from tests.dist.checks import check_generated, check_resumed, check_trained, likely_stop, prompts, run_reference, transformers_greedy
+from tests.dist.checks import check_generated, check_resumed, likely_stop, prompts, transformers_greedy
 from tests.dist.test_megatron_checkpoint import load_and_train, train_and_save
-from tests.dist.test_megatron_parity import PG_LOSS
 from tests.models import make_tiny, policy_config
 from tests.tiers import newest_megatron, sampled, slow
 
-NEWEST = ("tp2",)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {"batching": "packed"}),
     "tp2": (2, {"tp": 2, "recompute": True}),
@@ -36,17 +31,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     root = tmp_path_factory.mktemp("hybrids")
     return {layers: make_tiny(root / str(layers), "qwen3_next_dense", tied=False, seed=66, layers=layers) for layers in (3, 4)}
-
-
-@newest_megatron(layout=NEWEST)
-@sampled(3)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_hybrids_train_as_in_transformers(pool: WorkerPool, models: dict[int, Path], layout: str) -> None:
-    world, changes = LAYOUTS[layout]
-    config = policy_config(models[4 if "vpp" in layout else 3], mbs=2, clip=0.5, **changes)
-    batches = [make_batch(rows=8, length=14, seed=seed) for seed in (1, 2, 3)]
-    expected = run_reference(Path(config["model_name"]), config, batches, ClippedPGLossFn(PG_LOSS))
-    check_trained(pool.run(world, jobs.train, config, batches, ClippedPGLossFn(PG_LOSS)), *expected)
 
 
 @slow
@@ -69,17 +53,3 @@ def test_greedy_equals_transformers(pool: WorkerPool, models: dict[int, Path], l
     for stop in ([], [likely_stop(model, batch)]):
         config = policy_config(model, generation={"stop_token_ids": stop}, **changes)
         check_generated(pool, world, config, batch, True, transformers_greedy(model, batch, 8, stop))
-
-
-@sampled(1)
-@pytest.mark.parametrize("layout", ["tp2-sp", "cp2", "pp2"])
-def test_projections_stored_part_by_part_are_the_same(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
-    """Qwen3.5's text part, whose projections are four matrices."""
-    model = make_tiny(tmp_path / "model", "qwen3_5_text", tied=True, seed=68)
-    world, changes = LAYOUTS[layout]
-    config = policy_config(model, mbs=2, clip=0.5, **changes)
-    batches = [make_batch(rows=8, length=14, seed=seed) for seed in (1, 2, 3)]
-    check_trained(
-        pool.run(world, jobs.train, config, batches, ClippedPGLossFn(PG_LOSS)),
-        *run_reference(model, config, batches, ClippedPGLossFn(PG_LOSS)),
-    )

@@ -1,4 +1,4 @@
-"""Attention of DeepSeek-V3, which goes through latent vectors, without experts, against one process of plain transformers.
+"""Attention of DeepSeek-V3, which goes through latent vectors, without experts; that it trains is in ``test_training.py``.
 
 Queries and keys are wider than values, a part of every key is one for all heads, and YaRN also scales the scores; the sequences are longer
 than the length that it was scaled from.
@@ -15,42 +15,19 @@ import pytest
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from torch import Tensor
 
-from megarl.algorithms.loss_functions import ClippedPGLossFn
 from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, mixtures
 from tests.dist.batches import make_batch
-from tests.dist.checks import check_equal, check_trained, run_reference
+from tests.dist.checks import check_equal
 from tests.dist.test_megatron_experts import export
-from tests.dist.test_megatron_parity import PG_LOSS
 from tests.models import make_tiny, policy_config
 from tests.prediction_layers import add_prediction_layers
-from tests.tiers import newest_megatron, sampled
-
-NEWEST = ("tp2",)
-# without experts: tensor parallelism without sequence parallelism, and keys that travel round with values of another width
-DENSE: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp1": (1, {"batching": "packed"}),
-    "tp2": (2, {"tp": 2, "recompute": True}),
-    "tp2-sp": (2, {"tp": 2, "sp": True, "multiple": 2, "batching": "packed"}),
-    "cp2-ring": (2, {"cp": 2, "comm": "p2p", "multiple": 4, "batching": "packed"}),
-    "pp2": (2, {"pp": 2, "first": 1, "last": 2, "batching": "dynamic"}),
-}
+from tests.tiers import newest_megatron
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("latent") / "dense", "deepseek_v3_dense", tied=False, seed=64)
-
-
-@newest_megatron(layout=NEWEST)
-@sampled(1)
-@pytest.mark.parametrize("layout", DENSE)
-def test_attention_trains_as_in_transformers(pool: WorkerPool, model: Path, layout: str) -> None:
-    world, changes = DENSE[layout]
-    config = policy_config(model, mbs=2, clip=0.5, **changes)
-    batches = [make_batch(rows=8, length=14, seed=seed) for seed in (1, 2, 3)]
-    expected = run_reference(model, config, batches, ClippedPGLossFn(PG_LOSS))
-    check_trained(pool.run(world, jobs.train, config, batches, ClippedPGLossFn(PG_LOSS)), *expected)
 
 
 def tables_made(config: dict[str, Any], batch: dict[str, Tensor]) -> list[int]:

@@ -24,14 +24,14 @@ import torch
 
 from converters.checkpoint.source import open_source
 from converters.importing import import_model, plan_import
-from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
+from megarl.algorithms.loss_functions import NLLLoss
 from megarl.parity.pool import JobError, WorkerPool
 from tests.dist import jobs, mixtures
 from tests.dist.batches import make_batch
 from tests.dist.checks import check_equal, check_generated, check_resumed, prompts
 from tests.dist.test_megatron_checkpoint import load_and_train, train_and_save
 from tests.dist.test_megatron_experts import LAYOUTS, check_training, export
-from tests.dist.test_megatron_parity import PG_LOSS, check_fusions
+from tests.dist.training import LOSSES, check_fusions
 from tests.models import make_tiny, policy_config
 from tests.tiers import newest_megatron, sampled, slow
 
@@ -114,7 +114,7 @@ def test_training_equals_transformers(
         # No gradient reaches what a bias adds to keys where they are not rotated: it is the same for all keys of a softmax. An epsilon that
         # is large beside rounding keeps Adam from making steps of it.
         options["eps"] = 1e-4
-    loss_fn = ClippedPGLossFn(PG_LOSS) if balancing == "none" else NLLLoss()
+    loss_fn = LOSSES["pg"] if balancing == "none" else NLLLoss()
     result = check_training(pool, world, model, policy_config(model, mbs=2, clip=0.5, **options), loss_fn)[0]
     before = mixtures.weights_of(mixtures.load(model), tmp_path / "before")
     corrections = {name for name in before if name.endswith(CORRECTION)}

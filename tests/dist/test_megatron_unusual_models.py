@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algorithms.loss_functions import ClippedPGLossFn, NLLLoss
+from megarl.algorithms.loss_functions import NLLLoss
 from megarl.parity.pool import WorkerPool
-from tests.dist import jobs, mixtures, reference, test_megatron_experts, test_megatron_parity
+from tests.dist import jobs, mixtures, reference, test_megatron_experts
 from tests.dist.batches import make_batch
 from tests.dist.checks import check_generated, prompts, transformers_greedy
 from tests.dist.layouts import LAYOUTS as LAYOUTS_OF_ALL
-from tests.dist.test_megatron_parity import PG_LOSS
+from tests.dist.training import check_training
 from tests.models import make_tiny, policy_config
 from tests.tiers import sampled
 
@@ -74,8 +74,7 @@ def check_logprobs_equal_transformers(pool: WorkerPool, model: Path, layout: str
 def test_other_llama3_scaling(pool: WorkerPool, models: dict[str, Path], layout: str) -> None:
     world, changes = LAYOUTS[layout]
     check_logprobs_equal_transformers(pool, models["llama"], layout)
-    config = policy_config(models["llama"], mbs=2, clip=0.5, **changes)
-    test_megatron_parity.check_training(pool, world, models["llama"], config, ClippedPGLossFn(PG_LOSS))
+    check_training(pool, "megatron", world, models["llama"], "pg", mbs=2, clip=0.5, **changes)
 
 
 @sampled(1)

@@ -23,11 +23,11 @@ from tests.dist.batches import make_batch
 from tests.dist.checks import check_close, prompts
 from tests.dist.layouts import CONFIG, DTENSOR, LAYOUTS, MEGATRON
 from tests.dist.layouts import layout as named
-from tests.dist.test_megatron_parity import PG_LOSS
 from tests.dist.test_refit import BUDGET, stored
 from tests.dist.test_refit import check as refits_are_exports
 from tests.dist.test_refit_slices import check as slices_are_exports
 from tests.dist.test_refit_slices import wanted_of
+from tests.dist.training import PG_LOSS
 from tests.models import make_tiny, policy_config
 from tests.tiers import sampled, slow
 

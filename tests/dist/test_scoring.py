@@ -31,7 +31,7 @@ MEGATRON = {
 }
 DTENSOR: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"dtensor-{name}": layout(name, torch=True) for name in ["dp2", "tp2", "tp2-sp", "cp2", "cp2-tp2-sp", "tp2-sp-dp2"]},
-    "dtensor-tp2-named": (2, {"tp": 2, "plan": "tests.dist.test_dtensor_parity.plan_by_names"}),
+    "dtensor-tp2-named": (2, {"tp": 2, "plan": "tests.dist.plans.by_names"}),
 }
 FSDP1 = {"fsdp1-1": 1, "fsdp1-2": 2, "fsdp1-3": 3}
 LAYOUTS = [*MEGATRON, *DTENSOR, *FSDP1]

@@ -373,7 +373,7 @@ def test_a_part_has_what_it_needs(clone: Clone, python312: None) -> None:
     assert pytest_calls(clone)[-1] == [*units[: -len(EVERY_ROOM) - 1], "tests/unit", "-x"]
     unknown = clone.run("bash", "launch/test.sh", "--part", "unit")
     assert unknown.returncode == 1
-    assert "--part unit: there is none of that name; the parts are dtensor-1 " in unknown.stderr
+    assert "--part unit: there is none of that name; the parts are training-1 " in unknown.stderr
 
 
 def test_everything_is_the_default_tier_and_each_part_once(clone: Clone, python312: None) -> None:
@@ -391,7 +391,7 @@ def test_what_fails_is_named_in_the_end(clone: Clone, python312: None, word: str
     done = clone.run("bash", "launch/test.sh", "--all", FAKE_PYTEST_FAILS=word, MEGARL_TEST_SLURM="0")
     assert done.returncode == 1
     assert "1 failed, says the stand-in" in done.stdout + done.stderr
-    assert ("failed: the default tier; dtensor-1; " if word == "tests/system" else "failed: vllm-faults; each part runs") in done.stderr
+    assert ("failed: the default tier; training-1; " if word == "tests/system" else "failed: vllm-faults; each part runs") in done.stderr
     assert len(pytest_calls(clone)) == len(PARTS) - 1
 
 

@@ -516,13 +516,13 @@ TABLE: Mapping[str, Row] = {
         ("unit/test_several_rewards.py",),
     ),
     "engine: the first token counts as valid": Row(
-        "megarl/models/engine/normalizers.py", 'data["token_mask"][:, 1:]', 'data["token_mask"]', ("dist/test_megatron_parity.py",)
+        "megarl/models/engine/normalizers.py", 'data["token_mask"][:, 1:]', 'data["token_mask"]', ("dist/test_training.py",)
     ),
     "engine: context-parallel parts are not balanced back": Row(
         "megarl/models/engine/context.py",
         "last = 2 * self.size - 1 - self.rank",
         "last = self.size + self.rank",
-        ("unit/test_context.py", "dist/test_megatron_layouts.py"),
+        ("unit/test_context.py", "dist/test_training.py"),
     ),
     "generation: top-p leaves out the token that reaches it": Row(
         "megarl/models/generation/sampling.py",
@@ -540,7 +540,7 @@ TABLE: Mapping[str, Row] = {
         "megarl/models/megatron/hf_state.py",
         "layer.layer_number - 1}",
         "index}",
-        ("dist/test_megatron_experts.py", "dist/test_megatron_parity.py"),
+        ("dist/test_megatron_experts.py", "dist/test_training.py"),
     ),
     "dtensor: a piece is sent from its second element": Row(
         "megarl/models/dtensor/weight_stream.py",

@@ -33,7 +33,7 @@ from tests.unit.converters_tiny import CONFIGS, DEEPSEEK_YARN, save_tiny, stored
 
 pytestmark = newest_megatron
 
-# Megatron-Core's own specs have no gated delta net without kernels: hybrids are compared in tests/dist/test_megatron_gated_delta.py
+# Megatron-Core's own specs have no gated delta net without kernels: hybrids are compared in tests/dist/test_training.py
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in CONFIGS if not name.startswith(("qwen3_next", "qwen3_5"))} | {
     "llama3_rope": (
         "llama",
