@@ -24,6 +24,7 @@ from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.models.megatron.moe_router import choose
 from tests.tiers import newest_megatron
 from tests.unit.converters_tiny import save_tiny, stored_tensors, tiny_config
+from tests.unit.published_models import published
 
 pytestmark = newest_megatron
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -116,29 +117,6 @@ def test_megatron_chooses_where_its_choice_is_the_same(score: Any, groups: int, 
     assert transformer["moe_router_bias_update_rate"] == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"n_group": 5}, "n_group = 5: it must divide the 12 experts"),
-        ({"topk_group": 5}, "topk_group = 5: there are only 4 groups"),
-        ({"n_group": 12, "topk_group": 6}, "groups of 1 experts are smaller than the 2 scores"),
-        ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7: 2 groups .* have only 6 experts"),
-        ({"n_group": 0}, "n_group = 0: a positive whole number"),
-        ({"routed_scaling_factor": 0.0}, "routed_scaling_factor = 0.0: a positive number"),
-        ({"n_shared_experts": 0}, "n_shared_experts = 0"),
-        ({"first_k_dense_replace": -1}, "first_k_dense_replace = -1"),
-        ({"n_routed_experts": 0}, "n_routed_experts = 0"),
-        ({"partial_rotary_factor": 0.5}, "of 10 dimensions of a head it rotates 5"),
-        ({"partial_rotary_factor": 1.5}, "a number above 0, up to 1"),
-        ({"scoring_func": "softmax"}, "scoring_func = 'softmax': only 'sigmoid' is supported"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-    ],
-)
-def test_what_cannot_be_carried_over_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConversionError, match=message):
-        read_architecture(tiny_config("glm4_moe", **changes))
-
-
 def test_yarn_on_a_part_of_the_head_is_refused_by_megatron_alone() -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, "partial_rotary_factor": 0.4}
     architecture = read_architecture(tiny_config("glm4_moe", rope_parameters=yarn))
@@ -147,44 +125,7 @@ def test_yarn_on_a_part_of_the_head_is_refused_by_megatron_alone() -> None:
 
 
 def test_facts_of_the_published_models() -> None:
-    published = {
-        "model_type": "glm4_moe",
-        "architectures": ["Glm4MoeForCausalLM"],
-        "attention_bias": True,
-        "attention_dropout": 0.0,
-        "pad_token_id": 151329,
-        "eos_token_id": [151329, 151336, 151338],
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 5120,
-        "partial_rotary_factor": 0.5,
-        "initializer_range": 0.02,
-        "intermediate_size": 12288,
-        "max_position_embeddings": 131072,
-        "moe_intermediate_size": 1536,
-        "norm_topk_prob": True,
-        "num_attention_heads": 96,
-        "n_group": 1,
-        "topk_group": 1,
-        "n_routed_experts": 160,
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 2.5,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3,
-        "num_hidden_layers": 92,
-        "num_key_value_heads": 8,
-        "num_nextn_predict_layers": 1,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.54.0",
-        "use_cache": True,
-        "use_qk_norm": True,
-        "vocab_size": 151552,
-    }
-    architecture = read_architecture(published)
+    architecture = read_architecture(published("GLM-4.5"))
     routing = Routing("sigmoid", True, 1, 1, 2, 2.5, in_float32=True)
     sparse = (False,) * 3 + (True,) * 89
     assert architecture.mixture == MixtureOfExperts(160, 8, 1536, True, sparse, 0.0, 1536, False, routing)
