@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.errors import BatchError, ConfigError, MegarlError, MismatchError, RefitError, WorkerError
 from megarl.models.generation import engine_stream, shared_stream
 from megarl.models.generation.shared_stream import SharedStream
-from megarl.models.generation.stream import Completion, Request, RequestStream
+from megarl.models.generation.stream import Completion, Request
 from megarl.models.generation.vllm.generation import VllmGeneration
 from megarl.models.policy.lm_policy import Policy
 from megarl.patched import patched
@@ -39,6 +38,7 @@ from megarl.run.run import run
 from megarl.weight_sync.manifest import Manifest
 from tests.dist.batches import make_batch
 from tests.dist.key_models import SPECIAL, tokenizer_of_words
+from tests.engines.suite import fetched, requests_of
 from tests.models import VOCABULARY, policy_config
 from tests.system.vllm_engines import (
     NEW,
@@ -160,32 +160,17 @@ def check_sampling(policy: Policy, generation: VllmGeneration) -> None:
     assert rows_of(generation.generate(turned)) == rows_of(drawn)[::-1]
 
 
-def test_a_refitted_engine_answers_what_transformers_answers(colocated: VllmGeneration, policy: Policy, model: Path) -> None:
-    colocated.prepare_refit_info(policy.prepare_refit_info() or {})
-    refit_policy_generation(policy, colocated, colocated_inference=True)
-    assert rows_of(colocated.generate(PROMPTS, greedy=True)) == greedy_answers(model)
-
-
 @slow
-def test_stop_strings_of_single_rows_and_rows_without_room(colocated: VllmGeneration, policy: Policy) -> None:
+def test_prompts_that_no_engine_can_take_are_refused_on_the_driver(colocated: VllmGeneration, policy: Policy, model: Path) -> None:
     colocated.prepare_refit_info(policy.prepare_refit_info() or {})
     refit_policy_generation(policy, colocated, colocated_inference=True)
-    free = rows_of(colocated.generate(PROMPTS, greedy=True))
-    third = f"w{free[0][4 + 2]}"
-    stopped = colocated.generate(BatchedDataDict({**PROMPTS, "stop_strings": [[third], None, []]}), greedy=True)
-    first = free[0].index(free[0][4 + 2], 4)
-    assert rows_of(stopped)[0] == free[0][: first + 1] and rows_of(stopped)[1:] == free[1:]
-    assert stopped["truncated"].tolist() == [False, True, True]
-    full = BatchedDataDict({"input_ids": torch.full((2, 64), 5), "input_lengths": torch.tensor([64, 61])})
-    output = colocated.generate(full, greedy=True)
-    assert output["generation_lengths"].tolist() == [0, 3] and output["truncated"].all()
     for changes, message in BAD_PROMPTS:
         with pytest.raises(BatchError, match=message):
             colocated.generate(BatchedDataDict({**PROMPTS, **changes}), greedy=True)
     with pytest.raises(RefitError, match="no handles of weights"):
         colocated.update_weights_from_ipc_handles({})
     refit_policy_generation(policy, colocated, colocated_inference=True)
-    assert rows_of(colocated.generate(PROMPTS, greedy=True)) == free
+    assert rows_of(colocated.generate(PROMPTS, greedy=True)) == greedy_answers(model)
 
 
 @slow
@@ -204,59 +189,24 @@ def test_more_tokens_of_prompts_than_a_step_takes(colocated: VllmGeneration, pol
     assert rows_of(colocated.generate(many, greedy=False))[-8:] == alone
 
 
-def requests_of(data: BatchedDataDict[Any], **more: Any) -> dict[int, Request]:
-    rows = zip(data["input_ids"].numpy(), data["input_lengths"].tolist(), data["sampling_seeds"].tolist(), strict=True)
-    return {row: Request(ids[:length], seed, **more) for row, (ids, length, seed) in enumerate(rows)}
-
-
-def completions(stream: RequestStream, count: int) -> dict[int, Completion]:
-    found: dict[int, Completion] = {}
-    while len(found) < count:
-        found |= stream.poll()
-    return found
-
-
 @slow
-def test_requests_that_come_one_by_one_bring_what_a_batch_brings(apart: VllmGeneration, policy: Policy) -> None:
+def test_a_stream_goes_on_while_further_requests_come_and_not_beyond_a_refit(apart: VllmGeneration, policy: Policy) -> None:
     apart.prepare_refit_info(policy.prepare_refit_info() or {})
     connect(policy, apart)
     refit_policy_generation(policy, apart, colocated_inference=False)
-    data = BatchedDataDict({**PROMPTS, "sampling_seeds": torch.tensor([11, 2**63 - 1, 5])})
-    drawn, lengths = apart.generate(data), PROMPTS["input_lengths"].tolist()
-    asked = requests_of(data)
     stream = apart.requests([], 0, greedy=False, sampling=None)
-    assert not stream.in_waves and stream.poll(0.01) == {}
-    stream.submit({2: asked[2]})
+    assert not stream.in_waves
+    stream.submit({0: Request(np.full(4, 5), 1)})
     stream.poll(0.001)
-    stream.submit({0: asked[0], 1: asked[1]})
-    found = completions(stream, 3)
-    for row, length in enumerate(lengths):
-        assert found[row].tokens.tolist() == rows_of(drawn)[row][length:] and found[row].truncated
-        expected = drawn["logprobs"][row, length : length + NEW].numpy()
-        np.testing.assert_allclose(found[row].logprobs, expected, rtol=0, atol=1e-5)
-    # behind a bound of its own, and from the tokens so far, a request goes on as it was
-    stream.submit({0: replace(asked[0], max_new_tokens=4)})
-    [begun] = completions(stream, 1).values()
-    assert begun.tokens.tolist() == found[0].tokens[:4].tolist() and begun.truncated
-    greedy = apart.requests([], 0, greedy=True, sampling=None)
-    greedy.submit({0: asked[0]})
-    expected_greedy = rows_of(apart.generate(PROMPTS, greedy=True))[0][lengths[0] :]
-    assert completions(greedy, 1)[0].tokens.tolist() == expected_greedy
-    # what is given up is gone, so that the engine takes new weights
-    stream.submit(requests_of(data))
-    stream.poll(0.0)
-    stream.abort(range(3))
-    assert stream.poll(0.2) == {}
+    stream.submit({1: Request(np.full(3, 5), 2)})
+    assert all(len(found.tokens) == NEW for found in fetched(stream, 2).values())
     refit_policy_generation(policy, apart, colocated_inference=False)
     with pytest.raises(RefitError, match="where version"):
-        stream.submit({0: asked[0]})
+        stream.submit({0: Request(np.full(4, 5), 1)})
         apart.loaded([0, None])
         apart.requests([], 0, greedy=False, sampling=None)
     refit_policy_generation(policy, apart, colocated_inference=False)
     full = apart.requests([], 0, greedy=False, sampling=None)
-    full.submit({7: Request(np.full(64, 5), 1), 8: Request(np.full(61, 5), 1)})
-    rows = completions(full, 2)
-    assert len(rows[7].tokens) == 0 and len(rows[8].tokens) == 3 and rows[7].truncated and rows[8].truncated
     full.submit({0: Request(np.full(65, 5), 1)})
     with pytest.raises(BatchError, match=r"65 tokens: more than policy\.generation\.vllm_cfg\.max_model_len = 64"):
         full.poll()
@@ -354,20 +304,6 @@ def test_an_engine_that_died_is_said_to_be_dead_and_a_new_one_is_refused_until_i
         colocated.generate(PROMPTS)
     refit_policy_generation(policy, colocated, colocated_inference=True)
     assert rows_of(colocated.generate(PROMPTS, greedy=True)) == before
-
-
-@slow
-def test_new_engines_apart_are_brought_up_to_date_by_the_next_refit(local_ray: int, model: Path) -> None:
-    policy, generation = policy_of("megatron-tp1", model), engines(model, "apart-again", colocated=False)
-    refit = Refit(policy, generation, colocated=False)
-    refit.bring_up_to_date()
-    before = rows_of(generation.generate(PROMPTS, greedy=True))
-    generation.restart()
-    with pytest.raises(RefitError, match="engine 0 of 1 has no whole weights"):
-        generation.generate(PROMPTS)
-    refit.bring_up_to_date()
-    assert rows_of(generation.generate(PROMPTS, greedy=True)) == before
-    assert generation.shutdown() and policy.shutdown()
 
 
 @slow

@@ -105,7 +105,9 @@ def greedy_answers(directory: Path, prompts: BatchedDataDict[Any] = PROMPTS) -> 
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     rows = []
     for prompt, length in zip(prompts["input_ids"], prompts["input_lengths"].tolist(), strict=True):
-        rows.append(loaded.generate(prompt[None, :length], max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0].tolist())
+        rows.append(
+            loaded.generate(prompt[None, :length], max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None)[0].tolist()
+        )
     return rows
 
 

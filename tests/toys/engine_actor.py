@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megarl.distributed import run_secret
-from megarl.errors import DeadlineError, WorkerError
+from megarl.errors import DeadlineError, RefitError, WorkerError
 from megarl.models.generation.engines import EngineKind
 from megarl.models.generation.interfaces import RolloutEngine
+from tests.toys.transformers_engine import TransformersConfig, TransformersEngine
 
 FAULTS = "TOY_ENGINE_FAULTS"
 CALL_SECONDS = 30.0
@@ -25,8 +26,6 @@ class Served:
     """What runs in the actor."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        from tests.toys.transformers_engine import TransformersEngine
-
         self.engine = TransformersEngine(config)
 
     def expect(self, info: dict[str, Any]) -> None:
@@ -41,9 +40,9 @@ class Served:
         self.engine.loaded(versions)
         return versions[0]
 
-    def generate(self, number: int, data: Any, greedy: bool) -> Any:
+    def generate(self, number: int, data: Any, greedy: bool, sampling: Mapping[str, Any] | None) -> Any:
         fail_where_told("generate", number)
-        return self.engine.generate(data, greedy)
+        return self.engine.generate(data, greedy, sampling=sampling)
 
     def is_alive(self) -> bool:
         return True
@@ -108,7 +107,7 @@ class EngineInActor(RolloutEngine):
             raise WorkerError(f"the toy engine failed: {error}") from error
 
     def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
-        self.info = state_dict_info
+        self.info, self._version = state_dict_info, None
         self.results([self.actor.expect.remote(state_dict_info)])
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
@@ -122,9 +121,11 @@ class EngineInActor(RolloutEngine):
     def loaded(self, versions: list[Any]) -> None:
         [self._version] = versions
 
-    def generate(self, data: Any, greedy: bool = False) -> Any:
+    def generate(self, data: Any, greedy: bool = False, *, sampling: Mapping[str, Any] | None = None) -> Any:
+        if self._version is None:
+            raise RefitError("the toy engine has no whole weights: refit it before it answers")
         self.calls += 1
-        return self.results([self.actor.generate.remote(self.calls, data, greedy)])[0]
+        return self.results([self.actor.generate.remote(self.calls, data, greedy, sampling)])[0]
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         return True
@@ -149,5 +150,9 @@ class EngineInActor(RolloutEngine):
         return True
 
 
-KIND = EngineKind("transformers in an actor", start=lambda cluster, config: EngineInActor(config))
-PLACED = EngineKind("transformers in an actor on a place of its own", start=lambda cluster, config: EngineInActor(config, cluster))
+KIND = EngineKind("transformers in an actor", start=lambda cluster, config: EngineInActor(config), section=TransformersConfig)
+PLACED = EngineKind(
+    "transformers in an actor on a place of its own",
+    start=lambda cluster, config: EngineInActor(config, cluster),
+    section=TransformersConfig,
+)
