@@ -1,4 +1,5 @@
-"""A tokenizer's chat template: what it writes for messages, in which form it wants tool calls, and how it ends a turn."""
+"""A tokenizer's chat template: what it writes for messages, in which form it wants tool calls, and how it
+ends a turn."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _RENDER_BYTES = 4 << 30
 """Address space that rendering may add to the process."""
 
 _FREE_CHARACTERS, _CHARACTERS_A_CHARACTER = 1 << 20, 100
-"""A text may have the first number of characters, and the second one for each character of its messages and tools."""
+"""A text may have the first number of characters, and the second one for each character of its messages and
+tools."""
 
 _CLOCK = re.compile(r"\bstrftime_now\b")
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -74,22 +76,22 @@ class ChatTemplate:
 
     @property
     def is_passthrough(self) -> bool:
-        """Whether it only joins the contents of messages."""
+        """True if the template only joins the contents of messages."""
         return self.text == PASSTHROUGH_TEMPLATE
 
     @property
     def reads_clock(self) -> bool:
-        """Whether what it writes depends on the day."""
+        """True if its output depends on the day."""
         return reads_clock(self.text)
 
     @property
     def marks_turns(self) -> bool:
-        """Whether ``{% generation %}`` marks what the assistant says."""
+        """True if ``{% generation %}`` marks the assistant's turns."""
         return _MARKS_TURNS.search(self.text) is not None
 
     @property
     def identity(self) -> list[Any]:
-        """What its texts depend on besides the messages; of the types of JSON."""
+        """Everything but the messages that its texts depend on; of the types of JSON."""
         return [self.text, self._values, None if self._date is None else self._date.isoformat()]
 
     def render(
@@ -109,7 +111,8 @@ class ChatTemplate:
             for_generation: go on to where the assistant's next turn begins.
 
         Raises:
-            DataError: the template fails, takes more than ``RENDER_SECONDS`` or 4 GiB, or writes far more than it is given.
+            DataError: the template fails, takes more than ``RENDER_SECONDS`` or 4 GiB, or writes far more
+                than it is given.
         """
         options = {"tokenize": False, "add_generation_prompt": for_generation}
         text = str(self._apply(messages, tools, origin, options))
@@ -125,7 +128,8 @@ class ChatTemplate:
     def encode_marked(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str
     ) -> tuple[list[int], list[int]]:
-        """Return the token ids of a conversation, and for each 1 where ``{% generation %}`` marks it. Errors as of ``render``."""
+        """Return the token ids of a conversation, and for each 1 where ``{% generation %}`` marks it. Errors
+        as of ``render``."""
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         found = self._apply(messages, tools, origin, options)
         return list(found["input_ids"]), list(found["assistant_masks"])
@@ -161,7 +165,8 @@ class ChatTemplate:
             )
 
     def _failing_turn(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """Name the turn that a template fails at: the first one after the most turns that it can be applied to."""
+        """Name the turn that a template fails at: the first one after the most turns that it can be applied
+        to."""
         place = len(messages) - 1
         while place > 0:
             try:
@@ -207,7 +212,8 @@ class ChatTemplate:
 
     @cached_property
     def _wants_text(self) -> bool:
-        """Whether the template wants the arguments of a tool call as JSON text, as DeepSeek's do, and not as an object."""
+        """Return True if the template expects the arguments of a tool call as JSON text, as DeepSeek's do,
+        and not as an object."""
         as_object = self._probe(_call_turn({"key": PROBE}))
         # The repr of a dictionary shows that the template took text for granted.
         if as_object is not None and PROBE in as_object and f"'{PROBE}'" not in as_object:
@@ -217,7 +223,7 @@ class ChatTemplate:
 
     @cached_property
     def _writes_none(self) -> bool:
-        """Whether the template would write the word None, or fail, for a tool call without content."""
+        """Return True if the template would write the word None, or fail, for a tool call without content."""
         turn = self.call_of(PROBE)
         with_none = self._probe({**turn, "content": None})
         return self._probe(turn) is not None and (with_none is None or "None" in with_none)
@@ -231,11 +237,11 @@ class ChatTemplate:
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Token ids by which it ends the last turn of the assistant, with and without a tool call; empty where it writes none.
+        """Token ids by which it ends the last turn of the assistant, with and without a tool call; empty
+        where it writes none.
 
-        Found by rendering short conversations. What ends turns that others follow need not be one: after Harmony's
-        ``<|end|>`` a model goes on.
-        """
+        Found by rendering short conversations. What ends turns that others follow need not be one: after
+        Harmony's ``<|end|>`` a model goes on."""
         if self.is_passthrough:
             return ()
         said = {"role": "assistant", "content": PROBE}
@@ -244,11 +250,13 @@ class ChatTemplate:
         if followed is not None:
             between = followed.rpartition(FOLLOWING)[0]
             if last:
-                # Command A closes a response and then the turn; Phi ends the turn and then, where none follows, the text.
+                # Command A closes a response and then the turn; Phi ends the turn and then, where none
+                # follows, the text.
                 shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(last, self._specials_after(between), strict=False))
                 last = [token for token, _ in shared] or last[:1]
             else:
-                # GLM writes no end: the mark of the next role, right behind the turn, is what its models stop at.
+                # GLM writes no end: the mark of the next role, right behind the turn, is what its models stop
+                # at.
                 last = [token for token in self._specials_after(between)[:1] if self._follows_directly(between, token)]
         last = last[-1:]
         call = self._probe(self.call_of(PROBE))
@@ -264,15 +272,16 @@ class ChatTemplate:
         return [number for number in ids if number in special]
 
     def _follows_directly(self, text: str, token: int) -> bool:
-        """Whether a token comes right behind the probe, so that nothing else can be the end of the turn."""
+        """Return True if a token directly follows the probe, so that nothing else can be the end of the
+        turn."""
         rest = text.rpartition(PROBE)[2]
         return rest.lstrip().startswith(str(self._tokenizer.convert_ids_to_tokens(token)))
 
     def last_boundary(self, text: str) -> int:
         """Return where the last special token, word of markup or line of a text ends; 0 where none does.
 
-        A text that two templates' outputs share may end inside a token of both, as ``<t`` of ``<think>`` and ``<tool_call>``.
-        """
+        A text that two templates' outputs share may end inside a token of both, as ``<t`` of ``<think>`` and
+        ``<tool_call>``."""
         ends = [match.end() for match in self._markup.finditer(text)]
         return max(ends, default=0)
 
@@ -292,7 +301,7 @@ class ChatTemplate:
         return _call_turn(json.dumps(arguments) if self._wants_text else arguments, names)
 
     def writes_responses(self) -> bool:
-        """Whether it writes what the assistant says; a template of prompts alone does not."""
+        """Return True if the template writes assistant turns; a template of prompts alone does not."""
         return PROBE in (self._probe({"role": "assistant", "content": PROBE}) or "")
 
 
@@ -302,7 +311,7 @@ def _call_turn(arguments: Any, names: Sequence[tuple[str, str]] = ((_NAME, _IDEN
 
 
 def reads_clock(template: str) -> bool:
-    """Whether what a template writes depends on the day that it is applied on."""
+    """Return True if a template's output depends on the day on which it is applied."""
     return _CLOCK.search(template) is not None
 
 
@@ -316,9 +325,8 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 def _bounded() -> Iterator[None]:
     """Bound the time and memory of a template, which is a program that came with a model.
 
-    The limit on address space holds for the whole process while the block runs. It is far above what it has, so that
-    other threads do not meet it.
-    """
+    The limit on address space holds for the whole process while the block runs. It is far above what it has,
+    so that other threads do not meet it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     wanted = status_bytes("VmSize") + _RENDER_BYTES
     lowers = soft == resource.RLIM_INFINITY or wanted < soft

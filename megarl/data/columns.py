@@ -26,7 +26,7 @@ Reading = dict[str, Any]
 
 
 class Kind(Enum):
-    """What records are read for: answers to learn, references to compare responses with, or pairs of answers."""
+    """Purpose of the records: answers to learn, references to compare responses with, or pairs of answers."""
 
     ANSWERS = "answers"
     REFERENCES = "reference answers"
@@ -71,7 +71,8 @@ _WANTED = {
 
 
 def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = False) -> None:
-    """Put the keys of the fields into a source that does not name them all, found in its first record; given keys stay.
+    """Put the keys of the fields into a source that does not name them all, found in its first record; given
+    keys stay.
 
     Raises:
         DataError: no columns have the usual names, or they can be read in several ways; says what to write.
@@ -202,7 +203,8 @@ def _present(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
 
 
 def _beside(row: Mapping[str, Any], source: DataSource, found: Reading, origin: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of what goes with a record: its system message, its tools, and the fields of verl's rewards."""
+    """Yield the keys of what goes with a record: its system message, its tools, and the fields of verl's
+    rewards."""
     first = found.get("messages_key") or found.get("chosen_key") or found["prompt_key"]
     has_system = isinstance(first, str) and _roles(value_of(row, first, origin))[:1] == ["system"]
     if source.get("system_key") is None and not has_system:
@@ -226,7 +228,8 @@ def _are_tools(row: Mapping[str, Any], source: DataSource, name: str) -> bool:
 
 
 def _is_gsm8k(row: Mapping[str, Any], source: DataSource, found: Reading, kind: Kind) -> bool:
-    """Whether the reference answers are GSM8K's solutions, of which only what follows ``####`` is compared."""
+    """Return True if the reference answers are GSM8K's solutions, of which only the text after ``####`` is
+    compared."""
     own = any(source.get(key) is not None for key in FIELD_KEYS)
     is_reading = found == {"prompt_key": "question", "answer_key": "answer"} and kind is Kind.REFERENCES
     return is_reading and not own and "\n####" in str(row["answer"])

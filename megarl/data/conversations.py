@@ -1,17 +1,18 @@
 """Token ids of whole conversations, and which of them the assistant says.
 
-The ids are those of one tokenization of what the chat template writes for the whole conversation, so that nothing is
-trained on that the template would write otherwise. The assistant's turns are found in that text as spans of characters:
+The ids are those of one tokenization of what the chat template writes for the whole conversation, so that
+nothing is trained on that the template would write otherwise. The assistant's turns are found in that text as
+spans of characters:
 
-* A turn begins where the text ends that the template writes for the turns before it, as when a response is generated. A
-  template may rewrite turns once others follow (Qwen3 drops reasoning, Phi ends the last turn otherwise). Then the turn
-  begins after what the template writes between the previous message and a generated response.
-* It goes up to the token by which the template ends the turn. Where that is no token that generation stops at, such as
-  Harmony's ``<|end|>``, it is not learned.
+* A turn begins where the text ends that the template writes for the turns before it, as when a response is
+  generated. A template may rewrite turns once others follow (Qwen3 drops reasoning, Phi ends the last turn
+  otherwise). Then the turn begins after what the template writes between the previous message and a generated
+  response.
+* It goes up to the token by which the template ends the turn. Where that is no token that generation stops
+  at, such as Harmony's ``<|end|>``, it is not learned.
 
-What a message brings to the text is found by rendering the conversation once more with a mark in its place: what comes
-behind the mark is what comes behind the message.
-"""
+What a message brings to the text is found by rendering the conversation once more with a mark in its place:
+what comes behind the mark is what comes behind the message."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class EncodedConversation:
     Attributes:
         ids: its tokens.
         targets: spans [start, end) of the tokens that the assistant says: disjoint, in order.
-        dropped_reasoning: turns whose reasoning the template leaves out, because the user speaks again after them.
+        dropped_reasoning: turns whose reasoning the template leaves out, because the user speaks again after
+            them.
     """
 
     ids: list[int]
@@ -79,7 +81,8 @@ class ConversationEncoder:
             origin: names the record in errors.
 
         Raises:
-            RecordError: the template cannot be applied, leaves out what a turn says, or where turns lie cannot be told.
+            RecordError: the template cannot be applied, leaves out what a turn says, or where turns lie
+                cannot be told.
         """
         spoken = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         if self.template.marks_turns:
@@ -104,7 +107,8 @@ class ConversationEncoder:
         return EncodedConversation([*self.leading_tokens, *ids], targets, dropped)
 
     def _close(self, ids: list[int], spans: list[tuple[int, int]]) -> None:
-        """Have the last turn end by a token at which generation stops, where the template writes none after it."""
+        """Have the last turn end by a token at which generation stops, where the template writes none after
+        it."""
         first, end = spans[-1]
         if end > first and ids[end - 1] in self._all_stops:
             return
@@ -159,14 +163,16 @@ class ConversationEncoder:
                 f"all of these texts are such turns; the first one is {texts[0][:_SHOWN]!r}. Fix: correct the marks {{% generation %}} "
                 "of policy.tokenizer.chat_template"
             )
-        # Marks are often put around the content alone, and a model that never learns the end of a turn does not stop.
+        # Marks are often put around the content alone, and a model that never learns the end of a turn does
+        # not stop.
         ends = [end + (end < len(ids) and ids[end - 1] not in self._all_stops and ids[end] in self._all_stops) for _, end in spans]
         spans = [(start, end) for (start, _), end in zip(spans, ends, strict=True)]
         return EncodedConversation(ids, spans, dropped)
 
 
 def _are_said_in_order(texts: Sequence[str], turns: Sequence[ChatMessage]) -> bool:
-    """Return whether each text is what one of the assistant's turns says; a template may mark some of them alone."""
+    """Return whether each text is what one of the assistant's turns says; a template may mark some of them
+    alone."""
     left = iter(turns)
     return all(any(_joined(visible_text(turn)) in _joined(text) for turn in left) for text in texts)
 
@@ -220,7 +226,8 @@ class _TokenizedText:
 
     @classmethod
     def _by_prefixes(cls, tokenizer: PreTrainedTokenizerBase, text: str, origin: str) -> _TokenizedText:
-        """As ``of``, by a tokenizer without offsets: the characters of each token are counted by decoding.
+        """Do the same as ``of`` by a tokenizer without offsets: the characters of each token are counted by
+        decoding.
 
         Raises:
             RecordError: the tokens do not decode to the text.
@@ -242,8 +249,8 @@ class _TokenizedText:
     def first_token_saying(self, text: str, character: int) -> int:
         """Return the first token that stands for something visible of what begins at a character.
 
-        Where a prompt ends in a space (``Assistant: ``), that space and the first word of the response are often one token.
-        """
+        Where a prompt ends in a space (``Assistant: ``), that space and the first word of the response are
+        often one token."""
         token = self.first_token_from(character)
         while token and text[character : self.ends[token - 1]].strip():
             token -= 1
@@ -273,7 +280,8 @@ class _Whole:
         return mark
 
     def start_of_turn(self, place: int) -> int:
-        """Return where the assistant's turn begins, after all that the template writes before a generated response.
+        """Return where the assistant's turn begins, after all that the template writes before a generated
+        response.
 
         Raises:
             RecordError: that cannot be told.
@@ -294,9 +302,11 @@ class _Whole:
         return after + shared
 
     def _end_of_header(self, place: int, after: int, expected: str, found: str) -> int:
-        """Return where all that the template adds for a generated response ends, if it is written once after the message before.
+        """Return where all that the template adds for a generated response ends, if it is written once after
+        the message before.
 
-        Templates may end the message before it otherwise where others follow (Hermes: a line feed after the results of tools).
+        Templates may end the message before it otherwise where others follow (Hermes: a line feed after the
+        results of tools).
 
         Raises:
             RecordError: it is not written so; says what was expected and what was found.
@@ -334,7 +344,8 @@ class _Whole:
         return found
 
     def start_of_content(self, place: int) -> int:
-        """Return where the content of a message begins; the end of the text where there is no such message."""
+        """Return where the content of a message begins; the end of the text where there is no such
+        message."""
         if place >= len(self.messages):
             return len(self.text)
         found = self._only_place_of(place)
@@ -360,7 +371,8 @@ class _Whole:
         return len(self.text) - len(around[1]) if around is not None and self.text.endswith(around[1]) else None
 
     def _only_place_of(self, place: int) -> int | None:
-        """Return where a message's content begins if it is in the text once, so that no further rendering is needed; else None.
+        """Return where a message's content begins if it is in the text once, so that no further rendering is
+        needed; else None.
 
         White space around it might be the template's, and a short content may be in the text by chance.
         """
@@ -379,7 +391,8 @@ class _Whole:
         return len(self.text) - shared
 
     def _around_mark(self, place: int) -> tuple[str, str] | None:
-        """Return what the template writes before and behind a mark in place of a message's content; None where it leaves it out."""
+        """Return what the template writes before and behind a mark in place of a message's content; None
+        where it leaves it out."""
         if place not in self._around_marks:
             before, mark, behind = self._text_with(place, self._with_mark(place)).rpartition(self._mark)
             self._around_marks[place] = (before, behind) if mark else None
@@ -413,8 +426,8 @@ def is_reasoning_written(messages: Sequence[ChatMessage], place: int, text: str,
         origin: names the record in errors.
 
     Raises:
-        RecordError: the template left out what is to be learned: what the turn says, its tool calls, or reasoning after
-            which no user speaks. Templates leave earlier reasoning out on purpose.
+        RecordError: the template left out what is to be learned: what the turn says, its tool calls, or
+            reasoning after which no user speaks. Templates leave earlier reasoning out on purpose.
     """
     message, written = messages[place], _joined(text)
     visible = visible_text(message)
@@ -437,7 +450,8 @@ def is_reasoning_written(messages: Sequence[ChatMessage], place: int, text: str,
 def _is_prefill(shared: str, left_out: str) -> bool:
     """Return whether a turn differs from a generated one by an opened block of reasoning alone.
 
-    Templates of models that think begin a response for them (``<think>``), and leave that out of turns without reasoning.
+    Templates of models that think begin a response for them (``<think>``), and leave that out of turns
+    without reasoning.
 
     Args:
         shared: what both begin with.

@@ -1,4 +1,5 @@
-"""Tokenized data sets: prompts to answer (reinforcement learning) and prompts with answers (supervised fine-tuning)."""
+"""Tokenized data sets: prompts to answer (reinforcement learning) and prompts with answers (supervised
+fine-tuning)."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ _REMEMBERED_ANSWERS = 100_000
 
 FaultOfAnswer = Callable[..., str | Doubt | None]
 _Tokens = tuple[list[int], list[int], list[int]]
-"""Prompt, answer, and start and end of each span of them that is learned, one after another; no span for the whole answer."""
+"""Prompt, answer, and start and end of each span of them that is learned, one after another; no span for the
+whole answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +65,10 @@ class Example:
     Attributes:
         index: place of its record in the data set, counted from 0.
         prompt_ids: tokens up to where the answer starts.
-        answer_ids: the reference answer's tokens with the end-of-sequence token; of a conversation in SFT all tokens from the first that
-            the assistant says, of a preference all tokens of its last turn and what follows. The end-of-sequence token alone of an answer
-            of over 262,144 characters that is no part of the model's input.
+        answer_ids: the reference answer's tokens with the end-of-sequence token; of a conversation in SFT all
+            tokens from the first that the assistant says, of a preference all tokens of its last turn and
+            what follows. The end-of-sequence token alone of an answer of over 262,144 characters that is no
+            part of the model's input.
         answer: the reference answer as text.
         targets: [start, end) of the spans of prompt and answer that are learned; None for the whole answer.
         env_name: the environment that its source names.
@@ -90,7 +93,8 @@ class SourceRange:
     Attributes:
         name: of the source, for messages.
         start, end: its examples have the places [start, end); repeats are counted.
-        weight: its share of what is drawn, in proportion to the other weights; None where each example comes once an epoch.
+        weight: its share of what is drawn, in proportion to the other weights; None where each example comes
+            once an epoch.
         env_name: the environment that the source names.
     """
 
@@ -106,7 +110,8 @@ class Examples(Sequence[Example]):
 
     Args:
         parts: tables, each with how often its rows come and the environment of its source.
-        of_record: consecutive examples that one record makes: 1, or 2 for the better and the worse answer of a pair.
+        of_record: consecutive examples that one record makes: 1, or 2 for the better and the worse answer of
+            a pair.
     """
 
     def __init__(self, parts: Sequence[tuple[Table, int, str | None]], of_record: int = 1) -> None:
@@ -138,7 +143,8 @@ class Examples(Sequence[Example]):
         return Example(record, *ids, text.tobytes().decode(), learned, env_name, further, is_chat=bool(len(chat)))
 
     def origin(self, place: int) -> tuple[int, int]:
-        """Number of the source that an example comes from, and its place among the examples of that source, each counted once."""
+        """Number of the source that an example comes from, and its place among the examples of that source,
+        each counted once."""
         part = bisect.bisect_right(self._ends, place)
         return part, (place - (self._ends[part - 1] if part else 0)) % len(self._parts[part][0])
 
@@ -147,7 +153,8 @@ class Examples(Sequence[Example]):
         return [Examples([(table, 1, env_name)], self._of_record) for table, _, env_name in self._parts]
 
     def digest(self, first: int, last: int) -> str:
-        """Hexadecimal digest of the tokens of the examples [first, last) of a single source and of what is learned of them."""
+        """Hexadecimal digest of the tokens of the examples [first, last) of a single source and of what is
+        learned of them."""
         [(table, _, _)] = self._parts
         digest = hashlib.blake2b(digest_size=16)
         for name in ("prompt", "answer", "targets"):
@@ -204,16 +211,20 @@ class Reading:
     Attributes:
         config: the ``data`` section: templates, ``max_input_seq_length`` and what becomes of longer records.
         tokenizer: from ``get_tokenizer``.
-        with_answers: True when the answer is part of the model's input, and so counts towards ``max_input_seq_length``.
-        fault_of_answer: says why a reference answer is of no use, or a doubt about one that is, or None; called with the answer and, with
-            ``names_environments``, with the name of the environment that the record meets or None.
-        judge: of the types of JSON; what ``fault_of_answer`` depends on, so that answers need not be asked for again at the next start.
+        with_answers: True when the answer is part of the model's input, and so counts towards
+            ``max_input_seq_length``.
+        fault_of_answer: says why a reference answer is of no use, or a doubt about one that is, or None;
+            called with the answer and, with ``names_environments``, with the name of the environment that the
+            record meets or None.
+        judge: of the types of JSON; what ``fault_of_answer`` depends on, so that answers need not be asked
+            for again at the next start.
         template_kwargs: values that the chat template reads.
         names_environments: the run's environments have names.
         pairs: records are a better and a worse answer to a prompt.
         stop_tokens: ids that end a generated response.
         template_date: what the clock of a chat template shows.
-        tools: by the name of each environment that has some (None where it has no name), what the chat template is told of.
+        tools: by the name of each environment that has some (None where it has no name), what the chat
+            template is told of.
     """
 
     config: DataConfig
@@ -229,19 +240,19 @@ class Reading:
     tools: Mapping[str | None, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
     def encoder(self, env_name: str | None = None) -> PromptEncoder:
-        """What makes tokens of records of a source that names an environment."""
+        """Return the encoder for the records of a source that names an environment."""
         templates = self.config.get("prompt_template"), self.config.get("system_prompt")
         tools = self.tools.get(env_name, ())
         return PromptEncoder(self.tokenizer, *templates, self.template_kwargs, self.stop_tokens, self.template_date, tools)
 
     @property
     def skips_bad_records(self) -> bool:
-        """Whether a record that cannot be used is left out, and not refused with the whole source."""
+        """True if a record that cannot be used is skipped, instead of refusing the whole source."""
         return self.config.get("on_bad_record") == "skip"
 
     @property
     def kind(self) -> Kind:
-        """What the records are read for."""
+        """Purpose of the records."""
         return Kind.PAIRS if self.pairs else Kind.ANSWERS if self.with_answers else Kind.REFERENCES
 
     @property
@@ -250,10 +261,11 @@ class Reading:
         return 2 if self.pairs else 1
 
     def judge_of(self, env_name: str | None) -> Callable[[str, Mapping[str, Any]], str | Doubt | None] | None:
-        """Return what says the fault of an answer to a record with further fields, of a source that names an environment; None for none.
+        """Return what says the fault of an answer to a record with further fields, of a source that names an
+        environment; None for none.
 
-        A record's own field ``env_name`` or ``task_name`` says which environment it meets where its source does not.
-        """
+        A record's own field ``env_name`` or ``task_name`` says which environment it meets where its source
+        does not."""
         if self.fault_of_answer is None:
             return None
         find = functools.lru_cache(_REMEMBERED_ANSWERS)(self.fault_of_answer)
@@ -290,7 +302,8 @@ def load_dataset(sources: DataSource | Sequence[DataSource], reading: Reading) -
 
 
 def _fingerprint(parts: Sequence[tuple[str, int]]) -> str:
-    """Of one source that is not repeated its own, so that runs of it go on whatever version they began with."""
+    """Return the digest of all sources; of a single source, not repeated, its own, so that runs of older
+    versions can resume."""
     if len(parts) == 1 and parts[0][1] == 1:
         return parts[0][0]
     return _digest(parts)
@@ -358,7 +371,8 @@ def bound_cache(config: DataConfig) -> None:
 
 
 def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder, digest: str) -> str:
-    """Digest of all that the tokens and what was refused depend on: tokenizer, templates, limits, and the stored bytes of the source."""
+    """Digest of all that the tokens and what was refused depend on: tokenizer, templates, limits, and the
+    stored bytes of the source."""
     fields = {key: source.get(key) for key in (*FIELD_KEYS, "extra_keys", "max_samples")} | {"set": set_module(source)}
     if reading.pairs:
         fields |= {key: source.get(key) for key in PAIR_KEYS}
@@ -400,12 +414,14 @@ class _Offenders:
 
 
 class _Tokenization:
-    """Makes the table of a source, chunk by chunk, and refuses what is empty, too long or of no use once all of it has been seen.
+    """Makes the table of a source, chunk by chunk, and refuses what is empty, too long or of no use once all
+    of it has been seen.
 
     Args:
         source, reading, encoder: what is read, and how.
         directory: of the table.
-        digest: of the source's bytes; a source that has others in the end was written meanwhile, and is refused.
+        digest: of the source's bytes; a source that has others in the end was written meanwhile, and is
+            refused.
         shown: counts the records.
     """
 
@@ -442,7 +458,7 @@ class _Tokenization:
             self._writer.discard()
 
     def doubts(self) -> str:
-        """What is to be known about the answers; empty for nothing."""
+        """Return the warnings about the reference answers; empty for none."""
         return _in_words(self._doubtful, self._seen)
 
     def _read(self) -> None:
@@ -547,7 +563,8 @@ class _Tokenization:
     def _encoded(self, records: Sequence[Record]) -> tuple[Iterable[str | None], Iterable[_Tokens]]:
         """Text of the prompt of each record, and its tokens."""
         of_record, with_answers = self._reading.of_record, self._reading.with_answers
-        # Of a prompt with an answer, and of answers to be compared, the last turn alone is learned, whatever turns the prompt has.
+        # Of a prompt with an answer, and of answers to be compared, the last turn alone is learned, whatever
+        # turns the prompt has.
         learned = [1 if self._reading.pairs or record.last is None else None for record in records]
         if with_answers:
             records = list(map(self._encoder.as_conversation, records))
@@ -594,7 +611,8 @@ class _Tokenization:
         return None
 
     def _conversation(self, record: Record, place: int, learned: int | None) -> _Tokens:
-        """Tokens of a conversation of which the last ``learned`` turns of the assistant are learned, None for all."""
+        """Tokens of a conversation of which the last ``learned`` turns of the assistant are learned, None for
+        all."""
         beginning = self._beginning_of_turns(record, place)
         if beginning is not None:
             return beginning, [], []
@@ -628,7 +646,8 @@ class _Tokenization:
             self._unwritten.add(f"{where}: a turn of {role!r}")
 
     def _refuse(self) -> None:
-        """Refuse records without tokens and records longer than the limit; none is dropped or cut in silence."""
+        """Refuse records without tokens and records longer than the limit; none is dropped or cut in
+        silence."""
         _refuse_useless(self._useless, self._seen, self._source)
         what = "pairs" if self._reading.pairs else "prompts with answers" if self._reading.with_answers else "prompts"
         if self._empty.count:
@@ -728,7 +747,8 @@ def _weighed(targets: Sequence[tuple[int, int]], record: Record) -> Sequence[tup
     """The spans of the turns that are learned.
 
     Raises:
-        RecordError: the chat template marks other spans than the turns, so that nobody knows which of them has a weight of 0.
+        RecordError: the chat template marks other spans than the turns, so that nobody knows which of them
+            has a weight of 0.
     """
     weights = _weights(record)
     if all(weights):
@@ -742,7 +762,8 @@ def _weighed(targets: Sequence[tuple[int, int]], record: Record) -> Sequence[tup
 
 
 def _chunks(records: Iterator[Record], together: int) -> Iterator[list[Record]]:
-    """Records that are neither too many nor have too much text; each ``together`` of them, such as both of a pair, are in one chunk."""
+    """Records that are neither too many nor have too much text; each ``together`` of them, such as both of a
+    pair, are in one chunk."""
     chunk, characters = list[Record](), 0
     for record in records:
         chunk.append(record)
@@ -756,7 +777,7 @@ def _chunks(records: Iterator[Record], together: int) -> Iterator[list[Record]]:
 
 
 def _characters(record: Record) -> int:
-    """Of the texts of a record."""
+    """Return the number of characters in a record's texts."""
     return sum(map(len, texts_of(record.prompt))) + len(record.answer)
 
 
@@ -791,7 +812,8 @@ def _refuse_useless(useless: _Offenders, seen: int, source: DataSource) -> None:
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """Finds what the tokenizer reads as a control token in the text of a prompt, which can end a turn, or begin another."""
+    """Finds what the tokenizer reads as a control token in the text of a prompt, which can end a turn, or
+    begin another."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     names = sorted({*map(str, tokenizer.all_special_tokens), *added} - {""})
     return re.compile("|".join(map(re.escape, names))) if names else None

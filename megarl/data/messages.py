@@ -1,4 +1,5 @@
-"""Messages in the forms of other tools (ShareGPT, HH text, JSON text, content parts, function calls) as ``role`` and ``content``."""
+"""Messages in the forms of other tools (ShareGPT, HH text, JSON text, content parts, function calls) as
+``role`` and ``content``."""
 
 from __future__ import annotations
 
@@ -44,9 +45,8 @@ def as_messages(value: Any, key: str, origin: str) -> Any:
 def as_prompt(value: Any, key: str, origin: str) -> Any:
     """Return the messages of a prompt, or its text.
 
-    A text is taken for messages only where it cannot be meant as text: JSON of messages, or HH's transcript that stops
-    where the assistant is to speak.
-    """
+    A text is taken for messages only where it cannot be meant as text: JSON of messages, or HH's transcript
+    that stops where the assistant is to speak."""
     if not isinstance(value, str):
         return as_messages(value, key, origin)
     found = messages_in_json(value)
@@ -67,7 +67,7 @@ def messages_in_json(text: str) -> list[Any] | None:
 
 
 def are_messages(value: Any) -> bool:
-    """Whether a value is a list of objects that each name a role."""
+    """Return True if a value is a list of objects that each name a role."""
     return isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) and role_of(each) is not None for each in value)
 
 

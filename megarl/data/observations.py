@@ -1,12 +1,14 @@
-"""Token ids of what an environment says, to go behind what the policy sampled: nothing sampled is encoded again.
+"""Token ids of what an environment says, to go behind what the policy sampled: nothing sampled is encoded
+again.
 
-The suffix of an observation is what the chat template writes behind a turn of the assistant: a short conversation is rendered with a mark
-in the assistant's turn, the observation behind it, and up to where the assistant speaks next; what stands behind the mark is tokenized.
-Sampled tokens mostly end with the token that ends the turn, which the suffix then does not repeat.
+The suffix of an observation is what the chat template writes behind a turn of the assistant: a short
+conversation is rendered with a mark in the assistant's turn, the observation behind it, and up to where the
+assistant speaks next; what stands behind the mark is tokenized. Sampled tokens mostly end with the token that
+ends the turn, which the suffix then does not repeat.
 
-Some templates write an earlier response otherwise once a user's turn follows it: they leave its reasoning out. What the model is shown then
-does not begin with what was sampled, and ``History`` gives the prompt that it is shown instead.
-"""
+Some templates write an earlier response otherwise once a user's turn follows it: they leave its reasoning
+out. What the model is shown then does not begin with what was sampled, and ``History`` gives the prompt that
+it is shown instead."""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ class ObservationEncoder:
         tokenizer: from ``get_tokenizer``.
         template: of it, with the run's values.
         stop_token_ids: tokens that end a sampled response.
-        rewritten: what the template makes of an earlier response once a user's turn follows, where that is not the response itself: it may
-            leave reasoning out. None where both are the same.
+        rewritten: what the template makes of an earlier response once a user's turn follows, where that is
+            not the response itself: it may leave reasoning out. None where both are the same.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -96,11 +98,13 @@ class ObservationEncoder:
 
     @property
     def is_harmony(self) -> bool:
-        """Return whether a response is messages of several channels, which the template writes from fields."""
+        """Return whether a response is messages of several channels, which the template writes from
+        fields."""
         return "<|channel|>" in self.template.text
 
     def history(self, prompt: Sequence[int]) -> History | None:
-        """Return a conversation that begins with a prompt; None where the template keeps earlier responses as they are."""
+        """Return a conversation that begins with a prompt; None where the template keeps earlier responses as
+        they are."""
         return None if self.rewritten is None else History(self, prompt)
 
     def _find_rewritten(self) -> str | None:
@@ -116,7 +120,8 @@ class ObservationEncoder:
                 later = self.template.render([ASKED, turn, following], origin=_ORIGIN)
             except DataError:
                 continue
-            # what a response looks like: as the template writes a last one, but for those that never write reasoning, as R1's
+            # what a response looks like: as the template writes a last one, but for those that never write
+            # reasoning, as R1's
             is_written = last.startswith(before) and (REASONED in last or REASONED not in said)
             shown = last[: last.rfind(PROBE) + len(PROBE)] if is_written else before + said
             if not later.startswith(shown):
@@ -126,10 +131,11 @@ class ObservationEncoder:
         return None
 
     def _framed(self, messages: Sequence[ChatMessage]) -> str | None:
-        """Return the text behind a response without rendering it, where the template writes this kind of message around its content.
+        """Return the text behind a response without rendering it, where the template writes this kind of
+        message around its content.
 
-        Rendering takes ten times as long as all else that a turn costs. Contents that a template might look into are rendered.
-        """
+        Rendering takes ten times as long as all else that a turn costs. Contents that a template might look
+        into are rendered."""
         if len(messages) != 1:
             return None
         further = dict(messages[0])
@@ -154,8 +160,8 @@ class ObservationEncoder:
     def _behind_response(self, messages: Sequence[ChatMessage]) -> str:
         """Return the text behind a response that the messages follow.
 
-        What a tool says follows a call, where the template can write one: some templates refuse it behind anything else.
-        """
+        What a tool says follows a call, where the template can write one: some templates refuse it behind
+        anything else."""
         names = [(str(message.get("name")), str(message.get("tool_call_id"))) for message in messages if message.get("role") == "tool"]
         said: ChatMessage = {"role": "assistant", "content": PROBE}
         turns = [self.template.call_of(PROBE, names), said] if names else [said]
@@ -176,13 +182,14 @@ class ObservationEncoder:
     def _behind_turn(self, ids: list[int], last: int | None) -> list[int]:
         """Return a suffix without the end of the turn that was sampled, and with the one that was not.
 
-        Between the mark and the end of the turn stands what closes a call, which the response has written itself.
-        """
+        Between the mark and the end of the turn stands what closes a call, which the response has written
+        itself."""
         if last in self.stop_token_ids and last in ids:
             return ids[ids.index(last) + 1 :]
         end = next((place for place, token in enumerate(ids) if token in self._special), 0)
-        # Harmony ends a last turn by another token than one that others follow, and the sampled one stands for it. A token that
-        # generation stops at is kept: GLM's turns end with the mark of the next role, and the policy may have guessed another one.
+        # Harmony ends a last turn by another token than one that others follow, and the sampled one stands
+        # for it. A token that generation stops at is kept: GLM's turns end with the mark of the next role,
+        # and the policy may have guessed another one.
         is_other_end = last in self.stop_token_ids and bool(ids) and ids[end] in self._special - set(self.stop_token_ids)
         return ids[end + is_other_end :]
 
@@ -199,8 +206,9 @@ class ObservationEncoder:
 class History:
     """A conversation under a template that writes earlier responses otherwise, followed from turn to turn.
 
-    The conversation's own prompt stays what it is, token by token, but for what the template writes at its end for the response alone, such
-    as the mark that opens reasoning. What follows is what the template writes behind a short prompt in its place.
+    The conversation's own prompt stays what it is, token by token, but for what the template writes at its
+    end for the response alone, such as the mark that opens reasoning. What follows is what the template
+    writes behind a short prompt in its place.
 
     Args:
         encoder: with the template.
@@ -222,7 +230,8 @@ class History:
             messages: what the environment says.
 
         Returns:
-            None where it begins with all that was sampled since the last prompt, so that the messages only go behind that.
+            None where it begins with all that was sampled since the last prompt, so that the messages only go
+            behind that.
         """
         tokenizer = self._encoder.tokenizer
         kept = said[:-1] if len(said) and said[-1] in self._encoder.stop_token_ids else said
@@ -237,7 +246,8 @@ class History:
             self._shown = shown
             return None
         if self._encoder.is_harmony and all(message.get("role") == "tool" for message in messages):
-            # its models write a call otherwise than its template does, and have reasoning before them until they have answered
+            # its models write a call otherwise than its template does, and have reasoning before them until
+            # they have answered
             self._is_apart = True
             return None
         goes_on, self._is_apart = self._shown.startswith(shown) and not self._is_apart, False
@@ -258,7 +268,8 @@ _CALL = re.compile(r"to=functions\.([\w.-]+).*?<\|message\|>(.*?)(?=<\||\Z)", re
 
 
 def _harmony_turn(text: str) -> ChatMessage:
-    """Return a response of channels as the template takes it: the final message, or the call, and the reasoning before it."""
+    """Return a response of channels as the template takes it: the final message, or the call, and the
+    reasoning before it."""
     final, call, analysis = _FINAL.findall(text), _CALL.search(text), _ANALYSIS.findall(text)
     thinking = {"thinking": analysis[-1]} if analysis else {}
     if final or call is None:

@@ -1,4 +1,5 @@
-"""Prompt and answer records, and pairs of them: what the fields of a row say, and refusing what is no record."""
+"""Prompt and answer records, and pairs of them: what the fields of a row say, and refusing what is no
+record."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ _FOLLOWS: Mapping[str | None, frozenset[str]] = {
     "assistant": frozenset({"user", "tool"}),
     "tool": frozenset({"tool", "assistant"}),
 }
-"""Roles that may come after a role; None is the beginning. A turn of the assistant may call several tools, each with its answer."""
+"""Roles that may come after a role; None is the beginning. A turn of the assistant may call several tools,
+each with its answer."""
 
 _EXACT_WHOLE = 2**53
 _RECORD_KEYS = ("messages_key", "prompt_key", "answer_key")
@@ -45,7 +47,8 @@ _FIELDS_WITH_TESTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """What is to be known about a reference answer that is of use. Records with one are counted, and none is refused."""
+    """A warning about a reference answer that can be used. Records with one are counted, and none is
+    refused."""
 
     why: str
 
@@ -58,7 +61,8 @@ class Record:
         prompt: plain text, or chat messages with ``role`` and ``content``.
         answer: what the model should say, or what a reward compares with.
         origin: where it stands, for messages: ``train.jsonl line 7``.
-        last: the last turn of a conversation, the assistant's, as it is stored; None where the answer is no turn.
+        last: the last turn of a conversation, the assistant's, as it is stored; None where the answer is no
+            turn.
         tools: that the chat template is told of.
         has_system: it is a conversation with a system message of its own.
         system: the system message that its row has in a field by itself; empty for none.
@@ -92,13 +96,15 @@ def read_records(source: DataSource, on_bad: OnBadRecord = refuse) -> Iterator[R
         on_bad: told of each broken record.
 
     Raises:
-        DataError: nothing is there, nothing is in it, or a record is broken; the message names the file and the line (or the row).
+        DataError: nothing is there, nothing is in it, or a record is broken; the message names the file and
+            the line (or the row).
     """
     return _some_of(_all_records(source, named_set(source), on_bad), source, on_bad, "records")
 
 
 def _some_of(found: Iterator[Found], source: DataSource, on_bad: OnBadRecord, what: str) -> Iterator[Found]:
-    """Yield what is found, at most ``max_samples``; nothing at all is an error, unless all of it was left out."""
+    """Yield what is found, at most ``max_samples``; nothing at all is an error, unless all of it was left
+    out."""
     one = None
     for one in itertools.islice(found, source.get("max_samples")):
         yield one
@@ -107,7 +113,8 @@ def _some_of(found: Iterator[Found], source: DataSource, on_bad: OnBadRecord, wh
 
 
 def _all_records(source: DataSource, known: NamedSet | None, on_bad: OnBadRecord) -> Iterator[Record]:
-    """The records of all rows; of a set that is stored several times each once, with the fields of its first row."""
+    """The records of all rows; of a set that is stored several times each once, with the fields of its first
+    row."""
     seen = set[bytes]()
     for origin, row in rows_of(source):
         try:
@@ -126,14 +133,17 @@ def _all_records(source: DataSource, known: NamedSet | None, on_bad: OnBadRecord
 
 
 def read_preferences(source: DataSource, on_bad: OnBadRecord = refuse) -> Iterator[tuple[Record, Record]]:
-    """The prompt of each row with its better and with its worse answer, in stored order, at most ``max_samples`` of them.
+    """The prompt of each row with its better and with its worse answer, in stored order, at most
+    ``max_samples`` of them.
 
     Args:
-        source: its rows have a text or messages for the prompt and for each answer, or two conversations that differ in their last turn.
+        source: its rows have a text or messages for the prompt and for each answer, or two conversations that
+            differ in their last turn.
         on_bad: told of each broken row.
 
     Raises:
-        DataError: nothing is there, or a row is broken or has answers to different prompts; the message names the file and the line.
+        DataError: nothing is there, or a row is broken or has answers to different prompts; the message names
+            the file and the line.
     """
     return _some_of(_all_pairs(source, on_bad), source, on_bad, "pairs")
 
@@ -168,7 +178,8 @@ def _pair(stored: Row, source: DataSource) -> tuple[Record, Record]:
 
 
 def _with_system(record: Record, row: Mapping[str, Any], source: DataSource) -> Record:
-    """Return a record with the system message of its row, where the source names a field for it and the field is not empty."""
+    """Return a record with the system message of its row, where the source names a field for it and the field
+    is not empty."""
     key = source.get("system_key")
     value = None if key is None else value_of(row, key, record.origin)
     if key is None or value is None or value == "":
@@ -215,7 +226,8 @@ def _answered_record(row: Mapping[str, Any], key: str, source: DataSource, origi
 
 
 def _begins_with(value: Sequence[Any], asked: Sequence[ChatMessage]) -> bool:
-    """Return whether a conversation holds the prompt that its row has beside it, as sets of preferences often do."""
+    """Return whether a conversation holds the prompt that its row has beside it, as sets of preferences often
+    do."""
     if not asked or len(value) <= len(asked):
         return False
     pairs = zip(value, asked, strict=False)
@@ -225,7 +237,8 @@ def _begins_with(value: Sequence[Any], asked: Sequence[ChatMessage]) -> bool:
 
 
 class Fingerprint:
-    """Digest of all prompts and answers in order. A resumed run compares it, so that it never goes on with other data."""
+    """Digest of all prompts and answers in order. A resumed run compares it, so that it never goes on with
+    other data."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
@@ -266,7 +279,8 @@ def _record(row: Any, source: DataSource, known: NamedSet | None, origin: str) -
 
 
 def _prompt_in(row: Mapping[str, Any], key: str | list[str], origin: str, is_padded: bool) -> str | tuple[ChatMessage, ...]:
-    """Return the prompt of a row; the texts of several fields with a blank line between them, without later ones that are empty."""
+    """Return the prompt of a row; the texts of several fields with a blank line between them, without later
+    ones that are empty."""
     first, *others = fields_of_key(key)
     if not others:
         return prompt_of(value_of(row, first, origin), first, origin, is_padded)
@@ -277,7 +291,8 @@ def _prompt_in(row: Mapping[str, Any], key: str | list[str], origin: str, is_pad
 
 
 def _answer_in(row: Mapping[str, Any], key: str | list[str], origin: str) -> str:
-    """Return the reference answer of a row; that of several fields is the JSON of an object with their last names."""
+    """Return the reference answer of a row; that of several fields is the JSON of an object with their last
+    names."""
     if isinstance(key, str):
         return answer_of(value_of(row, key, origin), key, origin)
     found = {str(_steps(name)[-1]): value_of(row, name, origin) for name in key}
@@ -320,7 +335,8 @@ def text_of(value: Any, key: str, origin: str) -> str:
 
 
 def answer_of(value: Any, key: str, origin: str) -> str:
-    """Return a reference answer as text: a text, a number, the one message of an assistant, or tests as the JSON that ``code`` reads.
+    """Return a reference answer as text: a text, a number, the one message of an assistant, or tests as the
+    JSON that ``code`` reads.
 
     Raises:
         RecordError: it is none of them.
@@ -341,7 +357,8 @@ def _text_of_turn(messages: Sequence[ChatMessage], key: str, origin: str) -> str
 
 
 def _are_tests(value: Any) -> bool:
-    """Whether a value holds tests: statements (MBPP), inputs with outputs (APPS, PRIME), or lists of them (LiveCodeBench)."""
+    """Return True if a value holds tests: statements (MBPP), inputs with outputs (APPS, PRIME), or lists of
+    them (LiveCodeBench)."""
     if isinstance(value, Mapping):
         return {"inputs", "outputs"} <= value.keys() or not _FIELDS_WITH_TESTS.isdisjoint(value)
     if not isinstance(value, list) or not value:
@@ -414,16 +431,19 @@ def _conversation_record(row: Mapping[str, Any], source: DataSource, origin: str
 
 
 def conversation(value: Any, key: str, origin: str, is_padded: bool = False) -> tuple[ChatMessage, ...]:
-    """Messages whose roles follow one another; fields that hold null, which columns of a table have everywhere, are left out.
+    """Messages whose roles follow one another; fields that hold null, which columns of a table have
+    everywhere, are left out.
 
     Args:
         value: of the record.
         key: that names it.
         origin: of the record, for messages.
-        is_padded: it comes from a table, whose rows all have the keys of all tool calls, null where a call has none.
+        is_padded: it comes from a table, whose rows all have the keys of all tool calls, null where a call
+            has none.
 
     Raises:
-        DataError: it is no list of messages, a message has nothing to say, or a role is out of order; names the message.
+        DataError: it is no list of messages, a message has nothing to say, or a role is out of order; names
+            the message.
     """
     value = as_messages(value, key, origin)
     if not isinstance(value, list) or not value:
@@ -454,7 +474,8 @@ def conversation(value: Any, key: str, origin: str, is_padded: bool = False) -> 
 
 
 def _without_nulls(message: ChatMessage, is_padded: bool) -> ChatMessage:
-    """Return a message without fields that hold null, but for its content; one of a table also without those of its tool calls."""
+    """Return a message without fields that hold null, but for its content; one of a table also without those
+    of its tool calls."""
     kept = {name: each for name, each in message.items() if each is not None or name == "content"}
     if is_padded and "tool_calls" in kept:
         kept["tool_calls"] = without_padding(kept["tool_calls"])
@@ -464,9 +485,8 @@ def _without_nulls(message: ChatMessage, is_padded: bool) -> ChatMessage:
 def without_padding(value: Any) -> Any:
     """Return a value of a table without the keys that hold null.
 
-    Arrow gives every row the keys of all rows: the arguments ``{"city": "Rome"}`` beside ``{"zone": "UTC"}`` come back as
-    ``{"city": "Rome", "zone": None}``.
-    """
+    Arrow gives every row the keys of all rows: the arguments ``{"city": "Rome"}`` beside ``{"zone": "UTC"}``
+    come back as ``{"city": "Rome", "zone": None}``."""
     if isinstance(value, Mapping):
         return {key: without_padding(inner) for key, inner in value.items() if inner is not None}
     return [without_padding(inner) for inner in value] if isinstance(value, list) else value
@@ -506,6 +526,7 @@ def tools_of(row: Mapping[str, Any], source: DataSource, origin: str) -> tuple[M
 
 
 def _tool(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a tool in OpenAI's form, which templates expect: a bare function (``functions``, ShareGPT's ``tools``) is put into one."""
+    """Return a tool in OpenAI's form, which templates expect: a bare function (``functions``, ShareGPT's
+    ``tools``) is put into one."""
     is_bare = isinstance(given.get("name"), str) and "parameters" in given and not given.keys() & {"type", "function"}
     return {"type": "function", "function": given} if is_bare else given

@@ -1,4 +1,5 @@
-"""Rows of a data source as they are stored: JSON lines, parquet and CSV files, and data sets of the ``datasets`` library."""
+"""Rows of a data source as they are stored: JSON lines, parquet and CSV files, and data sets of the
+``datasets`` library."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from megarl.config.data_sources import DataSource
 
 Row = tuple[str, Any]
-"""Where a row stands, for messages (``train.jsonl line 7``), and what it is: a record only where it is an object, an error where a line
-could not be read."""
+"""Where a row stands, for messages (``train.jsonl line 7``), and what it is: a record only where it is an
+object, an error where a line could not be read."""
 
 _READ_TOGETHER = 1024
 LONGEST_LINE = 2**24
@@ -42,8 +43,10 @@ class NamedSet:
         answer_key: field that holds the answer, likewise.
         split: that is taken where the source says nothing.
         subsets: that are read one after another where the source says nothing.
-        answer: makes the reference of the answer's text; raises ValueError for one that is not of the published form.
-        once: rows with the prompt and the answer of an earlier one are left out: the set is published with copies of each problem.
+        answer: makes the reference of the answer's text; raises ValueError for one that is not of the
+            published form.
+        once: rows with the prompt and the answer of an earlier one are left out: the set is published with
+            copies of each problem.
     """
 
     hub: str
@@ -64,7 +67,7 @@ def named_set(source: DataSource) -> NamedSet | None:
 
 
 def source_name(source: DataSource) -> str:
-    """What messages call a source."""
+    """Return the name of a source for messages."""
     return f"data set {source['name']}" if source.get("path") is None else f"data file {source['path']}"
 
 
@@ -72,7 +75,8 @@ def rows_of(source: DataSource) -> Iterator[Row]:
     """All rows of a source in their stored order.
 
     Raises:
-        DataError: there is nothing, or it cannot be read; the message names the file and the line (or the row).
+        DataError: there is nothing, or it cannot be read; the message names the file and the line (or the
+            row).
     """
     path = source.get("path")
     if path is None or Path(path).is_dir():
@@ -104,13 +108,14 @@ def number_of_rows(source: DataSource) -> int:
 
 
 def is_table(source: DataSource) -> bool:
-    """Whether the rows of a source come from Arrow, which gives every row the keys of all rows."""
+    """Return True if the rows of a source come from Arrow, which gives every row the keys of all rows."""
     path = source.get("path")
     return path is None or Path(path).is_dir() or Path(path).suffix.lower() == ".parquet"
 
 
 def content_digest(source: DataSource) -> str:
-    """Hexadecimal digest of the stored bytes that the rows of a source come from, read at the speed of the disk.
+    """Hexadecimal digest of the stored bytes that the rows of a source come from, read at the speed of the
+    disk.
 
     Raises:
         DataError: as ``rows_of``.
@@ -182,12 +187,14 @@ def _require_size(path: Path, descriptor: int, size: int) -> None:
 
 
 def changed_while_read(path: str | Path, how: str) -> DataError:
-    """What to raise for a file that somebody writes while it is read, so that its records are of no time."""
+    """Return the error for a file that was written while it was read, so that its records belong to no one
+    version."""
     return DataError(f"data file {path} changed while it was read: {how}. Fix: let its writer finish, or give a copy of the file")
 
 
 def _parse(line: str, origin: str) -> Any:
-    """Return the value of a line of JSON, or the error that its reader is to raise: the lines after it can still be read."""
+    """Return the value of a line of JSON, or the error that its reader is to raise: the lines after it can
+    still be read."""
     try:
         value = json.loads(line)
         # what is parsed may still be too deep to be written or shown
@@ -221,7 +228,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a CSV file with a header; every cell stays the text that it is, so that 007 is no number."""
+    """Yield the rows of a CSV file with a header; every cell stays the text that it is, so that 007 is no
+    number."""
     import pyarrow
     from pyarrow import csv
 
@@ -253,7 +261,8 @@ def _csv_rows(path: Path) -> Iterator[Row]:
 
 
 def _loaded(source: DataSource) -> list[tuple[str, Any]]:
-    """The parts of a data set by name, of a local folder of data files, or of one written by ``save_to_disk``, each with its name."""
+    """The parts of a data set by name, of a local folder of data files, or of one written by
+    ``save_to_disk``, each with its name."""
     known = named_set(source)
     place = source.get("path") or (known.hub if known is not None else source["name"])
     split = source.get("split") or (known.split if known is not None else "train")

@@ -1,4 +1,5 @@
-"""The order in which records are used: a pure function of seed and epoch, and a small state that can be saved and resumed."""
+"""The order in which records are used: a pure function of seed and epoch, and a small state that can be saved
+and resumed."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from megarl.errors import DataError, UnusableCheckpointError
 
 
 def epoch_order(size: int, seed: int, epoch: int, shuffle: bool = True) -> array[int]:
-    """A permutation of ``range(size)`` that depends on the arguments alone, not on the Python or library version.
+    """A permutation of ``range(size)`` that depends on the arguments alone, not on the Python or library
+    version.
 
-    Fisher-Yates over ``random.Random.random``, whose sequence for a seed Python promises to keep. In eight bytes a record: a list
-    of as many numbers takes five times that.
-    """
+    Fisher-Yates over ``random.Random.random``, whose sequence for a seed Python promises to keep. In eight
+    bytes a record: a list of as many numbers takes five times that."""
     order = array("q", range(size))
     if shuffle:
         draw = random.Random(f"{seed}:{epoch}").random
@@ -41,7 +42,7 @@ class Sampler(ABC):
     @property
     @abstractmethod
     def epoch(self) -> int:
-        """As many records as there are have been handed out so many times."""
+        """Number of passes over all records that have been handed out."""
 
     @property
     @abstractmethod
@@ -54,25 +55,27 @@ class Sampler(ABC):
 
     @abstractmethod
     def _place(self) -> dict[str, Any]:
-        """Where the next index stands."""
+        """Return the position of the next index, as it is stored in a checkpoint."""
 
     @abstractmethod
     def _go_to_place(self, state: Mapping[str, Any]) -> None:
-        """Go to the place in a state; refuse a broken one."""
+        """Go to the position that a state holds; refuse a broken one."""
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready state: where the next index stands, and what the order was made from."""
+        """Return the JSON-ready state: position of the next index, and what determines the order."""
         return {**self.identity, **self._place()}
 
     def differs_in(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return what differs in a state of other data or another order: name to (value here, value there); empty where it is of these."""
+        """Return what differs in a state of other data or another order: name to (value here, value there);
+        empty where it is of these."""
         return {key: (value, state.get(key)) for key, value in self.identity.items() if state.get(key) != value}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go to the place that ``state()`` described.
 
         Raises:
-            UnusableCheckpointError: the state is of other data, weights, another seed or another shuffling, or is broken.
+            UnusableCheckpointError: the state is of other data, weights, another seed or another shuffling,
+                or is broken.
         """
         for key, (here, there) in self.differs_in(state).items():
             raise UnusableCheckpointError(
@@ -86,9 +89,8 @@ class Sampler(ABC):
 class ResumableSampler(Sampler):
     """Hands out record indices epoch after epoch; every record once an epoch.
 
-    A batch may run over the end of an epoch. The state is small JSON; after ``load_state`` the next index is exactly the one that would
-    have come next.
-    """
+    A batch may run over the end of an epoch. The state is small JSON; after ``load_state`` the next index is
+    exactly the one that would have come next."""
 
     def __init__(self, size: int, seed: int, shuffle: bool = True, data_fingerprint: str = "") -> None:
         """Args:
@@ -154,13 +156,14 @@ class ResumableSampler(Sampler):
 
 
 class MixtureSampler(Sampler):
-    """Hands out indices of several sources by weight; within each source every record once an epoch of the source.
+    """Hands out indices of several sources by weight; within each source every record once an epoch of the
+    source.
 
-    After n indices a source with the share w of the weights has given more than w n - 1 and less than w n + 1 of them, for every n: of the
-    sources that are behind, the one comes next that has to be served the soonest (R. Tijdeman, "The chairman assignment problem",
-    Discrete Mathematics 32, 1980). Computed in whole numbers, and without random numbers: which source comes next depends on the weights
-    alone. Sources one after another have consecutive indices.
-    """
+    After n indices a source with the share w of the weights has given more than w n - 1 and less than w n + 1
+    of them, for every n: of the sources that are behind, the one comes next that has to be served the soonest
+    (R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980). Computed in whole
+    numbers, and without random numbers: which source comes next depends on the weights alone. Sources one
+    after another have consecutive indices."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool = True, data_fingerprint: str = "") -> None:
         """Args:
@@ -195,7 +198,7 @@ class MixtureSampler(Sampler):
 
     @property
     def epoch(self) -> int:
-        """How often as many indices have been handed out as there are records in all sources."""
+        """Number of times that as many indices were handed out as all sources have records."""
         return self.taken // self._offsets[-1]
 
     @property
@@ -222,9 +225,9 @@ class MixtureSampler(Sampler):
     def _next(self, number: int, taken: Sequence[int]) -> int:
         """The source of the index with this number, counted from 1.
 
-        With k sources and the share w: behind are those with w n - taken >= 1 / (2k - 2), due first is the one with the least
-        (1 - 1 / (2k - 2) - (w n - taken)) / w. Both sides are multiplied by the sum of weights and by 2k - 2.
-        """
+        With k sources and the share w: behind are those with w n - taken >= 1 / (2k - 2), due first is the
+        one with the least (1 - 1 / (2k - 2) - (w n - taken)) / w. Both sides are multiplied by the sum of
+        weights and by 2k - 2."""
         if len(taken) == 1:
             return 0
         spread = 2 * len(taken) - 2

@@ -20,8 +20,8 @@ def stop_tokens_of(tokenizer: PreTrainedTokenizerBase, model_name: str | None) -
     """Return the token ids that end a response, each with the places that name it.
 
     A model is trained to stop at any of them, and its files disagree: the tokenizer has one end of sequence,
-    ``generation_config.json`` a list (Llama 3 ends turns by ``<|eot_id|>``, Gemma by ``<end_of_turn>``), and a base model's
-    files do not know the token by which a chat template ends turns.
+    ``generation_config.json`` a list (Llama 3 ends turns by ``<|eot_id|>``, Gemma by ``<end_of_turn>``), and
+    a base model's files do not know the token by which a chat template ends turns.
 
     Args:
         tokenizer: of the model; its end of sequence comes first.
@@ -44,10 +44,11 @@ def describe_stop_tokens(tokenizer: PreTrainedTokenizerBase, model_name: str | N
 
 
 def generation_config_of(tokenizer: PreTrainedTokenizerBase, model_name: str) -> Any:
-    """Return the generation configuration that an exported model is to have; None for a model that needs none.
+    """Return the generation configuration that an exported model is to have; None for a model that needs
+    none.
 
-    It is the model's own. Where its chat template ends turns by a token that no file names, as of a base model that was
-    trained on conversations, that token is added: what serves the model would not stop there.
+    It is the model's own. Where its chat template ends turns by a token that no file names, as of a base
+    model that was trained on conversations, that token is added: what serves the model would not stop there.
 
     Args:
         tokenizer: of the model.
@@ -84,7 +85,8 @@ def _content(model_name: str, file: str) -> Mapping[str, Any]:
 
 
 def _cached(model_name: str, file: str) -> str | None:
-    """Return where a file of a model of the hub lies on this disk, fetched where it can be; None for a model without one."""
+    """Return where a file of a model of the hub lies on this disk, fetched where it can be; None for a model
+    without one."""
     from transformers.utils import cached_file
 
     options = {"_raise_exceptions_for_missing_entries": False}

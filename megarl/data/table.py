@@ -1,4 +1,5 @@
-"""Tables of rows of different lengths, in memory or in files, written row by row and kept for the next start."""
+"""Tables of rows of different lengths, in memory or in files, written row by row and kept for the next
+start."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ _ABANDONED_S = 86400.0
 class StoredValues:
     """The numbers in a file, each read when it is asked for.
 
-    The file is not mapped into memory: one that somebody cuts off would end the process at the next look, without a word.
+    The file is not mapped into memory: one that somebody cuts off would end the process at the next look,
+    without a word.
 
     Args:
         path: of the file.
@@ -56,7 +58,8 @@ class StoredValues:
         return self._count
 
     def require(self, owner: int, digest: str) -> None:
-        """Raise ValueError where another user has written the file, or may, or where it has other bytes than were written."""
+        """Raise ValueError where another user has written the file, or may, or where it has other bytes than
+        were written."""
         _require_owner(self._path, os.fstat(self._descriptor), owner)
         with os.fdopen(os.dup(self._descriptor), "rb") as stream:
             stream.seek(0)
@@ -124,7 +127,8 @@ class Column:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Table:
-    """Rows that have been written. One that lies in a directory is not removed by ``bound_tables`` as long as there is this object.
+    """Rows that have been written. One that lies in a directory is not removed by ``bound_tables`` as long as
+    there is this object.
 
     Attributes:
         columns: by name; all have as many rows.
@@ -145,8 +149,8 @@ class TableWriter:
 
     Args:
         dtypes: numpy's name of the type of each column.
-        directory: where the table comes to lie once it is too large for memory; until ``finish``, in one beside it that is not taken for
-            a table. None keeps everything in memory.
+        directory: where the table comes to lie once it is too large for memory; until ``finish``, in one
+            beside it that is not taken for a table. None keeps everything in memory.
         most_in_memory: bytes of values that are collected before they go to files.
     """
 
@@ -241,8 +245,8 @@ class TableWriter:
 
 
 def read_table(directory: Path, owner: int | None = None) -> Table | None:
-    """A table that was written there, its values left on the disk; None where there is none, or one that cannot be trusted: its files have
-    other bytes than were written, or another user wrote them, or may.
+    """A table that was written there, its values left on the disk; None where there is none, or one that
+    cannot be trusted: its files have other bytes than were written, or another user wrote them, or may.
 
     Args:
         directory: of the table.
@@ -296,10 +300,11 @@ def _use(descriptor: int) -> None:
 
 
 def bound_tables(directory: Path, most_bytes: float) -> list[Path]:
-    """Remove tables in a directory, those first whose last use is the longest ago, until what is left takes at most so many bytes.
+    """Remove tables in a directory, those first whose last use is the longest ago, until what is left takes
+    at most so many bytes.
 
-    One that some process uses stays, whatever it takes. What a killed run has left half written goes a day later. Nothing else in the
-    directory is touched.
+    One that some process uses stays, whatever it takes. What a killed run has left half written goes a day
+    later. Nothing else in the directory is touched.
 
     Returns:
         The directories that were removed.
@@ -324,7 +329,7 @@ def _children(directory: Path, name: re.Pattern[str]) -> Iterator[Path]:
 
 
 def _stats(directory: Path) -> list[os.stat_result]:
-    """Of the files in a directory that are still there."""
+    """Return the status of each file in a directory that still exists."""
     found = []
     for file in [directory, *directory.glob("*")]:
         with contextlib.suppress(OSError):
@@ -345,7 +350,8 @@ def _last_use_and_bytes(table: Path) -> tuple[float, int]:
 
 
 def _remove_unused(table: Path) -> bool:
-    """Whether a table was removed; one in use is not, nor one where that cannot be told."""
+    """Return True if a table was removed; one in use is kept, and so is one whose use cannot be
+    determined."""
     hidden = table.with_name(f".{table.name}.partial-{os.getpid()}")
     try:
         # NFS makes of this lock one of a range of bytes, which nobody has who may not write
@@ -359,7 +365,8 @@ def _remove_unused(table: Path) -> bool:
     except OSError:
         return False
     finally:
-        # before it is removed: NFS keeps a file that is open under another name, in a directory that then cannot go
+        # before it is removed: NFS keeps a file that is open under another name, in a directory that then
+        # cannot go
         os.close(descriptor)
     shutil.rmtree(hidden, ignore_errors=True)
     return True

@@ -30,7 +30,8 @@ _CHARACTERS_A_TOKEN, _FEW_CHARACTERS, _FEW_TOKENS = 8, 4096, 64
 
 
 def long_text(limit: int) -> int:
-    """Characters above which the beginning of a text is looked at before the whole, where it may have ``limit`` tokens."""
+    """Characters above which the beginning of a text is looked at before the whole, where it may have
+    ``limit`` tokens."""
     return _CHARACTERS_A_TOKEN * limit + _FEW_CHARACTERS
 
 
@@ -38,9 +39,10 @@ def get_tokenizer(tokenizer_config: TokenizerConfig, trust_remote_code: bool = F
     """The tokenizer of a model, with a padding token and a chat template.
 
     Args:
-        tokenizer_config: ``name`` (model name or directory) and, optionally, ``chat_template``: None joins the messages and adds nothing,
-            ``"default"`` (or leaving the key out) takes the tokenizer's own, any other string is a Jinja template. A tokenizer that has no
-            template of its own joins the messages.
+        tokenizer_config: ``name`` (model name or directory) and, optionally, ``chat_template``: None joins
+            the messages and adds nothing, ``"default"`` (or leaving the key out) takes the tokenizer's own,
+            any other string is a Jinja template. A tokenizer that has no template of its own joins the
+            messages.
         trust_remote_code: run tokenizer code that comes with the model.
 
     Raises:
@@ -77,7 +79,8 @@ def get_tokenizer(tokenizer_config: TokenizerConfig, trust_remote_code: bool = F
 
 
 def _refuse_special_files(name: str) -> None:
-    """Refuse a directory with a named pipe or the like in place of a file, which transformers would wait for without end.
+    """Refuse a directory with a named pipe or the like in place of a file, which transformers would wait for
+    without end.
 
     Raises:
         ModelError: says which.
@@ -103,10 +106,12 @@ class PromptEncoder:
     ) -> None:
         """Args:
             tokenizer: from ``get_tokenizer``.
-            prompt_template: text with ``{prompt}`` where a string prompt goes; chat messages are left as they are.
+            prompt_template: text with ``{prompt}`` where a string prompt goes; chat messages are left as they
+                are.
             system_prompt: put first as a system message, but not before a conversation that has one.
             template_kwargs: values that the chat template reads.
-            stop_tokens: ids that end a generated response (``stop_tokens_of``); the tokenizer's end of sequence is always one.
+            stop_tokens: ids that end a generated response (``stop_tokens_of``); the tokenizer's end of
+                sequence is always one.
             date: what the clock of a chat template shows; None for the time of the call.
             tools: that the chat template is told of for a record without tools of its own.
 
@@ -129,7 +134,8 @@ class PromptEncoder:
 
     @property
     def identity(self) -> list[Any]:
-        """What the tokens depend on besides the records and the tokenizer's vocabulary; of the types of JSON."""
+        """Everything that the tokens depend on besides the records and the tokenizer's vocabulary; of the
+        types of JSON."""
         stops = sorted(self._conversations.stop_tokens)
         tools = [list(self._tools)] if self._tools else []
         return [self._template, self._system, self._leading_tokens, self.chat_template.identity, stops, *tools]
@@ -137,13 +143,12 @@ class PromptEncoder:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt up to where the answer starts.
 
-        A chat template writes special tokens itself. A template that only joins messages does not, so the tokenizer adds the
-        begin-of-sequence token that it puts in front of a text.
-        """
+        A chat template writes special tokens itself. A template that only joins messages does not, so the
+        tokenizer adds the begin-of-sequence token that it puts in front of a text."""
         return self.encode_records([Record(prompt if isinstance(prompt, str) else tuple(prompt), "", "the prompt")])[0]
 
     def encode_records(self, records: Sequence[Record]) -> list[list[int]]:
-        """As ``encode``, for the prompts of many records at once, which is much faster.
+        """Encode the prompts of many records at once, which is much faster than one by one.
 
         Raises:
             DataError: the chat template cannot be applied to a prompt; names the record.
@@ -151,15 +156,14 @@ class PromptEncoder:
         return self.encode_texts([self.text(record) for record in records])
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """As ``encode_records``, for what ``text`` made of them."""
+        """Encode the texts that ``text`` made of many records."""
         return [self._leading_tokens + row for row in _tokens(self._tokenizer, texts)]
 
     def beginning(self, text: str, limit: int) -> str:
         """A text, or of one that certainly has more than ``limit`` tokens only a beginning that has more.
 
-        A tokenizer takes hundreds of bytes for each character. The beginning has twice as many tokens as the limit, so that it does not
-        matter what its end would be merged with.
-        """
+        A tokenizer takes hundreds of bytes for each character. The beginning has twice as many tokens as the
+        limit, so that it does not matter what its end would be merged with."""
         size = long_text(limit)
         while size < len(text):
             if len(_tokens(self._tokenizer, [text[:size]])[0]) > 2 * limit + _FEW_TOKENS:
@@ -168,11 +172,11 @@ class PromptEncoder:
         return text
 
     def as_conversation(self, record: Record) -> Record:
-        """Return a record whose answer is to be learned with the answer as the assistant's turn, where the chat template writes those.
+        """Return a record whose answer is to be learned with the answer as the assistant's turn, where the
+        chat template writes those.
 
-        A text answers as the same row given as messages. A template of prompts alone, and one that joins the messages,
-        leaves the answer a text that follows the prompt.
-        """
+        A text answers as the same row given as messages. A template of prompts alone, and one that joins the
+        messages, leaves the answer a text that follows the prompt."""
         if record.last is not None or not self._answers_are_turns:
             return record
         last = {"role": "assistant", "content": record.answer}
@@ -187,13 +191,15 @@ class PromptEncoder:
         return self.chat_template.render(self._all_messages(record), record.tools, record.origin)
 
     def encode_conversation(self, record: Record) -> EncodedConversation:
-        """Return the tokens of a whole conversation, and where the assistant speaks (``ConversationEncoder.encode``).
+        """Return the tokens of a whole conversation, and where the assistant speaks
+        (``ConversationEncoder.encode``).
 
         Args:
             record: with ``last``.
 
         Raises:
-            RecordError: the template cannot be applied, or where the turns lie cannot be told; names the record.
+            RecordError: the template cannot be applied, or where the turns lie cannot be told; names the
+                record.
         """
         return self._conversations.encode(self._all_messages(record), record.tools, record.origin)
 
@@ -202,14 +208,15 @@ class PromptEncoder:
         return self._messages(record, (*record.prompt, record.last))
 
     def unwritten_role(self, record: Record, text: str) -> str | None:
-        """The role of a turn of the prompt, the system's or the user's, that is not in its ``text``; None where all are there."""
+        """The role of a turn of the prompt, the system's or the user's, that is not in its ``text``; None
+        where all are there."""
         messages = self._prompt_messages(record)
         # calls and answers of tools may be written in another form, and reasoning be left out
         asked = [message for message in messages if message["role"] not in {"assistant", "tool"}]
         return next((message["role"] for message in asked if (message.get("content") or "").strip() not in text), None)
 
     def text(self, record: Record) -> str:
-        """What the chat template makes of a record's prompt, up to where the answer starts.
+        """Return the chat template's text for a record's prompt, up to where the answer starts.
 
         Raises:
             DataError: it cannot be applied; names the record.
@@ -241,8 +248,8 @@ def encode_answers(tokenizer: PreTrainedTokenizerBase, answers: Sequence[str]) -
 def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
     """Return what gives the token ids of one text, as the tokenizer does without special tokens of its own.
 
-    transformers takes longer for one short text than the tokenizers library, which is asked itself where nothing stands between them.
-    """
+    transformers takes longer for one short text than the tokenizers library, which is asked itself where
+    nothing stands between them."""
     from transformers import PreTrainedTokenizerFast
 
     kind: Any = type(tokenizer)

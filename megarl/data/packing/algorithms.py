@@ -63,11 +63,13 @@ class SequencePacker(ABC):
             sequence_lengths: lengths in tokens.
 
         Returns:
-            Bins of indices into ``sequence_lengths``: every index once, no bin empty, none above the capacity. There are at least
-            ``min_bin_count`` bins and their number is a multiple of ``bin_count_multiple``.
+            Bins of indices into ``sequence_lengths``: every index once, no bin empty, none above the
+            capacity. There are at least ``min_bin_count`` bins and their number is a multiple of
+            ``bin_count_multiple``.
 
         Raises:
-            PackingError: a length is negative or above the capacity, or there are fewer sequences than bins to fill.
+            PackingError: a length is negative or above the capacity, or there are fewer sequences than bins
+                to fill.
         """
         lengths = [int(length) for length in sequence_lengths]
         self._validate(lengths)
@@ -142,7 +144,8 @@ class ConcatenativePacker(SequencePacker):
 
 
 class FirstFitPacker(SequencePacker):
-    """Puts each sequence, in an order that subclasses choose (here: input order), into the first bin with room. O(n log n)."""
+    """Puts each sequence, in an order that subclasses choose (here: input order), into the first bin with
+    room. O(n log n)."""
 
     def _order(self, lengths: list[int]) -> list[int]:
         return list(range(len(lengths)))
@@ -152,7 +155,8 @@ class FirstFitPacker(SequencePacker):
 
 
 class FirstFitDecreasingPacker(FirstFitPacker):
-    """First fit, longest sequences first. Uses at most 11/9 of the least number of bins plus 6/9 (Dosa 2007)."""
+    """First fit, longest sequences first. Uses at most 11/9 of the least number of bins plus 6/9 (Dosa
+    2007)."""
 
     def _order(self, lengths: list[int]) -> list[int]:
         return longest_first(lengths)
@@ -162,7 +166,8 @@ class FirstFitShufflePacker(FirstFitPacker):
     """First fit in a random order, which mixes long and short sequences.
 
     Args:
-        seed: makes ``pack`` a pure function of the lengths; None draws from the process-wide generator of Python's ``random``.
+        seed: makes ``pack`` a pure function of the lengths; None draws from the process-wide generator of
+            Python's ``random``.
     """
 
     def __init__(
@@ -186,18 +191,20 @@ class FirstFitShufflePacker(FirstFitPacker):
 
 
 class BestFitDecreasingPacker(SequencePacker):
-    """Longest sequences first, each into the fullest bin with room. O(n log n), and the default: as full as the slower algorithms."""
+    """Longest sequences first, each into the fullest bin with room. O(n log n), and the default: as full as
+    the slower algorithms."""
 
     def _pack_implementation(self, lengths: list[int]) -> list[Bin]:
         return best_fit(lengths, longest_first(lengths), self.bin_capacity)
 
 
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
-    """Modified first fit decreasing of Johnson and Garey (*A 71/60 theorem for bin packing*, 1985). Lengths must be positive.
+    """Modified first fit decreasing of Johnson and Garey (*A 71/60 theorem for bin packing*, 1985). Lengths
+    must be positive.
 
-    Sequences longer than half a bin get a bin each; then those above a third and pairs of those above a sixth are placed beside them where
-    they fit, then anything that fits, and what is left is packed first fit decreasing into new bins.
-    """
+    Sequences longer than half a bin get a bin each; then those above a third and pairs of those above a sixth
+    are placed beside them where they fit, then anything that fits, and what is left is packed first fit
+    decreasing into new bins."""
 
     def _validate(self, lengths: Sequence[int]) -> None:
         super()._validate(lengths)

@@ -7,23 +7,25 @@ from collections.abc import Sequence
 from megarl.errors import PackingError
 
 DEFAULT_ATTENTION_CROSSOVER_LENGTH = 24576
-"""Sequence length in tokens at which causal attention costs as much as the matrix multiplications: 12 x hidden size, here 2048."""
+"""Sequence length in tokens at which causal attention costs as much as the matrix multiplications: 12 x
+hidden size, here 2048."""
 
 
 def sequence_cost(length: int, attention_crossover_length: int = DEFAULT_ATTENTION_CROSSOVER_LENGTH) -> int:
     """Relative forward-and-backward cost of one sequence, in arbitrary units.
 
-    A transformer layer spends about ``24 h^2 s`` FLOPs on matrix multiplications and ``2 h s^2`` on causal attention (Narayanan et al.
-    2021, appendix, halved for the causal mask), which is proportional to ``12 h s + s^2``; ``12 h`` is the crossover length.
-    """
+    A transformer layer spends about ``24 h^2 s`` FLOPs on matrix multiplications and ``2 h s^2`` on causal
+    attention (Narayanan et al. 2021, appendix, halved for the causal mask), which is proportional to ``12 h s
+    + s^2``; ``12 h`` is the crossover length."""
     return length * (attention_crossover_length + length)
 
 
 def deal_bins(costs: Sequence[int], shards: int) -> list[int]:
     """Order bins so that dealing them out round-robin gives every shard equal work.
 
-    Bins are taken in rounds of ``shards`` from the costliest down, so that the bins of one round, which run at the same time on different
-    shards, cost about the same; within a round the costliest bin goes to the shard with the least work so far. Ties keep input order.
+    Bins are taken in rounds of ``shards`` from the costliest down, so that the bins of one round, which run
+    at the same time on different shards, cost about the same; within a round the costliest bin goes to the
+    shard with the least work so far. Ties keep input order.
 
     Args:
         costs: cost of each bin; their number must be a multiple of ``shards``.

@@ -1,4 +1,5 @@
-"""The building blocks of the packers: lower bounds on bins, first fit, best fit, spreading over a number of bins, splitting bins."""
+"""The building blocks of the packers: lower bounds on bins, first fit, best fit, spreading over a number of
+bins, splitting bins."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ def longest_first(lengths: Sequence[int]) -> list[int]:
 
 
 def first_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> list[Bin]:
-    """Put each sequence of ``order`` into the lowest-numbered bin with room, none longer than ``capacity``. Takes O(n log n).
+    """Put each sequence of ``order`` into the lowest-numbered bin with room, none longer than ``capacity``.
+    Takes O(n log n).
 
-    A tree over bins holds the largest room below each node; bins not opened yet are leaves with full room to the right of all others, so
-    that the same search also opens bins.
-    """
+    A tree over bins holds the largest room below each node; bins not opened yet are leaves with full room to
+    the right of all others, so that the same search also opens bins."""
     if not order:
         return []
     leaves = 1 << (len(order) - 1).bit_length()
@@ -51,7 +52,8 @@ def first_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> li
 
 
 def best_fit(lengths: Sequence[int], order: Iterable[int], capacity: int) -> list[Bin]:
-    """Put each sequence of ``order`` into the fullest bin with room, the lowest-numbered of equals; bisection in a sorted list finds it."""
+    """Put each sequence of ``order`` into the fullest bin with room, the lowest-numbered of equals; bisection
+    in a sorted list finds it."""
     bins: list[Bin] = []
     room_and_bin: list[tuple[int, int]] = []
     for index in order:
@@ -68,10 +70,12 @@ def best_fit(lengths: Sequence[int], order: Iterable[int], capacity: int) -> lis
 
 
 def spread(lengths: Sequence[int], bin_count: int, capacity: int) -> list[Bin] | None:
-    """Spread sequences evenly over exactly ``bin_count`` bins: longest first, each into the emptiest bin (Graham's LPT rule).
+    """Spread sequences evenly over exactly ``bin_count`` bins: longest first, each into the emptiest bin
+    (Graham's LPT rule).
 
     Returns:
-        The bins, none empty when there are at least ``bin_count`` sequences of positive length; None when the rule breaks the capacity.
+        The bins, none empty when there are at least ``bin_count`` sequences of positive length; None when the
+        rule breaks the capacity.
     """
     load_count_bin = [(0, 0, number) for number in range(bin_count)]
     bins: list[Bin] = [[] for _ in range(bin_count)]
@@ -97,7 +101,8 @@ def split_evenly(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
 
 
 def split_in_order(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
-    """Divide a bin of two or more sequences at the point that comes nearest to equal loads, neither half empty; keeps the order."""
+    """Divide a bin of two or more sequences at the point that comes nearest to equal loads, neither half
+    empty; keeps the order."""
     total = sum(lengths[index] for index in members)
     best_cut, best_gap, left = 1, total, 0
     for cut in range(1, len(members)):
@@ -109,11 +114,11 @@ def split_in_order(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
 
 
 def grow_by_splitting(bins: Sequence[Bin], bin_count: int, lengths: Sequence[int], split: Split) -> list[Bin]:
-    """Raise the number of bins to ``bin_count`` by splitting, each time the bin whose smaller half comes out largest.
+    """Raise the number of bins to ``bin_count`` by splitting, each time the bin whose smaller half comes out
+    largest.
 
-    That rule keeps bins from coming out nearly empty as long as the sequences allow it. ``bin_count`` must not exceed the number of
-    sequences.
-    """
+    That rule keeps bins from coming out nearly empty as long as the sequences allow it. ``bin_count`` must
+    not exceed the number of sequences."""
     single: list[Bin] = []
     splittable: list[tuple[int, int, Bin, tuple[Bin, Bin]]] = []
 
@@ -137,9 +142,10 @@ def grow_by_splitting(bins: Sequence[Bin], bin_count: int, lengths: Sequence[int
 def martello_toth_lower_bound(sequence_lengths: Sequence[int], bin_capacity: int) -> int:
     """The bound L2 of Martello and Toth (*Knapsack Problems*, 1990, section 8.3): no packing uses fewer bins.
 
-    For a threshold k the items longer than ``capacity - k`` need a bin each and share it with nothing of length k or more, the other items
-    longer than half a bin need a bin each, and what the items of length k up to half a bin leave over after filling those bins needs more
-    bins. The bound is the best over all k; only lengths that occur need to be tried. Takes O(n log n).
+    For a threshold k the items longer than ``capacity - k`` need a bin each and share it with nothing of
+    length k or more, the other items longer than half a bin need a bin each, and what the items of length k
+    up to half a bin leave over after filling those bins needs more bins. The bound is the best over all k;
+    only lengths that occur need to be tried. Takes O(n log n).
 
     Args:
         sequence_lengths: lengths in tokens, each from 0 to ``bin_capacity``.

@@ -61,7 +61,8 @@ class PackingMetrics:
         }
 
     def get_aggregated_stats(self) -> dict[str, float]:
-        """The statistics over everything added: counts and tokens summed, ratios recomputed from the sums, ``bin_balance`` averaged.
+        """The statistics over everything added: counts and tokens summed, ratios recomputed from the sums,
+        ``bin_balance`` averaged.
 
         ``num_packings`` counts the packings; the dictionary is empty when there is none.
         """

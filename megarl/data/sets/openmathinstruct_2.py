@@ -1,4 +1,5 @@
-"""OpenMathInstruct-2: problems with their expected answers; its first million where no split is given, as in NeMo-RL."""
+"""OpenMathInstruct-2: problems with their expected answers; its first million where no split is given, as in
+NeMo-RL."""
 
 from megarl.data.rows import NamedSet
 
