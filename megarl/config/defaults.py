@@ -68,6 +68,8 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     """
     run = copy.deepcopy(dict(config))
     run.setdefault("run_dir", str(Path("runs") / name))
+    # Before the policy is filled in: a model takes what was written for the policy, and its own defaults
+    # follow its own keys.
     models = {path: in_full(_section(run, "policy"), at(run, path) or {}, section) for path, section in _well_formed_models(run)}
     run["policy"] = complete_policy(_section(run, "policy"))
     for path, model in models.items():
@@ -79,6 +81,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     _fill_sizes_of_validation(run)
     if isinstance(run["run_dir"], str):
         run["checkpointing"].setdefault("checkpoint_dir", str(Path(run["run_dir"]) / "checkpoints"))
+    # In the order in which a person would write it: this is what a dry run prints.
     return {key: run[key] for key in (*ORDER, *run) if key in run}
 
 
@@ -97,6 +100,7 @@ def complete_policy(policy: Mapping[str, Any]) -> PolicyConfig:
         filled["make_sequence_length_divisible_by"] = _padding_of(filled)
     optimizer = _section(_section(filled, "megatron_cfg"), "optimizer")
     if "max_grad_norm" not in filled and "clip_grad" in optimizer:
+        # 0 is Megatron's word for no clipping, null that of the other backends.
         filled["max_grad_norm"] = optimizer["clip_grad"] or None
     filled = _filled(filled, PolicyConfig)
     if isinstance(filled["generation"], dict):

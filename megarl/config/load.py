@@ -93,6 +93,8 @@ def _resolved(path: str | Path, overrides: Sequence[str], layers: Sequence[str |
     try:
         resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
         if allow_env:
+            # OmegaConf does not say where a resolver had a part in a value; where a second reading with other
+            # variables differs, it had.
             resolved = _marked(resolved, _with_another_environment(merged), written)
     except InterpolationResolutionError as error:
         raise ConfigError(
@@ -366,6 +368,7 @@ def _refuse_depth(text: str) -> None:
 
 def _value_of(text: str) -> Any:
     _refuse_depth(text)
+    # By OmegaConf's reader, as files are: PyYAML's takes 1e-6 for a text.
     return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]
 
 

@@ -147,7 +147,7 @@ def search_keys(words: Sequence[str]) -> Iterator[str]:
         for key, kind, default, meaning in _rows(path, section):
             full = f"{path}.{key}" if path else key
             if all(word in f"{full} {kind} {meaning}".lower() for word in wanted):
-                absent = f", default {default}" if default and default != "required" else f", {default}" if default else ""
+                absent = f", {'' if default == 'required' else 'default '}{default}" if default else ""
                 yield f"{full}: {kind}{absent}\n    {meaning}".replace("`", "")
     for trainer, table in FOREIGN_KEYS.items():
         for key in table:
@@ -200,6 +200,7 @@ def _default(annotation: Any, first: Any, second: Any) -> str:
 
 def _absent_values(path: str) -> Iterator[Any]:
     """Return what an absent key is filled with in two examples that differ in all their sizes."""
+    # A default that is the same in both is a constant; one that follows another key differs.
     for size in (8, 24):
         example = _example(size)
         *parents, key = path.split(".")

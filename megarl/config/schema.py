@@ -74,6 +74,8 @@ def _adapter(section: Any) -> TypeAdapter[Any]:
     pending = [section]
     while pending:
         current = pending.pop()
+        # pydantic reads this attribute from each TypedDict by itself: a section without it would take unknown
+        # keys and turn texts into numbers.
         current.__pydantic_config__ = STRICT
         for annotation in keys_of(current).values():
             pending += [*section_types(annotation), *named_section_types(annotation)]
@@ -86,6 +88,8 @@ def check_run(config: Mapping[str, Any]) -> list[Violation]:
     named: Mapping[str, Any] = {}
     if isinstance(env, Mapping):
         named = named_environments(env)
+        # Names of environments are the user's, so that no TypedDict can have them as keys; each is checked as
+        # a section of its own.
         config = {**config, "env": {key: value for key, value in env.items() if key not in named}}
     violations = check_section(config, run_type(name))
     for environment, section in named.items():
@@ -137,6 +141,8 @@ def check_section(config: Mapping[str, Any], section: Any, prefix: str = "") -> 
         faults = error.errors(include_url=False)
     else:
         return []
+    # Of a union pydantic reports the faults of all members; those of a list, for somebody who wrote a
+    # section, would hide the one that counts.
     located = _likeliest_members([(_steps(config, fault), fault) for fault in faults])
     violations = [_violation(fault, tuple(part for part, real in steps if real), section, prefix) for steps, fault in located]
     return list({violation.key: violation for violation in reversed(violations)}.values())[::-1]

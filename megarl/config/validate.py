@@ -40,6 +40,7 @@ def validate_config(config: Mapping[str, Any], name: str = "run", followers: Cal
     # by null a file or a command line takes a section away that it inherits
     given, foreign = without_foreign_keys({key: value for key, value in config.items() if value is not None or key not in ORDER})
     completed = complete_run(given, name)
+    # Before all else: every later check may touch a path, and one on a dead mount is waited for without end.
     require_answers(dict(places_of(completed)))
 
     def examine(raw: Mapping[str, Any]) -> tuple[Config, list[Violation]]:

@@ -268,6 +268,7 @@ class Reading:
         does not."""
         if self.fault_of_answer is None:
             return None
+        # Thousands of records share an answer (0, A, yes), and asking may go through a process.
         find = functools.lru_cache(_REMEMBERED_ANSWERS)(self.fault_of_answer)
         if not self.names_environments:
             return lambda answer, fields: find(answer)
@@ -385,9 +386,11 @@ def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder, dig
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    # Its content and not its path: the same name may stand for other files tomorrow.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    # A fixed bug of these libraries changes tokens without changing the tokenizer's files.
     installed = [env.installed_version(package) for package in ("transformers", "tokenizers")]
     return [type(tokenizer).__name__, hashlib.blake2b(content.encode(), digest_size=16).hexdigest(), names, installed]
 
@@ -503,6 +506,7 @@ class _Tokenization:
         except RecordError as error:
             if not self._skips:
                 raise
+            # The chunk is encoded again record by record, and would count twice.
             self._unreasoned.count = dropped
             if len(records) == of_record:
                 self._leave_out(error)

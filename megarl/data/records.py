@@ -320,6 +320,8 @@ def text_of(value: Any, key: str, origin: str) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, float) and math.isfinite(value):
+        # Columns of a table hold whole answers as floats as soon as one row is empty; from 2**53 on a float
+        # may stand for several integers.
         return str(int(value)) if value.is_integer() and abs(value) < _EXACT_WHOLE else repr(value)
     if isinstance(value, Decimal) and value.is_finite():
         # a column of a table may hold exact ones, with zeros up to its scale

@@ -176,6 +176,8 @@ class MixtureSampler(Sampler):
         Raises:
             DataError: a source has no records, or a weight is not more than 0.
         """
+        # repr is the decimal number that was written; Fraction(0.1) would be its binary neighbour, and shares
+        # would drift.
         exact = [Fraction(repr(weight)) for weight in weights]
         if any(weight <= 0 for weight in exact) or len(exact) != len(sizes):
             raise DataError(

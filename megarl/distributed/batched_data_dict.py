@@ -55,6 +55,7 @@ def rebalance_nd_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) 
     """
     row_counts = _gather_row_counts(tensor, group)
     row_bytes = _row_bytes(tensor)
+    # all_gather wants one size on all ranks; the rows are cut out of the padding afterwards.
     padded = torch.zeros(max(row_counts) * row_bytes, dtype=torch.uint8, device=tensor.device)
     own = _as_bytes(tensor)
     padded[: own.numel()] = own
@@ -79,6 +80,7 @@ def _gather_row_counts(tensor: Tensor, group: dist.ProcessGroup | None) -> list[
     otherwise wait indefinitely."""
     known = tensor.dtype in _DTYPES and 1 <= tensor.ndim <= _MAX_DIMENSIONS
     header = [_DTYPES.index(tensor.dtype) if known else -1, tensor.ndim, *list(tensor.shape)[:_MAX_DIMENSIONS]]
+    # A header of a fixed size: the ranks do not know yet whether they agree on the number of dimensions.
     header += [0] * (_MAX_DIMENSIONS + 2 - len(header))
     mine = torch.tensor(header, dtype=torch.int64, device=tensor.device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -243,6 +245,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """
         kinds = {key: "tensor" if isinstance(value, Tensor) else type(value).__name__ for key, value in self.data.items()}
         columns = sorted(kinds.items())
+        # Compared before any tensor is gathered: a rank that lacks a column would leave the others waiting in
+        # its collective.
         of_ranks = gather_jagged_object_lists([columns], group)
         if any(other != of_ranks[0] for other in of_ranks):
             raise BatchError(
@@ -355,6 +359,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             raise BatchError(
                 f"{len(order)} reordering indices are not a permutation of the {total} rows; give every row number exactly once"
             )
+        # The inverse of the permutation.
         place_of = sorted(range(total), key=order.__getitem__)
         for key, value in self.data.items():
             self.data[key] = take_rows(value, place_of)

@@ -116,11 +116,10 @@ class Call:
     def __str__(self) -> str:
         """For example ``train, step 12``, ``generate (validation), step 12``, ``save_checkpoint, step
         12``."""
-        name = _NAMES.get(self.phase, self.phase)
-        parts = [name if self.phase != VALIDATE else f"{_NAMES.get(_PHASE_OF[self.method], _PHASE_OF[self.method])} (validation)"]
-        if self.step is not None:
-            parts.append(f"step {self.step}")
-        return ", ".join(parts)
+        validates = self.phase == VALIDATE
+        phase = _PHASE_OF[self.method] if validates else self.phase
+        name = f"{_NAMES.get(phase, phase)}{' (validation)' if validates else ''}"
+        return name if self.step is None else f"{name}, step {self.step}"
 
 
 @dataclass
@@ -238,6 +237,8 @@ class PhaseDeadlines:
         durations = self._measured.setdefault(call.phase, _Durations())
         counted, is_first = self._counted.get(call.phase, (None, False))
         if counted is call:
+            # Results of one call are often fetched worker by worker: together they are one time, not many
+            # short ones that would tighten the bound.
             durations.last[-1] = max(durations.last[-1], seconds)
         else:
             durations.last.append(seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NotRequired
 
 from typing_extensions import TypedDict
@@ -91,10 +92,10 @@ class ShardPlan:
 def plan_even(total: int, batch_size: int, shards: int) -> list[list[int]]:
     """Return rows of each shard: its equal, contiguous slice of every chunk of ``batch_size`` rows."""
     share = batch_size // shards
-    return [
-        [row for chunk in range(0, total, batch_size) for row in range(chunk + shard * share, chunk + (shard + 1) * share)]
-        for shard in range(shards)
-    ]
+    rows: list[list[int]] = [[] for _ in range(shards)]
+    for first in range(0, total, share):
+        rows[first // share % shards] += range(first, first + share)
+    return rows
 
 
 def plan_uneven(total: int, shards: int) -> list[list[int]]:
@@ -136,6 +137,8 @@ def plan_dynamic(lengths: Sequence[int], width: int, batch_size: int, shards: in
     for start in range(0, len(lengths), batch_size):
         groups = [range(first, first + together) for first in range(start, start + batch_size, together)]
         shortest_first = sorted(groups, key=lambda rows: max(lengths[row] for row in rows))
+        # Groups are sorted, so the last group of a slot is the longest that any shard has there: all shards
+        # run that shape, and no collective of theirs waits for another number of micro-batches.
         slot_lengths = [padded(max(lengths[row] for row in rows)) for rows in shortest_first[shards - 1 :: shards]]
         ranges, rounded = _cut_by_budget(slot_lengths, budget // together)
         for shard, plan in enumerate(plans):
@@ -160,6 +163,7 @@ def plan_packed(lengths: Sequence[int], batch_size: int, shards: int, args: Sequ
     packer = get_packer(
         args.get("algorithm", DEFAULT_PACKING_ALGORITHM),
         args["max_tokens_per_microbatch"],
+        # As many bins for each shard: ranks that meet in collectives run as many micro-batches.
         min_bin_count=shards,
         bin_count_multiple=shards,
         seed=args.get("seed", 0),
@@ -169,11 +173,13 @@ def plan_packed(lengths: Sequence[int], batch_size: int, shards: int, args: Sequ
         padded = [_round_up(length, multiple) for length in lengths[start : start + batch_size]]
         bins = packer.pack(_sums(padded, together))
         group_costs = _sums([sequence_cost(length, crossover) for length in padded], together)
+        # Bins are about equally full, but attention grows with the square of a sequence: shards are balanced
+        # by cost, not by tokens.
         costs = [sum(map(group_costs.__getitem__, members)) for members in bins]
-        dealt = [
-            [row for member in bins[number] for row in range(member * together, (member + 1) * together)]
-            for number in deal_bins(costs, shards)
-        ]
+        dealt: list[list[int]] = []
+        for number in deal_bins(costs, shards):
+            groups = (range(member * together, (member + 1) * together) for member in bins[number])
+            dealt.append(list(chain.from_iterable(groups)))
         for shard, plan in enumerate(plans):
             rows: list[int] = []
             ranges: list[list[int]] = []
@@ -208,6 +214,7 @@ def _cut_by_budget(slot_lengths: Sequence[int], budget: int) -> tuple[list[list[
     ranges: list[list[int]] = []
     padded: list[int] = []
     for slot, length in enumerate(slot_lengths):
+        # Lengths do not fall, so the newest slot is the padded length of the whole range.
         if ranges and (slot + 1 - ranges[-1][0]) * length <= budget:
             ranges[-1][1] = slot + 1
             padded[-1] = length

@@ -104,11 +104,6 @@ class TokenRows(Sequence[list[int]]):
             yield self[first:last]
 
 
-def span_mask(starts: Tensor, ends: Tensor, length: int) -> Tensor:
-    """Float [B, length]: 1 at positions from ``starts`` [B] up to, not including, ``ends`` [B]."""
-    return torch.from_numpy(inside(starts.numpy(), ends.numpy(), length)).float()
-
-
 def supervised_batch(examples: Sequence[Example], pad_token_id: int, rows: int | None = None) -> BatchedDataDict[Any]:
     """Return prompts with answers; only the answers' tokens, the end-of-sequence token among them, are
     targets; of a conversation all turns of the assistant.

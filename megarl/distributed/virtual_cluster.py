@@ -236,20 +236,16 @@ class RayVirtualCluster:
             with ray_calls.calling("placement_group"):
                 groups = [placement_group([dict(bundle) for _ in range(sum(counts))], strategy=strategy, name=f"{name}-unified")]
         else:
-            places = self._places(alive_nodes())
+            places, groups = self._places(alive_nodes()), []
             self._nodes = {node_id for _, node_id in places if node_id}
             with ray_calls.calling("placement_group"):
-                groups = [
-                    placement_group(
-                        [dict(bundle) for _ in range(count)],
-                        # A rank's neighbours in tensor parallelism have to be on its node, or their sums go
-                        # over the network.
-                        strategy="STRICT_PACK",
-                        name=f"{name}-node{index}",
-                        bundle_label_selector=[{_NODE_ID_LABEL: node_id}] * count if node_id else None,
-                    )
-                    for index, (count, node_id) in enumerate(places)
-                ]
+                for index, (count, node_id) in enumerate(places):
+                    selector = [{_NODE_ID_LABEL: node_id}] * count if node_id else None
+                    bundles = [dict(bundle) for _ in range(count)]
+                    # A rank's neighbours in tensor parallelism have to be on its node, or their sums go over
+                    # the network.
+                    of_node = f"{name}-node{index}"
+                    groups.append(placement_group(bundles, strategy="STRICT_PACK", name=of_node, bundle_label_selector=selector))
         # Groups that Ray reserves later, after a failure here, would keep their places until Ray ends.
         try:
             self._await_reserved(groups)

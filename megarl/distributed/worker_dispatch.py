@@ -52,10 +52,11 @@ def plan_multiple_data(workers: Sequence[int], common_kwargs: Mapping[str, Any],
     _check_distinct(common_kwargs, lists)
     for name, values in lists.items():
         _check_length(name, values, len(workers), f"one item for each of the {len(workers)} called workers")
-    return [
-        WorkerCall(worker, {**{name: values[index] for name, values in lists.items()}, **common_kwargs})
-        for index, worker in enumerate(workers)
-    ]
+    calls: list[WorkerCall] = []
+    for index, worker in enumerate(workers):
+        own = {name: values[index] for name, values in lists.items()}
+        calls.append(WorkerCall(worker, {**own, **common_kwargs}))
+    return calls
 
 
 def plan_sharded_data(

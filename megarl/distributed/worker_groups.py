@@ -78,7 +78,7 @@ class MultiWorkerFuture:
         ``return_from_workers``."""
         if self.return_from_workers is None:
             return list(values)
-        called = self.called_workers if self.called_workers is not None else range(len(values))
+        called = self.called_workers or range(len(values))
         by_worker = dict(zip(called, values, strict=True))
         return [by_worker[worker] for worker in self.return_from_workers if worker in by_worker]
 
@@ -145,6 +145,8 @@ class RayWorkerGroup:
     def _specs(self, places: Sequence[WorkerPlace], env_vars: dict[str, str]) -> list[WorkerSpec]:
         groups = self.cluster.get_placement_groups()
         ranks = max(group.bundle_count for group in groups)
+        # Ray sets OMP_NUM_THREADS to the CPUs of a worker, which is 1, and torch reads it once, when it is
+        # imported.
         threads = threads_of_rank(usable_cores(), ranks) if self.cluster.use_gpus else 1
         shared_env = {"OMP_NUM_THREADS": str(threads), **forwarded_environment(), **env_vars}
         profiler = get_nsight_config_if_pattern_matches(self.name_prefix)
@@ -410,6 +412,8 @@ class RayWorkerGroup:
         self._calls += 1
         if not self._before:
             return self._start(method, calls, ())
+        # One message can carry what waits only where every worker is called once; a generator would run it
+        # when its first item is fetched, which may be never.
         if [call.worker for call in calls] != list(range(len(self._workers))) or getattr(self._workers[0], method).is_generator:
             self._run_before()
             return self._start(method, calls, ())

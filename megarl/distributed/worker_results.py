@@ -72,6 +72,7 @@ class Deadline:
         self.seconds, self.key, self.look_s, self.wait_for_others = seconds, key, look_s, wait_for_others
         now = time.monotonic()
         since = now if begun is None else begun
+        # Results that lie ready must be fetched even where somebody asks for them long after the call.
         self._end = None if seconds is None else max(since + seconds, now + min(seconds, _FETCH_S))
 
     def left(self) -> float | None:
@@ -166,6 +167,7 @@ def await_results(references: Sequence[ray.ObjectRef[Any]], registry: WorkerRegi
             stand still; the message has the stacks of those that still run.
     """
     values: dict[ray.ObjectRef[Any], Any] = {}
+    # ray.wait refuses a reference that is given twice.
     pending = list(dict.fromkeys(references))
     watch = WorkerWatch(deadline.look_s, deadline.wait_for_others)
     while pending:

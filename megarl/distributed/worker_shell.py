@@ -75,6 +75,8 @@ def import_worker_class(name: str) -> tuple[type, dict[str, Any]]:
             "Fix: install what it needs in the workers' environment"
         ) from error
     found: Any = getattr(module, class_name, None)
+    # Classes of the NeMo-RL policy API come decorated by ``ray.remote``, and such a class makes no object in
+    # this process.
     if isinstance(found, ActorClass):
         return found.__ray_metadata__.modified_class, dict(getattr(found, "_default_options", {}))
     if not inspect.isclass(found):
@@ -215,6 +217,7 @@ class WorkerHandle:
         self._methods = dict(methods)
 
     def __getattr__(self, name: str) -> RemoteMethod:
+        # A slot that is not set comes here too, and looking for ``_methods`` would come here again.
         if name.startswith("__") or name in WorkerHandle.__slots__:
             raise AttributeError(name)
         if name not in self._methods:

@@ -399,7 +399,7 @@ def idle_fields(case: Case) -> dict[str, str]:
     """Return fields that stand away from their defaults although the case has no use for them, and what has
     none."""
     defaults = {field.name: field.default for field in dataclasses.fields(Case)}
-    owners = {"backend": case.backend, "family": case.family, "batching": case.batching, "optimizer": case.optimizer, "paths": case.paths}
+    owners = {name: getattr(case, name) for name in ("backend", "family", "batching", "optimizer", "paths")}
     owners["loss"] = case.loss_kind
     return {
         name: f"{key}={owner}"

@@ -102,6 +102,7 @@ def run(options: Options, console: Console | None = None) -> int:
         ConfigError: the case or the mutation cannot be used.
     """
     console = console or Console(highlight=False)
+    # Hundreds of workers are built; what each says of its choices would bury the results.
     logging.getLogger("megarl").setLevel(logging.WARNING)
     given = parse(options.case) if options.case is not None else None
     fixed = words_of(options.only)
@@ -138,7 +139,7 @@ def _one(runner: CaseRunner, case: Case, fault: Fault | None, options: Options, 
     outcome = runner.run(case, fault)
     worst = sorted(outcome.differences, key=lambda found: -found.error / found.bound)[:5]
     for line in (
-        outcome.summary(20) if not outcome.passes else [f"agrees: {len(outcome.differences)} quantities; largest errors:", *map(str, worst)]
+        [f"agrees: {len(outcome.differences)} quantities; largest errors:", *map(str, worst)] if outcome.passes else outcome.summary(20)
     ):
         console.print(line, soft_wrap=True, markup=False)
     if outcome.error:
@@ -156,6 +157,7 @@ def _many(runner: CaseRunner, drawer: Drawer, fault: Fault | None, options: Opti
             outcome = runner.run(case, fault)
             if outcome.passes:
                 results.add(outcome)
+            # A busy machine is no mismatch, and shrinking would wait for the same limit many times.
             elif outcome.timed_out:
                 results.late.append(str(case))
                 progress.say(f"NO ANSWER in {options.job_seconds:g} s: {case}", "bold yellow")

@@ -85,6 +85,7 @@ def compare(
     found += _restored(LOGPROBS_AFTER, dealt, after, expected.logprobs[: case.logprob_rows], bounds)
     rows = slice(case.logprob_rows)
     masked = (batch["token_mask"][rows] == 0) | (batch["sample_mask"][rows, None] == 0)
+    # Fast paths leave positions under a mask at 0; models that score have no such path.
     skips = case.is_fast and not case.scores
     for number, (what, complete) in enumerate(((LOGPROBS, logprobs), (LOGPROBS_AFTER, expected.logprobs)) if skips else ()):
         parts = [share.under_mask[number] for share in by_data_rank]
@@ -154,6 +155,8 @@ def _restored(
     given, asked = [len(part) for part in parts], [shard.size for shard in dealt.shards]
     if given != asked:
         return [Difference(what, "logprobs", math.inf, bounds.of(LOGPROBS), f"{given} rows from the replicas", f"{asked}")]
+    # Every other kind of log-probability, as of the reference policy, is computed by the weights from before
+    # training.
     like = LOGPROBS_AFTER if what == LOGPROBS_AFTER else LOGPROBS
     what += note
     found = dealt.restore(parts)
@@ -239,6 +242,7 @@ def _per_batch(metrics: Mapping[str, list[float]], norms: Sequence[float]) -> li
 def _replicas(shares: Sequence[Share]) -> list[Difference]:
     """Check that ranks that hold the same rows reply the same, and all report the same loss, in whatever
     precision the model computes."""
+    # Reversed, so that the first rank of each data rank is the one that stays.
     first = {share.data_rank: share for share in reversed(shares)}
     found = []
     for rank, share in enumerate(shares):

@@ -20,6 +20,7 @@ _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 ADAPTED = (*_LATENT, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Ends of the names of linear layers that have adapters; experts have none."""
 OUTPUT, INPUT, INNER = 1.5, 4.0, 0.5
+_SIZES = ("layers", "kv", "group", "head", "width", "ffn", "vocab", "window", "experts", "topk", "expert")
 _SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 3.0},
@@ -218,20 +219,8 @@ def _save_config(case: Case, config: Any, directory: Path) -> None:
 
 
 def _name(case: Case) -> str:
-    sizes = [
-        case.layers,
-        case.kv,
-        case.group,
-        case.head,
-        case.width,
-        case.ffn,
-        case.vocab,
-        case.window,
-        case.experts,
-        case.topk,
-        case.expert,
-    ]
-    words = [case.family, case.rope, "tied" if case.tied else "untied", *map(str, sizes), case.precision, f"seed{case.seed}"]
+    sizes = (str(getattr(case, name)) for name in _SIZES)
+    words = [case.family, case.rope, "tied" if case.tied else "untied", *sizes, case.precision, f"seed{case.seed}"]
     return "-".join([*words, *(["scores"] if case.scores else [])])
 
 

@@ -225,6 +225,8 @@ class ReferenceTrainer:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._parameters = list(trained.values())
         self._master = [parameter.detach().float().clone() for parameter in self._parameters]
+        # Megatron-Core decays matrices alone; transformers stacks the biases of all experts, which makes a
+        # matrix of vectors.
         decays = [parameter.ndim > 1 and not name.endswith(_STACKED_BIAS) for name, parameter in trained.items()]
         self._optimizer = _optimizer(self._master, decays, hyper)
 
@@ -291,6 +293,8 @@ class ReferenceTrainer:
 
     def _update(self, rate: float, decay: float) -> float:
         for master, parameter in zip(self._master, self._parameters, strict=True):
+            # A backend's buffers have zeros for a parameter that no gradient reaches; weight decay moves it all the
+            # same.
             master.grad = torch.zeros_like(master) if parameter.grad is None else parameter.grad.float() / self._loss_scale
         norm = torch.nn.utils.clip_grad_norm_(self._master, self._hyper.clip or float("inf"))
         for group in self._optimizer.param_groups:
@@ -343,10 +347,9 @@ class ReferenceTrainer:
 
 def _optimizer(parameters: Sequence[Tensor], decays: Sequence[bool], hyper: Hyperparameters) -> torch.optim.Optimizer:
     """AdamW or SGD, with weight decay on some parameters: not on vectors (norms and biases)."""
-    groups = [
-        {"params": [parameter for parameter, decayed in zip(parameters, decays, strict=True) if decayed is kind], "decays": kind}
-        for kind in (True, False)
-    ]
+    groups: list[dict[str, Any]] = [{"params": [], "decays": kind} for kind in (True, False)]
+    for parameter, decayed in zip(parameters, decays, strict=True):
+        groups[not decayed]["params"].append(parameter)
     if hyper.kind == "sgd":
         return torch.optim.SGD(groups, lr=hyper.peak, momentum=MOMENTUM)
     return torch.optim.AdamW(groups, lr=hyper.peak, betas=BETAS, eps=hyper.epsilon)

@@ -128,6 +128,7 @@ def _page(title: str, states: Sequence[RunState], labels: Sequence[str], picture
     samples = samples_panel(Path(states[0].directory)) if len(states) == 1 else ""
     yield '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    # The page shows what a model has written: no script but ours may run, and nothing is fetched.
     yield f'<meta http-equiv="Content-Security-Policy" content="{content_policy(bool(samples))}">'
     yield f"<title>{html.escape(title)}</title><style>{_STYLE}{SAMPLES_STYLE}</style></head>\n<body>\n"
     yield f'<h1>{html.escape(title)}</h1><p class="from">megarl {__version__}, drawn {made}</p>\n'

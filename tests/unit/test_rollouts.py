@@ -12,7 +12,7 @@ import torch
 from megarl.data.datasets import Example
 from megarl.data.tokenization import get_tokenizer
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.distributed.token_batches import pad_rows, span_mask, supervised_batch
+from megarl.distributed.token_batches import pad_rows, supervised_batch
 from megarl.errors import BatchError
 from megarl.observe.timing import PhaseTimer
 from megarl.rollout.collector import Collector
@@ -153,11 +153,10 @@ def test_sampling_seeds_are_distinct_pinned_and_in_range() -> None:
     assert sampling_seed(1, 2, 3, 4) == 915980125509138081
 
 
-def test_pad_rows_and_span_mask() -> None:
+def test_pad_rows() -> None:
     ids, lengths = pad_rows([[1, 2, 3], [], [4]], 9)
     assert ids.tolist() == [[1, 2, 3], [9, 9, 9], [4, 9, 9]]
     assert lengths.tolist() == [3, 0, 1]
-    assert span_mask(torch.tensor([1, 0, 2]), torch.tensor([3, 0, 2]), 4).tolist() == [[0, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
     assert pad_rows([], 0)[0].shape == (0, 0)
 
 

@@ -108,11 +108,14 @@ def prompt_template_has_place(view: View) -> Iterator[Violation]:
         yield Violation(key, template, "it must contain {prompt}, the place of the prompt", "add {prompt}")
 
 
+_VALIDATES = ("val_period", "val_at_start", "val_at_end")
+
+
 def validation_has_data(view: View) -> Iterator[Violation]:
     """A run that validates has data to validate on."""
     section = view.algorithm.section()
     view.require(view.has("data") and view["data.validation"] is None)
-    asked = [key for key in ("val_period", "val_at_start", "val_at_end") if view.get(f"{section}.{key}", 0)]
+    asked = [key for key in _VALIDATES if view.get(f"{section}.{key}", 0)]
     if asked:
         key = f"{section}.{asked[0]}"
         yield Violation(key, view[key], "there is no data.validation", "give data.validation, or turn validation off")
@@ -315,7 +318,8 @@ def several_rewards_are_compared(view: View) -> Iterator[Violation]:
 def reward_is_known(view: View) -> Iterator[Violation]:
     """An environment of one turn has reward functions: built-in ones with the options that they read, or some
     at import paths."""
-    columns = {extra for kind in ("train", "validation") for _, source in sources_of(view["data"], kind) for extra in _extra_keys(source)}
+    sources = [source for kind in ("train", "validation") for _, source in sources_of(view["data"], kind)]
+    columns = {extra for source in sources for extra in _extra_keys(source)}
     for key, section in _environments(view):
         if section.get("environment", SINGLE_TURN) in REWARDED:
             yield from faults_of_rewards(section, key, columns)
@@ -525,7 +529,7 @@ def global_batch_divides(view: View) -> Iterator[Violation]:
 def validation_batch_divides(view: View) -> Iterator[Violation]:
     """A global batch of a validation divides over the data-parallel ranks and their micro-batches."""
     section = view.algorithm.section()
-    view.require(any(view.get(f"{section}.{key}", 0) for key in ("val_period", "val_at_start", "val_at_end")))
+    view.require(any(view.get(f"{section}.{key}", 0) for key in _VALIDATES))
     yield from _divides(view, f"{section}.val_global_batch_size", f"{section}.val_micro_batch_size")
 
 
@@ -550,6 +554,7 @@ def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[dict[s
         ranks = layout_of(view).data
     except NotApplicableError:
         ranks = 1
+    # The unit that suits the micro-batches too comes first, so that the first proposal mends both rules.
     units = dict.fromkeys((ranks * max(view.get(micro_key, 1), 1), ranks))
     algorithm = view.algorithm
     if global_key != GLOBAL or not algorithm.GENERATES or algorithm.PROMPTS is None:

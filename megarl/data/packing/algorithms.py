@@ -121,6 +121,8 @@ class SequencePacker(ABC):
         return wanted
 
     def _grow(self, bins: list[Bin], wanted: int, lengths: list[int]) -> list[Bin]:
+        # Splitting leaves bins nearly empty, and a micro-batch takes as long as its slowest rank: spread all
+        # sequences anew where that fits.
         evenly = spread(lengths, wanted, self.bin_capacity)
         return evenly if evenly is not None else grow_by_splitting(bins, wanted, lengths, split_evenly)
 
@@ -219,6 +221,7 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
         capacity = self.bin_capacity
         sizes = [lengths[index] for index in shortest_first]
         sixth, third, half = (bisect_right(sizes, capacity // parts) for parts in (6, 3, 2))
+        # With half = 0 the stop would be -1, which slices mean from the end.
         large = shortest_first[: half - 1 : -1] if half else shortest_first[::-1]
         bins: list[Bin] = [[index] for index in large]
         room = [capacity - lengths[index] for index in large]
