@@ -72,7 +72,8 @@ def _differences(settings: ForeignSettings, architecture: Architecture, ignored:
     if architecture.mixture is not None and all(architecture.mixture.sparse_layers):
         expected.pop("ffn_hidden_size")  # no layer has a dense MLP
     if architecture.latent_attention is not None:
-        expected.pop("kv_channels")  # widths of their own
+        # latent attention has other widths for queries, keys and values
+        expected.pop("kv_channels")
         # The norms of latents have weights, so that the tensors say whether there are any; a trainer may
         # build them by its layers alone.
         expected.pop("qk_layernorm")

@@ -180,7 +180,7 @@ class MegatronModel(LogicalModel):
         return self.parameter_shape(rule)[0] if rule.kind is Kind.VOCAB else 0
 
     def place(self, rule: Rule) -> StoredPlace:
-        """Return where a parameter stands."""
+        """Return the key and offset of a parameter in the checkpoint."""
         return stored_place(rule, self.architecture, stacked=self.stacked)
 
 

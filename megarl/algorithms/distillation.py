@@ -41,10 +41,10 @@ class DistillationConfig(SampledConfig, DistillationLossConfig):
     ]
     topk_logits_k: NotRequired[Annotated[int, Key("tokens of the teacher that the divergence goes over (`topk`).", AT_LEAST_1, default=64)]]
     advantage_clip_low: NotRequired[
-        Annotated[float | None, Key("the least advantage (`reverse_kl_advantage`); null for no bound.", Range(high=0), default=None)]
+        Annotated[float | None, Key("lower clip of advantages (`reverse_kl_advantage`), or null.", Range(high=0), default=None)]
     ]
     advantage_clip_high: NotRequired[
-        Annotated[float | None, Key("the largest advantage (`reverse_kl_advantage`); null for no bound.", AT_LEAST_0, default=None)]
+        Annotated[float | None, Key("upper clip of advantages (`reverse_kl_advantage`), or null.", AT_LEAST_0, default=None)]
     ]
     teacher_of_source: NotRequired[
         Annotated[

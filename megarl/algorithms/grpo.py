@@ -129,15 +129,15 @@ class GRPOConfig(RewardedConfig):
             Key("how advantages are made of rewards.", default={"name": "grpo", "options": {}, "minus_baseline": False}),
         ]
     ]
-    advantage_clip_low: NotRequired[Annotated[float | None, Key("the least advantage; null for no bound.", Range(high=0), default=None)]]
-    advantage_clip_high: NotRequired[Annotated[float | None, Key("the largest advantage; null for no bound.", AT_LEAST_0, default=None)]]
+    advantage_clip_low: NotRequired[Annotated[float | None, Key("lower clip of an advantage; null for none.", Range(high=0), default=None)]]
+    advantage_clip_high: NotRequired[Annotated[float | None, Key("upper clip of an advantage; null for none.", AT_LEAST_0, default=None)]]
     normalize_rewards: NotRequired[Annotated[bool, Key("divide advantages by the standard deviation of the group.", default=True)]]
     std: NotRequired[
         Annotated[
             Literal["population", "sample"],
             Key(
-                "`population` divides the squares by the number n of answers, `sample` by n - 1; advantages of the first "
-                "are sqrt(n / (n - 1)) times those of the second, which TRL has: 1.155 times for 4 answers.",
+                "standard deviation of a group: `population` divides the sum of squares by the number n of responses, `sample` by "
+                "n - 1. Advantages of the first are sqrt(n / (n - 1)) times those of the second, TRL's: 1.155 times for 4 responses.",
                 default="population",
             ),
         ]

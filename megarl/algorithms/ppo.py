@@ -28,7 +28,9 @@ class PPOConfig(RewardedConfig):
     """Proximal policy optimisation with a critic."""
 
     num_generations_per_prompt: NotRequired[
-        Annotated[int, Key("answers a prompt. None is compared with the others, so that one is enough.", AT_LEAST_1, default=1)]
+        Annotated[
+            int, Key("responses sampled per prompt; 1 is enough, because they are not compared with one another.", AT_LEAST_1, default=1)
+        ]
     ]
     gae_gamma: NotRequired[Annotated[float, Key("discount of what comes a token later.", SHARE, default=1.0)]]
     gae_lambda: NotRequired[

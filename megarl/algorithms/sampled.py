@@ -63,7 +63,7 @@ class SampledConfig(TypedDict):
     max_num_epochs: NotRequired[
         Annotated[
             int | None,
-            Key("passes over the training data after which the run ends even so; null for no such end.", AT_LEAST_1, default=None),
+            Key("maximum number of passes over the training data, whatever max_num_steps; null for no limit.", AT_LEAST_1, default=None),
         ]
     ]
     val_period: NotRequired[
@@ -89,8 +89,8 @@ class SampledConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "k, answers a prompt of a validation: several give mean@k, pass@k and majority@k, and need "
-                "``policy.generation.val_temperature``. A source of ``data.validation`` may say otherwise.",
+                "responses sampled per validation prompt, k. More than one gives mean@k, pass@k and majority@k, and needs "
+                "``policy.generation.val_temperature``. A source of ``data.validation`` may have a number of its own.",
                 AT_LEAST_1,
                 default=1,
             ),

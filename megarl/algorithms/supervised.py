@@ -24,7 +24,7 @@ class SupervisedConfig(TypedDict):
     max_num_epochs: NotRequired[
         Annotated[
             int | None,
-            Key("passes over the training data after which the run ends even so; null for no such end.", AT_LEAST_1, default=None),
+            Key("maximum number of passes over the training data, whatever max_num_steps; null for no limit.", AT_LEAST_1, default=None),
         ]
     ]
     val_period: NotRequired[Annotated[int, Key("steps between validations; 0 for none.", AT_LEAST_0, default=0)]]

@@ -69,7 +69,7 @@ class CheckpointMemory(Protocol):
     """The shared memory in which a checkpoint waits for its way to the disk; one at a time."""
 
     def take(self, needed: int) -> bool:
-        """Make empty directories for a checkpoint of so many bytes; False where there is no room for them."""
+        """Make empty directories for a checkpoint of that size; False where there is no room for them."""
 
     def directories(self, role: str) -> Path | list[Path]:
         """Return where the ranks of a role write, after ``take``: one directory for all of them, or a list

@@ -243,7 +243,7 @@ class Writer:
 
     def _tell(self, order: str | None) -> None:
         assert self._first.stdin is not None
-        # one that is gone is told by the end of what it says
+        # a process that is gone shows by the end of its output
         with contextlib.suppress(OSError, ValueError):
             self._first.stdin.write(f"{json.dumps(order)}\n".encode())
             self._first.stdin.flush()

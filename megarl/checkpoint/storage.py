@@ -1,4 +1,4 @@
-"""Storage that fails for a moment or has no room: reads that are tried again, and what is said of space."""
+"""Storage that fails for a moment or has no room: reads that are tried again, and messages about space."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class DataConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "maximum size of that directory in GiB; the least recently used files are deleted first, "
+                "maximum size of `cache_dir` in GiB; the least recently used files are deleted first, "
                 "never those in use. null for no limit.",
                 ABOVE_0,
                 default=DEFAULT_CACHE_GIB,

@@ -16,7 +16,9 @@ class ResourcesConfig(TypedDict):
     """Resources of a generation engine of its own."""
 
     gpus_per_node: NotRequired[Annotated[int | None, Key("worker ranks per node of the engines; null for all of a node.")]]
-    num_nodes: NotRequired[Annotated[int | None, Key("number of nodes of the engines; null for a part of the only node.")]]
+    num_nodes: NotRequired[
+        Annotated[int | None, Key("number of nodes that the engines occupy; null if they share the only node with training.")]
+    ]
 
 
 class ColocationConfig(TypedDict):

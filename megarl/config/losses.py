@@ -126,8 +126,8 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "the divergence is taken from the rewards and is not in the loss: from the return of each token that of it and all later "
-                "tokens with `reinforce_plus_plus`, otherwise that of the answer from its reward.",
+                "subtract the divergence from the rewards, instead of adding it to the loss. With `reinforce_plus_plus` a token's return "
+                "loses the divergence of it and of all later tokens; otherwise a response's reward loses that of the whole response.",
                 default=False,
             ),
         ]

@@ -117,7 +117,7 @@ class _Look:
         threading.Thread(target=self._look, args=(path,), name=f"look at {path}", daemon=True).start()
 
     def _look(self, path: str) -> None:
-        # what is not there is told by whoever needs it
+        # a path that does not exist is reported by whoever needs it
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             _stat(Path(path).expanduser())
         self.done.set()

@@ -549,8 +549,8 @@ class PolicyConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "read by nothing itself: a value for an optimizer's ``${policy.learning_rate}``, whichever backend's it "
-                "is; where it is given, it must be the learning rate that the optimizer has."
+                "a value to which the optimizer of any backend may refer as ``${policy.learning_rate}``; it has no other effect. "
+                "If given, it must equal the optimizer's learning rate."
             ),
         ]
     ]

@@ -56,7 +56,8 @@ GIVEN_BY_CALLERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "completion": ("prompt", "answer", "state", "info", "task"),
     }
 )
-"""What verl, TRL and verifiers give by name beside the response, which ``**kwargs`` may be asked for."""
+"""What verl, TRL and verifiers give by name in addition to the response, which ``**kwargs`` may be asked
+for."""
 
 _OF_VERIFIERS = frozenset({"info", "task", "state"})
 _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

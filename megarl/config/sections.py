@@ -301,11 +301,11 @@ class DeadlinesConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "what a phase has at least once it was measured, unless its own key is less; and after so long without an answer a phase "
-                "is given up, whatever it has left, where the process of a worker is stopped, or where all that do not answer have stood "
-                "still for three quarters of it: at one place, without use of the processor, of files and of disks, their children too. "
-                "Only a refit, in which they wait for engines, is not given up for standing still. Within it a run ends, with exit code 4, "
-                "whose Ray (control process, or raylet of the driver's node) is stopped or silent.",
+                "minimum bound of a phase once it was measured, unless the phase's own key is smaller. After this long without an answer "
+                "a phase is given up early if the process of a worker is stopped, or if no silent worker has moved for three quarters of "
+                "it: same place in the code, no use of processor, files or disks, nor by child processes. A refit, in which workers wait "
+                "for engines, is not given up for that. The run also ends, with exit code 4, if Ray's control process, or the raylet of "
+                "the driver's node, is stopped or silent for this long.",
                 ABOVE_0,
                 default=300.0,
             ),
@@ -315,9 +315,9 @@ class DeadlinesConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "what the first time of a phase has, in which workers compile and allocate, unless its own key is less; where workers were "
-                "built anew, ``multiple`` times the slowest first time before them in the launch instead, as for other times. It is what "
-                "finds ranks in a first step that compute for ever, or wait for a GPU, which keeps a processor busy.",
+                "bound of the first time of a phase, in which workers compile and allocate, unless the phase's own key is smaller. Workers "
+                "that replace others have ``multiple`` times the slowest first time of this launch instead. It detects ranks that compute "
+                "indefinitely in a first step, or wait for a GPU, which keeps a processor busy.",
                 ABOVE_0,
                 default=1800.0,
             ),
@@ -345,7 +345,7 @@ class DebugConfig(TypedDict):
 
 
 class ProfilerConfig(TypedDict):
-    """Profiles of some steps."""
+    """Profiling of chosen steps."""
 
     steps: NotRequired[
         Annotated[
@@ -412,7 +412,7 @@ class RunConfig(TypedDict):
     env: NotRequired[Annotated[EnvConfig, Key("the rewards of GRPO and PPO, which distillation only measures.")]]
     checkpointing: NotRequired[Annotated[CheckpointingConfig, Key("checkpoints.")]]
     logger: NotRequired[Annotated[LoggerConfig, Key("sinks of metrics, and samples.")]]
-    profiler: NotRequired[Annotated[ProfilerConfig, Key("profiles of some steps.")]]
+    profiler: NotRequired[Annotated[ProfilerConfig, Key("profiling of chosen steps.")]]
     debug: NotRequired[Annotated[DebugConfig, Key("aids for finding faults of the program.")]]
     cluster: Annotated[ClusterConfig, Key("the machines.")]
 

@@ -33,7 +33,7 @@ class SetPlan:
         generations: k, answers a prompt.
         temperature: 0 takes the likeliest token always.
         top_p, top_k: as in a generation configuration.
-        max_prompts: only the first so many; None for all.
+        max_prompts: number of the first prompts that are used; None for all.
     """
 
     name: str

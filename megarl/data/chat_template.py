@@ -106,7 +106,7 @@ class ChatTemplate:
 
         Args:
             messages: as a record holds them; tool calls take the form that the template writes.
-            tools: that the template is told of.
+            tools: that the template receives.
             origin: names the record in errors.
             for_generation: go on to where the assistant's next turn begins.
 

@@ -77,7 +77,7 @@ class ConversationEncoder:
 
         Args:
             messages: of any roles; the last one is the assistant's.
-            tools: that the template is told of.
+            tools: that the template receives.
             origin: names the record in errors.
 
         Raises:

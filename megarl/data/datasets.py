@@ -47,7 +47,7 @@ _MOST_IN_MEMORY = 8 * 2**20
 """Bytes of a source's tokens above which they go to files."""
 
 _FORM = 6
-"""Number of the form of a kept table; another one is made anew."""
+"""Number of the form of a kept table; a table of another form is made again."""
 
 _COLUMNS = {"prompt": "int32", "answer": "int32", "text": "uint8", "targets": "int32", "fields": "uint8", "chat": "uint8"}
 _REMEMBERED_ANSWERS = 100_000
@@ -224,7 +224,7 @@ class Reading:
         stop_tokens: ids that end a generated response.
         template_date: what the clock of a chat template shows.
         tools: by the name of each environment that has some (None where it has no name), what the chat
-            template is told of.
+            template receives.
     """
 
     config: DataConfig
@@ -329,23 +329,23 @@ def _read_source(source: DataSource, reading: Reading, shown: Phase) -> Table:
 
 
 def _doubts_about(table: Table, source: DataSource, reading: Reading, doubts: str | None) -> str:
-    """Return what is to be known about the answers of a table, as its mark keeps it for the next start.
+    """Return the warnings about the answers of a table, as its mark keeps them for the next start.
 
     Args:
         table, source, reading: the table, and what it was made of.
-        doubts: where the answers have just been judged.
+        doubts: of answers that have just been checked.
 
     Raises:
-        DataError: they have to be judged, and some are of no use.
+        DataError: they have to be checked, and some are of no use.
     """
-    # a mark says that the answers have been judged, and are of use
+    # a mark says that the answers have been checked, and can be used
     mark = table.directory / f"judged-{_digest([reading.judge, source.get('env_name')])}" if table.directory is not None else None
     if doubts is None:
         if mark is not None and mark.exists():
             return mark.read_text(encoding="utf-8")
         doubts = _judged(Examples([(table, 1, source.get("env_name"))]), reading.judge_of(source.get("env_name")), source)
     if mark is not None:
-        # a cache that others have made may be closed to writing: then the answers are judged at every start
+        # a cache that others have made may be closed to writing: then the answers are checked at every start
         with contextlib.suppress(OSError):
             unfinished = mark.with_name(f"{mark.name}.{os.getpid()}")
             unfinished.write_text(doubts, encoding="utf-8")
@@ -379,7 +379,7 @@ def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder, dig
         fields |= {key: source.get(key) for key in PAIR_KEYS}
     limits: list[Any] = [reading.config["max_input_seq_length"], bool(reading.config.get("filter_overlong_prompts")), reading.with_answers]
     if reading.skips_bad_records:
-        # What is left out depends on what the answers are judged by.
+        # What is skipped depends on what checks the answers.
         limits += ["skip", reading.judge]
     # what another user has made is not trusted, and is in nobody's way
     return _digest([os.geteuid(), _FORM, fields, limits, _tokenizer_identity(reading.tokenizer), encoder.identity, digest])

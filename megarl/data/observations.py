@@ -77,7 +77,7 @@ class ObservationEncoder:
         return self._behind_turn(ids, last)
 
     def check_role(self, role: str) -> None:
-        """Refuse a template that leaves out, without a word, what is said under a role behind a response.
+        """Refuse a template that silently leaves out messages of a role after a response.
 
         Raises:
             RecordError: it does, or cannot write it.

@@ -63,7 +63,7 @@ class Record:
         origin: where it stands, for messages: ``train.jsonl line 7``.
         last: the last turn of a conversation, the assistant's, as it is stored; None where the answer is no
             turn.
-        tools: that the chat template is told of.
+        tools: that the chat template receives.
         has_system: it is a conversation with a system message of its own.
         system: the system message that its row has in a field by itself; empty for none.
         fields: further fields, by the keys that the source gives; of the types of JSON.
@@ -80,7 +80,7 @@ class Record:
 
 
 OnBadRecord = Callable[[RecordError], None]
-"""Told of a record that cannot be used; raises the error where such records are not left out."""
+"""Called with a record that cannot be used; raises the error where such records are not skipped."""
 
 
 def refuse(error: RecordError) -> None:
@@ -93,7 +93,7 @@ def read_records(source: DataSource, on_bad: OnBadRecord = refuse) -> Iterator[R
 
     Args:
         source: that is read.
-        on_bad: told of each broken record.
+        on_bad: called for each broken record.
 
     Raises:
         DataError: nothing is there, nothing is in it, or a record is broken; the message names the file and
@@ -139,7 +139,7 @@ def read_preferences(source: DataSource, on_bad: OnBadRecord = refuse) -> Iterat
     Args:
         source: its rows have a text or messages for the prompt and for each answer, or two conversations that
             differ in their last turn.
-        on_bad: told of each broken row.
+        on_bad: called for each broken row.
 
     Raises:
         DataError: nothing is there, or a row is broken or has answers to different prompts; the message names

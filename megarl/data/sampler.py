@@ -123,7 +123,7 @@ class ResumableSampler(Sampler):
         return self._epoch * self.size + self._position
 
     def go_to(self, taken: int) -> None:
-        """Go to where so many indices have been handed out."""
+        """Go to the position at which ``taken`` indices have been handed out."""
         self._go_to(*divmod(taken, self.size))
 
     def take(self, count: int) -> list[int]:

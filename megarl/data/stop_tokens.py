@@ -85,7 +85,7 @@ def _content(model_name: str, file: str) -> Mapping[str, Any]:
 
 
 def _cached(model_name: str, file: str) -> str | None:
-    """Return where a file of a model of the hub lies on this disk, fetched where it can be; None for a model
+    """Return where a file of a model of the hub is on this disk, fetched where it can be; None for a model
     without one."""
     from transformers.utils import cached_file
 

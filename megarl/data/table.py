@@ -127,13 +127,13 @@ class Column:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Table:
-    """Rows that have been written. One that lies in a directory is not removed by ``bound_tables`` as long as
-    there is this object.
+    """Rows that have been written. One that is stored in a directory is not removed by ``bound_tables`` as
+    long as there is this object.
 
     Attributes:
         columns: by name; all have as many rows.
-        meta: what was said of them, of the types of JSON.
-        directory: that they lie in; None for memory.
+        meta: further facts about them, of the types of JSON.
+        directory: where they are stored; None for memory.
     """
 
     columns: Mapping[str, Column]
@@ -149,7 +149,7 @@ class TableWriter:
 
     Args:
         dtypes: numpy's name of the type of each column.
-        directory: where the table comes to lie once it is too large for memory; until ``finish``, in one
+        directory: where the table is stored once it is too large for memory; until ``finish``, in one
             beside it that is not taken for a table. None keeps everything in memory.
         most_in_memory: bytes of values that are collected before they go to files.
     """

@@ -26,7 +26,7 @@ Prompt = str | Sequence[ChatMessage]
 """Plain text, or chat messages."""
 
 _CHARACTERS_A_TOKEN, _FEW_CHARACTERS, _FEW_TOKENS = 8, 4096, 64
-"""Of the beginnings by which a long text is judged."""
+"""Characters of the beginning by which a text is found to be too long."""
 
 
 def long_text(limit: int) -> int:
@@ -113,7 +113,7 @@ class PromptEncoder:
             stop_tokens: ids that end a generated response (``stop_tokens_of``); the tokenizer's end of
                 sequence is always one.
             date: what the clock of a chat template shows; None for the time of the call.
-            tools: that the chat template is told of for a record without tools of its own.
+            tools: that the chat template receives for a record without tools of its own.
 
         Raises:
             DataError: the prompt template has no ``{prompt}``, or the chat template does not read a value.

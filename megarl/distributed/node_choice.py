@@ -27,7 +27,7 @@ class RayNode:
     """One living node.
 
     Attributes:
-        name: what ``ray start --node-name`` said; the address where it said nothing.
+        name: that ``ray start --node-name`` gave; the address where it gave none.
         node_id: Ray's own name for it.
         total: amount of each resource, for example ``{"CPU": 64, "GPU": 8}``.
         free: the part of it that nobody has taken.

@@ -24,7 +24,7 @@ class GpuFigures:
 
     Attributes:
         free_mb: memory that no process has, MiB.
-        power_w: drawn power, watts; None where the GPU does not say.
+        power_w: power in watts; None where the GPU does not report it.
         utilization_percent: share of the last sampling period (up to a second) in which a kernel ran; None
             where the GPU does not say.
     """

@@ -1,4 +1,4 @@
-"""Parcels: what of a batch's columns travels to another process, and the columns made of it again there,
+"""Batch columns packed for their way to another process, and unpacked there,
 equal to the bit.
 
 A tensor travels as a numpy array, whose bytes pickle hands over as they are (Ray writes them into its store

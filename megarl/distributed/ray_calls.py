@@ -55,7 +55,7 @@ def bounded(least_s: float, on_late: Callable[[str], None]) -> Iterator[None]:
 
     Args:
         least_s: seconds that a call has beside what it may take by its own nature.
-        on_late: told once, in another thread, of a call that has not come back.
+        on_late: called once, in another thread, with a call that has not come back.
     """
     global _watch
     before, _watch = _watch, _Watch(least_s, on_late)

@@ -2,11 +2,10 @@
 this file run as a program.
 
 Ray's processes, which a driver starts, have sessions of their own: a signal to the driver's group or a
-terminal that closes does not reach them. The keeper is told those sessions. When the driver is gone, or
-closes the pipe, it waits a moment for them to leave in order, kills who is left, and removes Ray's directory.
-Ray's own agents would look only after a minute whether their node still lives. It needs the standard library
-alone, and Linux.
-"""
+terminal that closes does not reach them. The keeper gets the ids of those sessions. When the driver is gone,
+or closes the pipe, it waits a moment for them to leave in order, kills who is left, and removes Ray's
+directory. Ray's own agents would look only after a minute whether their node still lives. It needs the
+standard library alone, and Linux."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class LocalRay:
     @contextlib.contextmanager
     def own_sessions(self, on_start: Callable[[subprocess.Popen[Any]], None]) -> Iterator[None]:
         """Processes that Ray starts within get sessions of their own, are known to the keeper, and
-        ``on_start`` is told of them.
+        ``on_start`` is called with them.
 
         A terminal sends its signals to a whole group of processes, and so do many launchers. Ray's processes
         would end at once, and a run that wants to save first has no workers then. Ray cannot be told; what it

@@ -53,7 +53,7 @@ _STUCK_SECONDS = 15.0
 # s, hear no alarm.
 _OVERTIME_SECONDS = 40.0
 TOLD_AFTER_SECONDS = 20.0
-"""After which a start that is not done is told of, again and again."""
+"""Seconds after which a start that is not done is logged, and from then on repeatedly."""
 
 _FORWARDED_PREFIXES = (
     "CUBLAS_",

@@ -83,7 +83,7 @@ class PortWatch:
         address: ``host:port`` of its gRPC server.
         silent_s: seconds without an answer after which it counts as lost; one whose port is closed has at
             most ``REFUSED_SECONDS``.
-        on_lost: told once, in another thread, what to say about it; None ends this process (``leave``).
+        on_lost: called once, in another thread, with a message; None ends this process (``leave``).
     """
 
     def __init__(self, name: str, address: str, silent_s: float = SILENT_SECONDS, on_lost: Callable[[str], None] | None = None) -> None:

@@ -201,7 +201,7 @@ def _rows_together(args: DynamicBatchingArgs | SequencePackingArgs, batch_size: 
 
 
 def _sums(values: Sequence[int], together: int) -> Sequence[int]:
-    """Return the sum of each so many values in a row."""
+    """Return the sum of each group of ``together`` consecutive values."""
     return values if together == 1 else [sum(values[first : first + together]) for first in range(0, len(values), together)]
 
 

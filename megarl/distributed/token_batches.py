@@ -98,7 +98,7 @@ class TokenRows(Sequence[list[int]]):
         return np.where(self.lengths > 0, found, without)
 
     def parts(self, tokens: int) -> Iterator[TokenRows]:
-        """Yield the rows in order, in parts of at most about so many tokens, and of a row at least."""
+        """Yield the rows in order, in parts of at most about that many tokens, and of a row at least."""
         part = (np.cumsum(self.lengths) - 1) // tokens
         for first, last in pairwise(sorted({0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(self)})):
             yield self[first:last]

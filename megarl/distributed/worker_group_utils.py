@@ -25,9 +25,8 @@ def recursive_merge_options(default_options: Mapping[str, Any], extra_options: M
     """Merge two nested option mappings; where both give a value, ``extra_options`` wins.
 
     Ray stores the profiler option of a decorated actor class as ``runtime_env["_nsight"]``, but accepts it
-    only as ``"nsight"``: the former is renamed before the merge, and an ``nsight`` beside it wins. Neither
-    input is changed, and the result shares nothing with them.
-    """
+    only as ``"nsight"``: the former is renamed before the merge, and an ``nsight`` that is given as well
+    wins. Neither input is changed, and the result shares nothing with them."""
     default_copy = _with_public_nsight_key(default_options)
     extra_copy = _with_public_nsight_key(extra_options)
     return _merge(default_copy, extra_copy)
@@ -81,7 +80,7 @@ def get_nsight_config_if_pattern_matches(worker_name: str, patterns: str | None 
 
 
 MOST_THREADS = 16
-"""More have nothing to do in a rank beside a GPU: copies, tokenizing, files."""
+"""More have nothing to do in a rank that uses a GPU, whose threads copy, tokenize and read files."""
 
 
 def usable_cores() -> int:

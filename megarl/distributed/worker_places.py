@@ -72,7 +72,7 @@ def place_workers(
         workers_per_node, bundle_indices_list, name_prefix: as for ``RayWorkerGroup``.
 
     Raises:
-        ConfigError: (a ValueError) both or neither fit the placement groups.
+        ConfigError: (a ValueError) both arguments are given, or one does not fit the placement groups.
     """
     if bundle_indices_list is None:
         counts = _worker_counts(bundle_counts, workers_per_node)

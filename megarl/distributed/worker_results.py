@@ -28,7 +28,7 @@ from megarl.errors import WORKER_TRACE, DeadlineError, MegarlError, StateError, 
 logger = logging.getLogger(__name__)
 
 # When one rank fails, its peers fail a moment later with broken connections. Waiting this long lets the cause
-# be told from the echo.
+# be distinguished from the echo.
 _ECHO_WAIT_S = 1.0
 # Ray's health check gives a silent node up after 15 s to 50 s.
 _CAUSE_WAIT_S = 60.0
@@ -51,7 +51,7 @@ class Deadline:
     Attributes:
         seconds: the bound.
         key: of the configuration, that the bound comes from; "" where it comes from the caller.
-        look_s: after so many seconds without any answer workers are given up that are stopped or stand still;
+        look_s: seconds without any answer after which workers are given up that are stopped or stand still;
             None never looks.
         wait_for_others: the workers may wait for somebody outside of their group, so that standing still is
             no reason.
@@ -72,7 +72,7 @@ class Deadline:
         self.seconds, self.key, self.look_s, self.wait_for_others = seconds, key, look_s, wait_for_others
         now = time.monotonic()
         since = now if begun is None else begun
-        # Results that lie ready must be fetched even where somebody asks for them long after the call.
+        # Results that are ready must be fetched even where somebody asks for them long after the call.
         self._end = None if seconds is None else max(since + seconds, now + min(seconds, _FETCH_S))
 
     def left(self) -> float | None:

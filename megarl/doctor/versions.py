@@ -71,7 +71,7 @@ def check_package(requirement: Requirement) -> Check:
 
 
 def check_slurm(timeout_s: float = _SLURM_S) -> Check:
-    """Check whether jobs can be submitted from here; ``sbatch`` may take so many seconds to answer."""
+    """Check whether jobs can be submitted from here; ``sbatch`` has ``timeout_s`` to answer."""
     program = shutil.which("sbatch")
     if program is None:
         fix = "run this on a login node of the cluster; to try it on one machine: apt-get install slurm-wlm"

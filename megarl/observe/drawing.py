@@ -24,7 +24,8 @@ GRID_COLOUR = "#dddddd"
 STEP = f"timing/{STEP_SECONDS}"
 MOST_BARS = MOST_DOTS = 60
 MOST_POINTS = 400
-"""Points of a curve that are drawn one by one; of more, parts of equal size by mean and range."""
+"""Maximum number of points of a curve that are plotted one by one; a longer curve shows the mean and range of
+equal parts."""
 
 
 def draw_smoothed(axes: Axes, curve: Series, colour: str, label: str) -> None:

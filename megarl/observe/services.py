@@ -144,7 +144,7 @@ class MlflowSink:
         self._calls = _InOrder("megarl-mlflow")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Send every number of the row; MLflow takes no texts beside numbers.
+        """Send every number of the row; MLflow takes no texts as metrics.
 
         Raises:
             Exception: an earlier row could not be sent.

@@ -129,7 +129,7 @@ def _likeliest(
     bounds: Bounds,
 ) -> Iterator[Difference]:
     """Yield the most likely tokens: their log-probabilities are the largest there are, and those of the
-    tokens that are said to have them. Of two that are equal to rounding either may come first, but neither
+    tokens that are reported with them. Of two that are equal to rounding either may come first, but neither
     twice."""
     logits, tokens = (dealt.restore([part[name] for part in parts]) for name in ("topk_logits", "topk_indices"))
     follows = torch.arange(1, case.length + 1)[None] < batch["input_lengths"][: len(logits), None]

@@ -238,7 +238,7 @@ def _optimizer(generator: random.Random, fields: Mapping[str, Any]) -> dict[str,
         "lr": HALF_RATES[optimizer] if half else 0.002,
         "clip": generator.choice((0.0, 0.05, 1.0)),
         "warmup": generator.random() < 0.3,
-        # so many that a warm-up and what follows are both seen
+        # enough for a warm-up and the steps after it
         "steps": generator.choice((3, 4)) if falls else 2,
     }
     if fields["backend"] == "megatron":

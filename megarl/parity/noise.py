@@ -31,7 +31,7 @@ from megarl.parity.routers import gates_of
 
 MEMBERS = 8
 MEMBERS_TO_CONFIRM = 48
-"""What fails is scored once more by so many."""
+"""Number of members by which a case that fails is judged again."""
 # A normal error is more than 4 times the largest of eight others in 1 of 10^4 cases, in 1 of 10^5 where those
 # are larger by the root of two, as the added errors make them.
 FACTOR = 4.0

@@ -293,8 +293,8 @@ class ReferenceTrainer:
 
     def _update(self, rate: float, decay: float) -> float:
         for master, parameter in zip(self._master, self._parameters, strict=True):
-            # A backend's buffers have zeros for a parameter that no gradient reaches; weight decay moves it all the
-            # same.
+            # A backend's buffers have zeros for a parameter that no gradient reaches; weight decay moves it
+            # all the same.
             master.grad = torch.zeros_like(master) if parameter.grad is None else parameter.grad.float() / self._loss_scale
         norm = torch.nn.utils.clip_grad_norm_(self._master, self._hyper.clip or float("inf"))
         for group in self._optimizer.param_groups:

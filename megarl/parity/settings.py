@@ -129,7 +129,7 @@ def _warmup_calls(case: Case) -> int:
 
 
 def adapter_directory(model: Path, rank: int) -> Path:
-    """Return where the adapter of a case lies, in PEFT's form: random factors beside all linear layers."""
+    """Return the directory of a case's adapter, in PEFT's form: random factors beside all linear layers."""
     return model / f"adapter-{rank}"
 
 

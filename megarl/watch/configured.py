@@ -1,5 +1,5 @@
-"""The configuration beside a run. A person may have written there what no run would take; that counts as not
-said."""
+"""The configuration in a run's directory. A person may have written values there that no run would take; they
+count as absent."""
 
 from __future__ import annotations
 

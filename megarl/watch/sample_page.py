@@ -252,7 +252,7 @@ def _of_kind(directory: Path, kind: str) -> dict[str, Any] | None:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most so many of the places [0, count), the first and the last among them, at like distances."""
+    """Return at most ``most`` of the positions [0, count), evenly spaced, with the first and the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(place * (count - 1) / (most - 1)) for place in range(most)})

@@ -38,7 +38,7 @@ class Selection:
         text: only samples that have it in them (``holds``); without a step those of all steps, the newest
             first.
         against: the step whose answers to the same prompts are shown beside them.
-        number: at most so many.
+        number: maximum number of samples.
     """
 
     step: int | None = None

@@ -148,7 +148,7 @@ def facts(state: RunState) -> Iterator[tuple[str, Text]]:
 
 
 def _rollouts_text(state: RunState) -> str:
-    """Describe the age of responses that are sampled beside training, and who waits for whom."""
+    """Describe the age of responses that are sampled while training runs, and which side waits."""
     age, step_s = state.series[ROLLOUT_AGE].values[-1], state.step_s or 0.0
     waits = [(who, state.phases.get(phase, 0.0)) for who, phase in (("training", ROLLOUT_WAIT), ("engines", ENGINE_IDLE))]
     shares = " and ".join(f"{who} {format_share(min(seconds / step_s, 1.0))}" for who, seconds in waits if step_s)
@@ -252,7 +252,7 @@ def best_of(curve: Series, better: bool | None) -> str:
 
 
 def _table(first: str, numbers: Sequence[str], *last: str) -> Table:
-    """Return a table without lines: names, columns of numbers, and what is drawn."""
+    """Return a table without rules: names, columns of numbers, and curves."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column(first, style="bold", no_wrap=True)
     for heading in numbers:

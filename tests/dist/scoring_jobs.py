@@ -44,7 +44,7 @@ def resume(config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn:
 
 
 def export(config: Mapping[str, Any], batch: Mapping[str, Any], directory: Path, tokenizer: Any) -> Tensor:
-    """Writes a Hugging Face model; its values of the batch."""
+    """Write a Hugging Face model, and return its values for the batch."""
     worker = jobs.build(config, tokenizer=tokenizer, init_reference_model=False, init_optimizer=False, seed=5)
     worker.export_hf(str(directory))
     found = jobs.logprobs_of(worker, batch, "get_values")

@@ -164,7 +164,7 @@ def test_a_divided_block_computes_as_a_whole_one(
 
 
 def uneven(dimension: int) -> str:
-    """What a sequence says that does not divide."""
+    """Return the error for a sequence that does not divide."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     layer = parallelize_module(nn.Linear(WIDTH, WIDTH), mesh, RowLinear(output_layouts=Shard(dimension)), src_data_rank=None)
     try:

@@ -93,7 +93,7 @@ def agreed(working: int) -> tuple[bool, bool]:
 
 
 def built(config: Mapping[str, Any], finds_it: int) -> str:
-    """What building a policy says where some ranks' Megatron-Core has found Transformer Engine's optimizers."""
+    """Return the error of building a policy of which only some ranks have found Transformer Engine's optimizers."""
     with patched((optimizer.distrib_optimizer, "USING_TE_OPTIMIZER", dist.get_rank() < finds_it)):
         try:
             jobs.build(config, init_reference_model=False).backend.close()

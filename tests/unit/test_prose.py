@@ -10,7 +10,7 @@ from tests import prose
 from tests.prose import Figures, figures, python_files, split_name
 
 REWRITTEN = (
-    *(f"megarl/{name}" for name in ("checkpoint", "config", "distributed", "doctor", "library", "observe", "parity", "quickstart")),
+    *(f"megarl/{name}" for name in ("checkpoint", "config", "distributed", "data", "doctor", "library", "observe", "parity", "quickstart")),
     *(f"megarl/{name}" for name in ("throughput", "watch", "weight_sync", "env.py", "errors.py", "import_path.py", "redaction.py")),
     *(f"converters/{name}" for name in ("adapters", "checkpoint", "files", "foreign", "model_config", "torch_dist")),
     "benchmarks",
@@ -18,11 +18,11 @@ REWRITTEN = (
 """Packages whose docstrings all keep the rules."""
 
 # What is reached over all packages. A bound may only be set nearer to the aim: 3 % of docstrings, 5 % of lines of code, 18 a 1,000 lines.
-MOST_QUESTIONS, MOST_SPLIT_NAMES = 244, 2
-LEAST_COMMENTS = 0.0205
+MOST_QUESTIONS, MOST_SPLIT_NAMES = 211, 2
+LEAST_COMMENTS = 0.0219
 MOST_COMPREHENSIONS = 34
-MOST_WIDE_TEXT = 2021
-MOST_WORDS = 640
+MOST_WIDE_TEXT = 1840
+MOST_WORDS = 578
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def bounded_keys(section: Any, path: str = "") -> Mapping[str, Key]:
 
 
 def values_in_range(view: View) -> Iterator[Violation]:
-    """Every number lies within its bounds."""
+    """Every number is within its bounds."""
     for path, key in bounded_keys(run_type(view.get("algorithm"))).items():
         value, bounds = view.get(path), key.bounds
         if value is not None and bounds is not None and not bounds.holds(value):

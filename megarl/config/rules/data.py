@@ -1,4 +1,4 @@
-"""Rules on the sources of data: where they lie, which fields they have, and how they are mixed."""
+"""Rules on the sources of data: where they are, which fields they have, and how they are mixed."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ _FORCED = "force_on_policy_ratio"
 
 
 def dynamic_sampling_finds_signals(view: View) -> Iterator[Violation]:
-    """Prompts without a signal can be told from others."""
+    """Prompts without a signal can be distinguished from others."""
     key, multiplier = "grpo.use_dynamic_sampling", "grpo.batch_multiplier"
     view.require(view[key])
     prompts, generations = view["grpo.num_prompts_per_step"], view["grpo.num_generations_per_prompt"]
@@ -383,7 +383,7 @@ _NAMED_BY = {"wandb": "project", "mlflow": "experiment_name", "trackio": "projec
 
 
 def services_are_named(view: View) -> Iterator[Violation]:
-    """A service that takes metrics is told the project or experiment."""
+    """A service that takes metrics has the name of a project or experiment."""
     for service, name in _NAMED_BY.items():
         key = f"logger.{service}"
         if view.get(f"{key}_enabled") and view.get(key) is None and not _faulty(view, key):

@@ -1,5 +1,5 @@
-"""The view of a configuration that rules have: one that needs a key which is absent or of the wrong type does
-not apply."""
+"""A configuration as rules see it: a rule that asks for a key that is absent, or of the wrong type, does not
+apply."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class SequencePacker(ABC):
 
     def _grow(self, bins: list[Bin], wanted: int, lengths: list[int]) -> list[Bin]:
         # Splitting leaves bins nearly empty, and a micro-batch takes as long as its slowest rank: spread all
-        # sequences anew where that fits.
+        # sequences again where that fits.
         evenly = spread(lengths, wanted, self.bin_capacity)
         return evenly if evenly is not None else grow_by_splitting(bins, wanted, lengths, split_evenly)
 

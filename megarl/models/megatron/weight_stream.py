@@ -309,7 +309,8 @@ def _set_out(
         own = shards[bucket.row]
         if bucket.names:
             torch.cat([held[name].flatten() for name in bucket.names], out=own)
-            if len(own) != bucket.length:  # torch.cat resizes what it writes to
+            # torch.cat resizes an output of another size instead of failing
+            if len(own) != bucket.length:
                 raise StateError(
                     f"{bucket.names[0]} or one of the {len(bucket.names) - 1} parameters behind it has changed its shape: make a new policy"
                 )

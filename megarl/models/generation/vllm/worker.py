@@ -150,7 +150,7 @@ class Engine:
                 try:
                     self.call("shutdown_weight_transfer_engine")
                 except Exception:
-                    # of an engine that is just dying: who asked it for something heard of that
+                    # The engine is dying, of which the caller of its last request has been informed.
                     if not connection.wait([process.sentinel for process in self._processes], LAST_WORDS_SECONDS):
                         raise
 
