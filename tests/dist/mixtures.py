@@ -11,8 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.dist import reference
-from tests.dist.remembered import remembered
+from megarl.parity.pool import WorkerPool
+from tests.dist import jobs, reference
+from tests.dist.batches import make_batch
+from tests.dist.checks import check_trained
+from tests.dist.remembered import remembered, without_layout
+
+BATCHES = [make_batch(rows=8, length=12, seed=seed) for seed in (1, 2, 3)]
 
 
 def load(model: Path | str) -> torch.nn.Module:
@@ -147,3 +152,18 @@ def logprobs(model: Path, batch: Mapping[str, Any], temperature: float) -> Tenso
 def greedy(model: Path, batch: Mapping[str, Any], new_tokens: int) -> list[list[int]]:
     """As ``reference.greedy``."""
     return reference.greedy(load(model), batch, new_tokens, [])
+
+
+def check_training(pool: WorkerPool, world: int, model: Path, config: dict[str, Any], loss_fn: Any) -> list[dict[str, Any]]:
+    """Losses, gradient norms, weights and balance figures of three Adam steps."""
+    alike = without_layout(config)
+    losses, norms, weights, figures = train(model, alike, BATCHES, loss_fn)
+    results: list[dict[str, Any]] = pool.run(world, jobs.train, config, BATCHES, loss_fn)
+    check_trained(results, losses, norms, weights)
+    for result in results:
+        for measured, expected in zip(result["metrics"], figures, strict=True):
+            reported = {name: measured[name] for name in measured if name.startswith("moe_")}
+            assert {"moe_aux_loss", "moe_expert_load_max", "moe_expert_load_min"} <= reported.keys()
+            for name, values in reported.items():
+                torch.testing.assert_close(values, [expected[name]], atol=0, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+    return results

@@ -17,11 +17,10 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, mixtures
 from tests.dist.batches import make_batch
-from tests.dist.checks import check_equal, check_generated, check_resumed, check_trained, prompts, tokens_of
+from tests.dist.checks import check_equal, check_generated, check_resumed, prompts, tokens_of
 from tests.dist.layouts import layout
-from tests.dist.remembered import without_layout
+from tests.dist.mixtures import BATCHES
 from tests.dist.test_megatron_checkpoint import load_and_train, train_and_save
-from tests.dist.training import LOSSES
 from tests.models import make_tiny, policy_config
 from tests.tiers import newest_megatron, sampled
 
@@ -33,10 +32,8 @@ OVER = (
 LAYOUTS = {name: layout(name, padded=True) for name in OVER.split()}
 BATCHING = ["fixed", "dynamic", "packed"]
 DISPATCHERS = ["alltoall", "allgather"]
-READ = [("fixed", "allgather"), ("dynamic", "alltoall"), ("packed", "allgather")]
 # layouts that together have every group and both pipeline schedules
 NEWEST = ("ep4", "tp2-sp-ep2-etp2", "pp2-vpp2-ep2", "cp2-tp2-sp-ep2")
-BATCHES = [make_batch(rows=8, length=12, seed=seed) for seed in (1, 2, 3)]
 
 
 @pytest.fixture(scope="session")
@@ -51,66 +48,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def family_for(layout: str, otherwise: str) -> str:
     """The interleaved pipeline wants a number of layers that its chunks divide."""
     return "qwen3_moe_four" if "vpp" in layout else otherwise
-
-
-@newest_megatron(layout=NEWEST)
-@sampled(3)
-@pytest.mark.parametrize(("batching", "dispatcher"), READ)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_logprobs_equal_transformers(pool: WorkerPool, models: dict[str, Path], layout: str, batching: str, dispatcher: str) -> None:
-    world, changes = LAYOUTS[layout]
-    model = models[family_for(layout, "mixtral" if batching == "dynamic" else "qwen3_moe_mixed")]
-    batch = make_batch(rows=7, length=19, seed=3)
-    expected = mixtures.logprobs(model, batch, 0.7)
-    config = policy_config(model, temperature=0.7, batching=batching, dispatcher=dispatcher, **changes)
-    for result in pool.run(world, jobs.logprobs, config, batch):
-        torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
-        assert result[:, 0].eq(0).all()
-
-
-def check_training(pool: WorkerPool, world: int, model: Path, config: dict[str, Any], loss_fn: Any) -> list[dict[str, Any]]:
-    """Losses, gradient norms, weights and balance figures of three Adam steps."""
-    alike = without_layout(config)
-    losses, norms, weights, figures = mixtures.train(model, alike, BATCHES, loss_fn)
-    results: list[dict[str, Any]] = pool.run(world, jobs.train, config, BATCHES, loss_fn)
-    check_trained(results, losses, norms, weights)
-    for result in results:
-        for measured, expected in zip(result["metrics"], figures, strict=True):
-            reported = {name: measured[name] for name in measured if name.startswith("moe_")}
-            assert {"moe_aux_loss", "moe_expert_load_max", "moe_expert_load_min"} <= reported.keys()
-            for name, values in reported.items():
-                torch.testing.assert_close(values, [expected[name]], atol=0, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
-    return results
-
-
-@newest_megatron(layout=NEWEST)
-@sampled(3)
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-@pytest.mark.parametrize("batching", BATCHING)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_three_adam_steps_equal_transformers(
-    pool: WorkerPool, models: dict[str, Path], layout: str, batching: str, dispatcher: str
-) -> None:
-    world, changes = LAYOUTS[layout]
-    model = models[family_for(layout, "qwen3_moe" if batching == "dynamic" else "mixtral")]
-    config = policy_config(model, mbs=2, clip=0.5, batching=batching, dispatcher=dispatcher, balancing="none", **changes)
-    check_training(pool, world, model, config, LOSSES["pg"])
-
-
-@newest_megatron(layout=NEWEST)
-@sampled(2)
-@pytest.mark.parametrize("balancing", ["aux_loss", "seq_aux_loss"])
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-@pytest.mark.parametrize("batching", BATCHING)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_balancing_losses_equal_the_literal_formula(
-    pool: WorkerPool, models: dict[str, Path], layout: str, batching: str, dispatcher: str, balancing: str
-) -> None:
-    """Large coefficients, so that a wrong factor cannot hide; the batch has padding, masked tokens and a dropped sample."""
-    world, changes = LAYOUTS[layout]
-    model = models[family_for(layout, "qwen3_moe_mixed")]
-    config = policy_config(model, batching=batching, dispatcher=dispatcher, balancing=balancing, aux=0.7, z=0.3, clip=0.0, **changes)
-    check_training(pool, world, model, config, NLLLoss())
 
 
 @newest_megatron(layout=NEWEST[1:])
@@ -138,61 +75,6 @@ def test_replicas_that_share_experts_decode_uneven_rows(pool: WorkerPool, models
     del batch["sampling_seeds"]
     drawn = [tokens_of(found) for found in pool.run(2, jobs.generate, config, batch, False)]
     assert drawn[0] == drawn[1]
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "overlap": {"overlap": True},
-    "plain-optimizer": {"distributed_optimizer": False},
-    "recompute": {"recompute": True, "balancing": "seq_aux_loss", "z": 0.2},
-    "recompute-experts": {"recompute": ["moe", "mlp"], "balancing": "seq_aux_loss", "z": 0.2},
-    "freeze": {"freeze_router": True},
-    "fp64": {"router_dtype": "fp64"},
-    "overlap-freeze-recompute": {"overlap": True, "freeze_router": True, "recompute": True},
-}
-
-
-@newest_megatron(layout=["tp2-sp-ep2-dp2"])
-@sampled(1)
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("layout", ["ep2", "tp2-sp-ep2-dp2", "etp2", "pp2-ep2"])
-def test_options_change_nothing(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, layout: str, option: str) -> None:
-    """... but what they are about: a frozen router keeps its weights to the bit, and its gradient is in no norm."""
-    (world, placed), changes = LAYOUTS[layout], OPTIONS[option]
-    model = models["qwen3_moe_mixed"]
-    config = policy_config(model, **{"batching": "packed", "balancing": "aux_loss", "aux": 0.5, **placed, **changes})
-    results = check_training(pool, world, model, config, NLLLoss())
-    if changes.get("freeze_router"):
-        before = mixtures.weights_of(mixtures.load(model), tmp_path / "before")
-        gates = [name for name in before if name.endswith("mlp.gate.weight")]
-        assert len(gates) == 2
-        for name in gates:
-            assert torch.equal(results[0]["weights"][name], before[name]), name
-
-
-@sampled(1)
-@pytest.mark.parametrize("micro_batch", [1, 2, 4])
-@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
-def test_micro_batch_size_changes_no_balancing_loss(pool: WorkerPool, models: dict[str, Path], kind: str, micro_batch: int) -> None:
-    """Also with a filler micro-batch in the interleaved pipeline, which counts nowhere."""
-    model = models["qwen3_moe_four"]
-    config = policy_config(model, mbs=micro_batch, balancing=kind, aux=0.7, z=0.2, pp=2, vpp=2, ep=2)
-    check_training(pool, 4, model, config, NLLLoss())
-
-
-@sampled(1)
-@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
-def test_the_models_own_coefficient_is_the_default(pool: WorkerPool, models: dict[str, Path], kind: str) -> None:
-    config = policy_config(models["mixtral"], ep=2, balancing=kind)
-    check_training(pool, 2, models["mixtral"], config, NLLLoss())
-
-
-@sampled(1)
-@pytest.mark.parametrize("batching", BATCHING)
-@pytest.mark.parametrize("layout", ["ep2-dp2", "tp2-sp-ep2"])
-def test_preference_pairs(pool: WorkerPool, models: dict[str, Path], layout: str, batching: str) -> None:
-    world, changes = LAYOUTS[layout]
-    config = policy_config(models["mixtral"], mbs=2, batching=batching, balancing="seq_aux_loss", aux=0.1, **changes)
-    check_training(pool, world, models["mixtral"], config, LOSSES["dpo"])
 
 
 @sampled(1)

@@ -15,8 +15,9 @@ from megarl.algorithms.loss_functions import NLLLoss
 from megarl.models.megatron import grouped_experts
 from megarl.parity.pool import WorkerPool
 from tests.dist import jobs
+from tests.dist.mixtures import BATCHES, check_training
 from tests.dist.test_megatron_checkpoint import load_and_train, train_and_save
-from tests.dist.test_megatron_experts import BATCHES, LAYOUTS, check_training
+from tests.dist.test_megatron_experts import LAYOUTS
 from tests.models import make_tiny, policy_config
 from tests.tiers import newest_megatron, sampled, slow
 

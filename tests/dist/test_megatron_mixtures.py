@@ -1,15 +1,5 @@
-"""Families of mixtures on Megatron, each with layers of its own, against one process of plain transformers.
-
-* Qwen2-MoE: a gated shared expert beside the routed ones, which is cut over the tensor-parallel ranks, the routed ones over ranks of their
-  own. Under sequence parallelism a rank sees a part of the tokens only, so that the gradients of the gate, which is whole on every rank,
-  have to be added up.
-* GLM-4.5: routers that take sigmoids, prefer groups of experts and correct their choice by a bias: a buffer that no gradient reaches, and
-  that is loaded, saved, exported and swapped with the parameters all the same. The two tiny models route as Megatron-Core can and as only
-  our own router does.
-* GPT-OSS: attention sinks, windows in some layers, biases everywhere, clamped experts.
-* Qwen3-Next: gated delta nets in place of attention in some layers, gated attention in the others, zero-centred norms.
-* DeepSeek-V2 and -V3: attention through latent vectors; routers take softmaxes or sigmoids, with groups of experts or without.
-"""
+"""Families of mixtures on Megatron, each with layers of its own: generation, exports, checkpoints, half precision, and a reference policy.
+That they train as in transformers is in ``test_training_mixtures.py``, which says what is particular to each."""
 
 from __future__ import annotations
 
@@ -30,51 +20,13 @@ from tests.dist import jobs, mixtures
 from tests.dist.batches import make_batch
 from tests.dist.checks import check_equal, check_generated, check_resumed, prompts
 from tests.dist.test_megatron_checkpoint import load_and_train, train_and_save
-from tests.dist.test_megatron_experts import LAYOUTS, check_training, export
-from tests.dist.training import LOSSES, check_fusions
+from tests.dist.test_megatron_experts import LAYOUTS, export
+from tests.dist.training import check_fusions
 from tests.models import make_tiny, policy_config
 from tests.tiers import newest_megatron, sampled, slow
 
-CORRECTION = "mlp.gate.e_score_correction_bias"
-WIDE = (CORRECTION, ".A_log", ".dt_bias")
+WIDE = ("mlp.gate.e_score_correction_bias", ".A_log", ".dt_bias")
 NEWEST = ("tp2-sp-ep2-etp2", "tp2-sp-ep2")
-SHARED = [
-    ("ep1", "dynamic", "alltoall", "none"),
-    ("ep2-dp2", "packed", "allgather", "none"),
-    ("tp2-sp", "fixed", "alltoall", "none"),
-    ("tp2-sp-ep2-etp2", "dynamic", "allgather", "none"),
-    ("cp2-tp2-sp-ep2", "packed", "alltoall", "none"),
-    ("pp2-tp2-sp-ep2", "fixed", "allgather", "none"),
-    ("pp2-vpp2-ep2", "packed", "alltoall", "none"),
-]
-# every kind of rank, each with micro-batches of another kind and another dispatcher
-PLACED = [
-    *[("qwen2_moe", *row) for row in SHARED],
-    *[("qwen2_moe_mixed", *row) for row in SHARED],
-    ("glm4_moe", "ep1", "dynamic", "alltoall", "none"),
-    ("glm4_moe_mixed", "tp2-sp", "fixed", "alltoall", "seq_aux_loss"),
-    ("glm4_moe", "tp2-sp-ep2-etp2", "packed", "allgather", "aux_loss"),
-    ("glm4_moe_mixed", "cp2-tp2-sp-ep2", "packed", "alltoall", "none"),
-    ("glm4_moe_mixed", "pp2-ep2", "fixed", "allgather", "aux_loss"),
-    ("gpt_oss", "ep1", "dynamic", "alltoall", "none"),
-    ("gpt_oss", "tp2-sp-ep2", "packed", "alltoall", "seq_aux_loss"),
-    ("gpt_oss", "pp2-ep2", "fixed", "allgather", "none"),
-    ("gpt_oss", "cp2-ep2", "packed", "alltoall", "none"),
-    ("deepseek_v2_groups", "ep1", "dynamic", "alltoall", "none"),
-    ("deepseek_v3", "tp2-sp", "fixed", "alltoall", "none"),
-    ("deepseek_v3", "tp2-sp-ep2-etp2", "packed", "allgather", "aux_loss"),
-    ("deepseek_v2", "cp2-tp2-sp-ep2", "packed", "alltoall", "none"),
-    ("deepseek_v2", "pp2-ep2", "fixed", "allgather", "seq_aux_loss"),
-    ("deepseek_v2_groups", "cp2-ep2", "packed", "alltoall", "none"),
-    ("qwen3_next", "ep1", "dynamic", "alltoall", "none"),
-    ("qwen3_next", "tp2-sp-ep2-etp2", "packed", "allgather", "aux_loss"),
-    ("qwen3_next", "cp2-tp2-sp-ep2", "packed", "alltoall", "none"),
-    ("qwen3_next", "pp2-ep2", "fixed", "allgather", "none"),
-    ("qwen3_next", "tp2-sp-ep2", "fixed", "alltoall", "none"),
-    ("qwen3_next", "pp2-vpp2-ep2", "packed", "alltoall", "none"),
-    ("qwen3_5_moe_text", "tp2-sp-ep2", "packed", "alltoall", "none"),
-    pytest.param("deepseek_v3", "pp3", "packed", "alltoall", "none", marks=slow),
-]
 
 
 @pytest.fixture(scope="module")
@@ -87,40 +39,6 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return make_tiny(root / f"{family}-{layers}", family, tied=layers == 4, seed=41 + len(family), layers=layers)
 
     return lambda family, layout="": made(family, 4 if "vpp" in layout else 3)
-
-
-@newest_megatron(layout=NEWEST)
-@sampled(5)
-@pytest.mark.parametrize(("family", "layout", "batching", "dispatcher", "balancing"), PLACED)
-def test_training_equals_transformers(
-    pool: WorkerPool,
-    model_of: Callable[..., Path],
-    tmp_path: Path,
-    family: str,
-    layout: str,
-    batching: str,
-    dispatcher: str,
-    balancing: str,
-) -> None:
-    """Log-probabilities and three steps. Large coefficients of balancing, so that a wrong factor cannot hide; everything learns but the
-    corrections of routers, which stay as they were, to the bit."""
-    (world, changes), model, batch = LAYOUTS[layout], model_of(family, layout), make_batch(rows=7, length=19, seed=3)
-    options: dict[str, Any] = {"batching": batching, "dispatcher": dispatcher, **changes}
-    for result in pool.run(world, jobs.logprobs, policy_config(model, temperature=0.7, **options), batch):
-        torch.testing.assert_close(result, mixtures.logprobs(model, batch, 0.7), atol=1e-5, rtol=0)
-    if balancing != "none":
-        options |= {"balancing": balancing, "aux": 0.7, "z": 0.3}
-    if "glm" in family:
-        # No gradient reaches what a bias adds to keys where they are not rotated: it is the same for all keys of a softmax. An epsilon that
-        # is large beside rounding keeps Adam from making steps of it.
-        options["eps"] = 1e-4
-    loss_fn = LOSSES["pg"] if balancing == "none" else NLLLoss()
-    result = check_training(pool, world, model, policy_config(model, mbs=2, clip=0.5, **options), loss_fn)[0]
-    before = mixtures.weights_of(mixtures.load(model), tmp_path / "before")
-    corrections = {name for name in before if name.endswith(CORRECTION)}
-    assert bool(corrections) == family.startswith(("glm", "deepseek_v3"))
-    assert {name for name, tensor in before.items() if torch.equal(result["weights"][name], tensor)} == corrections
-    assert all(result["weights"][name].dtype == torch.float32 for name in corrections)
 
 
 @slow
@@ -227,17 +145,6 @@ def test_half_precision_trains_in_step(pool: WorkerPool, model_of: Callable[...,
 def test_functions_that_a_gpu_fuses_give_the_same(pool: WorkerPool, model_of: Callable[..., Path], family: str) -> None:
     """Without that of GPT-OSS's gates, which Megatron-Core would limit before their bias is added."""
     check_fusions(pool, policy_config(model_of(family)))
-
-
-@slow
-@pytest.mark.parametrize(
-    "options",
-    [{"recompute": True}, {"overlap": True}, {"distributed_optimizer": False}, {"balancing": "aux_loss", "aux": 0.7, "z": 0.3}],
-    ids=str,
-)
-def test_options_of_shared_experts_change_nothing(pool: WorkerPool, model_of: Callable[..., Path], options: dict[str, Any]) -> None:
-    (world, changes), model = LAYOUTS["tp2-sp-ep2"], model_of("qwen2_moe_mixed")
-    check_training(pool, world, model, policy_config(model, **changes, **options), NLLLoss())
 
 
 def reference_after_loading(config: dict[str, Any], weights: str, batch: dict[str, Any]) -> list[torch.Tensor]:

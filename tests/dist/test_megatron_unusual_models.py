@@ -110,7 +110,7 @@ def test_mixtures_log_probabilities(pool: WorkerPool, models: dict[str, Path], n
 def test_mixtures_train(pool: WorkerPool, models: dict[str, Path], tmp_path: Path, name: str, options: dict[str, Any], layout: str) -> None:
     world, changes = LAYOUTS[layout]
     config = policy_config(models[name], mbs=2, clip=0.5, **changes, **options)
-    test_megatron_experts.check_training(pool, world, models[name], config, NLLLoss())
+    mixtures.check_training(pool, world, models[name], config, NLLLoss())
 
 
 @sampled(1)

@@ -4,7 +4,6 @@ gradient norms and weights of three Adam steps. The cases are a table, ``tests/d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.dist import jobs, reference
 from tests.dist.batches import make_batch
 from tests.dist.layouts import CONFIG, layout
 from tests.dist.training import check_fusions, check_training
-from tests.models import VOCABULARY, make_tiny, policy_config
+from tests.models import policy_config
 from tests.tables import read_table
 from tests.tiers import newest_megatron, sampled, slow
 
@@ -35,35 +34,6 @@ def cases(kind: str) -> Iterator[Any]:
                     values = (row["backend"], model, name, batching, row.get("loss", ""), row.get("padded", False), changes)
                     words = [*values[:5], *(f"{key}={value}" for key, value in changes.items())]
                     yield pytest.param(*values, id="-".join(filter(None, words)), marks=[slow] if "slow" in row else [])
-
-
-@pytest.fixture(scope="session")
-def model_of(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A tiny model by its name, ``family-tied-four``."""
-    root = tmp_path_factory.mktemp("trained")
-
-    @cache
-    def made(name: str) -> Path:
-        if name in tiny_models:
-            return tiny_models[name]
-        if name == "granite-tied":
-            return make_granite(root / name)
-        return make_tiny(root / name, name.split("-")[0], tied="-tied" in name, seed=66, layers=4 if "-four" in name else 3)
-
-    return made
-
-
-def make_granite(directory: Path) -> Path:
-    """Scales its embedding, residuals, attention and logits by factors of its own."""
-    from transformers import AutoModelForCausalLM, GraniteConfig
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 36, "intermediate_size": 52, "num_hidden_layers": 3, "num_attention_heads": 6}
-    factors = {"embedding_multiplier": 1.5, "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 1.3}
-    tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = GraniteConfig(**sizes, **factors, **tokens, num_key_value_heads=2, initializer_range=0.2, tie_word_embeddings=True)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    return directory
 
 
 def placed(backend: str, name: str, padded: bool, batching: str, changes: dict[str, Any]) -> tuple[int, dict[str, Any]]:
