@@ -61,10 +61,9 @@ class ModelFlops:
     def of(cls, facts: ModelFacts) -> ModelFlops:
         """Return the operations of a model of these sizes.
 
-        Source: the mapping rules; latent attention as in DeepSeek-V2 (arXiv 2405.04434, section 2.1) with
-            keys and values projected up;
-        gated delta nets as the recurrence (arXiv 2412.06464, equation 10), whose chunks are a way to compute
-        it.
+        Latent attention counts as in DeepSeek-V2 (arXiv 2405.04434, section 2.1) with keys and values
+        projected up, a gated delta net as its recurrence (arXiv 2412.06464, equation 10): chunks are a way to
+        compute that.
         """
         matrices: Counter[str] = Counter()
         kinds = [facts.kind_of(layer) for layer in range(facts.num_layers)]
@@ -74,12 +73,14 @@ class ModelFlops:
                 matrices["attention"] += layers * _state_products(facts)
         windows = Counter(window for window, kind in zip(facts.windows, kinds, strict=True) if kind.mixer != "gated_delta")
         query_width, value_width = _head_widths(facts)
+        # a query times a key, and a probability times a value, each two operations an element
         pair = 2 * facts.num_attention_heads * (query_width + value_width)
         return cls(
             token=2.0 * (matrices["attention"] + matrices["dense"] + matrices["experts"]),
             dense_mlps=2.0 * matrices["dense"],
             experts=2.0 * matrices["experts"],
             routers=2.0 * matrices["router"],
+            # a head of a critic or a reward model has one output
             logits=2.0 * facts.hidden_size * (facts.vocab_size if facts.head is None else 1),
             pairs=tuple((window, float(count * pair)) for window, count in windows.items()),
         )
@@ -101,10 +102,17 @@ class ModelFlops:
     def training(
         self, lengths: ArrayLike, logits: float | None = None, *, frozen_routers: bool = False, adapters: int | None = None
     ) -> float:
-        """Return the FLOPs of a forward and a backward pass, with arguments as for ``forward``: the backward
-        pass has two products for each of the forward pass, one for the gradient of the input and one for that
-        of the weight, which a frozen router does not have, nor any weight of a model with ``adapters``
-        parameters of adapters."""
+        """Return the FLOPs of a forward and a backward pass over sequences of these lengths.
+
+        For each product of the forward pass the backward pass has two: one for the gradient of the input, one
+        for that of the weight. A weight that is not trained does without the second.
+
+        Args:
+            lengths: [B] tokens.
+            logits: tokens that the output layer is needed for; all of them when None.
+            frozen_routers: routers are not trained.
+            adapters: parameters of adapters, and nothing else is trained; None for a model without.
+        """
         tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
         if adapters is not None:
             last = (tokens if logits is None else logits) * self.logits
@@ -131,6 +139,7 @@ class ModelFlops:
             prompt_lengths: [B] tokens of the prompt of each row.
             lengths: [B] tokens of prompt and response of each row.
         """
+        # an empty response reads no more than its prompt
         starts, ends = np.asarray(prompt_lengths, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
         read = np.maximum(ends - 1, starts)
         decoded = float((read - starts).sum())
@@ -139,9 +148,10 @@ class ModelFlops:
 
 
 def _state_products(facts: ModelFacts) -> int:
-    """Elements of the states of a gated delta net that a token is multiplied with: to read what its key
-    finds, to write, and to read what
-    its query finds."""
+    """Return how many elements of a gated delta net's states a token is multiplied with.
+
+    It goes through them three times: to read what its key finds, to write, to read what its query finds.
+    """
     net = facts.gated_delta
     assert net is not None, facts.family
     return 3 * net.values * net.key_width

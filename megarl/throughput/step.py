@@ -94,6 +94,7 @@ class StepThroughput:
         model = hardware = 0.0
         for phase, passed in sequences.items():
             took = seconds.get(f"{phase}_s", 0.0)
+            # a phase within another is a part of its time already
             if took <= 0 or "/" in phase:
                 continue
             work, extra = self._flops(phase, passed)
@@ -116,6 +117,7 @@ class StepThroughput:
         if phase not in (TRAIN, TRAIN_CRITIC):
             return math.fsum(self.flops.forward(each.lengths, each.scored) for each in passed), 0.0
         again = math.fsum(self.flops.recomputation(each.lengths, self.recomputed) for each in passed) if self.recomputes else 0.0
+        # the policy's adapters are not its critic's
         routers, adapters = self.frozen_routers, self.adapters if phase == TRAIN else None
         trained = (self.flops.training(each.lengths, each.scored, frozen_routers=routers, adapters=adapters) for each in passed)
         return math.fsum(trained), again

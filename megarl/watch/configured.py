@@ -70,6 +70,7 @@ def read_configured(run_dir: Path) -> Configured:
 
 
 def _backend(policy: Mapping[str, Any]) -> str:
+    # a section that is not there is off
     sections = {name: {"enabled": False, **_section(policy, name)} for name in ("megatron_cfg", "dtensor_cfg")}
     return enabled_backend(cast(PolicyConfig, sections))
 
@@ -80,6 +81,7 @@ def _checkpoint_dir(run_dir: Path, configured_run: str | None, configured: str |
         return run_dir / _CHECKPOINTS
     if configured_run is not None and Path(configured).is_relative_to(configured_run):
         return run_dir / Path(configured).relative_to(configured_run)
+    # a run that was moved by hand, from a directory that its configuration does not name
     beside = run_dir / _CHECKPOINTS
     return beside if beside.is_dir() else Path(configured)
 

@@ -110,6 +110,7 @@ def write_report(run_dirs: Sequence[Path], page: Path) -> Path:
     title = labels[states[0].directory] if len(states) == 1 else f"{len(states)} runs compared"
     page.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(page, durable=True) as file:
+        # the name of a directory may be no UTF-8: Python has it as halves of surrogate pairs
         file.writelines(
             part.encode(errors="replace") for part in _page(str(title), states, [str(labels[s.directory]) for s in states], pictures)
         )

@@ -136,6 +136,7 @@ def _look(run_dir: Path, hashes: bool, now: float) -> RunState:
     launches = tuple(read_launches(run_dir))
     log = read_log(run_dir)
     trained = log.series.get(_STEP_SECONDS, Series((), ())).steps
+    # Step 0 is a validation before training. Before the first row a launch tells at which step it goes on.
     step = max([step for step in trained if step > 0], default=_newest([each.first_step for each in launches]) or 0)
     total = _newest([configured.total_steps, *(each.total_steps for each in launches)])
     state, reason = _state(owner, launches, step, total)
@@ -268,6 +269,7 @@ def _checkpoints(
     for _ in range(_LISTINGS):
         found = manager.checkpoints()
         looked = list(_until_whole(found, hashes, now, key))
+        # one that is gone was replaced: the list is out of date
         if None not in looked:
             break
     seen = [state for state in looked if state is not None]

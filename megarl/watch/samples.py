@@ -85,9 +85,7 @@ def _found(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> li
     if selection.text is None:
         rows = read_samples(files[_step(files, selection.step, selection.kind, run_dir)])
         return ordered(rows, selection.order)[: selection.number]
-    steps = (
-        [_step(files, selection.step, selection.kind, run_dir)] if selection.step is not None or not files else sorted(files, reverse=True)
-    )
+    steps = sorted(files, reverse=True) if selection.step is None and files else [_step(files, selection.step, selection.kind, run_dir)]
     found = list[Sample]()
     for step in steps:
         found += [row for row in read_samples(files[step]) if holds(row, selection.text)]
@@ -140,7 +138,8 @@ def ordered(rows: Sequence[Sample], order: Order | None) -> list[Sample]:
 
 
 def _number(value: Any) -> float:
-    """Return a number, that of an infinite one being a text; NaN for what is none."""
+    """Return a number, or NaN for what is none."""
+    # JSON has no infinite numbers: they are written as texts, which ``float`` reads
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -163,8 +162,7 @@ def _listed(rows: Sequence[Sample]) -> Iterator[RenderableType]:
 
 
 def _said(row: Sample) -> Iterator[RenderableType]:
-    """Return the response; of a conversation the text of each turn, with the environment's turns shown like
-    the prompt."""
+    """Yield the response, or each turn of a conversation, the environment's in the style of prompts."""
     turns = row.get("turns")
     if not isinstance(turns, list) or not all(isinstance(turn, dict) and isinstance(turn.get("text"), str) for turn in turns):
         yield _visible(row["answer"])
@@ -196,6 +194,7 @@ def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) ->
         for step, row in zip(steps, (one, other), strict=True):
             table.add_column(Text(f"step {step}\n").append_text(_figures(row)), ratio=1, overflow="fold")
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one["answer"], other["answer"], strict=False)))
+        # what both begin with is dim, so that the eye finds where they part
         table.add_row(*(_visible(row["answer"][:common], "dim").append_text(_visible(row["answer"][common:])) for row in (one, other)))
         yield table
 
@@ -221,13 +220,14 @@ def _place(row: Sample, *, with_step: bool = True) -> str:
     return "  ".join(parts)
 
 
-_SHOWN: tuple[tuple[str, str], ...] = (("reward", "reward"), ("accuracy", "accuracy"), ("advantage", "advantage"), ("mismatch", "mismatch"))
+_SHOWN = ("reward", "accuracy", "advantage", "mismatch")
 
 
 def _figures(row: Sample) -> Text:
     """Return one line of figures."""
     parts = row.get("rewards") if isinstance(row.get("rewards"), Mapping) else {}
-    figures = {title: row.get(name) for name, title in _SHOWN if name == "reward" or row.get(name) is not None} | dict(parts or {})
+    # every answer is to have a reward, so that one without is shown as such
+    figures = {name: row.get(name) for name in _SHOWN if name == "reward" or row.get(name) is not None} | dict(parts or {})
     words = [f"{_plain(name)} {_plain(value)}" for name, value in figures.items()]
     words.append(f"{_plain(row.get('length'))} tokens")
     if isinstance(row.get("turns"), list):

@@ -70,9 +70,11 @@ def run(directory: str, as_json: bool = False, hashes: bool = False) -> int:
 
 
 def as_plain(state: RunState) -> dict[str, Any]:
-    """The state as JSON holds it; of each metric that is shown, and of mismatch and memory, the last, first,
-    smallest and largest value; of ``reward_errors`` and ``reward_timeouts`` the sum over all steps, where
-    there are any."""
+    """Return the state as JSON holds it.
+
+    Metrics that are shown, the mismatch and memory have their last, first, smallest and largest value.
+    ``reward_errors`` and ``reward_timeouts`` have their sum over all steps, where there are any.
+    """
     fields = asdict(replace(state, series={}))  # which would be copied number by number
     del fields["series"]
     wanted = {name: curve for name, curve, _ in shown_metrics(state.series)}
@@ -122,6 +124,7 @@ def facts(state: RunState) -> Iterator[tuple[str, Text]]:
     yield "progress", _progress(state)
     if state.launches:
         restarts, last = len(state.launches) - 1, state.launches[-1]
+        # a launch that no step began has no first step to name
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.start))
         start = "started" if not restarts else "the last" if last.first_step is None else f"the last from step {last.first_step}"
         yield "restarts", Text(f"{restarts}; {start} at {since}{_restarts_text(state.launches)}")
@@ -180,6 +183,7 @@ def _progress(state: RunState) -> Text:
 
 def _not_finite_text(state: RunState) -> str:
     """Return metrics that are NaN or infinite at present, those first that have been so the longest."""
+    # the first to go is nearest to the cause; others follow from it
     names = sorted(state.not_finite, key=lambda name: (state.not_finite[name], name))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(f"{name} since step {state.not_finite[name]}" for name in names[:_NAMED]) + more
@@ -207,6 +211,7 @@ def _wholeness(checkpoint: CheckpointState) -> Text:
 
 def _mismatch(curve: Series) -> Text:
     """Return how far the probabilities of generation and of training are apart; 1 is not at all."""
+    # a ratio below 1 is as bad as one above it
     worst = max(range(len(curve.values)), key=lambda index: abs(curve.values[index] - 1))
     text = (
         f"{curve.values[-1]:.6f} between generation and training (1 is none), {curve.values[worst]:.6f} at worst, step {curve.steps[worst]}"
@@ -301,5 +306,6 @@ def sparkline(values: Sequence[float], width: int = _TREND) -> str:
     means = [sum(values[low:high]) / (high - low) for low, high in pairwise(bounds)]
     low, high = min(means), max(means)
     if high == low:
+        # a flat curve is a low line: a constant has no height of its own
         return _BLOCKS[0] * size
     return "".join(_BLOCKS[min(int((value - low) / (high - low) * len(_BLOCKS)), len(_BLOCKS) - 1)] for value in means)
