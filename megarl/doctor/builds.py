@@ -158,6 +158,7 @@ def _fault_of_transformer_engine(version: str, error: str) -> tuple[str, str]:
     build = f"pip install --no-build-isolation {wanted}   (compiles against this torch; needs nvcc and g++)"
     if part is None:
         return f"{version} without transformer-engine-torch, its part for torch: {error}", build
+    # pip would take the wheel that it compiled before, for the torch of then
     again = f"pip uninstall transformer-engine-torch; pip cache remove transformer_engine_torch; {build}"
     if _is_of_another_build(error):
         return f"{part}: its part for torch was compiled for another torch or CUDA: {error}", again
@@ -197,6 +198,7 @@ def check_entry_point() -> Check:
 def compiled_modules(name: str) -> list[str]:
     """Return names of the compiled modules at the top of a distribution's package, such as ``vllm._C``; one
     of each name."""
+    # found by their files: to import the package for their names would load them here
     files = importlib.metadata.files(name) or []
     found = [path for path in files if len(path.parts) == 2 and re.match(r"_C(_stable_libtorch)?\.", path.name) and path.suffix == ".so"]
     return sorted({f"{path.parts[0]}.{path.name.split('.')[0]}" for path in found})
@@ -205,6 +207,7 @@ def compiled_modules(name: str) -> list[str]:
 def load_error(module: str, timeout_s: float = _LOAD_S) -> str:
     """Return why a module cannot be imported after torch, in a process of its own; empty where it can. One
     line."""
+    # a compiled part that does not fit may end the process that imports it
     command = [sys.executable, "-c", _LOADER, module]
     try:
         answer = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=timeout_s)

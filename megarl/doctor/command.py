@@ -43,6 +43,7 @@ def run_on_nodes(config: RunConfig | None, as_json: bool = False) -> int:
 def show(checks: Iterable[Check], as_json: bool, where: str = "") -> int:
     """Show checks as they come, and return the exit code; ``where`` is what they are about, this machine by
     default."""
+    # errors of other programs may name addresses with passwords in them
     checks = (replace(check, found=redacted_text(check.found), fix=redacted_text(check.fix)) for check in checks)
     if as_json:
         answers = list(checks)

@@ -103,6 +103,7 @@ def read_driver() -> Driver | DriverFault | None:
     except pynvml.NVMLError as error:
         return DriverFault(str(error))
     try:
+        # NVML sees GPUs that CUDA_VISIBLE_DEVICES hides from torch
         gpus = tuple(_gpu(index) for index in range(pynvml.nvmlDeviceGetCount()))
         return Driver(pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2(), gpus)
     except pynvml.NVMLError as error:
@@ -179,6 +180,7 @@ def _judge_gpu(index: int, gpu: Gpu) -> Check:
     if not gpu.memory:
         return ROOM.ok(name, f"{gpu.name}, memory of the host")
     found = f"{gpu.name}, {gpu.memory / GIB:.0f} GiB, {gpu.used / GIB:.1f} GiB in use"
+    # A driver keeps some memory for itself. A tenth is another program, and a run may not fit as well.
     if gpu.used > gpu.memory // 10:
         return ROOM.warning(name, found, "nvidia-smi   (shows who uses it)")
     return ROOM.ok(name, found)

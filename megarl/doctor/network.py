@@ -94,12 +94,14 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
             processes += [_start(backend, rank, world_size, int(port.removeprefix(PORT_MARK))) for rank in range(1, world_size)]
         with ThreadPoolExecutor(world_size) as waiting:
             answers = list(waiting.map(finished, processes))
+        # a timer that has fired is no longer alive
         late = not timer.is_alive()
     finally:
         timer.cancel()
         stop()
         for process in processes:
             process.wait()
+    # one that failed by itself before those that were killed on its account: it knows why
     failed = sorted((rank for rank, process in enumerate(processes) if process.returncode), key=lambda rank: processes[rank].returncode < 0)
     processes_text = f"{world_size} processes" if world_size > 1 else "1 process, as there is one GPU"
     if not failed:

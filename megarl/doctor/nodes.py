@@ -123,6 +123,7 @@ def check_ranks(shape: Shape) -> Iterator[Check]:
     try:
         builder = RayWorkerBuilder(f"{__name__}.Adder")
         device = {"MEGARL_DEVICE": "cuda" if shape.gpus else "cpu"}
+        # twice the bound of the ranks' own collectives, whose errors say more if they come first
         group = RayWorkerGroup(cluster, builder, name_prefix="doctor", env_vars=device, init_timeout_s=START_S, call_timeout_s=2 * ADDING_S)
         facts = group.get_all_worker_results(group.run_all_workers_single_data("facts"))
         yield from compare(facts)

@@ -36,6 +36,7 @@ def check_storage(run_dir: Path) -> Iterator[Check]:
         place = nearest_directory(_without_links(run_dir))
         yield check_file_system(place)
         yield judge_space(shutil.disk_usage(place).free)
+        # a directory of its own: a run may be at work in this one
         trial = place / f".megarl-doctor-{secrets.token_hex(6)}"
         try:
             trial.mkdir()
@@ -76,6 +77,7 @@ def check_durable_write(directory: Path) -> Check:
 def check_lock(directory: Path) -> Check:
     """Check whether the kernel keeps a second run out of the directory of a first."""
     with (directory / "lock").open("wb") as first, (directory / "lock").open("rb+") as second:
+        # as a run does; lockf would let the second in, as its locks are those of a process
         try:
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
