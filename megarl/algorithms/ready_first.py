@@ -121,12 +121,14 @@ class ReadyFirst:
         version = step - 1
         self._go_on(version)
         for group in self._begun_again:
+            # sampled from the start, with the weights of now
             group.version = version
             self._begin(group)
         self._begun_again = []
         self._fill(step, version)
         with self._timer.phase(ROLLOUT_WAIT):
             chosen, dropped = self._chosen(step)
+        # engines have work again before the step trains
         self._fill(step + 1, version)
         rollouts = self._join([each.rollouts for each in chosen if each.rollouts is not None])
         for group in chosen:
@@ -183,6 +185,7 @@ class ReadyFirst:
             groups: see ``groups_of``.
             batches: groups that were complete, by ordinal.
         """
+        # in the order in which they were complete, by which a step chooses
         for ordinal in groups["arrived"]:
             rollouts = batches[ordinal].rollouts
             version = int(rollouts.samples["weight_version"].min())
@@ -231,6 +234,7 @@ class ReadyFirst:
         try:
             rollouts = self._collect(group.index, group.ordinal, group.version, timer)
         except BaseException as error:
+            # nobody waits for this thread: whoever takes the next batch raises it
             with self._changed:
                 self._failure = self._failure or error
                 self._changed.notify_all()
@@ -256,6 +260,7 @@ class ReadyFirst:
                     self._forget(stale)
                 found = self._enough(oldest)
                 if found is not None:
+                    # in the order of the data, so that a batch depends on which groups it has alone
                     groups = [self._groups[ordinal] for ordinal in sorted(found)]
                     self._forget(found)
                     return groups, dropped

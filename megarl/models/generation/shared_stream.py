@@ -146,6 +146,7 @@ class SharedStream:
         Args:
             version: steps of training behind them.
         """
+        # before the thread, which reads both
         self._version, self._pausing = version, False
         self._stream = self._connect()
         self._thread = threading.Thread(target=self._drive, name="shared-requests", daemon=True)
@@ -175,6 +176,7 @@ class SharedStream:
         finally:
             with self._changed:
                 self._failure = None
+                # what engines had begun goes first, in the order in which it came
                 self._new = sorted(self._with_engines & self._open.keys()) + self._new
                 self._with_engines.clear()
 
@@ -245,6 +247,7 @@ class SharedStream:
                     self._with_engines |= new.keys()
                 if self._with_engines:
                     begun = time.perf_counter()
+                    # no longer, so that new requests are soon heard of
                     self._deliver(self._stream.poll(_LOOK_SECONDS))
                     self._busy_s += time.perf_counter() - begun
         except BaseException as error:
