@@ -24,7 +24,7 @@ from converters.model_config.prediction_layers import copies
 if TYPE_CHECKING:
     from converters.mapping.logical import MegatronModel
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_HEAD = "lm_head.weight"
 # Old Llama checkpoints store the rotary frequencies, which every model computes from its config.
 _IGNORABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 # words that wrappers leave in the names of tensors
@@ -180,7 +180,8 @@ def _without(name: str, words: tuple[str, ...]) -> str:
 def repeated_tensors(architecture: Architecture) -> dict[str, str]:
     """Return names of tensors that a checkpoint may have beside those of the architecture, with the names of
     those that they repeat."""
-    return ({_HEAD: _EMBEDDING} if architecture.tied_embeddings else {}) | dict(copies(architecture))
+    embedding = hf_tensors(architecture)[0].name
+    return ({_HEAD: embedding} if architecture.tied_embeddings else {}) | dict(copies(architecture))
 
 
 def stored_twice(source: HuggingFaceSource, architecture: Architecture, excused: Sequence[str] = ()) -> dict[str, str]:

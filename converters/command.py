@@ -46,7 +46,7 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
     _add_layout(into)
     out = add("export", help="torch_dist of Megatron-Core -> Hugging Face safetensors")
     out.add_argument("source", type=Path, help="checkpoint, or a directory that a trainer keeps it in")
-    out.add_argument("--max-shard-size", type=read_size, default=5_000_000_000, metavar="SIZE", help="of a file (default 5e9 bytes)")
+    _add_export(out)
     for command in (into, out):
         command.add_argument("target", type=Path, help="directory to make")
         command.add_argument("--workers", type=int, default=2, metavar="N", help="threads (default 2); the bytes do not depend on them")
@@ -113,6 +113,12 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
                 help="refuse a Megatron checkpoint that is not signed by this key (checkpointing.signing_key_file of its run)",
             )
     return parser
+
+
+def _add_export(command: argparse.ArgumentParser) -> None:
+    untouched = "the model that was trained, whose vision tower and prediction layer are exported"
+    command.add_argument("--max-shard-size", type=read_size, default=5_000_000_000, metavar="SIZE", help="of a file (default 5e9 bytes)")
+    command.add_argument("--untouched-from", type=Path, metavar="DIR", help=untouched)
 
 
 def _add_missing(command: argparse.ArgumentParser) -> None:
@@ -288,6 +294,7 @@ def _export(arguments: argparse.Namespace) -> Answer:
         max_shard_bytes=arguments.max_shard_size,
         allow_missing=tuple(arguments.allow_missing),
         lora=arguments.lora,
+        untouched_from=arguments.untouched_from,
     )
     return _convert(export_model, plan, arguments)
 

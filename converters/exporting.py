@@ -11,7 +11,7 @@ import functools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,17 @@ from converters.checkpoint.artifacts import (
 from converters.checkpoint.boxes import read_box, whole, write_bytes
 from converters.checkpoint.manifest import MANIFEST_FILE, ConversionManifest, TensorRecord, dtype_name, fingerprints
 from converters.checkpoint.narrowing import Narrowing, kept_dtype, main_dtype
+from converters.checkpoint.quantized import open_dequantized
 from converters.checkpoint.safetensors_file import DTYPE_NAMES, OpenFiles
 from converters.checkpoint.staging import Staging, check_apart
 from converters.checkpoint.work import ConversionResult, RunOptions, row_ranges
 from converters.conversion import Chunk, Conversion, Plan, Rows, convert
 from converters.errors import ConversionError
+from converters.families.vision import MEGATRON_PREFIX
 from converters.mapping.rule import HuggingFaceTensor, Rule, TensorLocation
 from converters.mapping.rules import all_rules, hf_tensors
-from converters.opening import MegatronCheckpoint
+from converters.opening import MegatronCheckpoint, open_huggingface
+from converters.untouched import Completed
 
 _STORED_NAMES = {getattr(torch, name): stored for stored, name in DTYPE_NAMES.items()}
 Parts = tuple[tuple[HuggingFaceTensor, TensorLocation], ...]
@@ -172,7 +175,9 @@ class ExportPlan(Plan):
         rest = [[tensor.key, tensor.shape, dtype_name(tensor.dtype), tensor.file, tensor.offset] for tensor in self.written]
         shard_size = self.max_shard_bytes if len(self.files) > 1 else None
         options = {"--source-weights": self.checkpoint.weights, "--max-shard-size": shard_size}
-        return self.fingerprint_with(self.checkpoint.identity(), self.checkpoint.config, all_rules(self.architecture), rest, **options)
+        begun = self.model.begun.source.identity() if isinstance(self.model, Completed) else []
+        weights = [*self.checkpoint.identity(), *begun]
+        return self.fingerprint_with(weights, self.checkpoint.config, all_rules(self.architecture), rest, **options)
 
     @property
     def fingerprint_of_files(self) -> dict[str, str]:
@@ -194,6 +199,7 @@ def plan_export(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     allow_missing: tuple[str, ...] = (),
     lora: Path | None = None,
+    untouched_from: Path | None = None,
 ) -> ExportPlan:
     """Work out an export.
 
@@ -206,6 +212,7 @@ def plan_export(
         allow_missing: patterns (``*`` and ``?``) of names on either side that need no counterpart on the
             other.
         lora: directory of a PEFT adapter to merge.
+        untouched_from: directory of the model that was trained, for what training leaves as it is.
 
     Raises:
         ConversionError: the checkpoint does not hold the model that its config describes.
@@ -217,6 +224,11 @@ def plan_export(
             f"nothing says the special tokens of {checkpoint.directory}, whose config is made of its trainer's settings",
             f"pass {', '.join(checkpoint.unanswered)} (or none), or --tokenizer DIRECTORY with a generation_config.json",
         )
+    if untouched_from is not None:
+        completed = Completed(checkpoint.model, open_huggingface(open_dequantized(untouched_from)))
+        checkpoint = replace(checkpoint, model=completed)
+    elif checkpoint.model.architecture.vision is not None and not is_excused([_OF_TOWER], allow_missing):
+        _require_tower(checkpoint)
     adapter = None
     if lora is not None:
         checkpoint, adapter = merge_export(checkpoint, lora, dtype)
@@ -242,6 +254,19 @@ def plan_export(
         dtype_asked=dtype,
         max_shard_bytes=max_shard_bytes,
     )
+
+
+_OF_TOWER = "model.visual.pos_embed.weight"
+
+
+def _require_tower(checkpoint: MegatronCheckpoint) -> None:
+    """Refuse what a training run has written of a model that also sees: transformers would draw a tower at
+    random."""
+    if not any(key.startswith(MEGATRON_PREFIX) for key in checkpoint.model.checkpoint):
+        raise ConversionError(
+            f"{checkpoint.directory} holds the text alone of a model that also sees, as training writes it",
+            "pass --untouched-from DIRECTORY of the model that was trained, or --allow-missing 'model.visual.*' to leave its tower out",
+        )
 
 
 def _check_manifest(checkpoint: MegatronCheckpoint, rules: list[Rule], excused: tuple[str, ...]) -> None:

@@ -202,13 +202,20 @@ def known_config(directory: Path) -> Any:
 def logits_of(directory: Path, ids: Tensor, head: ScoreHead | None = None) -> Tensor:
     """Return the logits that plain transformers computes of token ids, in float32 on a CPU; of a model that
     scores its scores."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
 
+    config = known_config(directory)
+    language = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     scoring = AutoModelForTokenClassification if head is not None and head.bias else AutoModelForSequenceClassification
     # the grouped product of experts that transformers prefers does not take every width
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
-    model_class: Any = AutoModelForCausalLM if head is None else scoring
-    model = model_class.from_pretrained(directory, config=known_config(directory), **options).eval()
+    model_class: Any = language if head is None else scoring
+    model = model_class.from_pretrained(directory, config=config, **options).eval()
     with torch.no_grad():
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits

@@ -50,9 +50,10 @@ def add_mtp_layer(directory: Path) -> dict[str, torch.Tensor]:
     """
     file = directory / "model.safetensors"
     tensors = load_file(file)
-    norm = tensors["model.norm.weight"]
-    last = max(int(name.split(".")[2]) for name in tensors if ".self_attn." in name)
-    of_layer = f"model.layers.{last}."
+    [text] = (name.removesuffix("norm.weight") for name in tensors if name in ("model.norm.weight", "model.language_model.norm.weight"))
+    norm = tensors[f"{text}norm.weight"]
+    last = max(int(name.removeprefix(text).split(".")[1]) for name in tensors if ".self_attn." in name)
+    of_layer = f"{text}layers.{last}."
     like = {f"layers.0.{name.removeprefix(of_layer)}": tensor for name, tensor in tensors.items() if name.startswith(of_layer)}
     like |= {f"{name}.weight": norm for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
     like["fc.weight"] = norm.new_zeros(len(norm), 2 * len(norm))

@@ -224,7 +224,7 @@ class LoraAdapter:
             return [f"{name}: the model has no matrix {module}.weight" for name in names.values()]
         if set(names) not in ({"lora_A", "lora_B"}, {"lora_embedding_A", "lora_embedding_B"}):
             return [f"{module}: has {', '.join(names)}; lora_A and lora_B are needed, or those of an embedding"]
-        if tied and module in ("lm_head", "model.embed_tokens"):
+        if tied and (module == "lm_head" or module.endswith(".embed_tokens")):
             return [f"{module}: tie_word_embeddings is true, and with the adapter embedding and output layer would differ"]
         rank = self._config.rank_of(module)
         (rows, columns), is_embedding = tensor.shape, "lora_embedding_A" in names

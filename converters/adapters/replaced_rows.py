@@ -18,7 +18,7 @@ from converters.mapping.rule import HuggingFaceTensor
 AdapterSource = PeftDirectory | MegatronAdapter
 
 _TOKENS = ".token_adapter.trainable_tokens_delta"
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_HEAD = "lm_head.weight"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -62,6 +62,7 @@ class Replacements:
 
     def __init__(self, source: AdapterSource, tensors: Mapping[str, HuggingFaceTensor], tied: bool) -> None:
         self._source, self._tensors = source, tensors
+        self._embedding = next(name for name in tensors if name.endswith(".embed_tokens.weight"))
         self._config: LoraConfig = source.config
         self.found: dict[str, Replacement] = {}
         self.names: set[str] = set()
@@ -89,7 +90,7 @@ class Replacements:
 
     def _add(self, stored: str, name: str, tokens: tuple[int, ...] | None) -> None:
         self.names.add(stored)
-        base = self._tensors.get(_EMBEDDING if name == _HEAD and name not in self._tensors else name)
+        base = self._tensors.get(self._embedding if name == _HEAD and name not in self._tensors else name)
         faults = list(self._faults(stored, name, base, tokens))
         self.problems += faults
         if not faults:
@@ -114,7 +115,7 @@ class Replacements:
     def _tie(self) -> Iterator[str]:
         """Take the output layer of a tied model away, where it is the embedding's; else say that they
         differ."""
-        embedding, head = self.found.get(_EMBEDDING), self.found.pop(_HEAD, None)
+        embedding, head = self.found.get(self._embedding), self.found.pop(_HEAD, None)
         if embedding is not None and embedding.tokens is not None and head is None:
             return  # PEFT trains the tokens of a tied embedding on both sides
         if embedding is None and head is None:

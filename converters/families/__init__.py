@@ -45,6 +45,8 @@ _FAMILIES = (
     qwen2_moe.FAMILY,
     qwen3.FAMILY,
     qwen3_5.DENSE,
+    qwen3_5.SEEING_DENSE,
+    qwen3_5.SEEING_SPARSE,
     qwen3_5.SPARSE,
     qwen3_moe.FAMILY,
     qwen3_next.FAMILY,
@@ -96,8 +98,13 @@ def family_of(model_type: object, architectures: object = None) -> Family:
             "config.json; else describe it (megarl convert --family-file)",
         )
     described = UNKNOWN.get(model_type) if isinstance(model_type, str) else None
-    if described is None and any(str(each).endswith("ForConditionalGeneration") for each in classes):
-        described = "a model that also reads pictures, sound or the text of an encoder, and only decoders of text are converted"
+    if any(str(each).endswith("ForConditionalGeneration") for each in classes):
+        also = "" if described is None else f", and {described}"
+        seeing = " or ".join(sorted(each.model_type for each in FAMILIES.values() if each.sees))
+        raise ConversionError(
+            f"model_type = {model_type!r} has no mapping rules: it also reads pictures, sound or the text of an encoder{also}",
+            f"take a model of text alone, or a {seeing} model: those that also see are converted whole, and their text is trained",
+        )
     if described is not None:
         raise ConversionError(
             f"model_type = {model_type!r} has no mapping rules: it is {described}",

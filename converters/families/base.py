@@ -12,6 +12,7 @@ from converters.model_config.gated_delta import GatedDeltaNet
 from converters.model_config.latent_attention import LatentAttention
 from converters.model_config.mixture import MixtureOfExperts
 from converters.model_config.sizes import Config
+from converters.model_config.vision import VisionTower
 
 if TYPE_CHECKING:
     from converters.model_config.architecture import ModelFacts
@@ -74,6 +75,11 @@ def read_windows(config: Config, num_layers: int, *, uniform: bool, by_layer: bo
     return tuple(window if slides else None for slides in sliding)
 
 
+NESTED_PREFIX = "model.language_model."
+"""Beginning of the names of the tensors of the text in a checkpoint of a model that also sees, in place of
+``model.``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One model family.
@@ -90,6 +96,10 @@ class Family:
             ``layer_types`` says, and for every layer where it says nothing.
         read_latent_attention: the latent attention, from the config; what is wrong is appended to the list.
         read_gated_delta: the gated delta nets, from the config and the number of layers; what is wrong is appended to the list.
+        read_vision: the vision tower, from the config; what is wrong is appended to the list. A family that
+            has one nests the config of its text in ``text_config``, and names its tensors by ``NESTED_PREFIX``.
+        may_be_nested: of a text alone, whose tensors transformers saves under these names where it was read
+            from a model that also sees.
         zero_centered_norms: norms multiply by 1 + weight.
         may_predict_further: behind its layers a model may have layers that predict further tokens
             (``converters.model_config.prediction_layers``).
@@ -114,6 +124,8 @@ class Family:
     has_uniform_window: bool = False
     read_latent_attention: Callable[[Config, list[str]], LatentAttention | None] = read_nothing
     read_gated_delta: Callable[[Config, int, list[str]], GatedDeltaNet | None] = read_nothing
+    read_vision: Callable[[Config, list[str]], VisionTower | None] = read_nothing
+    may_be_nested: bool = False
     zero_centered_norms: bool = False
     may_predict_further: bool = False
     predicts_in_mtp: bool = False
@@ -123,3 +135,8 @@ class Family:
     rotates_in_sections: bool = False
     config_like: str | None = None
     defaults: Config = field(default_factory=dict)
+
+    @property
+    def sees(self) -> bool:
+        """Return whether its models also see."""
+        return self.read_vision is not read_nothing

@@ -1,7 +1,8 @@
-"""The text part of Qwen3.5, dense or with experts: as Qwen3-Next, but for projections of gated delta nets that are stored part by part.
+"""Qwen3.5, dense or with experts: as Qwen3-Next, but for projections of gated delta nets that are stored part
+by part.
 
-Published checkpoints are of models that also see. transformers loads the text part of one (``AutoModelForCausalLM``), which it saves under
-the ``model_type`` of the families here.
+Published checkpoints are of models that also see. transformers loads the text part of one
+(``AutoModelForCausalLM``), and saves it under a ``model_type`` of its own.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from converters.families import dense, qwen3_next
-from converters.families.base import read_nothing
+from converters.families.base import Family, read_nothing
 from converters.families.sparse import layer_rules
-from converters.model_config import gated_delta
+from converters.model_config import gated_delta, vision
 from converters.model_config.mixture import MixtureOfExperts, read_mixture
 from converters.model_config.prediction_layers import MTP_KEYS
 from converters.model_config.sizes import Config
@@ -38,7 +39,12 @@ def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> Mixtu
 
 
 _TEXT = replace(
-    qwen3_next.FAMILY, config_keys=_TEXT_KEYS, read_gated_delta=gated_delta.read_gated_delta, rotates_in_sections=True, defaults={}
+    qwen3_next.FAMILY,
+    config_keys=_TEXT_KEYS,
+    read_gated_delta=gated_delta.read_gated_delta,
+    rotates_in_sections=True,
+    may_be_nested=True,
+    defaults={},
 )
 DENSE = replace(
     _TEXT, model_type="qwen3_5_text", architecture_class="Qwen3_5ForCausalLM", layer_rules=dense.layer_rules, read_mixture=read_nothing
@@ -51,3 +57,13 @@ SPARSE = replace(
     layer_rules=layer_rules,
     read_mixture=_read_mixture,
 )
+
+
+def _seeing(text: Family, model_type: str, architecture_class: str) -> Family:
+    """The family of published checkpoints, whose text is of ``text``."""
+    keys = text.config_keys | vision.CONFIG_KEYS
+    return replace(text, model_type=model_type, architecture_class=architecture_class, config_keys=keys, read_vision=vision.read_vision)
+
+
+SEEING_DENSE = _seeing(DENSE, "qwen3_5", "Qwen3_5ForConditionalGeneration")
+SEEING_SPARSE = _seeing(SPARSE, "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from converters.errors import ConversionError
-from converters.families import family_of
+from converters.families import FAMILIES, family_of
 from converters.families.base import Family, read_nothing
 from converters.families.hf_config import config_class_name
 from converters.families.plain import filled_config
@@ -166,6 +166,7 @@ def _read(config: Mapping[str, Any], ignored: frozenset[str], config_class: type
         gated_delta=family.read_gated_delta(config, dimensions["num_layers"], problems),
         zero_centered_norms=family.zero_centered_norms,
         prediction_layers=_prediction_layers(config, family, problems),
+        vision=family.read_vision(config, problems),
         head=head,
     )
     if problems:
@@ -243,6 +244,8 @@ def _completed(hf_config: Any) -> tuple[dict[str, Any], type | None]:
         if like is None:
             return dict(hf_config), None
         check_raw(options, CONFIG_MAPPING[like])
+        if family.sees:
+            _check_sections(options, CONFIG_MAPPING[like])
         try:
             hf_config = AutoConfig.for_model(like, **options)
             hf_config.to_dict()
@@ -251,12 +254,38 @@ def _completed(hf_config: Any) -> tuple[dict[str, Any], type | None]:
             raise ConversionError(f"config.json is not a valid {family.model_type} config ({error})", "correct config.json") from error
     elif not hasattr(hf_config, "to_dict"):
         raise ConversionError(f"{type(hf_config).__name__} is not a model config", "pass a transformers config or a parsed config.json")
-    config = copy.deepcopy(dict(hf_config.to_dict()))
+    else:
+        family = FAMILIES.get(getattr(hf_config, "model_type", ""))
+    text = hf_config.text_config if family is not None and family.sees else hf_config
+    config = copy.deepcopy(dict(text.to_dict()))
     # Attributes that exist only on the class (head_dim set after construction, older rope keys) are not in to_dict of every version.
     for key in ("head_dim", "rope_theta", "rope_scaling", "rope_parameters", "num_labels"):
-        if config.get(key) is None and getattr(hf_config, key, None) is not None:
-            config[key] = getattr(hf_config, key)
+        if config.get(key) is None and getattr(text, key, None) is not None:
+            config[key] = getattr(text, key)
+    if text is not hf_config:
+        config = _flattened(copy.deepcopy(dict(hf_config.to_dict())), config)
     return config | ({} if family is None else {"model_type": family.model_type}), type(hf_config)
+
+
+# what the class of a model that also sees reads outside of its text
+_OF_THE_WHOLE = frozenset({"architectures", "dtype", "model_type", "tie_word_embeddings", "torch_dtype"})
+
+
+def _flattened(whole: dict[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a model that also sees as that of a text: what its text section says, and around it what
+    that leaves open."""
+    del whole["text_config"]
+    return whole | {key: value for key, value in text.items() if whole.get(key) is None or key not in _OF_THE_WHOLE}
+
+
+def _check_sections(options: Mapping[str, Any], config_class: Any) -> None:
+    """``check_raw`` for the sections of a model that also sees, both of which it needs: transformers would
+    fill in those of a large one."""
+    for key, section_class in config_class.sub_configs.items():
+        section = options.get(key)
+        if not isinstance(section, Mapping):
+            raise ConversionError(f"{key} = {section!r}: an object is needed", "correct config.json")
+        check_raw(section, section_class)
 
 
 def _refused_keys(config: Mapping[str, Any], family: Family, ignored: frozenset[str], config_class: type | None) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_SEES = "a model that also sees, of which the text part is converted: load it with AutoModelForCausalLM of transformers and save it"
 _GEMMA = "like Llama, but for norms behind each block, zero-centred norms, scaled embeddings and a window in some layers"
 UNKNOWN: Mapping[str, str] = MappingProxyType(
     {
@@ -18,7 +17,7 @@ UNKNOWN: Mapping[str, str] = MappingProxyType(
         "falcon_h1": "a mixture of attention and state-space layers",
         "gemma": "like Llama, but for zero-centred norms and scaled embeddings",
         "gemma2": f"{_GEMMA}, and soft caps on attention and logits",
-        "gemma3": f"{_GEMMA}, two rotary bases and a vision tower",
+        "gemma3": f"{_GEMMA} and two rotary bases",
         "gemma3_text": f"{_GEMMA} and two rotary bases",
         "glm": "like Llama, but for a fused gate_up_proj and rotary embeddings of interleaved dimensions",
         "glm4": "like Llama, but for a fused gate_up_proj, norms behind each block and rotary embeddings of interleaved dimensions",
@@ -37,8 +36,6 @@ UNKNOWN: Mapping[str, str] = MappingProxyType(
         "phi": "not gated: LayerNorm, biases and blocks side by side",
         "phi3": "like Llama, but for fused weights (qkv_proj, gate_up_proj), which have to be taken apart",
         "phimoe": "like Mixtral, but for LayerNorm with biases and a router of its own (sparsemixer)",
-        "qwen3_5": _SEES,
-        "qwen3_5_moe": _SEES,
         "smollm3": "like Llama, but for layers without rotary embeddings (no_rope_layers)",
         "starcoder2": "not gated: LayerNorm and biases",
     }

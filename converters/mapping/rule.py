@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from converters.errors import ConversionError
@@ -90,6 +90,16 @@ class HuggingFaceTensor:
     def places(self) -> tuple[TensorLocation, ...]:
         """Every place where it may be stored; the first is where it is written."""
         return (TensorLocation(self.name, self.shape), *self.alternatives) if self.alone else self.alternatives
+
+
+def renamed(tensor: HuggingFaceTensor, old: str, new: str) -> HuggingFaceTensor:
+    """The tensor and all its places, with ``new`` where a name begins with ``old``."""
+
+    def change(name: str) -> str:
+        return new + name.removeprefix(old) if name.startswith(old) else name
+
+    places = tuple(replace(place, name=change(place.name)) for place in tensor.alternatives)
+    return replace(tensor, name=change(tensor.name), alternatives=places)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
+from dataclasses import replace
 from functools import lru_cache
 
 from converters.errors import ConversionError
 from converters.families import family_of
+from converters.families.base import NESTED_PREFIX, Family
 from converters.families.head import head_rules
-from converters.mapping.rule import PORTABLE_NORMS, HuggingFaceTensor, Rule, expert_index, is_expert, sequential_name
+from converters.families.vision import tower_rules
+from converters.mapping.rule import PORTABLE_NORMS, HuggingFaceTensor, Rule, expert_index, is_expert, renamed, sequential_name
 from converters.model_config.architecture import Architecture
 from converters.model_config.prediction_layers import prediction_rules, usual_name
 
@@ -80,8 +83,10 @@ def hf_names(architecture: Architecture) -> list[str]:
 
 @lru_cache(maxsize=16)
 def _model_rules(architecture: Architecture) -> dict[str, Rule]:
-    rules = head_rules(family_of(architecture.family).model_rules(architecture), architecture)
-    return {rule.megatron_name: rule for rule in rules}
+    family = family_of(architecture.family)
+    rules = _nested(head_rules(family.model_rules(architecture), architecture), family)
+    vision = () if architecture.vision is None else tower_rules(architecture.vision)
+    return {rule.megatron_name: rule for rule in (*rules, *vision)}
 
 
 @lru_cache(maxsize=1024)
@@ -90,7 +95,22 @@ def _layer_rules(architecture: Architecture, layer: int) -> dict[str, Rule]:
     rules = family.layer_rules(architecture, layer)
     if layer >= architecture.num_layers:
         rules = prediction_rules(architecture, layer - architecture.num_layers, rules, in_mtp=family.predicts_in_mtp)
-    return {rule.megatron_name: rule for rule in rules}
+    return {rule.megatron_name: rule for rule in _nested(rules, family)}
+
+
+def _nested(rules: tuple[Rule, ...], family: Family) -> tuple[Rule, ...]:
+    """The rules with the names that the tensors of the text have, or may have, in checkpoints of the
+    family."""
+    if not (family.sees or family.may_be_nested):
+        return rules
+    return tuple(replace(rule, parts=tuple(_nested_part(part, family) for part in rule.parts)) for rule in rules)
+
+
+def _nested_part(part: HuggingFaceTensor, family: Family) -> HuggingFaceTensor:
+    nested = renamed(part, "model.", NESTED_PREFIX)
+    if family.sees or nested == part:
+        return nested
+    return replace(part, alternatives=(*part.alternatives, *nested.places))
 
 
 def forget_rules() -> None:

@@ -10,6 +10,7 @@ from converters.model_config.heads import ScoreHead
 from converters.model_config.latent_attention import LatentAttention
 from converters.model_config.layer_kind import LayerKind, Mixer
 from converters.model_config.mixture import MixtureOfExperts
+from converters.model_config.vision import VisionTower
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class ModelFacts:
         zero_centered_norms: norms multiply by 1 + weight, but for those inside gated delta nets.
         prediction_layers: layers behind the others that predict further tokens
             (``converters.model_config.prediction_layers``).
+        vision: the vision tower, which is carried and not computed; None for a model of text alone.
         head: the layer that scores in place of the output layer (``converters.model_config.heads``); None for
             a language model.
     """
@@ -71,6 +73,7 @@ class ModelFacts:
     gated_delta: GatedDeltaNet | None = None
     zero_centered_norms: bool = False
     prediction_layers: int = 0
+    vision: VisionTower | None = None
     head: ScoreHead | None = None
 
     @property

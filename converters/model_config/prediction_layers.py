@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, module_rules
+from converters.mapping.rule import Kind, Rule, module_rules, renamed
 from converters.model_config.sizes import Config
 
 if TYPE_CHECKING:
@@ -81,15 +81,9 @@ def prediction_rules(facts: ModelFacts, index: int, layer_rules: tuple[Rule, ...
     inner = []
     for rule in layer_rules:
         name = rule.megatron_name.replace(f"decoder.layers.{layer}.", f"{megatron}{_INNER}.", 1)
-        parts = tuple(_renamed(part, counted, megatron) for part in rule.parts) if in_mtp else rule.parts
+        parts = tuple(renamed(part, counted, megatron) for part in rule.parts) if in_mtp else rule.parts
         inner.append(replace(rule, megatron_name=name, parts=parts))
     return (*rules[:-1], *inner, rules[-1])
-
-
-def _renamed(tensor: HuggingFaceTensor, old: str, new: str) -> HuggingFaceTensor:
-    """The tensor and all its places under names that begin with ``new``."""
-    places = tuple(replace(place, name=place.name.replace(old, new, 1)) for place in tensor.alternatives)
-    return replace(tensor, name=tensor.name.replace(old, new, 1), alternatives=places)
 
 
 def usual_name(megatron_name: str) -> str:

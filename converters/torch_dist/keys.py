@@ -18,7 +18,7 @@ from converters.model_config.architecture import Architecture
 _LAYER = re.compile(r"decoder\.layers\.(0|[1-9]\d*)\.(.+)")
 _PREDICTION_LAYER = re.compile(r"(mtp\.layers\.(0|[1-9]\d*)\.transformer_layer\.)(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(0|[1-9]\d*)\.(.+)")
-_WITHOUT_EXTRA_STATE = ("embedding.", "output_layer.")
+_WITHOUT_EXTRA_STATE = ("embedding.", "output_layer.", "vision_model.")
 
 
 @dataclass(frozen=True, slots=True)

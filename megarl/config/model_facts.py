@@ -132,7 +132,8 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         if text.get(key) is not None and int(text[key]) < 1:
             raise ValueError(f"{key} = {text[key]}, at least 1 is needed")
     heads, num_layers = int(text["num_attention_heads"]), int(text["num_hidden_layers"])
-    model_type = str(text.get("model_type") or content["model_type"])
+    whole = FAMILIES.get(str(content.get("model_type")))
+    model_type = whole.model_type if whole and whole.sees else str(text.get("model_type") or content["model_type"])
     family = FAMILIES.get(model_type, USUAL)
     config = {**family.defaults, **text, "model_type": model_type}
     problems: list[str] = []
@@ -154,7 +155,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         head_dim=latent.qk_rope_head_dim if latent else int(text.get("head_dim") or int(text["hidden_size"]) // heads),
         ffn_hidden_size=int(text[width]),
         vocab_size=int(text["vocab_size"]),
-        tied_embeddings=bool(text.get("tie_word_embeddings", content.get("tie_word_embeddings", False))),
+        tied_embeddings=bool(content.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         max_position=_max_position(text),
         **dataclasses.asdict(family.read_features(config)),
         sliding_window=next((window for window in windows if window is not None), None),

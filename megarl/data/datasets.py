@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -25,7 +25,7 @@ from megarl.config.data_sources import DEFAULT_CACHE_GIB, FIELD_KEYS, PAIR_KEYS,
 from megarl.data.columns import Kind, complete_source
 from megarl.data.records import Doubt, Fingerprint, Record, read_preferences, read_records, refuse, texts_of
 from megarl.data.rows import changed_while_read, content_digest, named_set, number_of_rows, source_name
-from megarl.data.table import Table, TableWriter, bound_tables, read_table
+from megarl.data.table import Column, Table, TableWriter, bound_tables, read_table
 from megarl.data.tokenization import PromptEncoder, encode_answers, long_text
 from megarl.errors import DataError, RecordError
 from megarl.observe.progress import Phase, phase
@@ -105,6 +105,9 @@ class SourceRange:
     env_name: str | None = None
 
 
+_TOKENS_AT_ONCE = 2**22
+
+
 class Examples(Sequence[Example]):
     """The examples of tables one after another, each made when it is asked for.
 
@@ -174,6 +177,29 @@ class Examples(Sequence[Example]):
         """The largest token id; -1 where there are no tokens."""
         columns = ("prompt", "answer") if with_answers else ("prompt",)
         return max(table.meta["largest"][name] for table, _, _ in self._parts for name in columns)
+
+    def first_with(self, tokens: Collection[int], with_answers: bool) -> tuple[Example, int] | None:
+        """Return the first example that has one of the tokens, and that token; None where no example has
+        one."""
+        first = 0
+        for table, repeat, _ in self._parts:
+            found = [_first_row(table.columns[name], tokens) for name in (("prompt", "answer") if with_answers else ("prompt",))]
+            if any(found):
+                row, token = min(each for each in found if each is not None)
+                return self[first + row], token
+            first += len(table) * repeat
+        return None
+
+
+def _first_row(column: Column, tokens: Collection[int]) -> tuple[int, int] | None:
+    """The first row of a column that has one of the tokens, and that token."""
+    for start in range(0, len(column.values), _TOKENS_AT_ONCE):
+        values = column.values[start : start + _TOKENS_AT_ONCE]
+        places = np.flatnonzero(np.isin(values, list(tokens)))
+        if len(places):
+            row = np.searchsorted(column.starts[:], start + places[0], side="right") - 1
+            return int(row), int(values[places[0]])
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from megarl.models.generation import configure_generation_config
 from megarl.observe.progress import phase
 from megarl.rollout.environment import Environment
 from megarl.rollout.environments import find_faults, make_environment, tools_told
-from megarl.run.model_check import check_model, check_models_beside, check_tokens
+from megarl.run.model_check import check_model, check_models_beside, check_tokens, tokens_of_pictures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,7 +110,7 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
     tokenizer = tokenizer_of(policy)
     if policy["generation"] is not None:
         policy["generation"] = configure_generation_config(policy["generation"], tokenizer, model_name=policy["model_name"])
-    vocab_size = check_model(policy)
+    vocab_size, pictures = check_model(policy), tokens_of_pictures(policy)
     environment = _environment(config, stack)
     with_answers = environment is None
     fault_of_answer = None if environment is None else find_faults(environment, config["env"]["timeout_s"])
@@ -139,7 +139,7 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
 
     def load(sources: DataSource | Sequence[DataSource]) -> Dataset:
         dataset = load_dataset(sources, reading)
-        check_tokens(dataset, tokenizer, vocab_size, with_answers)
+        check_tokens(dataset, tokenizer, vocab_size, with_answers, pictures)
         return dataset
 
     return tokenizer, environment, load

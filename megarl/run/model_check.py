@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from converters.families.read import config_notes, read_architecture, read_plain
 from converters.files.reading import read_json_object
 from converters.model_config.megatron_settings import megatron_settings
 from converters.model_config.prediction_layers import as_stored
+from converters.model_config.vision import TOKENS
 from megarl.config.backend import enabled_backend, scores
 from megarl.config.model_facts import config_file, facts_of_policy, published_config, read_model_facts
 from megarl.config.models import POLICY, model_sections, renamed, renamed_text
@@ -255,19 +256,36 @@ def _check_for_torch(policy: PolicyConfig, config: Any, source: HuggingFaceSourc
         check_names(source, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, tied=is_tied(model))
 
 
-def check_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_size: int, with_answers: bool) -> None:
-    """Refuse data whose tokens the model does not have.
+def tokens_of_pictures(policy: PolicyConfig) -> frozenset[int]:
+    """Return the tokens that stand for pictures, of a model that also sees and whose config is on this
+    disk."""
+    file = config_file(policy["model_name"])
+    content = {} if file is None else read_json_object(file)
+    found = (content.get(key) for key in TOKENS) if "vision_config" in content else ()
+    return frozenset(token for token in found if isinstance(token, int))
+
+
+def check_tokens(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    with_answers: bool,
+    pictures: Collection[int] = (),
+) -> None:
+    """Refuse data whose tokens the model does not have, or has for what is no text.
 
     Args:
         dataset: tokenized.
         tokenizer: what made its tokens; its padding token goes through the model too.
         vocab_size: token ids lie in [0, vocab_size).
         with_answers: True when the answers are part of the model's input.
+        pictures: ``tokens_of_pictures``.
 
     Raises:
         ModelError: the padding token is out of range.
-        DataError: a record's token is out of range; names the first such record.
+        DataError: a record's token is out of range, or stands for a picture; names the first such record.
     """
+    _refuse_pictures(dataset, tokenizer, with_answers, pictures)
     fix = "give policy.tokenizer.name the tokenizer that belongs to policy.model_name"
     pad = tokenizer.pad_token_id
     if not 0 <= pad < vocab_size:
@@ -282,3 +300,14 @@ def check_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_siz
                 f"record {record} (counted from 0) has token id {max(ids)} ({token!r}): "
                 f"token ids of the model lie in [0, {vocab_size}). Fix: {fix}"
             )
+
+
+def _refuse_pictures(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, with_answers: bool, pictures: Collection[int]) -> None:
+    found = dataset.examples.first_with(pictures, with_answers) if pictures else None
+    if found is not None:
+        example, token = found
+        raise DataError(
+            f"record {example.index} (counted from 0) has token id {token} ({tokenizer.convert_ids_to_tokens(token)!r}), which stands for "
+            "a picture, or begins or ends one: of a model that also sees megarl trains the text alone. Fix: leave out records with "
+            "pictures, and take such words out of texts"
+        )

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.prediction_layers import add_mtp_layer, add_prediction_layers
+from tests.seeing import VISION
 from tests.unit.converters_tiny import stored_tensors
 
 TEXTS = Path(__file__).parents[1] / "data" / "published_configs"
@@ -52,6 +53,9 @@ def published(name: str) -> dict[str, Any]:
 
 def cut(content: dict[str, Any]) -> dict[str, Any]:
     """Return a published config with smaller sizes; every key stays, and zero and null stay what they are."""
+    if "text_config" in content:
+        vision = {**content["vision_config"], **{key: size for key, size in VISION.items() if key in content["vision_config"]}}
+        return {**content, "text_config": cut(content["text_config"]), "vision_config": vision | {"out_hidden_size": SIZES["hidden_size"]}}
     small = {key: SIZES[key] if key in SIZES and value else value for key, value in content.items()}
     heads, groups = content["num_attention_heads"], content.get("num_key_value_heads")
     if groups is not None:
@@ -104,8 +108,10 @@ def _save_plain(directory: Path, text: dict[str, Any]) -> None:
     made = {key: value for key, value in text.items() if key not in ("quantization_config", "auto_map") and "token_id" not in key}
     config = AutoConfig.for_model(CLASS_OF.get(made.pop("model_type"), text["model_type"]), **json.loads(json.dumps(made)))
     scores = text["architectures"][0].endswith("ForSequenceClassification")
-    loader = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    dtype = getattr(torch, text.get("torch_dtype") or text.get("dtype") or "bfloat16")
+    sees = "text_config" in text
+    loader = AutoModelForSequenceClassification if scores else AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    said = text["text_config"] if sees else text
+    dtype = getattr(torch, said.get("torch_dtype") or said.get("dtype") or "bfloat16")
     model = loader.from_config(config, dtype=dtype, **({} if scores else {"experts_implementation": "eager"}))
     with torch.no_grad():
         for parameter in model.parameters():

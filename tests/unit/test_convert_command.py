@@ -225,7 +225,7 @@ def test_the_support_table_names_every_family(capsys: pytest.CaptureFixture[str]
     table = readme.partition("| family, with its `model_type`")[2].partition("\n\n")[0]
     assert main(["families"]) == 0
     families = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(families) and len(families) == 19
+    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(families) and len(families) == 21
 
 
 @slow

@@ -31,8 +31,6 @@ REFUSED: dict[str, str] = {
     "Qwen2.5-1M": r"dual_chunk_attention_config",
     "Qwen2.5-7B-Instruct-AWQ": r"quantization_config.*awq",
     "Qwen3-8B__yarn_attention_factor": r"attention_factor = 1\.0: Megatron-Core computes it from factor and mscale",
-    "Qwen3.5-35B-A3B": r"model_type = 'qwen3_5_moe'.*also sees.*AutoModelForCausalLM",
-    "Qwen3.5-9B": r"model_type = 'qwen3_5'.*also sees.*AutoModelForCausalLM",
     "Yarn-Llama-2-7b-64k": r"auto_map",
     "gemma-2-9b": r"model_type = 'gemma2'.*soft",
 }

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from converters.untouched import Untouched
 from megarl.errors import StateError
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.heads import Head, HeadOutput
@@ -58,9 +59,11 @@ class Backend(Protocol):
         shapes: what the model wants of micro-batches.
         replicas_in_step: data-parallel replicas whose passes meet in collectives, so that all need the same number of micro-batches; None
             where each may run for itself.
+        untouched: what of the model's directory training leaves as it is, and an export has again.
     """
 
     hf_config: Any
+    untouched: Untouched
     groups: ParallelGroups
     vocabulary: VocabularyShard
     shapes: Shapes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -707,7 +708,8 @@ class EngineWorker(ReceivingWorker, ABC):
     def export_hf(self, path: str) -> None:
         """Write the present weights as a Hugging Face checkpoint (safetensors, config, tokenizer) that appears whole or not at all.
 
-        Adapters are merged into them, and stand by themselves in its directory ``adapter``, in PEFT's form.
+        Adapters are merged into them, and stand by themselves in its directory ``adapter``, in PEFT's form. A vision
+        tower and a layer that predicts further tokens are written as the model's own directory has them.
 
         Raises:
             ConversionError: on rank 0, ``path`` exists already.
@@ -716,27 +718,32 @@ class EngineWorker(ReceivingWorker, ABC):
         """
         self._require("export_hf")
         self._require_finite_weights(f"export_hf({path!r}): nothing was written", NonFiniteError)
-        write_adapters = self._adapter_writer()
+        beside, untouched = self._writer_beside(), self.backend.untouched
         stream = self.backend.export_hf()
         with on_first_rank() as first:
             try:
                 if first:
-                    weights = ((name, tensor.cpu()) for name, tensor in stream)
+                    weights = itertools.chain(((name, tensor.cpu()) for name, tensor in stream), untouched.tensors())
                     # a model that scores generates nothing
                     generates = self.tokenizer is not None and not self.scores
                     settings = generation_config_of(self.tokenizer, self.cfg["model_name"]) if generates else None
-                    write_hf(weights, Path(path), self.hf_config, self.tokenizer, settings, beside=write_adapters)
+                    write_hf(weights, Path(path), self.hf_config, self.tokenizer, settings, beside=beside)
             finally:
                 drain(stream)
 
-    def _adapter_writer(self) -> Callable[[Path], None] | None:
-        """Return what writes the adapters, gathered on the first rank, into the directory of an export; None where there are none."""
+    def _writer_beside(self) -> Callable[[Path], None]:
+        """Return what writes into the directory of an export after weights, config and tokenizer: adapters,
+        which it gathers on the first rank, and files that belong to a part of the model which is not trained."""
         found = self.backend.export_adapters()
-        if found is None:
-            return None
-        config, factors = found
+        config, factors = ({}, ()) if found is None else found
         gathered = {name: tensor.cpu() for name, tensor in factors if dist.get_rank() == 0}
-        return lambda directory: write_peft(directory / ADAPTER_DIRECTORY, config, gathered)
+
+        def write(directory: Path) -> None:
+            self.backend.untouched.copy_files(directory)
+            if found is not None:
+                write_peft(directory / ADAPTER_DIRECTORY, config, gathered)
+
+        return write
 
     def _require_finite_weights(self, consequence: str, kind: type[MegarlError]) -> None:
         self.backend.sync_parameters()

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from converters.checkpoint.source import HuggingFaceSource
 from converters.families.hf_config import read_hf_config
+from converters.untouched import Untouched
 from megarl.checkpoint.adapter_base import BaseModel, refuse_adapters
 from megarl.checkpoint.staging import StagingBuffers
 from megarl.config.backend import scores
@@ -110,6 +111,7 @@ class HuggingFaceBackend(ABC):
         if scores(policy):
             self.hf_config = scoring_config(self.hf_config)
             source = scoring_source(source, self.hf_config, seed)
+        self.untouched = Untouched(source)
         self.loss_scale = LossScale()
         self._optimizer_copies = HostCopies(runtime)
         self._staging = StagingBuffers()

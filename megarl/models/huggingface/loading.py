@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.utils import ModelOutput
 
 from converters.checkpoint.source import HuggingFaceSource
+from converters.families import FAMILIES
 from converters.model_config.rope import rotary_disagreements
 from megarl.errors import ModelError
 from megarl.models.huggingface.attention import IMPLEMENTATION
@@ -65,10 +66,16 @@ def build_on_meta(hf_config: Any, *, vocabulary: int | None = None, scores: bool
         trust_remote_code: run code that comes with the model.
 
     Raises:
-        ModelError: vLLM would compute another model from the config.
+        ModelError: vLLM would compute another model from the config, or its model also sees.
     """
     config = copy.deepcopy(hf_config)
     text = config.get_text_config()
+    if text is not config:
+        seeing = " and ".join(sorted(family.model_type for family in FAMILIES.values() if family.sees))
+        raise ModelError(
+            f"policy.model_name: a {config.model_type} model also sees or hears, and the torch backends run models of text alone. "
+            f"Fix: take one of these, or set policy.megatron_cfg.enabled to true, which trains the text of {seeing}"
+        )
     if disagreements := rotary_disagreements(text.to_dict()):
         raise ModelError(
             f"config.json: {'; '.join(disagreements)}. Fix: take {'it' if len(disagreements) == 1 else 'them'} out of rope_scaling if the "

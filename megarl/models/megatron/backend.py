@@ -23,6 +23,7 @@ from converters.families.hf_config import read_hf_config
 from converters.families.read import read_architecture
 from converters.model_config.architecture import Architecture
 from converters.model_config.prediction_layers import as_stored
+from converters.untouched import Untouched
 from megarl.checkpoint.adapter_base import BaseModel, refuse_adapters
 from megarl.checkpoint.staging import StagingBuffers
 from megarl.config.arithmetic import sequence_share
@@ -199,9 +200,12 @@ class MegatronBackend:
             source = scoring_source(source, self.hf_config, seed)
         ignored = policy["megatron_cfg"]["ignore_config_keys"]
         self._stored = as_stored(read_architecture(self.hf_config, ignored), source.names())
-        # neither log-probabilities nor losses depend on layers that predict further tokens
-        self.architecture: Architecture = replace(self._stored, prediction_layers=0)
-        if self._stored.prediction_layers:
+        # log-probabilities and losses of a text depend neither on prediction layers nor on a vision tower
+        self.architecture: Architecture = replace(self._stored, prediction_layers=0, vision=None)
+        self.untouched = Untouched(source)
+        if str(self.untouched):
+            logger.warning("%s: not trained, and exported as it was: %s", source.directory, self.untouched)
+        elif self._stored.prediction_layers:
             logger.warning(
                 "%s has %d layers that predict further tokens (num_nextn_predict_layers): they are neither trained nor exported",
                 source.directory,

@@ -1,0 +1,77 @@
+"""The tower of a model that also sees: its sizes, and the tokens that stand for pictures in a text.
+
+It is carried through conversions and exports, and never computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from converters.model_config.sizes import Config, read_size
+
+TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+CONFIG_KEYS = frozenset({"vision_config", *TOKENS})
+"""Config keys that ``read_vision`` consumes."""
+_SIZES = (
+    "depth",
+    "hidden_size",
+    "intermediate_size",
+    "in_channels",
+    "temporal_patch_size",
+    "patch_size",
+    "num_position_embeddings",
+    "spatial_merge_size",
+    "out_hidden_size",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VisionTower:
+    """Sizes of a vision tower as Qwen's models have it.
+
+    Attributes:
+        layers: blocks of attention and MLP.
+        hidden_size: width of a patch's embedding.
+        ffn_hidden_size: width of the MLP of a block.
+        patch: channels, frames, rows and columns of a patch.
+        positions: rows of the embedding of positions.
+        merged: patches that become one token of the text.
+        output_size: width of such a token.
+        tokens: ids that stand for pictures, or begin and end them.
+    """
+
+    layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    patch: tuple[int, int, int, int]
+    positions: int
+    merged: int
+    output_size: int
+    tokens: tuple[int, ...]
+
+
+def read_vision(config: Config, problems: list[str]) -> VisionTower | None:
+    """Read the vision tower of a config whose ``vision_config`` has the defaults of its class; what is wrong
+    is appended to ``problems``."""
+    vision = config.get("vision_config")
+    if not isinstance(vision, Mapping):
+        problems.append(f"vision_config = {vision!r}: an object is needed")
+        return None
+    of_vision: list[str] = []
+    read = {key: read_size(vision, key, of_vision) for key in _SIZES}
+    problems += [f"vision_config.{problem}" for problem in of_vision]
+    if read["out_hidden_size"] != config.get("hidden_size"):
+        width = config.get("hidden_size")
+        problems.append(f"vision_config.out_hidden_size = {read['out_hidden_size']}: the text needs its hidden_size = {width!r}")
+    tokens = [config.get(key) for key in TOKENS]
+    return VisionTower(
+        layers=read["depth"],
+        hidden_size=read["hidden_size"],
+        ffn_hidden_size=read["intermediate_size"],
+        patch=(read["in_channels"], read["temporal_patch_size"], read["patch_size"], read["patch_size"]),
+        positions=read["num_position_embeddings"],
+        merged=read["spatial_merge_size"] ** 2,
+        output_size=read["out_hidden_size"],
+        tokens=tuple(token for token in tokens if isinstance(token, int)),
+    )
