@@ -71,6 +71,11 @@ CASES = {
         "benchmarks.cases.logprobs",
         takes=("device", "model", "tokens"),
     ),
+    "gdn": Case(
+        "a gated delta net forward and backward against the layer of transformers, in chunks both",
+        "benchmarks.cases.gated_delta",
+        takes=("device",),
+    ),
     "scaling.ranks": Case(
         "core-seconds of a training step on 1 to 8 ranks against one rank, and against torch's FSDP2",
         "benchmarks.cases.scaling_ranks",

@@ -24,9 +24,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from megarl.config.activations import GATED_DELTA_CHUNK
 from megarl.distributed.device import sent_to
@@ -208,12 +210,35 @@ def causal_convolution(inputs: torch.Tensor, weight: torch.Tensor, starts: tuple
         earlier = gather_shared(inputs.index_select(0, plan.tails), plan.starts, context)
     # in front of every run the tokens before it, which are 0 where its sequence begins
     source = torch.cat((inputs.new_zeros(1, inputs.shape[1]), *((earlier,) if context.size > 1 else ()), inputs))
-    laid = source.index_select(0, plan.order)
-    total = len(laid) - width + 1
-    convolved = laid[width - 1 :] * weight[:, width - 1]
-    for column in range(width - 1):
-        convolved = torch.addcmul(convolved, laid[column : column + total], weight[:, column])
+    convolved: torch.Tensor = _Convolution.apply(source.index_select(0, plan.order), weight)  # type: ignore[no-untyped-call]
     return convolved.index_select(0, plan.outputs)
+
+
+class _Convolution(torch.autograd.Function):
+    """[t, channels] and [channels, W] to [t - W + 1, channels].
+
+    The gradient is written here because torch makes zeros of all tokens for that of each column's slice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        last = weight.shape[1] - 1
+        outputs = inputs[last:] * weight[:, last]
+        for column in range(last):
+            outputs.addcmul_(inputs[column : column + len(outputs)], weight[:, column])
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (inputs, weight), (gradient,) = ctx.saved_tensors, gradients
+        last = weight.shape[1] - 1
+        of_inputs = torch.cat((torch.zeros_like(inputs[:last]), gradient * weight[:, last]))
+        for column in range(last):
+            of_inputs[column : column + len(gradient)].addcmul_(gradient, weight[:, column])
+        columns = [(inputs[column : column + len(gradient)] * gradient).sum(0) for column in range(last + 1)]
+        return of_inputs, torch.stack(columns, dim=1)
 
 
 def run_lengths(starts: tuple[int, ...], context: ContextShare) -> tuple[int, ...]:
