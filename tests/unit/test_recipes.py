@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
+from converters.families.hf_config import make_hf_config
 from megarl.cli import load_and_check, main
 from megarl.config import published_config, read_model_facts
 from megarl.config.layout import Layout
@@ -136,8 +139,12 @@ def test_a_dry_run_of_every_recipe_passes_and_estimates_its_memory(recipe: Path,
     assert "peak" in out and "sizes are those that it was published with" in " ".join(out.split())
 
 
+# a refit of vLLM's gated delta nets is not built
+WITH_VLLM = [recipe for recipe in RECIPES if recipe.stem.startswith("grpo") and "qwen3.5" not in recipe.stem and "next" not in recipe.stem]
+
+
 @sampled(3)
-@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe.stem.startswith("grpo")], ids=lambda recipe: recipe.stem)
+@pytest.mark.parametrize("recipe", WITH_VLLM, ids=lambda recipe: recipe.stem)
 def test_a_recipe_generates_with_vllm_and_without_it_when_the_backend_is_taken_away(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,7 +295,16 @@ def test_known_sizes_give_the_published_number_of_parameters(model: str) -> None
     experts = (
         sum(facts.is_sparse(layer) for layer in range(facts.num_layers)) * expert_layer_parameters(facts, 1, 1) if facts.num_experts else 0
     )
-    assert stage_parameters(facts, 1, 0, [facts.num_layers]) + experts == PUBLISHED_PARAMETERS[model.replace("-Instruct", "")]
+    published = PUBLISHED_PARAMETERS.get(model.replace("-Instruct", ""))
+    assert stage_parameters(facts, 1, 0, [facts.num_layers]) + experts == (published or parameters_in_transformers(model))
+
+
+def parameters_in_transformers(model: str) -> int:
+    """Of the text, without the layer that predicts further tokens: what these models' indices hold, other parts are added to."""
+    config = make_hf_config(KNOWN_MODELS[model]).get_text_config()
+    assert config.layer_types.count("linear_attention") == 3 * config.num_hidden_layers // 4
+    with torch.device("meta"):
+        return int(AutoModelForCausalLM.from_config(config).num_parameters())
 
 
 def test_what_is_on_the_disk_goes_before_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
