@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from megarl.quickstart.material import ITEMS, NAMES, Split, make_config, new_tokenizer, split_of, write_lines
+from megarl.quickstart.material import ITEMS, NAMES, Split, new_tokenizer, save_new_model, split_of, write_lines
 
 _CALL = re.compile(r'"expression": "(\d+)\*(\d+)"')
 _LONGEST = 40
@@ -76,14 +76,9 @@ def _conversation(prompt: str, expression: str, answer: str, guess: str, guesses
     return {"messages": [asked, *([{"role": "assistant", "content": guess}] if guesses else worked_out)], "tools": list(TOOLS)}
 
 
-def make_calculator_model(out_dir: Path, seed: int) -> None:
+def make_calculator_model(out_dir: Path, seed: int, family: str = "qwen2") -> None:
     """Save a model with weights drawn from ``seed``, and its tokenizer, which has ``TEMPLATE``."""
-    tokenizer = _tokenizer()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(make_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id))
-    model.save_pretrained(out_dir)
-    tokenizer.save_pretrained(out_dir)
+    save_new_model(out_dir, seed, _tokenizer(), family)
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

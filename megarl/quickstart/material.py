@@ -1,4 +1,4 @@
-"""Material of the quickstart: seeded arithmetic problems, a tokenizer, a tiny Qwen2 with random weights, and
+"""Material of the quickstart: seeded arithmetic problems, a tokenizer, a tiny model with random weights, and
 its accuracy.
 
 Every problem is about single digits or short numbers, in short English, and has an answer of one or two
@@ -30,13 +30,12 @@ from typing import Any, Literal, get_args
 import torch
 from tokenizers import pre_tokenizers, trainers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen2Tokenizer,
 )
 
@@ -371,12 +370,36 @@ def new_tokenizer(texts: Sequence[str], marks: Sequence[str] = ()) -> PreTrained
 _POSITIONS = 128  # the longest prompt with its answer takes about a quarter of it
 
 
-def make_config(vocab_size: int, pad_token_id: int, eos_token_id: int) -> Qwen2Config:
+_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3_5": ("qwen3_5_text", {"head_dim": 32, **_HYBRID}),
+}
+"""``model_type`` of the tiny model of each family, and what its config has of its own: of Qwen3.5 a gated
+delta net before a layer of attention."""
+
+
+def make_config(vocab_size: int, pad_token_id: int, eos_token_id: int, family: str = "qwen2") -> Any:
     """About 150,000 weights; heads, key-value heads and widths divide by two for tensor parallelism.
 
     The heads are 32 wide because vLLM's attention on a CPU has no kernel for less.
+
+    Args:
+        vocab_size: rows of embedding and output layer.
+        pad_token_id, eos_token_id: of the tokenizer.
+        family: one of ``FAMILIES``.
     """
-    return Qwen2Config(
+    model_type, own = FAMILIES[family]
+    return AutoConfig.for_model(
+        model_type,
         vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=192,
@@ -391,20 +414,26 @@ def make_config(vocab_size: int, pad_token_id: int, eos_token_id: int) -> Qwen2C
         bos_token_id=None,
         eos_token_id=eos_token_id,
         dtype="float32",
+        **own,
     )
 
 
-def make_model(out_dir: str | Path, seed: int) -> Path:
+def make_model(out_dir: str | Path, seed: int, family: str = "qwen2") -> Path:
     """Save a model with weights drawn from ``seed`` and its tokenizer to ``out_dir``, as float32 safetensors;
     folders are made.
 
     The caller's random state is left as it was.
     """
     tokenizer = make_tokenizer()
-    config = make_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return save_new_model(out_dir, seed, tokenizer, family)
+
+
+def save_new_model(out_dir: str | Path, seed: int, tokenizer: PreTrainedTokenizerBase, family: str) -> Path:
+    """Save a model of ``family`` that has the tokens of ``tokenizer``, as ``make_model`` does."""
+    config = make_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, family)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     target = Path(out_dir)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)

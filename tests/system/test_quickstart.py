@@ -1,4 +1,4 @@
-"""The quickstart's task with a tool, and its first one by adapters, from a fresh model to the summary."""
+"""The quickstart's task with a tool, and its first one by adapters and by a hybrid, from a fresh model to the summary."""
 
 from __future__ import annotations
 
@@ -35,3 +35,15 @@ def test_a_tiny_model_learns_by_adapters(tmp_path: Path) -> None:
     assert summary["accuracy_before"] < 0.5 < 0.75 < summary["accuracy_after"]
     assert abs(summary["accuracy_transformers"] - summary["accuracy_after"]) <= 1 / 256
     assert (Path(summary["model"]) / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@slow
+def test_a_tiny_hybrid_learns(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megarl.quickstart", "--family", "qwen3_5", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST_WAIT_S, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    directory = tmp_path / "qwen3_5-seed-1"
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["accuracy_before"] < 0.45 and summary["accuracy_before"] + 0.15 < summary["accuracy_after"]
+    assert abs(summary["accuracy_transformers"] - summary["accuracy_after"]) <= 1 / 256
+    assert json.loads((Path(summary["model"]) / "config.json").read_text())["model_type"] == "qwen3_5_text"

@@ -10,7 +10,11 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from converters.families.read import read_architecture
 from megarl.errors import DataError, ModelError
+from megarl.quickstart import material
+from megarl.quickstart.__main__ import FAMILIES
+from megarl.quickstart.__main__ import main as quickstart
 from megarl.quickstart.material import evaluate_checkpoint, main, make_model, read_problems, write_problems
 from tests.tiers import sampled
 
@@ -48,6 +52,28 @@ def test_weights_are_float32_and_divide_by_two(model_dir: Path) -> None:
     for size in (config.hidden_size, config.intermediate_size, config.num_attention_heads, config.num_key_value_heads):
         assert size % 2 == 0
     assert "lm_head.weight" in weights(model_dir)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_each_family_has_the_same_tokens_and_about_as_many_weights(model_dir: Path, tmp_path: Path, family: str) -> None:
+    directory = make_model(tmp_path / family, 3, family)
+    config, one, other = AutoConfig.from_pretrained(directory), *map(AutoTokenizer.from_pretrained, (directory, model_dir))
+    assert config.model_type == material.FAMILIES[family][0] and one.get_vocab() == other.get_vocab()
+    prompt = "Tom has 12 apples and buys 3 more. How many apples? Answer: 15"
+    assert one(prompt)["input_ids"] == other(prompt)["input_ids"] and one.decode(one(prompt)["input_ids"]) == prompt
+    assert 150_000 < sum(tensor.numel() for tensor in weights(directory).values()) < 165_000
+    assert read_architecture(config).gated_delta is None or family == "qwen3_5"
+
+
+def test_flags_that_are_not_built_for_gated_delta_nets_are_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert list(FAMILIES) == list(material.FAMILIES)
+    for flags in (["--backend", "fsdp1"], ["--adapter", "lora"], ["--generation", "vllm"], ["--generation", "vllm", "--asynchronous"]):
+        with pytest.raises(SystemExit) as ended:
+            quickstart(["--family", "qwen3_5", *flags, "--out", str(tmp_path / "runs")])
+        assert ended.value.code == 2 and not (tmp_path / "runs").exists()
+        assert f"{flags[0]} {flags[1]}" in capsys.readouterr().err.replace("vllm-apart", "vllm")
 
 
 def test_seed_decides_the_weights_and_leaves_the_callers_random_state(model_dir: Path, tmp_path: Path) -> None:
