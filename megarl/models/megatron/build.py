@@ -227,12 +227,13 @@ def _mend_expert_biases(chunks: Sequence[torch.nn.Module]) -> None:
                 module.explicit_expert_comm = True
 
 
-def _groups_of_one_type(buffers: Sequence[Any], force_single_bucket_group: bool = False) -> list[Any]:
+def _groups_of_one_type(buffers: Sequence[Any], *arguments: Any, **options: Any) -> list[Any]:
     """Groups of buckets that are reduced together, those of each buffer by themselves: beside 16-bit weights a gated delta net has float32
-    ones, and gloo reduces tensors of one type at a time. Megatron-Core puts all buffers of a chunk beyond the first into one group."""
+    ones, and gloo reduces tensors of one type at a time. Megatron-Core puts all buffers of a chunk beyond the first into one group. Its
+    newer releases pass more options."""
     groups: list[Any] = []
     for buffer in buffers:
-        groups += partition_buckets([buffer], force_single_bucket_group)
+        groups += partition_buckets([buffer], *arguments, **options)
     return groups
 
 
