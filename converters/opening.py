@@ -189,9 +189,10 @@ def _given_config(hf_directory: Path, options: OpeningOptions) -> dict[str, Any]
     config = read_config(hf_directory)
     if options.tokenizer is not None:
         raise ConversionError(f"{hf_directory} already says which config and tokenizer belong to the model", "leave --tokenizer out")
-    if options.vocab_size not in (None, config.get("vocab_size")):
+    said = (config.get("text_config") or config).get("vocab_size")
+    if options.vocab_size not in (None, said):
         raise ConversionError(
-            f"vocab-size = {options.vocab_size}, but {hf_directory / 'config.json'} says {config.get('vocab_size')!r}",
+            f"vocab-size = {options.vocab_size}, but {hf_directory / 'config.json'} says {said!r}",
             "leave --vocab-size out",
         )
     return config

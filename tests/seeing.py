@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.models import tiny_config
+from tests.models import VOCABULARY, tiny_config
 from tests.prediction_layers import add_mtp_layer
 
 VISION = {
@@ -27,14 +28,25 @@ TOKENS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 9
 FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
 
 
-def make_seeing(directory: Path, family: str, *, tied: bool, seed: int = 0, stacked_experts: bool = False) -> Path:
-    """Save a model of ``family`` (``qwen3_5``, ``qwen3_5_moe``) as transformers' own class does, with what that leaves out."""
-    text = tiny_config(f"{family}_text", tied=tied).to_dict()
+def make_seeing(
+    directory: Path,
+    family: str,
+    *,
+    tied: bool,
+    seed: int = 0,
+    stacked_experts: bool = False,
+    vocab_size: int = VOCABULARY,
+    tokens: Sequence[int] = tuple(TOKENS.values()),
+) -> Path:
+    """Save a model of ``family`` (``qwen3_5``, ``qwen3_5_moe``) as transformers' own class does, with what that leaves out. ``tokens``
+    stand for pictures, in the order of ``TOKENS``."""
+    text = tiny_config(f"{family}_text", tied=tied).to_dict() | {"vocab_size": vocab_size}
     # three sections of each rotated pair, as of positions in time, height and width
     text["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
     vision = {**VISION, "out_hidden_size": text["hidden_size"]}
+    names = dict(zip(TOKENS, tokens, strict=True))
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, tie_word_embeddings=tied, **TOKENS)
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, tie_word_embeddings=tied, **names)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, experts_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():

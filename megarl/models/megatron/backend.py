@@ -203,14 +203,8 @@ class MegatronBackend:
         # log-probabilities and losses of a text depend neither on prediction layers nor on a vision tower
         self.architecture: Architecture = replace(self._stored, prediction_layers=0, vision=None)
         self.untouched = Untouched(source)
-        if str(self.untouched):
-            logger.warning("%s: not trained, and exported as it was: %s", source.directory, self.untouched)
-        elif self._stored.prediction_layers:
-            logger.warning(
-                "%s has %d layers that predict further tokens (num_nextn_predict_layers): they are neither trained nor exported",
-                source.directory,
-                self._stored.prediction_layers,
-            )
+        if dist.get_rank() == 0:
+            self._say_what_is_not_trained()
         cuda_redirect.install()
         try:
             self._build(policy, source, seed, with_optimizer)
@@ -218,6 +212,16 @@ class MegatronBackend:
             self.close()
             raise
         self.set_training(True)
+
+    def _say_what_is_not_trained(self) -> None:
+        if str(self.untouched):
+            logger.warning("%s: not trained, and exported as it was: %s", self._model_directory, self.untouched)
+        elif self._stored.prediction_layers:
+            logger.warning(
+                "%s has %d layers that predict further tokens (num_nextn_predict_layers): they are neither trained nor exported",
+                self._model_directory,
+                self._stored.prediction_layers,
+            )
 
     def _build(self, policy: PolicyConfig, source: HuggingFaceSource, seed: int, with_optimizer: bool) -> None:
         """Groups, model with its weights, optimizer and schedule."""

@@ -132,6 +132,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._generate_calls = 0
         self._memory_after_train: tuple[int, list[dict[str, Any]]] = (-1, [])
         facts = open_source(config["model_name"]).read_json("config.json") or {}
+        facts = facts.get("text_config") or facts
         self._vocab_size, self._hidden_size = int(facts["vocab_size"]), int(facts["hidden_size"])
         builder = RayWorkerBuilder(
             WORKERS[backend],
