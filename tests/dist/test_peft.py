@@ -29,7 +29,7 @@ from tests.dist.test_refit_slices import check as slices_are_exports
 from tests.dist.test_refit_slices import wanted_of
 from tests.dist.training import PG_LOSS
 from tests.models import make_tiny, policy_config
-from tests.tiers import sampled, slow
+from tests.tiers import newest_megatron, sampled, slow
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 ALL = [*ATTENTION, *MLP]
@@ -82,6 +82,7 @@ def configured(backend: str, layout: str, model: Path, kind: str, **changes: Any
     return world, peft_jobs.with_adapters(config, adapter_path=str(adapter_of(model, kind)), target_modules=targets)
 
 
+@newest_megatron(backend=("megatron",))
 @sampled(4)
 @pytest.mark.parametrize(("backend", "family", "layout"), CASES)
 def test_five_steps_equal_peft(pool: WorkerPool, models: dict[str, Path], backend: str, family: str, layout: str) -> None:
@@ -171,6 +172,7 @@ def test_dropout_is_of_training_alone_and_leaves_copies_alike(
         assert all(torch.equal(other["copies"][name], tensor) for name, tensor in first["copies"].items() if name in other["copies"])
 
 
+@newest_megatron(backend=("megatron",))
 @sampled(2)
 @pytest.mark.parametrize(
     ("backend", "before", "after"),
@@ -190,7 +192,9 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_in_any_layout(
     world, config = configured(backend, before, model, "some")
     expected = pool.run(world, peft_jobs.save_on_the_way, config, batches, NLLLoss(), tmp_path)[0]
     stored = [key for part in ("weights", "optimizer") for key in read_plain_index(tmp_path / part).state_dict_metadata]
-    assert all(".adapter." in key or ".lora_" in key for key in stored if "param_groups" not in key), stored
+    # newer releases of Megatron-Core index what is no tensor
+    beside = ("param_groups", "common_state")
+    assert [key for key in stored if not (".adapter." in key or ".lora_" in key or any(word in key for word in beside))] == []
     world, config = configured(backend, after, model, "some")
     losses, factors = pool.run(world, peft_jobs.resume, config, batches, NLLLoss(), tmp_path)[0]
     if before == after:
