@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megarl.parity.pool import WorkerPool
+from tests.dist import jobs, mixtures
+from tests.dist.batches import make_batch
 from tests.dist.checks import check_generated, check_resumed, likely_stop, prompts, transformers_greedy
 from tests.dist.test_megatron_checkpoint import load_and_train, train_and_save
 from tests.models import make_tiny, policy_config
@@ -44,6 +47,7 @@ def test_resume(pool: WorkerPool, models: dict[int, Path], tmp_path: Path, writt
     check_resumed(pool, train_and_save, load_and_train, before, after, tmp_path)
 
 
+@newest_megatron(layout=("tp2-sp",))
 @sampled(2)
 @pytest.mark.parametrize("layout", ["tp1", "tp2-sp", "cp2", "pp2", "pp2-vpp2"])
 def test_greedy_equals_transformers(pool: WorkerPool, models: dict[int, Path], layout: str) -> None:
@@ -53,3 +57,17 @@ def test_greedy_equals_transformers(pool: WorkerPool, models: dict[int, Path], l
     for stop in ([], [likely_stop(model, batch)]):
         config = policy_config(model, generation={"stop_token_ids": stop}, **changes)
         check_generated(pool, world, config, batch, True, transformers_greedy(model, batch, 8, stop))
+
+
+@newest_megatron(layout=("tp2", "cp2-tp2-sp"))
+@sampled(2)
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2-sp", "cp2-tp2-sp", "pp2"])
+def test_log_probabilities_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, family: str, layout: str) -> None:
+    """Of rows of many lengths, packed where the layout packs, as transformers computes each by itself."""
+    model = make_tiny(tmp_path / "model", family, tied=False, seed=72)
+    world, changes = LAYOUTS[layout]
+    batch = make_batch(rows=8, length=14, seed=4)
+    expected = mixtures.logprobs(model, batch, 1.0)
+    for found in pool.run(world, jobs.logprobs, policy_config(model, **changes), batch):
+        torch.testing.assert_close(found, expected, atol=5e-6, rtol=0)
