@@ -21,7 +21,7 @@ from megarl.parity.pool import WorkerPool
 from tests.dist import jobs
 from tests.dist.batches import make_batch
 from tests.dist.checks import check_equal
-from tests.dist.test_megatron_parity import PG_LOSS
+from tests.dist.training import PG_LOSS
 from tests.models import policy_config
 from tests.seeing import FILES, TOKENS, VISION, make_seeing, save_text_part
 from tests.tiers import sampled
