@@ -86,6 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, nargs=2, metavar=("SFT", "GRPO"), help="steps of the two parts (default: 250 60)")
     parser.add_argument("overrides", nargs="*", help="changes of the reinforcement part, for example grpo.max_num_steps=20")
     chosen = parser.parse_args(arguments)
+    if chosen.backend == "fsdp1" and chosen.adapter != "none":
+        # a rule says so as well, of the second part, minutes later
+        parser.error(f"--adapter {chosen.adapter}: FSDP1 has no adapters; take --backend megatron or dtensor")
     if chosen.family == "qwen3_5" and (refused := _refused_with_gated_delta_nets(chosen)):
         parser.error(f"{refused}: not built for gated delta nets, which --family qwen3_5 has; leave it out, or take another family")
     if chosen.asynchronous:

@@ -76,6 +76,13 @@ def test_flags_that_are_not_built_for_gated_delta_nets_are_refused_before_anythi
         assert f"{flags[0]} {flags[1]}" in capsys.readouterr().err.replace("vllm-apart", "vllm")
 
 
+def test_adapters_on_fsdp1_are_refused_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        quickstart(["--backend", "fsdp1", "--adapter", "lora", "--out", str(tmp_path / "runs")])
+    assert ended.value.code == 2 and not (tmp_path / "runs").exists()
+    assert "FSDP1 has no adapters; take --backend megatron or dtensor" in capsys.readouterr().err
+
+
 def test_seed_decides_the_weights_and_leaves_the_callers_random_state(model_dir: Path, tmp_path: Path) -> None:
     before = torch.random.get_rng_state()
     again, other = weights(make_model(tmp_path / "again", seed=3)), weights(make_model(tmp_path / "other", seed=4))
