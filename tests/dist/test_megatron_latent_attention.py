@@ -74,6 +74,8 @@ def test_layers_that_predict_further_are_left_out_aloud(pool: WorkerPool, tmp_pa
     model = make_tiny(tmp_path / "hf", "deepseek_v3", tied=False, seed=3)
     expected = mixtures.weights_of(mixtures.load(model), tmp_path / "expected")
     add_prediction_layers(model)
-    for weights, warnings in pool.run(2, export_and_warnings, policy_config(model, tp=2, sp=True, multiple=2)):
+    results = pool.run(2, export_and_warnings, policy_config(model, tp=2, sp=True, multiple=2))
+    for weights, _ in results:
         check_equal(weights, expected)
-        assert any("1 layers that predict further tokens" in text for text in warnings)
+    # by one rank
+    assert ["1 layers that predict further tokens" in text for _, warnings in results for text in warnings].count(True) == 1

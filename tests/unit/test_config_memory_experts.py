@@ -91,6 +91,8 @@ _VALID = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_5": {"vision_config": {"out_hidden_size": 4096}},
+    "qwen3_5_moe": {"vision_config": {"out_hidden_size": 2048}},
 }
 
 
@@ -108,8 +110,9 @@ def test_what_a_file_leaves_out_is_what_transformers_fills_in(name: str) -> None
     said |= {"model_type": name, **_VALID.get(name, {})}
     architecture, facts = read_architecture(said), facts_of(said)
     assert facts.windows == architecture.windows
-    # megarl trains no prediction layers, and counts the longest sequence with the rotary scaling
-    names = {field.name for field in dataclasses.fields(facts)} - {"sliding_window", "window_layers", "prediction_layers", "max_position"}
+    # megarl trains neither prediction layers nor what sees, and counts the longest sequence with the rotary scaling
+    other = {"sliding_window", "window_layers", "prediction_layers", "vision", "max_position"}
+    names = {field.name for field in dataclasses.fields(facts)} - other
     assert {name: getattr(facts, name) for name in names} == {name: getattr(architecture, name) for name in names}
 
 

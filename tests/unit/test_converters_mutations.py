@@ -98,7 +98,9 @@ def mutations(architecture: Architecture) -> Iterator[tuple[str, Mutation]]:
         qkv = rules["decoder.layers.1.self_attention.linear_qkv.weight"]
         yield "key and value", ([*qkv.parts[1:]], exchange)
         yield "a rotated head", ([qkv.parts[0]], partial(roll, count=1, size=architecture.head_dim))
-        yield "the next head", ([rules["decoder.layers.2.self_attention.linear_qkv.weight"].parts[0]], partial(roll, count=10))
+        # a gated delta net has no heads of queries there
+        if (next_layer := rules.get("decoder.layers.2.self_attention.linear_qkv.weight")) is not None:
+            yield "the next head", ([next_layer.parts[0]], partial(roll, count=10))
     else:
         latent = architecture.latent_attention
         heads, keys = latent.qk_nope_head_dim + latent.v_head_dim, latent.qk_nope_head_dim
@@ -114,7 +116,10 @@ def mutations(architecture: Architecture) -> Iterator[tuple[str, Mutation]]:
         yield from expert_mutations(architecture, rules)
     norms = [rules[f"decoder.layers.{layer}.input_layernorm.weight"].parts[0] for layer in range(architecture.num_layers)]
     yield "layers off by one", (norms, to_next_layer)
-    yield "one ulp", ([*rules["decoder.layers.2.self_attention.linear_proj.weight"].parts], one_ulp)
+    projection = (
+        rules.get("decoder.layers.2.self_attention.linear_proj.weight") or rules["decoder.layers.1.self_attention.linear_proj.weight"]
+    )
+    yield "one ulp", ([*projection.parts], one_ulp)
     yield "the next token", ([*rules["embedding.word_embeddings.weight"].parts], partial(roll, count=1))
     yield "one ulp of the output layer", ([*rules["output_layer.weight"].parts], one_ulp)
 
