@@ -23,6 +23,17 @@ if TYPE_CHECKING:
     from megarl.algorithms.sampled_batch import Sampling
     from megarl.models.generation.interfaces import GenerationInterface
     from megarl.observe.timing import PhaseTimer
+    from megarl.rollout.collector import RefittedEngine
+
+
+def with_new_engines(engines: RefittedEngine, call: Callable[[], None]) -> None:
+    """Call something that asks engines, again with new ones where it fails because they are lost."""
+    while True:
+        try:
+            return call()
+        except MegarlError as error:
+            # raises where none is lost, or that was done too often
+            engines.replace_lost_engines(error)
 
 
 @dataclass
@@ -105,20 +116,12 @@ class SamplingAhead:
             if early not in self._waiting and not self._is_behind_the_end(early):
                 self._waiting[early] = self._sample(early)
         with self._timer.phase("refit"):
-            self._refit()
+            with_new_engines(self._engines, self._engines.bring_up_to_date)
         ahead = step + self._lag
         if ahead not in self._waiting and not self._is_behind_the_end(ahead):
             self._engines.held = True
             self._coming = ahead, self._thread.submit(self._timed, ahead)
         return self._waiting.pop(step)
-
-    def _refit(self) -> None:
-        while True:
-            try:
-                return self._engines.bring_up_to_date()
-            except MegarlError as error:
-                # raises where none is lost, or that was done too often
-                self._engines.replace_lost_engines(error)
 
     def settle(self) -> None:
         """Wait for what is being sampled, at the end of a step.

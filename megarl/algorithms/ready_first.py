@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.files.atomic import fsync_directory, fsync_file, write_json_atomic
+from megarl.algorithms.ahead import with_new_engines
 from megarl.algorithms.sampled_batch import DIRECTORY, Sampling, load_batch, save_batch, save_batches
 from megarl.errors import MegarlError, UnusableCheckpointError
 from megarl.observe.timing import ENGINE_IDLE, GENERATION, ROLLOUT_WAIT, PhaseTimer
@@ -107,7 +108,6 @@ class ReadyFirst:
         self._groups: dict[int, _Group] = {}
         self._arrived: list[int] = []
         self._failure: BaseException | None = None
-        self._own = PhaseTimer()
         self._begun_again: list[_Group] = []
         self._settled_at = time.perf_counter()
         self.metrics: Mapping[str, float] = {}
@@ -132,7 +132,8 @@ class ReadyFirst:
         self._fill(step + 1, version)
         rollouts = self._join([each.rollouts for each in chosen if each.rollouts is not None])
         for group in chosen:
-            self._count(group)
+            if group.timer is not None:
+                self._timer.count(group.timer)
         with self._changed:
             ready = len(self._arrived)
             self.metrics = {
@@ -157,7 +158,7 @@ class ReadyFirst:
             self._refit.replace_lost_engines(error)
         busy, now = self._shared.take_busy_seconds(), time.perf_counter()
         idle, self._settled_at = max(now - self._settled_at - busy, 0.0), now
-        self._timer.merge(self._own, {GENERATION: busy, ENGINE_IDLE: idle})
+        self._timer.merge(PhaseTimer(), {GENERATION: busy, ENGINE_IDLE: idle})
         self._raise_failure()
 
     def close(self) -> None:
@@ -193,23 +194,16 @@ class ReadyFirst:
             self._arrived.append(ordinal)
         self._begun_again = [_Group(ordinal, index, 0) for ordinal, index in groups["running"]]
 
-    def _count(self, group: _Group) -> None:
-        """Count the tokens of a group; its seconds say nothing, since groups are sampled side by side."""
-        for phase, found in ({} if group.timer is None else group.timer.take_sequences()).items():
-            with self._own.phase(phase):
-                for each in found:
-                    self._own.passed(each)
-
     def _go_on(self, version: int) -> None:
         """Bring engines the newest weights and have them go on; lost ones are replaced."""
-        while True:
-            try:
-                with self._timer.phase("refit"):
-                    self._refit.bring_up_to_date()
-                return self._shared.resume(version)
-            except MegarlError as error:
-                # raises where none is lost, or that was done too often
-                self._refit.replace_lost_engines(error)
+
+        def go_on() -> None:
+            with self._timer.phase("refit"):
+                self._refit.bring_up_to_date()
+            self._shared.resume(version)
+
+        # engines that are lost before they go on are replaced and refitted too
+        with_new_engines(self._refit, go_on)
 
     def _fill(self, step: int, version: int) -> None:
         """Begin groups until as many are under way, or wait, as the lookahead says: for ``step`` and those

@@ -166,10 +166,8 @@ class Sampled(Algorithm):
         assert parts.refit is not None and parts.environment is not None, "a rule wants engines apart"
         engines, pad = parts.refit.generation, parts.tokenizer.pad_token_id
         generation = generation_of(parts.config["policy"])
-        eos = parts.tokenizer.eos_token_id
-        stops = [eos] if self.collector.stop_token_ids is None else self.collector.stop_token_ids
         shared = SharedStream(
-            lambda: engines.requests(stops, pad, greedy=False, sampling=None),
+            lambda: engines.requests(self.collector.stops, pad, greedy=False, sampling=None),
             generation["max_new_tokens"],
             stops_at_texts=bool(generation["stop_strings"]),
             drains=not section["in_flight_weight_updates"],

@@ -98,6 +98,11 @@ class PhaseTimer:
         del collected[STEP_SECONDS]
         for name, value in {**{name.removesuffix("_s"): value for name, value in collected.items()}, **seconds}.items():
             self._add(name, value)
+        self.count(other)
+
+    def count(self, other: PhaseTimer) -> None:
+        """Take over the sequences of another timer alone."""
+        # of work done side by side the seconds do not add up
         for phase, sequences in other.take_sequences().items():
             self._sequences.setdefault(phase, []).extend(sequences)
 

@@ -135,6 +135,11 @@ class Collector:
         encoder = observation_encoder(config["policy"], tokenizer, stops or ()) if limits.turns > 1 else None
         return cls(policy, tokenizer, environment, timer, stops, engine, limits, encoder)
 
+    @property
+    def stops(self) -> Sequence[int]:
+        """Tokens that end a response."""
+        return [self.tokenizer.eos_token_id] if self.stop_token_ids is None else self.stop_token_ids
+
     def collect(
         self,
         records: Sequence[Example],
@@ -247,8 +252,7 @@ class _Engines:
         else:
             with timer.phase("refit"):
                 engine.bring_up_to_date()
-        tokenizer, stops = self.collector.tokenizer, self.collector.stop_token_ids
-        stops = [tokenizer.eos_token_id] if stops is None else stops
+        tokenizer, stops = self.collector.tokenizer, self.collector.stops
         generation = self._generation
         # conversations of one turn wait for the environment together: a batch is asked once
         if self.collector.limits.turns == 1 or not hasattr(generation, "requests"):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
 
 from megarl.errors import MismatchError
+from megarl.models.generation.sampling import seed_of
 from megarl.observe.metrics import FAR, MISMATCH_MAX, MISMATCH_MEAN, MISMATCH_SHARE
 
 
@@ -16,7 +15,7 @@ def sampling_seed(run_seed: int, step: int, prompt_index: int, sample_index: int
 
     A hash of its arguments, so that a resumed run, or one with other workers, draws the same answer.
     """
-    return _seed_of(f"{run_seed}:{step}:{prompt_index}:{sample_index}")
+    return seed_of(f"{run_seed}:{step}:{prompt_index}:{sample_index}")
 
 
 def sampling_seeds(run_seed: int, step: int, num_prompts: int, num_generations: int) -> list[int]:
@@ -45,16 +44,12 @@ def validation_seeds(name: str, num_prompts: int, num_generations: int) -> list[
     They depend on the name of the set and the places of prompt and answer alone, so that every validation of every run draws alike and
     ``megarl eval`` finds the figures of a step again.
     """
-    return [_seed_of(f"validation:{name}:{prompt}:{sample}") for prompt in range(num_prompts) for sample in range(num_generations)]
+    return [seed_of(f"validation:{name}:{prompt}:{sample}") for prompt in range(num_prompts) for sample in range(num_generations)]
 
 
 def seed_of_turn(seed: int, turn: int) -> int:
     """The seed of a later response of a conversation, in [0, 2**63); that of the first one is ``sampling_seed``."""
-    return _seed_of(f"{seed}:{turn}")
-
-
-def _seed_of(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    return seed_of(f"{seed}:{turn}")
 
 
 MODEL_INPUTS = ("input_ids", "input_lengths", "token_mask", "sample_mask")

@@ -6,6 +6,7 @@ Legend: b rows, V vocabulary.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,11 @@ import torch.nn.functional as F
 
 from megarl.config.generation import GenerationConfig
 from megarl.key import defaults_of
+
+
+def seed_of(text: str) -> int:
+    """A seed in [0, 2**63), a hash of what it depends on."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,12 @@
 """One stream of requests that many callers share, and that goes on over refits.
 
 Between ``resume`` and ``pause`` a thread drives the engines. A pause leaves them without any request, so that
-they can take weights or validate. What has been sampled of a request until then is kept:
-engines get it as part of the prompt when they go on, with new weights and without any cache of the old ones.
+they can take weights or validate. What has been sampled of a request until then is kept: engines get it as
+part of the prompt when they go on, with new weights and without any cache of the old ones.
 """
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megarl.errors import MegarlError
+from megarl.models.generation.sampling import seed_of
 from megarl.models.generation.stream import Completion, Request, RequestStream
 
 _LOOK_SECONDS = 0.05
@@ -31,7 +31,7 @@ class _Open:
         caller: who waits for it.
         number: the caller's.
         pieces: tokens and log-probabilities, sampled by one version of the weights each.
-        version: of the oldest weights that sampled any of them.
+        version: of the weights with which engines began it.
     """
 
     request: Request
@@ -44,7 +44,7 @@ class _Open:
         """Put behind the others what weights of a version have sampled."""
         if len(piece.tokens):
             self.pieces.append((piece.tokens, piece.logprobs))
-        if self.version is None and (len(piece.tokens) or not self.pieces):
+        if self.version is None:
             self.version = version
 
     def rest(self, most: int) -> Request:
@@ -60,7 +60,7 @@ class _Open:
         tokens = np.concatenate([request.prompt, *(tokens for tokens, _ in self.pieces)])
         done = len(tokens) - len(request.prompt)
         bound = most if request.max_new_tokens is None else min(most, request.max_new_tokens)
-        seed = None if request.seed is None else _seed_behind(request.seed, done)
+        seed = None if request.seed is None else seed_of(f"{request.seed}+{done}")
         return Request(tokens, seed, bound - done, request.stop_strings)
 
     def completed(self, truncated: bool) -> Completion:
@@ -70,11 +70,6 @@ class _Open:
         tokens = [tokens for tokens, _ in self.pieces] or [np.zeros(0, np.int64)]
         logprobs = [logprobs for _, logprobs in self.pieces] or [np.zeros(0, np.float32)]
         return Completion(np.concatenate(tokens), np.concatenate(logprobs), truncated, self.version)
-
-
-def _seed_behind(seed: int, done: int) -> int:
-    digest = hashlib.blake2b(f"{seed}+{done}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 class SharedView:
