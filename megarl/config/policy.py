@@ -16,6 +16,15 @@ from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, DECAY, SHARE, Key, Range
 
 Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
 MomentDtype: TypeAlias = Literal["float32", "bfloat16", "8bit"]
+_FirstMoment: TypeAlias = Annotated[
+    MomentDtype,
+    Key(
+        "type of the mean gradient of Adam and AdamW: 4, 2 or 1 byte a parameter. Below float32 it is rounded at random; ``8bit`` "
+        "has a float32 scale for each 256 numbers. Checkpoints hold float32: any type reads those of any other.",
+        default="float32",
+    ),
+]
+_SecondMoment: TypeAlias = Annotated[MomentDtype, Key("the same for the mean square of the gradient.", default="float32")]
 MOMENT_KEYS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 STATE_KEYS = ("master_dtype", *MOMENT_KEYS)
 """Keys of an optimizer that say how its states are stored; the torch backends have the first ones alone."""
@@ -114,17 +123,8 @@ class MegatronOptimizerConfig(TypedDict):
             ),
         ]
     ]
-    exp_avg_dtype: NotRequired[
-        Annotated[
-            MomentDtype,
-            Key(
-                "type of Adam's mean gradient: 4, 2 or 1 byte a parameter. Below float32 it is rounded at random; ``8bit`` has a float32 "
-                "scale for each 256 numbers. Checkpoints hold float32: any type reads those of any other.",
-                default="float32",
-            ),
-        ]
-    ]
-    exp_avg_sq_dtype: NotRequired[Annotated[MomentDtype, Key("the same for the mean square of the gradient.", default="float32")]]
+    exp_avg_dtype: NotRequired[_FirstMoment]
+    exp_avg_sq_dtype: NotRequired[_SecondMoment]
     use_precision_aware_optimizer: NotRequired[
         Annotated[
             bool,
@@ -512,17 +512,8 @@ class PytorchOptimizerConfig(TypedDict):
             ),
         ]
     ]
-    exp_avg_dtype: NotRequired[
-        Annotated[
-            MomentDtype,
-            Key(
-                "type of the mean gradient of Adam and AdamW: 4, 2 or 1 byte a parameter. Below float32 it is rounded at random; ``8bit`` "
-                "has a float32 scale for each 256 numbers. Checkpoints hold float32: any type reads those of any other.",
-                default="float32",
-            ),
-        ]
-    ]
-    exp_avg_sq_dtype: NotRequired[Annotated[MomentDtype, Key("the same for the mean square of the gradient.", default="float32")]]
+    exp_avg_dtype: NotRequired[_FirstMoment]
+    exp_avg_sq_dtype: NotRequired[_SecondMoment]
 
 
 class SinglePytorchSchedulerConfig(TypedDict):

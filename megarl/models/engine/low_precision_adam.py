@@ -35,8 +35,10 @@ class StateSettings:
 
     Attributes:
         master: ``float32`` keeps float32 copies of 16-bit weights; ``bfloat16`` steps the weights
-        themselves, with stochastic rounding. exp_avg, exp_avg_sq: formats of the two moments. seed: of the
-        rounding.
+            themselves, with stochastic rounding.
+        exp_avg, exp_avg_sq: formats of the two moments.
+        host_share: of all bytes of states, what is in host memory.
+        seed: of the rounding.
     """
 
     master: str = "float32"

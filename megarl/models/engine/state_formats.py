@@ -51,7 +51,7 @@ class StateFormat(Protocol):
 
         Args:
             bits: 16 random bits a value, int32; None rounds to the nearest. Values that were read from this
-            format come back as they were.
+                format come back as they were.
         """
 
 

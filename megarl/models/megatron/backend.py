@@ -46,7 +46,7 @@ from megarl.models.megatron import checkpoint, cuda_redirect, hf_state, parallel
 from megarl.models.megatron.adapters import Adapters
 from megarl.models.megatron.build import build_chunks, wrap_for_data_parallel
 from megarl.models.megatron.moe_passes import RecordedPasses, in_step
-from megarl.models.megatron.optimizer import build_optimizer, build_scheduler, schedule_values, step_where_accepted
+from megarl.models.megatron.optimizer import build_optimizer, build_scheduler, schedule_values, step_where_accepted, with_parameters
 from megarl.models.megatron.schedule import answer_requests, forward_backward
 from megarl.models.megatron.settings import balance_settings
 from megarl.models.megatron.weight_stream import WeightStream
@@ -99,9 +99,7 @@ def move_optimizer(optimizer: MegatronOptimizer, move: Callable[[torch.Tensor], 
     parameters; Megatron's own ``offload_to_cpu`` would take the model's weights along, or read a buffer that
     has been freed before. States that are kept in host memory stay there.
     """
-    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if getattr(inner, "is_stub_optimizer", False):
-            continue
+    for inner in with_parameters(optimizer):
         if (inner.config.bf16 or inner.config.fp16) and not inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
             for group in inner.optimizer.param_groups:
                 for parameter in group["params"]:

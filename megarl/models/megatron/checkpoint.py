@@ -44,7 +44,7 @@ from megarl.errors import CheckpointError, MegarlError
 from megarl.models.engine.backend import log_changed_rate
 from megarl.models.megatron.cuda_redirect import cuda_literals
 from megarl.models.megatron.hf_state import ADAPTER
-from megarl.models.megatron.optimizer import fused_style_adam, schedule_values
+from megarl.models.megatron.optimizer import fused_style_adam, schedule_values, with_parameters
 from megarl.models.megatron.sharded_save import save_sharded
 from megarl.models.megatron.state_stream import StateStream, StreamedLoad
 from megarl.patched import patched
@@ -218,7 +218,7 @@ def require_same_form(optimizer: MegatronOptimizer, directory: Path) -> None:
     """Refuse the state of a distributed optimizer where this one is none, and the reverse: Megatron-Core keeps master weights and moments
     of the two in different forms. Local."""
     stored = any(key.startswith(_DISTRIBUTED_STATE) for key in read_plain_index(directory).state_dict_metadata)
-    inner = [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if not getattr(each, "is_stub_optimizer", False)]
+    inner = list(with_parameters(optimizer))
     own = any(isinstance(each, DistributedOptimizer) for each in inner)
     if inner and own != stored:
         raise CheckpointError(
@@ -352,8 +352,8 @@ def _tensor_keys(keys: Iterable[str]) -> list[str]:
 
 def _initialize_state(optimizer: MegatronOptimizer) -> None:
     """Give an optimizer that has not stepped yet its (zero) state, so that there is something to save or to fill."""
-    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not getattr(inner, "is_stub_optimizer", False) and inner.init_state_fn is not None and not inner.optimizer.state:
+    for inner in with_parameters(optimizer):
+        if inner.init_state_fn is not None and not inner.optimizer.state:
             inner.init_state_fn(inner.optimizer, inner.config)
 
 

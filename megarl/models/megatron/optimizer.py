@@ -117,7 +117,7 @@ def build_optimizer(policy: PolicyConfig, chunks: Sequence[DistributedDataParall
         options["config_overrides"] = overrides(config)
     with fused_style_adam(stored=not states.are_plain):
         optimizer = megatron_optimizer.get_megatron_optimizer(config, list(chunks), **options)
-    for inner in _with_parameters(optimizer):
+    for inner in with_parameters(optimizer):
         if config.optimizer == "sgd":
             inner.init_state_fn = _initialize_momentum
         if isinstance(inner, DistributedOptimizer):
@@ -147,7 +147,7 @@ def _state_settings(chosen: MegatronOptimizerConfig, seed: int) -> StateSettings
     return StateSettings(*formats, host_share=chosen["optimizer_offload_fraction"], seed=seed)
 
 
-def _with_parameters(optimizer: MegatronOptimizer) -> Iterator[Any]:
+def with_parameters(optimizer: MegatronOptimizer) -> Iterator[Any]:
     """Yield the optimizers that step something on this rank."""
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not getattr(inner, "is_stub_optimizer", False):
@@ -264,7 +264,7 @@ def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float],
         return accepts(norms[-1]) and bool(update())
 
     asked = ((optimizer, "get_grad_norm", get_grad_norm), (optimizer, "step_with_ready_grads", step_with_ready_grads))
-    adams = [inner.optimizer for inner in _with_parameters(optimizer) if isinstance(inner.optimizer, ShardedAdamW)]
+    adams = [inner.optimizer for inner in with_parameters(optimizer) if isinstance(inner.optimizer, ShardedAdamW)]
 
     def clip(parameters: Any, max_norm: float, total_norm: float, *options: Any, **named: Any) -> None:
         for adam in adams:
