@@ -76,8 +76,7 @@ class BareLoop:
 
 
 class FSDP2Loop(BareLoop):
-    """The same on all ranks of the job, with torch's ``fully_shard`` over them; gradients are reduced once a
-    step."""
+    """The same loop on all ranks, sharded by torch's ``fully_shard``; gradients are reduced once a step."""
 
     def divided(self, model: Any) -> Any:
         """Return each layer, and the rest, sharded over all ranks."""

@@ -286,8 +286,8 @@ def exported(run_dir: Path) -> Path:
 
 
 def taught_model(work: Path) -> Path:
-    """Return the quickstart's model after its supervised part, made on the first call beside the data of the
-    second part."""
+    """Return the quickstart's model after its supervised part. The first call trains it and writes the
+    data of the second part."""
     from megarl.config import load_config
     from megarl.quickstart.__main__ import CARELESS_SHARE, CONFIGS, TRAIN_PROBLEMS, VALIDATION_PROBLEMS, VALIDATION_SEED
     from megarl.quickstart.material import make_model, write_pairs, write_problems

@@ -11,8 +11,7 @@ import torch
 from benchmarks import memory
 from benchmarks.timing import HostClock
 
-# large enough that a launch is nothing beside the product, small enough for a core to do it in a tenth of a
-# second
+# large enough to hide the cost of a launch, small enough for one core in a tenth of a second
 PRODUCT = {"cpu": 768, "cuda": 8192}
 
 

@@ -218,8 +218,8 @@ class TRL:
 
     @property
     def spent(self) -> dict[str, Spent]:
-        """By phase: what makes a batch contains generation, and all that follows it is training; there are no
-        log-probabilities."""
+        """Return seconds by phase. Making a batch includes generation, and the rest of a step is training; no
+        log-probabilities are computed."""
         found = self.phases.spent
         step, generation, batch = found[STEP], found["generation"], found["batch"]
         return {STEP: step, "generation": generation, "training": _less(step, batch), REST: _less(batch, generation)}

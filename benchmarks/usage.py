@@ -69,8 +69,7 @@ def _own_cpu() -> float:
 
 
 def machine_cpu(statistics: Path = Path("/proc/stat")) -> float | None:
-    """Return seconds that the cores of this process were busy since the machine started, whoever made them
-    so."""
+    """Return busy seconds of the cores of this process since the machine started, of all processes."""
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     try:
         lines = [line.split() for line in statistics.read_text(encoding="ascii").splitlines()]

@@ -1,5 +1,4 @@
-"""Checkpoints of one rank as a run writes and reads them: a save, a load, and how long training stands still
-for an asynchronous save.
+"""Checkpoints of one rank: a save, a load, and how long an asynchronous save stalls training.
 
 Each against the same bytes by themselves: one raw write with fsync, one raw read, one copy. Megatron is
 measured; each of the other backends would take as long again.

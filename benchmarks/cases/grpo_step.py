@@ -143,8 +143,8 @@ def _metrics(measured: Mapping[str, Any], task: Task) -> dict[str, Metric]:
 
 
 def _steps(config: PolicyConfig, task: Task, repeats: int) -> dict[str, Any]:
-    """On every rank: what each phase of its steps took, the first step's loss and gradient norm, and what its
-    collectives take alone."""
+    """Return, on every rank, seconds of each phase of its steps, loss and gradient norm of the first step,
+    and seconds of its collectives alone."""
     import gc
 
     import torch.distributed as dist

@@ -49,8 +49,8 @@ EXPERTS = (8, 32)
 MOST_OPERATIONS = 700
 """Of a global batch of one micro-batch of four layers, forward and backward, until the optimizer's step."""
 FUSED_SHARE = 0.8
-"""Of the operations, what is left where functions are fused: 0.70 of training and 0.75 of log-probabilities
-when this was set."""
+"""The most operations that fused functions may leave, as a share of all: it was 0.70 in training and 0.75 for
+log-probabilities when this was set."""
 VIEWS = frozenset(
     (
         "_reshape_alias",
@@ -248,8 +248,7 @@ class _Stop(Exception):
 
 
 def _counted(config: PolicyConfig, sequences: int, compiled: bool) -> dict[tuple[str, int], Count]:
-    """In a worker process: what calls with one and with three micro-batches take, once the first ones are
-    through."""
+    """Count, in a worker process, operations of calls with one and three micro-batches, after a warm-up."""
     with one_operation_functions() if compiled else contextlib.nullcontext():
         return _counted_of(tiny.worker_of(config), config, sequences)
 

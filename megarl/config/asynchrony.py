@@ -22,7 +22,7 @@ class AsyncConfig(TypedDict):
                 "`in_order`: the batch of step n is sampled with the weights behind step n - 1 - "
                 "``max_trajectory_age_steps``, whatever the timing, so that a run repeats itself. `ready_first`: a "
                 "step trains on the groups that are complete first, and engines sample on over refits, so that no step "
-                "waits for its longest answer; the batches are kept in ``RUN/ledger``.",
+                "waits for its longest response; the batches are kept in ``RUN/ledger``.",
                 default="in_order",
             ),
         ]
@@ -31,9 +31,8 @@ class AsyncConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "k, steps of training between the weights that sample an answer and those that it trains: exactly so "
-                "many `in_order`, so many at most `ready_first`. 0 samples and trains in turn; 1 is enough to keep "
-                "both busy.",
+                "steps of training between the weights that sample a response and those that it trains: exactly k "
+                "`in_order`, at most k `ready_first`. 0 samples and trains in turn; 1 is enough to keep both busy.",
                 AT_LEAST_0,
                 default=1,
             ),
