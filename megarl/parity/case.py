@@ -27,8 +27,8 @@ GROUPED = (*LATENT, "glm4_moe", "dots1")
 """Families with DeepSeek's mixture: groups of experts, shared experts, a dense first layer where there are
 several; routers compute in
 float32."""
-SPARSE = ("mixtral", "qwen3_moe", "qwen2_moe", *GROUPED, "gpt_oss", "qwen3_next")
-HYBRID = ("qwen3_next", "qwen3_5_text")
+SPARSE = ("mixtral", "qwen3_moe", "qwen2_moe", *GROUPED, "gpt_oss", "qwen3_next", "qwen3_5_moe_text")
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families with gated delta nets in the place of attention, in the first layer and every second one after
 it."""
 HEAD_NORMS = ("qwen3", "qwen3_moe", "dots1", *HYBRID)

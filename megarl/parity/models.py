@@ -76,6 +76,8 @@ def _mixture(case: Case) -> dict[str, Any]:
     if case.family not in SPARSE:
         return {}
     sizes = {"num_experts": case.experts, "num_experts_per_tok": case.topk, "moe_intermediate_size": case.expert}
+    if case.family == "qwen3_5_moe_text":
+        return sizes | {"shared_expert_intermediate_size": 2 * case.expert}
     if case.family == "qwen3_next":
         return sizes | {"shared_expert_intermediate_size": 2 * case.expert, "norm_topk_prob": True}
     if case.family == "qwen2_moe":

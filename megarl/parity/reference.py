@@ -68,6 +68,10 @@ def load_model(directory: Path | str, dtype: torch.dtype = torch.float32, lora: 
     auto = AutoModelForSequenceClassification if name.endswith("ForSequenceClassification") else AutoModelForCausalLM
     # the grouped matrix product that transformers prefers for experts wants rows of a multiple of 16 bytes
     model: torch.nn.Module = auto.from_pretrained(directory, config=config, dtype=dtype, experts_implementation="eager").eval()
+    # transformers keeps some norms in float32 where float16 was asked for, which no backend does: of such a
+    # weight the noise would lack the rounding that theirs have
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     if lora:
         _put_adapters(model, adapter_directory(Path(directory), lora))
     return model
