@@ -38,8 +38,15 @@ REPEATS, QUICK_REPEATS = 3, 1
 WORDS, ALL_TURNS = 256, 4
 """Tokens of a response, and turns of the conversations whose CPU seconds are measured."""
 CPU_REPEATS = 5
+SAID = np.random.default_rng(0).integers(5, 60, WORDS)
+"""A response, of other tokens than the special ones."""
 
-TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+# ChatML, whose marks are tokens of their own as in the tokenizers that are published with it
+MARKS = ["<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def delays_of(episode: int) -> list[float]:
@@ -91,8 +98,7 @@ class _Stream:
         ready = [number for number, due in self._waiting.items() if due <= time.monotonic()]
         for number in ready:
             del self._waiting[number]
-        said = np.full(WORDS, 7, np.int64)
-        return {number: Completion(said, np.zeros(WORDS, np.float32), truncated=False) for number in ready}
+        return {number: Completion(SAID, np.zeros(WORDS, np.float32), truncated=False) for number in ready}
 
 
 class _Engines:
@@ -109,26 +115,19 @@ class _Engines:
         """Nothing is held."""
 
 
-class _Words:
-    """Decodes without a tokenizer: this is about what stands between engine and environment."""
-
-    def batch_decode(self, rows: Any, skip_special_tokens: bool = True) -> list[str]:
-        return ["word"] * len(rows)
-
-
 def _encoder() -> ObservationEncoder:
     from megarl.quickstart.material import make_tokenizer
 
     tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
     tokenizer.chat_template = TEMPLATE
-    return ObservationEncoder(tokenizer, ChatTemplate(tokenizer), {int(tokenizer.eos_token_id)})
+    return ObservationEncoder(tokenizer, ChatTemplate(tokenizer), {int(tokenizer.convert_tokens_to_ids(MARKS[1]))})
 
 
 def _led(kind: type[MessageEnv], stream: _Stream, count: int, turns: int, encoder: ObservationEncoder) -> tuple[float, float]:
     """Wall and CPU seconds of so many conversations, to the batch that is made of them."""
     environment = MessageEnvironment(kind, {**defaults_of(EnvConfig), "environment": "own"})  # type: ignore[typeddict-item]
-    words: Any = _Words()
-    runner = EpisodeRunner(_Engines(stream), environment, words, PhaseTimer(), EpisodeLimits(turns), encoder)
+    runner = EpisodeRunner(_Engines(stream), environment, encoder.tokenizer, PhaseTimer(), EpisodeLimits(turns), encoder)
     prompt = np.arange(5, 25)
     episodes = [Episode(Example(number, (), (), ""), [Segment(prompt)], number) for number in range(count)]
     begun, spent = time.perf_counter(), time.process_time()
