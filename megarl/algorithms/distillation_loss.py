@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
@@ -120,9 +121,22 @@ class DistillationLossFn:
         total = logarithms.logsumexp(dim=-1, keepdim=True)
         if not self.has_rest:
             return logarithms - total
-        rest = -torch.expm1(total)
         least = _LEAST_REST * torch.finfo(logarithms.dtype).eps
-        return torch.cat([logarithms, rest.clamp(min=least).log()], dim=-1)
+        return torch.cat([logarithms, _log_of_rest(total, least)], dim=-1)
+
+
+def _log_of_rest(total: Tensor, least: float) -> Tensor:
+    """log(1 - exp(total)), at least log(least), with no gradient there.
+
+    Neither form is right everywhere (Maechler, "Accurately computing log(1 - exp(-|a|))", 2012): the logarithm of a rest near 1 is lost in
+    the difference, and torch's derivative of expm1 is expm1 + 1, of which a small exp(total) keeps four digits in float32. One near 0
+    is lost in log1p.
+    """
+    is_small = total < -math.log(2)
+    # both branches are computed, and a gradient of the one not taken has to be finite to be dropped
+    of_small = torch.log1p(-torch.where(is_small, total, -1.0).exp())
+    of_large = (-torch.expm1(torch.where(is_small, -0.5, total))).clamp(min=least).log()
+    return torch.where(is_small, of_small, of_large)
 
 
 def _divergence(one: Tensor, other: Tensor) -> Tensor:
