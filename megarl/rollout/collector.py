@@ -254,10 +254,13 @@ class _Engines:
                 engine.bring_up_to_date()
         tokenizer, stops = self.collector.tokenizer, self.collector.stops
         generation = self._generation
-        # conversations of one turn wait for the environment together: a batch is asked once
-        if self.collector.limits.turns == 1 or not hasattr(generation, "requests"):
+        one_turn = self.collector.limits.turns == 1
+        # conversations of one turn wait for the environment together, but for rewards that begin with what is complete
+        gathers = one_turn and getattr(generation, "takes_requests", False) and getattr(self.collector.environment, "scores_ahead", False)
+        if not hasattr(generation, "requests") or (one_turn and not gathers):
             return Waves(generation, tokenizer.pad_token_id, stops, greedy=self.greedy, sampling=self.sampling)
-        return generation.requests(stops, tokenizer.pad_token_id, greedy=self.greedy, sampling=self.sampling)
+        options = {"gathers": True} if gathers else {}
+        return generation.requests(stops, tokenizer.pad_token_id, greedy=self.greedy, sampling=self.sampling, **options)
 
     @property
     def _generation(self) -> GenerationInterface:

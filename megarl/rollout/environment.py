@@ -104,7 +104,8 @@ class Environment(Protocol):
     One with an attribute ``threads`` above 0 is asked for each conversation by itself, from so many threads at once; ``step_timeout_s`` is
     then how many seconds that may take, ``begin(record)`` begins each conversation and ``end(metadata)`` ends it
     (``megarl.rollout.message_env.MessageEnvironment``). One with ``judge(turn)`` is asked once more, for all its conversations together,
-    when all have ended; these rewards are added to those of the turns.
+    when all have ended; these rewards are added to those of the turns. One with ``scores_ahead`` true may begin to judge responses that
+    ``score_ahead(turn)`` gives it while others are sampled, some at a time; ``step`` is then asked of all of them.
     """
 
     def step(self, turn: Turn) -> EnvironmentReturn:

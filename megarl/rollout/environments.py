@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megarl.config.environments import ENVIRONMENT, TOOLS, EnvConfig, environment_class, faults_of_schemas, is_nemo_rl, named_environments
 from megarl.errors import BatchError, ConfigError, RewardError
@@ -53,19 +53,33 @@ class NamedEnvironments:
         """
         return self._asked(turn, "step")
 
+    @property
+    def scores_ahead(self) -> bool:
+        """Whether any of them begins with rewards while responses are still sampled."""
+        return any(getattr(each, "scores_ahead", False) for each in self.environments.values())
+
+    def score_ahead(self, turn: Turn) -> None:
+        """See ``SingleTurn.score_ahead``."""
+        for name, rows in self._rows_by_name(turn).items():
+            if getattr(self.environments[name], "scores_ahead", False):
+                cast("Any", self.environments[name]).score_ahead(_of_rows(turn, rows))
+
     def judges_groups(self, step_rows: int) -> None:
         """See ``SingleTurn.judges_groups``; any of them may have all of a step."""
         for each in self.environments.values():
             tell_of_groups(each, step_rows)
 
     def _asked(self, turn: Turn, method: str) -> EnvironmentReturn:
+        merged = _Merged(len(turn.records))
+        for name, rows in self._rows_by_name(turn).items():
+            merged.take(name, rows, getattr(self.environments[name], method)(_of_rows(turn, rows)))
+        return merged.result()
+
+    def _rows_by_name(self, turn: Turn) -> dict[str, list[int]]:
         rows_of: dict[str, list[int]] = {}
         for row, record in enumerate(turn.records):
             rows_of.setdefault(self._name_of(record), []).append(row)
-        merged = _Merged(len(turn.records))
-        for name, rows in rows_of.items():
-            merged.take(name, rows, getattr(self.environments[name], method)(_of_rows(turn, rows)))
-        return merged.result()
+        return rows_of
 
     def judge(self, turn: Turn) -> EnvironmentReturn:
         """As ``step``, of the environments that judge whole conversations."""

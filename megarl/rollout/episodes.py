@@ -158,7 +158,8 @@ class EpisodeRunner:
         timer: of the phases ``generation``, as long as a request waits, and ``reward``.
         limits: of each episode.
         encoder: of observations; None where there is one turn.
-        judging: entered for each call of an environment that cannot be asked from several threads.
+        judging: entered for each call of an environment that cannot be asked from several threads. None where there is one thread: the
+            environment may then begin with rewards while responses are still sampled.
     """
 
     def __init__(
@@ -172,6 +173,9 @@ class EpisodeRunner:
         judging: AbstractContextManager[Any] | None = None,
     ) -> None:
         self._judging: AbstractContextManager[Any] = contextlib.nullcontext() if judging is None else judging
+        # what begins ahead is taken by the next call, which is another group's where groups have threads of their own
+        self._scores_ahead = judging is None and getattr(environment, "scores_ahead", False)
+        self._begun: set[int] = set()
         self._engines, self._environment, self._tokenizer = engines, environment, tokenizer
         self._timer, self._limits, self._encoder = timer, limits, encoder
         self._episodes: Sequence[Episode] = ()
@@ -280,6 +284,10 @@ class EpisodeRunner:
             said = self._step(together)
             answers |= {number: (said, row) for row, number in enumerate(together)}
             self._unanswered = []
+            self._begun.clear()
+        elif self._scores_ahead and (fresh := [number for number in together if number not in self._begun]):
+            self._begun.update(fresh)
+            cast("Any", self._environment).score_ahead(self._turn(fresh))
         going_on = [number for number, (said, row) in answers.items() if self._goes_on(self._episodes[number], said, row)]
         return {number: self._request(self._episodes[number]) for number in going_on}
 

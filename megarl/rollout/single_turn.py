@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from megarl.import_path import is_import_path
 from megarl.rollout.environment import EnvironmentReturn, Turn
 from megarl.rollout.reward_pool import RewardPool, Score, score_of
 from megarl.rollout.rewards import Reward, RewardSpec, Task, get_reward
+from megarl.rollout.scores_ahead import ScoresAhead
 
 if TYPE_CHECKING:
     from megarl.data.records import Doubt
@@ -79,14 +80,26 @@ class SingleTurn:
             self._parts.append(_Part(key.rpartition(".")[2], inner.get("weight", 1.0), spec, reward, place))
             pooled += [] if reward.is_immediate else [replace(spec, options={**spec.options, **reward.settled})]
         self._pool: RewardPool | None = None
+        self._ahead: ScoresAhead[tuple[int, Task], Score] | None = None
         if pooled:
             processes = section["processes"] or min(os.cpu_count() or 1, 8)
             self._pool = RewardPool(pooled, processes)
+            self._ahead = ScoresAhead(self._pool.score)
 
     def judges_groups(self, step_rows: int) -> None:
         """From now on a call has the responses to one prompt, of the so many of a step: what fails on all of a call
         says little of the reward function before it fails on as many."""
         self._step_rows = step_rows
+
+    @property
+    def scores_ahead(self) -> bool:
+        """Whether rewards are computed elsewhere, so that they may begin while responses are still sampled."""
+        return self._ahead is not None
+
+    def score_ahead(self, turn: Turn) -> None:
+        """Begin with some responses of the batch that ``step`` will be asked for next. What that returns does not depend on it."""
+        if self._ahead is not None:
+            self._ahead.begin(self._pooled_tasks(self._as_read(turn)))
 
     def step(self, turn: Turn) -> EnvironmentReturn:
         """Rewards of the responses, the sums of their parts times their weights.
@@ -98,8 +111,7 @@ class SingleTurn:
             RewardError: a response has no reward, and ``env.on_error`` or ``env.on_timeout`` says ``raise``; a reward function raised on
                 every response; or ``_BATCHES`` batches in a row had none that could be scored.
         """
-        if self._keeps_special_tokens:
-            turn = replace(turn, responses=turn.full_responses, prompts=turn.full_prompts)
+        turn = self._as_read(turn)
         columns = self._without_broken(self._scores(turn), turn)
         masked = self._masked(columns, turn)
         values = [[0.0 if score.value is None else score.value for score in column] for column in columns]
@@ -135,28 +147,52 @@ class SingleTurn:
         if self._pool is not None:
             self._pool.close()
 
+    def _as_read(self, turn: Turn) -> Turn:
+        return replace(turn, responses=turn.full_responses, prompts=turn.full_prompts) if self._keeps_special_tokens else turn
+
     def _scores(self, turn: Turn) -> list[list[Score]]:
         """The scores of each reward, a list of B."""
-        asked = any(part.reward.wants_record for part in self._parts)
-        full = [_task(turn, row, with_record=asked) for row in range(len(turn.responses))]
-        pooled: list[Score] = []
-        if self._pool is not None:
-            short = [replace(task, prompt="", record={}) for task in full] if asked else full
-            # the responses of one reward after those of another, so that the slow ones of both are spread
-            tasks = [
-                (part.place, task)
-                for part in self._parts
-                if part.place is not None
-                for task in (full if part.reward.wants_record else short)
-            ]
-            pooled = self._pool.score(tasks)
-        rows = len(full)
+        pooled = self._pooled_scores(turn)
+        full = self._tasks(turn) if any(part.place is None for part in self._parts) else []
+        rows = len(turn.responses)
         return [
             [score_of(part.reward, task, part.spec) for task in full]
             if part.place is None
             else pooled[part.place * rows : (part.place + 1) * rows]
             for part in self._parts
         ]
+
+    def _pooled_scores(self, turn: Turn) -> list[Score]:
+        """The scores of the pool, those that were begun ahead among them."""
+        if self._pool is None or self._ahead is None:
+            return []
+        ahead = self._ahead.take()
+        found: list[Score | None] = []
+        missing: list[tuple[int, Task]] = []
+        for key, task in self._pooled_tasks(turn):
+            # two responses to a prompt may be the same text: each has a score of its own
+            found.append(ahead[key].popleft() if ahead.get(key) else None)
+            if found[-1] is None:
+                missing.append(task)
+        rest = iter(self._pool.score(missing))
+        return [next(rest) if score is None else score for score in found]
+
+    def _pooled_tasks(self, turn: Turn) -> list[tuple[Hashable, tuple[int, Task]]]:
+        """What the pool is asked, with a key each: the responses of one reward after those of another, so that the slow ones of both are
+        spread."""
+        full = self._tasks(turn)
+        short = [replace(task, prompt="", record={}) for task in full] if any(part.reward.wants_record for part in self._parts) else full
+        found: list[tuple[Hashable, tuple[int, Task]]] = []
+        for part in self._parts:
+            if part.place is not None:
+                for record, task in zip(turn.records, full if part.reward.wants_record else short, strict=True):
+                    # a record is the same object as long as its episode lasts
+                    found.append(((part.place, id(record), task.response, task.length), (part.place, task)))
+        return found
+
+    def _tasks(self, turn: Turn) -> list[Task]:
+        asked = any(part.reward.wants_record for part in self._parts)
+        return [_task(turn, row, with_record=asked) for row in range(len(turn.responses))]
 
     def _values_of_parts(self, values: Sequence[Sequence[float]], masked: Sequence[bool]) -> dict[str, list[float | None]]:
         """The numbers of each reward; None for a sample that is masked."""

@@ -12,27 +12,34 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.cases.messages import slices_read
 from megarl import env
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.algorithms.refit import Refit, connect, refit_policy_generation
 from megarl.config import validate_config
+from megarl.config.environments import EnvConfig
+from megarl.data.datasets import Example
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.virtual_cluster import RayVirtualCluster
 from megarl.errors import BatchError, ConfigError, MegarlError, MismatchError, RefitError, WorkerError
+from megarl.key import defaults_of
 from megarl.models.generation import engine_stream, shared_stream
 from megarl.models.generation.shared_stream import SharedStream
 from megarl.models.generation.stream import Completion, Request
 from megarl.models.generation.vllm.generation import VllmGeneration
 from megarl.models.policy.lm_policy import Policy
+from megarl.observe.timing import PhaseTimer
 from megarl.patched import patched
+from megarl.rollout.collector import Collector
+from megarl.rollout.single_turn import SingleTurn
 from megarl.run.evaluate import evaluate, result_of, weights_to_evaluate
 from megarl.run.run import run
 from megarl.weight_sync.manifest import Manifest
@@ -236,6 +243,46 @@ def test_requests_go_on_over_refits_with_the_tokens_that_they_have(apart: VllmGe
     for row, length in enumerate(PROMPTS["input_lengths"].tolist()):
         assert found[row].tokens.tolist() == rows_of(whole)[row][length:] and found[row].truncated
         np.testing.assert_allclose(found[row].logprobs, whole["logprobs"][row, length : length + NEW].numpy(), rtol=0, atol=1e-5)
+
+
+@slow
+def test_rewards_begin_with_what_is_complete_and_the_batch_is_the_same(apart: VllmGeneration, policy: Policy, tmp_path: Path) -> None:
+    apart.prepare_refit_info(policy.prepare_refit_info() or {})
+    connect(policy, apart)
+    refit_policy_generation(policy, apart, colocated_inference=False)
+    (tmp_path / "mine.py").write_text("def reward(response, answer):\n    return len(response) + len(answer)\n")
+    words = AutoTokenizer.from_pretrained(
+        tokenizer_of_words(tmp_path / "words", [f"w{number}" for number in range(VOCABULARY - len(SPECIAL))])
+    )
+    section = {**defaults_of(EnvConfig), "reward": f"{tmp_path / 'mine.py'}:reward", "processes": 1}
+    environment = SingleTurn(section)  # type: ignore[typeddict-item]
+    engine: Any = SimpleNamespace(generation=apart, bring_up_to_date=lambda: None)
+    collector = Collector(policy, words, environment, PhaseTimer(), None, engine)
+    # the engines' 64 tokens leave some prompts less room than others
+    prompts = ((5, 9, 6) * 20, (7, 5, 8) * 19, (6, 7, 5))
+    records = [Example(place, prompt, (), "x" * place) for place, prompt in enumerate(prompts)]
+    begun: list[int] = []
+    begin = environment.score_ahead
+
+    def noted(turn: Any) -> None:
+        begun.append(len(turn.responses))
+        begin(turn)
+
+    try:
+        # told of after each of vLLM's steps
+        with patched((engine_stream, "GATHER_SECONDS", 1e-4), (environment, "score_ahead", noted)):
+            found = collector.collect(records, 4, list(range(12)), weight_version=3)
+        assert begun and sum(begun) < 12
+        with patched((VllmGeneration, "takes_requests", False)):
+            expected = collector.collect(records, 4, list(range(12)), weight_version=3)
+        assert set(found.samples["generation_lengths"].tolist()) == {4, 7, NEW}
+    finally:
+        environment.close()
+    for name, column in expected.samples.items():
+        if name == "generation_logprobs":
+            torch.testing.assert_close(found.samples[name], column, rtol=0, atol=1e-5)
+        else:
+            assert list(found.samples[name]) == list(column) if isinstance(column, list) else torch.equal(found.samples[name], column), name
 
 
 @slow

@@ -366,13 +366,20 @@ class EngineGroup(RolloutEngine):
         """Whether workers have ``score``."""
         return False
 
-    def requests(self, stop_token_ids: Iterable[int], pad_token_id: int, *, greedy: bool, sampling: Sampling | None) -> RequestStream:
-        """A stream of requests; where the engines' workers have ``exchange``, each engine goes on while further ones come."""
+    def requests(
+        self, stop_token_ids: Iterable[int], pad_token_id: int, *, greedy: bool, sampling: Sampling | None, gathers: bool = False
+    ) -> RequestStream:
+        """A stream of requests; where the engines' workers have ``exchange``, each engine goes on while further ones come.
+
+        Args:
+            stop_token_ids, pad_token_id, greedy, sampling: as of ``RolloutEngine.requests``.
+            gathers: as of ``EngineStream``; of no effect on workers without ``exchange``.
+        """
         if not self.takes_requests:
             return super().requests(stop_token_ids, pad_token_id, greedy=greedy, sampling=sampling)
         self._require_weights()
         options = {"greedy": greedy, "version": self.expected_version, "sampling": sampling}
-        return EngineStream(self, self._check, pad_token_id, options)
+        return EngineStream(self, self._check, pad_token_id, options, gathers=gathers)
 
     @property
     def takes_requests(self) -> bool:

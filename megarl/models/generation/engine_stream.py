@@ -21,6 +21,9 @@ from megarl.models.generation.stream import Completion, Request
 TURN_SECONDS = 0.05
 """That an engine works before it asks for further requests, where nothing is completed earlier."""
 
+GATHER_SECONDS = 0.5
+"""That an engine works before it tells what is completed, where nothing follows on that: between two calls it stands still for a few ms."""
+
 _PATIENCE_SECONDS = 5.0
 """After which a call that has not come back is waited for alone, by its deadline."""
 
@@ -50,12 +53,23 @@ class EngineStream:
         check: refuses a batch that an engine would fail over.
         pad_token_id: fills prompts up.
         options: of every call.
+        gathers: completions are fetched together every ``GATHER_SECONDS``, because no request follows on one.
     """
 
     in_waves = False
 
-    def __init__(self, group: Group, check: Callable[[BatchedDataDict[Any]], None], pad_token_id: int, options: Mapping[str, Any]) -> None:
-        self._group, self._check, self._pad, self._options = group, check, pad_token_id, dict(options)
+    def __init__(
+        self,
+        group: Group,
+        check: Callable[[BatchedDataDict[Any]], None],
+        pad_token_id: int,
+        options: Mapping[str, Any],
+        *,
+        gathers: bool = False,
+    ) -> None:
+        self._group, self._check, self._pad = group, check, pad_token_id
+        self._options = {**options, "gathers": gathers}
+        self._turn_seconds = GATHER_SECONDS if gathers else TURN_SECONDS
         self._new: list[dict[int, Request]] = [{} for _ in range(group.engines)]
         self._open: list[set[int]] = [set() for _ in range(group.engines)]
         self._calls: dict[Any, tuple[int, float]] = {}
@@ -121,7 +135,13 @@ class EngineStream:
         data = self._batch([new[number] for number in numbers]) if new else None
         self._open[engine] = (self._open[engine] | set(numbers)) - set(given_up)
         call = self._group.call_engine(
-            "exchange", engine, numbers=numbers, data=data, given_up=given_up, wait_s=0.0 if given_up else TURN_SECONDS, **self._options
+            "exchange",
+            engine,
+            numbers=numbers,
+            data=data,
+            given_up=given_up,
+            wait_s=0.0 if given_up else self._turn_seconds,
+            **self._options,
         )
         self._calls[call] = engine, time.monotonic()
         return call

@@ -405,6 +405,7 @@ class VllmGenerationWorker:
         greedy: bool,
         version: int | None,
         sampling: Sampling | None,
+        gathers: bool = False,
     ) -> list[tuple[int, Sequence[int], Sequence[float], bool]]:
         """Take further requests, and work until one is completed.
 
@@ -414,6 +415,7 @@ class VllmGenerationWorker:
             given_up: numbers of requests that end as they are.
             wait_s: work for so long at most.
             greedy, version, sampling: as of ``generate``.
+            gathers: work for all of that time, whatever is completed meanwhile.
 
         Returns:
             Number, tokens, log-probabilities and whether a limit ended it, of each request that was completed or given up.
@@ -435,7 +437,7 @@ class VllmGenerationWorker:
                 prompt = {"prompt_token_ids": request.prompt}
                 self._engine.call("llm_engine.add_request", str(numbers[request.row]), prompt, params)
         until = time.monotonic() + wait_s
-        while not found and self._engine.call("llm_engine.has_unfinished_requests") and time.monotonic() < until:
+        while (gathers or not found) and self._engine.call("llm_engine.has_unfinished_requests") and time.monotonic() < until:
             outputs = self._engine.call("llm_engine.step")
             found |= {int(output.request_id): answer_of(output.outputs[0]) for output in outputs if output.finished}
         return [(number, answer.tokens, answer.logprobs, answer.truncated) for number, answer in found.items()]
