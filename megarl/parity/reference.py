@@ -327,6 +327,8 @@ class ReferenceTrainer:
                 parts.setdefault(name, []).append(max(abs(float(value)), abs(slope)))
         found = {name: self._joined(name, [size for size in sizes if math.isfinite(size)]) for name, sizes in parts.items()}
         rounded = self._loss_fn.rounded(data, float(sequences), float(tokens), *scores)
+        # a share is of the whole: of one that is 0, another rounding may make the share of a token
+        found |= {name: max(size, 1.0) for name, size in found.items() if name.endswith("_share")}
         return found | {name: max(found[name], ROUNDING / BOUND * size) for name, size in rounded.items()}
 
     def _joined(self, name: str, sizes: Sequence[float]) -> float:
