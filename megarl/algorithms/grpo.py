@@ -414,14 +414,21 @@ class GRPO(Sampled):
         return self.ahead is not None and not self.config["async_grpo"]["recompute_logprobs"]
 
     def age_metrics(self, batch: BatchedDataDict[Any], samples: BatchedDataDict[Any], step: int) -> dict[str, float]:
-        """How old the answers of a step are, where they are sampled beside training: ``rollout_age``, the steps of training between the
-        weights that sampled and those that are trained, and ``effective_sample_share`` of the tokens that count, (sum w)^2 / (n sum w^2)
-        with w the ratio of the policy before the step to the one that sampled."""
+        """How old the answers of a step are, where they are sampled beside training.
+
+        ``rollout_age`` are the steps of training between the oldest weights that sampled a response and those that are trained,
+        ``token_age`` the same of each token, and ``effective_sample_share`` is that of the tokens that count, (sum w)^2 / (n sum w^2) with
+        w the ratio of the policy before the step to the one that sampled.
+        """
         from megarl.rollout.samples import effective_share
+        from megarl.rollout.trajectory import TOKEN_VERSIONS
 
         if self.ahead is None:
             return {}
         age = {"rollout_age": float(step - 1 - samples["weight_version"].double().mean())}
+        if TOKEN_VERSIONS in samples:
+            versions = samples[TOKEN_VERSIONS][samples["token_mask"] != 0]
+            age["token_age"] = float(step - 1 - versions.double().mean()) if len(versions) else 0.0
         if self.anchors_at_engine:
             return age
         counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)

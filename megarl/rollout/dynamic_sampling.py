@@ -22,6 +22,7 @@ from megarl.algorithms.advantages import PART, agree
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.errors import RewardError
 from megarl.rollout.collector import Rollouts, accuracies_of, add_metrics
+from megarl.rollout.trajectory import TOKEN_VERSIONS
 
 if TYPE_CHECKING:
     from megarl.data.datasets import Example
@@ -211,6 +212,9 @@ def _column(rollouts: Rollouts, name: str, kind: Any) -> Any:
         return samples[name]
     if name == "opening":
         return torch.zeros_like(samples["input_lengths"])
+    if name == TOKEN_VERSIONS:
+        # a batch that waited in a checkpoint from before there was one
+        return samples["weight_version"].unsqueeze(1) * (samples["token_mask"] != 0)
     assert name == "accuracy" or name.startswith(PART), f"a batch of samples lacks {name}"
     return samples["reward"] if name == "accuracy" else torch.full_like(samples["reward"], torch.nan, dtype=kind.dtype)
 

@@ -257,11 +257,12 @@ class EpisodeRunner:
         self._unanswered += found
 
     def _write(self, episode: Episode, completion: Completion, text: str) -> None:
-        episode.segment.sampled(completion.tokens, completion.logprobs)
+        episode.segment.sampled(completion.tokens, completion.logprobs, completion.versions)
         episode.response, episode.truncated = text, completion.truncated
         episode.turns += 1
-        if completion.version is not None:
-            episode.version = completion.version if episode.version is None else min(episode.version, completion.version)
+        if completion.versions is not None and len(completion.versions):
+            oldest = int(completion.versions.min())
+            episode.version = oldest if episode.version is None else min(episode.version, oldest)
 
     def _may_go_on(self, episode: Episode) -> bool:
         return episode.reason is None and not episode.truncated and episode.turns < self._limits.turns

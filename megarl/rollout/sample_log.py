@@ -17,6 +17,7 @@ from megarl.observe.sample_files import TRAIN, VALIDATION, SampleFiles, shorten
 from megarl.rollout.collector import Rollouts
 from megarl.rollout.samples import row_mismatch
 from megarl.rollout.texts import is_harmony
+from megarl.rollout.trajectory import TOKEN_VERSIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +36,9 @@ class SampleLog:
     ``record`` (place of the prompt in its data), ``source``, ``env``, ``prompt`` (as the policy saw it, with special tokens), ``answer``
     (without), ``reference``, ``reward``, ``rewards`` (its parts by name, without weights), ``accuracy``, ``advantage``, ``length``
     (tokens of the answer), ``truncated``, ``masked`` (left out of training), ``mismatch`` (mean over its tokens of the absolute difference
-    of the log-probabilities of engine and policy), ``weight_version`` and, where they are asked for, ``prompt_ids`` and ``answer_ids``.
+    of the log-probabilities of engine and policy), ``weight_version`` (steps of training behind the oldest weights that sampled any
+    of it; where refits may come in between, ``newest_weight_version`` too) and, where they are asked for, ``prompt_ids`` and
+    ``answer_ids``.
     Of a conversation of several turns ``answer`` is all that follows the prompt, ``length`` counts what was sampled, and there are
     ``turns`` (``role``, assistant or environment, and ``text``; of the assistant's also ``reward``; of what the environment says where
     another segment begins, ``segment``, its number) and ``ended`` (``StopReason``).
@@ -165,6 +168,7 @@ class SampleLog:
         masked = (samples["sample_mask"][:number] == 0).tolist()
         columns = {name: samples[column][:number].tolist() for name, column in _COLUMNS.items()}
         versions = samples["weight_version"].tolist() if "weight_version" in samples else [place["step"]] * number
+        newest = samples[TOKEN_VERSIONS][:number].amax(dim=1).tolist() if TOKEN_VERSIONS in samples else None
         judged = {name: samples[name][:number].masked_fill(samples["masked"][:number], np.nan) for name in _JUDGED if name in samples}
         figures = {name: _numbers(values) for name, values in {**known, **judged}.items()}
         parts = {name.removeprefix(PART): _numbers(samples[name][:number]) for name in samples if name.startswith(PART)}
@@ -193,6 +197,7 @@ class SampleLog:
                     **{name: values[row] for name, values in columns.items()},
                     "masked": masked[row],
                     "weight_version": versions[row],
+                    **({"newest_weight_version": newest[row]} if newest is not None else {}),
                     **(self._conversation(rollouts, row, limit) if "turns" in samples else {}),
                     **(_token_ids(samples, row) if self.section["token_ids"] else {}),
                 }

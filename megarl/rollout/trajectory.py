@@ -13,6 +13,9 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.parcels import inside
 from megarl.distributed.token_batches import pad_arrays
 
+TOKEN_VERSIONS = "token_versions"
+"""Column of a batch, see ``batch_of``."""
+
 
 @dataclass(slots=True)
 class Segment:
@@ -25,35 +28,36 @@ class Segment:
 
     Attributes:
         prompt: [P] int64.
-        pieces: tokens [n] int64, each with the log-probabilities [n] float32 that they were sampled with; None for observed ones.
+        pieces: tokens [n] int64, each with the log-probabilities [n] float32 that they were sampled with and the versions [n] int64 of the
+            weights; None for observed ones, and for versions that engines do not tell.
         rewards: of each response; what is said of the whole conversation, once it has ended, is added to the last one.
         opening: tokens at the end of the prompt that are an observation, in a segment that is not the first.
         length, sampled_length: tokens behind the prompt, and those of them that were sampled; counted as they come.
     """
 
     prompt: np.ndarray
-    pieces: list[tuple[np.ndarray, np.ndarray | None]] = field(default_factory=list)
+    pieces: list[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     opening: int = 0
     length: int = field(default=0, init=False)
     sampled_length: int = field(default=0, init=False)
 
-    def sampled(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+    def sampled(self, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray | None = None) -> None:
         """Append what the policy said."""
-        self.pieces.append((tokens, logprobs))
+        self.pieces.append((tokens, logprobs, versions))
         self.rewards.append(0.0)
         self.length += len(tokens)
         self.sampled_length += len(tokens)
 
     def observed(self, tokens: np.ndarray) -> None:
         """Append what the environment said."""
-        self.pieces.append((tokens, None))
+        self.pieces.append((tokens, None, None))
         self.length += len(tokens)
 
     @property
     def tokens(self) -> np.ndarray:
         """[n] int64, all of them."""
-        return np.concatenate([self.prompt, *(tokens for tokens, _ in self.pieces)])
+        return np.concatenate([self.prompt, *(tokens for tokens, *_ in self.pieces)])
 
     def __len__(self) -> int:
         return len(self.prompt) + self.length
@@ -71,19 +75,25 @@ def batch_of(segments: Sequence[Segment], pad_token_id: int) -> BatchedDataDict[
     Returns:
         ``input_ids`` [B, S] int64 right-padded, ``input_lengths`` [B] int64, ``token_mask`` [B, S] float (1 on sampled tokens),
         ``sample_mask`` [B] float (0 where nothing was sampled), ``generation_logprobs`` [B, S] float32 (0 but on sampled tokens),
-        ``generation_lengths`` [B] int64 (sampled tokens), ``prompt_ids`` [B, longest prompt] int64, ``prompt_lengths`` [B] int64.
+        ``generation_lengths`` [B] int64 (sampled tokens), ``prompt_ids`` [B, longest prompt] int64, ``prompt_lengths`` [B] int64. Where
+        engines tell them, ``token_versions`` [B, S] int64 (of the weights; 0 but on sampled tokens).
     """
     input_ids, lengths = pad_arrays([segment.tokens for segment in segments], pad_token_id)
     prompt_ids, prompt_lengths = pad_arrays([segment.prompt for segment in segments], pad_token_id)
     # lengths of what is observed and of what is sampled, by turns, of all segments one after another
-    pieces = [(len(tokens), logprobs) for segment in segments for tokens, logprobs in ((segment.prompt, None), *segment.pieces)]
-    is_sampled = np.repeat([logprobs is not None for _, logprobs in pieces], [size for size, _ in pieces])
-    of_sampled = [logprobs for _, logprobs in pieces if logprobs is not None]
+    pieces = [piece for segment in segments for piece in ((segment.prompt, None, None), *segment.pieces)]
+    is_sampled = np.repeat([logprobs is not None for _, logprobs, _ in pieces], [len(tokens) for tokens, *_ in pieces])
+    of_sampled = [logprobs for _, logprobs, _ in pieces if logprobs is not None]
+    versions = [each for _, _, each in pieces if each is not None]
+    tells = len(versions) == len(of_sampled) > 0
     token_mask, generation_logprobs = (np.zeros(input_ids.shape, np.float32) for _ in range(2))
     token_mask[inside(0, lengths.numpy(), input_ids.shape[1])] = is_sampled
     counts = token_mask != 0
     generation_logprobs[counts] = np.concatenate(of_sampled) if of_sampled else 0
     sampled_lengths = counts.sum(axis=1)
+    token_versions = np.zeros(input_ids.shape, np.int64)
+    if tells:
+        token_versions[counts] = np.concatenate(versions)
     return BatchedDataDict(
         {
             "input_ids": input_ids,
@@ -94,6 +104,7 @@ def batch_of(segments: Sequence[Segment], pad_token_id: int) -> BatchedDataDict[
             "generation_lengths": torch.from_numpy(sampled_lengths),
             "prompt_ids": prompt_ids,
             "prompt_lengths": prompt_lengths,
+            **({TOKEN_VERSIONS: torch.from_numpy(token_versions)} if tells else {}),
         }
     )
 
@@ -103,7 +114,7 @@ def token_rewards(segments: Sequence[Segment], width: int) -> torch.Tensor:
     found = np.zeros((len(segments), width), np.float32)
     for row, segment in enumerate(segments):
         rewards, end = iter(segment.rewards), len(segment.prompt)
-        for tokens, logprobs in segment.pieces:
+        for tokens, logprobs, _ in segment.pieces:
             end += len(tokens)
             if logprobs is not None and (reward := next(rewards)) and len(tokens):
                 found[row, end - 1] = reward

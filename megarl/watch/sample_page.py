@@ -107,7 +107,8 @@ const figures = row => {
     const responses = row.turns.filter(turn => turn.role !== "environment").length;
     line.append(make("span", row.ended === "done" ? "" : "bad", responses + " turns, " + row.ended));
   }
-  if (known(row.weight_version)) line.append(make("span", "", "weights " + row.weight_version));
+  const versions = [...new Set([row.weight_version, row.newest_weight_version].filter(known))];
+  if (versions.length) line.append(make("span", "", "weights " + versions.join(" to ")));
   for (const name of ["truncated", "masked"]) if (row[name] === true) line.append(make("span", "bad", name));
   if (typeof row.reference === "string") line.append(make("span", "", "reference " + row.reference));
   return line;

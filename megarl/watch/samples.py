@@ -223,6 +223,12 @@ def _place(row: Sample, *, with_step: bool = True) -> str:
 _SHOWN = ("reward", "accuracy", "advantage", "mismatch")
 
 
+def _weights(row: Sample) -> str:
+    """Return the versions that sampled a response: the oldest, and the newest where that is another."""
+    oldest, newest = _plain(row["weight_version"]), row.get("newest_weight_version")
+    return oldest if newest in (None, row["weight_version"]) else f"{oldest} to {_plain(newest)}"
+
+
 def _figures(row: Sample) -> Text:
     """Return one line of figures."""
     parts = row.get("rewards") if isinstance(row.get("rewards"), Mapping) else {}
@@ -233,7 +239,7 @@ def _figures(row: Sample) -> Text:
     if isinstance(row.get("turns"), list):
         responses = sum(isinstance(turn, dict) and turn.get("role") != "environment" for turn in row["turns"])
         words.append(f"{responses} turns, {_plain(row.get('ended'))}")
-    words += [f"weights {_plain(row['weight_version'])}"] if row.get("weight_version") is not None else []
+    words += [f"weights {_weights(row)}"] if row.get("weight_version") is not None else []
     line = Text(f"answer {_plain(row.get('generation'))}  ", style="bold").append("  ".join(words), style="not bold green")
     for name, style in (("truncated", "bold yellow"), ("masked", "bold red")):
         if row.get(name) is True:

@@ -45,11 +45,12 @@ def whole(prompt: list[int], most: int) -> list[int]:
 
 
 class SlowStream:
-    """Samples some tokens of some requests at each of so many polls."""
+    """Samples some tokens of some requests at each of so many polls; its log-probabilities tell the version of its weights."""
 
     in_waves = False
 
-    def __init__(self, draw: random.Random, most: int, fails_at: int | None = None, polls: float = math.inf) -> None:
+    def __init__(self, draw: random.Random, most: int, fails_at: int | None = None, polls: float = math.inf, version: int = 0) -> None:
+        self.version = version
         self.draw, self.most, self.left, self.polls, self.fails_at = draw, most, polls, 0, fails_at
         self.open: dict[int, tuple[Request, list[int]]] = {}
 
@@ -81,7 +82,7 @@ class SlowStream:
         return {number: self._said(self.open.pop(number)[1], False) for number in numbers if number in self.open}
 
     def _said(self, tokens: list[int], truncated: bool) -> Completion:
-        return Completion(np.array(tokens, np.int64), np.array([-token / 10 for token in tokens], np.float32), truncated)
+        return Completion(np.array(tokens, np.int64), np.array([-token / 10 - self.version for token in tokens], np.float32), truncated)
 
 
 @settings(deadline=None, max_examples=25)
@@ -94,7 +95,7 @@ def test_what_is_sampled_over_pauses_is_what_is_sampled_at_once(seed: int, pause
     streams: list[SlowStream] = []
 
     def connect() -> SlowStream:
-        streams.append(SlowStream(draw, WIDTH, polls=next(polls, math.inf) if bounded else math.inf))
+        streams.append(SlowStream(draw, WIDTH, polls=next(polls, math.inf) if bounded else math.inf, version=len(streams)))
         return streams[-1]
 
     shared = SharedStream(connect, WIDTH, stops_at_texts=texts, drains=drains)
@@ -106,7 +107,8 @@ def test_what_is_sampled_over_pauses_is_what_is_sampled_at_once(seed: int, pause
         prompts[view, number] = whole(prompt, bound or WIDTH)
     for version in range(pauses):
         shared.resume(version)
-        while streams[-1].left and (streams[-1].open or not streams[-1].polls):
+        # until it has sampled what it may, or nothing is left to sample
+        while streams[-1].left and shared._open and (streams[-1].open or not streams[-1].polls):
             threading.Event().wait(0.001)
         shared.pause()
         if not bounded:
@@ -120,20 +122,20 @@ def test_what_is_sampled_over_pauses_is_what_is_sampled_at_once(seed: int, pause
     shared.close()
     for key, completion in found.items():
         assert completion.tokens.tolist() == prompts[key], key
-        np.testing.assert_allclose(completion.logprobs, -completion.tokens / 10, rtol=1e-6)
+        assert completion.versions is not None
+        np.testing.assert_allclose(completion.logprobs, -completion.tokens / 10 - completion.versions, rtol=1e-6)
+        assert (np.diff(completion.versions) >= 0).all()
         assert completion.truncated == (completion.tokens[-1] != STOP)
-        assert completion.version == 0 or not pauses or not bounded
 
 
-def test_the_oldest_weights_of_a_request_are_told() -> None:
-    """A request that no engine has begun has those of the first that samples of it."""
+def test_a_request_that_no_engine_has_begun_has_the_weights_that_sample_it() -> None:
     shared = SharedStream(lambda: SlowStream(random.Random(1), WIDTH), WIDTH)
     view = shared.view()
     shared.resume(3)
     shared.pause()
     view.submit({0: Request(np.array([1, 2], np.int64))})
     shared.resume(4)
-    assert view.poll()[0].version == 4
+    assert (view.poll()[0].versions == 4).all()
     shared.pause()
     shared.close()
     with pytest.raises(MegarlError, match="the run ends"):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 
@@ -30,22 +31,19 @@ class _Open:
         request: as it was handed in.
         caller: who waits for it.
         number: the caller's.
-        pieces: tokens and log-probabilities, sampled by one version of the weights each.
-        version: of the weights with which engines began it.
+        pieces: what weights of one version have sampled, each.
     """
 
     request: Request
     caller: SharedView
     number: int
-    pieces: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    version: int | None = None
+    pieces: list[Completion] = field(default_factory=list)
 
     def add(self, piece: Completion, version: int) -> None:
         """Put behind the others what weights of a version have sampled."""
         if len(piece.tokens):
-            self.pieces.append((piece.tokens, piece.logprobs))
-        if self.version is None:
-            self.version = version
+            versions = np.full(len(piece.tokens), version, np.int64)
+            self.pieces.append(replace(piece, versions=versions))
 
     def rest(self, most: int) -> Request:
         """The request for what is still missing. Draws go on by another seed: engines begin each request's
@@ -57,7 +55,7 @@ class _Open:
         request = self.request
         if not self.pieces:
             return request
-        tokens = np.concatenate([request.prompt, *(tokens for tokens, _ in self.pieces)])
+        tokens = np.concatenate([request.prompt, *(piece.tokens for piece in self.pieces)])
         done = len(tokens) - len(request.prompt)
         bound = most if request.max_new_tokens is None else min(most, request.max_new_tokens)
         seed = None if request.seed is None else seed_of(f"{request.seed}+{done}")
@@ -65,11 +63,10 @@ class _Open:
 
     def completed(self, truncated: bool) -> Completion:
         """All of it."""
-        if len(self.pieces) == 1:
-            return Completion(*self.pieces[0], truncated, self.version)
-        tokens = [tokens for tokens, _ in self.pieces] or [np.zeros(0, np.int64)]
-        logprobs = [logprobs for _, logprobs in self.pieces] or [np.zeros(0, np.float32)]
-        return Completion(np.concatenate(tokens), np.concatenate(logprobs), truncated, self.version)
+        nothing = Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), truncated, np.zeros(0, np.int64))
+        pieces = [nothing, *self.pieces]
+        tokens, logprobs = (np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("tokens", "logprobs"))
+        return Completion(tokens, logprobs, truncated, np.concatenate([cast("np.ndarray", piece.versions) for piece in pieces]))
 
 
 class SharedView:

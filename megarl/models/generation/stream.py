@@ -40,14 +40,14 @@ class Completion:
         tokens: [n] int64, what was sampled, the stop token among them.
         logprobs: [n] float32, of each of them as it was drawn.
         truncated: a length limit ended it, not a stop.
-        version: steps of training behind the oldest weights that sampled any of it; None where they are those
-            that the engines had all the time.
+        versions: [n] int64, steps of training behind the weights that sampled each token; None where they are
+            those that the engines had all the time.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     truncated: bool
-    version: int | None = None
+    versions: np.ndarray | None = None
 
 
 class RequestStream(Protocol):
