@@ -9,6 +9,10 @@ if [[ ! "${1:-}" =~ ^[1-9][0-9]*$ || $# -lt 2 ]]; then
     printf 'megarl: usage: bash launch/chain.sh NUMBER_OF_JOBS [options of sbatch] launch/train.sbatch CONFIG [key=value ...]\n' >&2
     exit 2
 fi
+command -v sbatch >/dev/null || {
+    printf 'megarl: there is no sbatch on PATH. Fix: run this on a login node of the cluster\n' >&2
+    exit 2
+}
 count=$1 previous="" after=()
 shift
 for ((left = count - 1; left >= 0; left--)); do

@@ -19,6 +19,7 @@ VENV="${MEGARL_VENV:-$ROOT/.venv-gpu}"
 [[ "$VENV" == /* ]] || VENV="$PWD/$VENV"
 CONSTRAINTS="$ROOT/constraints-gpu.txt"
 OLDEST_PYTHON=3.12
+PYTHON=${MEGARL_PYTHON:-python$OLDEST_PYTHON}
 DRY_RUN=0
 DRIVER=1
 LEFT_OUT=()
@@ -39,13 +40,14 @@ pinned() {
 # Major version of the CUDA that the pinned torch is built for: its NCCL has it in its name.
 cuda_major() { sed -nE 's/^nvidia-nccl-cu([0-9]+)==.*/\1/p' "$CONSTRAINTS"; }
 
-choose_gpu_python() {
-    local python=${MEGARL_PYTHON:-python$OLDEST_PYTHON} version
-    version=$(python_version "$python") ||
-        fail "$python is no Python that has venv. Fix: install Python $OLDEST_PYTHON (Debian, Ubuntu: python$OLDEST_PYTHON and python$OLDEST_PYTHON-venv) or set MEGARL_PYTHON"
-    [[ "$version" == "$OLDEST_PYTHON".* ]] ||
-        fail "$python is $version: constraints-gpu.txt is for Python $OLDEST_PYTHON. Fix: set MEGARL_PYTHON to one of that version"
-    printf '%s\n' "$python"
+# Prints what is wrong with the Python that the environment is made from.
+python_obstacle() {
+    local version
+    if ! version=$(python_version "$PYTHON"); then
+        echo "$PYTHON is no Python that has venv. Fix: install Python $OLDEST_PYTHON (Debian, Ubuntu: python$OLDEST_PYTHON and python$OLDEST_PYTHON-venv) or set MEGARL_PYTHON"
+    elif [[ "$version" != "$OLDEST_PYTHON".* ]]; then
+        echo "$PYTHON is $version: constraints-gpu.txt is for Python $OLDEST_PYTHON. Fix: set MEGARL_PYTHON to one of that version"
+    fi
 }
 
 # Where the CUDA toolkit is; nothing where there is none.
@@ -62,6 +64,7 @@ cuda_home() {
 # Prints what keeps the steps from working, a line each.
 obstacles() {
     local cuda home release driver oldest
+    python_obstacle
     cuda=$(cuda_major)
     if ((DRIVER)); then
         oldest=$((cuda >= 13 ? 580 : 525))
@@ -170,21 +173,19 @@ fi
 found=$(obstacles)
 if ((DRY_RUN)); then
     echo "environment: $VENV"
-    MEGARL_PYTHON=${MEGARL_PYTHON:-python$OLDEST_PYTHON}
-    show_or_run "an environment of Python $OLDEST_PYTHON" "$MEGARL_PYTHON" -m venv "$VENV"
+    show_or_run "an environment of Python $OLDEST_PYTHON" "$PYTHON" -m venv "$VENV"
     install_all
     check_all
     [[ -z "$found" ]] || printf 'missing for it here:\n   %s\n' "${found//$'\n'/$'\n   '}"
     exit
 fi
 [[ -z "$found" ]] || fail "$found"
-python=$(choose_gpu_python)
 mkdir -p -- "$(dirname -- "$VENV")"
 (
     if command -v flock >/dev/null; then
         flock --nonblock 9 || { say "waiting for another script that prepares $VENV" && flock 9; }
     fi
-    MEGARL_PYTHON=$python make_venv "$VENV" "$python"
+    MEGARL_PYTHON=$PYTHON make_venv "$VENV" "$PYTHON"
     step=1
     rm -f -- "$VENV"/.ready-*
     install_all

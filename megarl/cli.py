@@ -102,7 +102,7 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "eval",
         help="evaluate a model or a checkpoint on the validation sets of a configuration",
         usage="megarl eval CONFIG [key=value ...] [--with FILE] [--model DIR | --checkpoint DIR] [--json FILE] [--dry-run]",
-        description="Sample and score answers to the validation sets of a configuration, without a trainer: no optimizer, no reference "
+        description="Sample and score responses to the validation sets of a configuration, without a trainer: no optimizer, no reference "
         "policy, no training data. The figures are those that a run of it logs for these weights, to the last digit where it generates on "
         "the same ranks by the same engine.",
         epilog="Overrides are those of megarl train. Exit codes: 0 done, 2 wrong configuration or data, 4 a worker or a node was lost, or "
@@ -126,7 +126,7 @@ def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     """The sub-commands that look at runs and machines: ``status``, ``plot``, ``samples`` and ``doctor``."""
     status = commands.add_parser(
         "status",
-        help="say where a run stands",
+        help="show the status of a run",
         description="Progress, checkpoints, restarts, memory, metrics and the time of each phase of a run, also while it trains.",
     )
     status.add_argument("run", metavar="RUN", help="directory of the run")
@@ -145,7 +145,7 @@ def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add_samples(commands)
     doctor = commands.add_parser(
         "doctor",
-        help="say what this machine has, what works, and how to get what is missing",
+        help="check this machine: what is installed, what works, and how to get what is missing",
         usage="megarl doctor [--run-dir DIR] [--transformer-engine] [--json]\n"
         "       megarl doctor --nodes [CONFIG [key=value ...] [--with FILE]] [--json]",
         description="Versions, devices, whether packages fit together, a real all-reduce between two processes, shared memory, limits and, "
@@ -174,24 +174,24 @@ def add_samples(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """The sub-command ``samples``."""
     samples = commands.add_parser(
         "samples",
-        help="show prompts and answers of a run",
-        description="Prompts, answers, rewards and lengths that a run has left in its directory (logger.samples), of the newest step "
+        help="show prompts and responses of a run",
+        description="Prompts, responses, rewards and lengths that a run has left in its directory (logger.samples), of the newest step "
         "unless another is given. megarl plot has them in report.html, with the same choices.",
     )
     samples.add_argument("run", metavar="RUN", help="directory of the run")
-    samples.add_argument("--step", type=int, metavar="N", help="of this step")
-    samples.add_argument("--validation", action="store_true", help="of validations, not of training steps")
+    samples.add_argument("--step", type=int, metavar="N", help="samples of this step")
+    samples.add_argument("--validation", action="store_true", help="samples of validations, not of training steps")
     chosen = samples.add_mutually_exclusive_group()
-    chosen.add_argument("--worst", dest="order", action="store_const", const="worst", help="those with the lowest reward first")
-    chosen.add_argument("--best", dest="order", action="store_const", const="best", help="those with the highest reward first")
-    chosen.add_argument("--longest", dest="order", action="store_const", const="longest", help="those of the most tokens first")
+    chosen.add_argument("--worst", dest="order", action="store_const", const="worst", help="lowest reward first")
+    chosen.add_argument("--best", dest="order", action="store_const", const="best", help="highest reward first")
+    chosen.add_argument("--longest", dest="order", action="store_const", const="longest", help="longest response first, in tokens")
     chosen.add_argument(
         "--grep",
         metavar="TEXT",
-        help="only those with this text in prompt or answer, in any case; without --step, of all steps, newest first",
+        help="only samples with this text in prompt or response, in any case; without --step, of all steps, newest first",
     )
-    chosen.add_argument("--diff", type=int, metavar="STEP", help="answers to the same prompts at that step and at --step, side by side")
-    samples.add_argument("--number", type=int, default=5, metavar="K", help="show at most so many (default 5)")
+    chosen.add_argument("--diff", type=int, metavar="STEP", help="responses to the same prompts at that step and at --step, side by side")
+    samples.add_argument("--number", type=int, default=5, metavar="K", help="maximum number of samples (default 5)")
 
 
 def add_layers(parser: argparse.ArgumentParser) -> None:
@@ -230,9 +230,9 @@ def add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog="Exit codes: 0 all agree (with --prove: all faults are caught), 1 otherwise, 2 wrong arguments, 130 interrupted.",
     )
     parity.add_argument("--cases", type=int, default=100, metavar="N", help="random cases (default 100)")
-    parity.add_argument("--seed", type=int, default=0, metavar="N", help="of the random cases (default 0)")
+    parity.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random cases (default 0)")
     parity.add_argument("--backend", nargs="+", default=[], choices=["megatron", "dtensor", "fsdp1"], help="only these backends")
-    parity.add_argument("--max-world", type=int, default=8, metavar="N", help="most ranks of a case (default 8)")
+    parity.add_argument("--max-world", type=int, default=8, metavar="N", help="maximum number of ranks of a case (default 8)")
     parity.add_argument("--only", default="", metavar="WORDS", help='what every random case has, for example "cp=2 batching=packed"')
     parity.add_argument("--case", metavar="LINE", help="run this one case, as printed by a failure")
     further = "; in this checkout also those of tests/mutations" if MUTATIONS.is_file() else ""

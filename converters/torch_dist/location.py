@@ -43,7 +43,10 @@ def find_checkpoint(directory: Path) -> Path:
     iterations = sorted(path.name for path in directory.glob("iter_*") if _ITERATION.fullmatch(path.name)) if directory.is_dir() else []
     if iterations:
         raise ConversionError(f"{directory} has no {TRACKER_FILE}, but {', '.join(iterations)}", "give the directory of one iteration")
-    raise ConversionError(f"{directory} holds no torch_dist checkpoint (no {INDEX_FILE})", "give the directory of a Megatron checkpoint")
+    fix = "give the directory of a Megatron checkpoint"
+    if (directory / "config.json").is_file():
+        fix = f"it looks like a Hugging Face model, which import converts; else {fix}"
+    raise ConversionError(f"{directory} holds no torch_dist checkpoint (no {INDEX_FILE})", fix)
 
 
 def holds_checkpoint(directory: Path) -> bool:

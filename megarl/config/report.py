@@ -38,10 +38,10 @@ _TERMS = {
     "gradients": "gradients",
     "optimizer": "optimizer",
     "activations": "activations",
-    "logits": "beside them: logits, output layer",
-    "recomputed": "or beside them: a layer recomputed",
-    "scoring": "in its turn: a log-probability pass",
-    "generation_cache": "in its turn: generation cache",
+    "logits": "plus: logits, output layer",
+    "recomputed": "or plus: a recomputed layer",
+    "scoring": "at another time: a log-probability pass",
+    "generation_cache": "at another time: generation cache",
 }
 
 
@@ -108,7 +108,7 @@ def batch_table(plan: BatchPlan, answers_to: str | None) -> Table:
     table.add_column("arithmetic")
     table.add_column("value", justify="right")
     if answers_to is not None:
-        table.add_row("samples", f"{plan.prompts} {answers_to} x {plan.generations} answers", f"{plan.samples:,}")
+        table.add_row("samples", f"{plan.prompts} {answers_to} x {plan.generations} responses", f"{plan.samples:,}")
     table.add_row("global batches", f"{plan.samples} samples / {plan.global_batch_size} a global batch", f"{plan.global_batches:,}")
     table.add_row("samples a rank", f"{plan.global_batch_size} / {plan.data_parallel} data-parallel ranks", f"{plan.samples_per_rank:,}")
     if plan.token_budget:
@@ -125,8 +125,8 @@ def batch_table(plan: BatchPlan, answers_to: str | None) -> Table:
 def validation_table(config: RunConfig) -> Table:
     """The validation sets of a checked run that generates, one a row."""
     table = Table(title="validation")
-    for heading in ("set", "sources", "prompts", "answers a prompt", "drawn"):
-        table.add_column(heading, justify="right" if heading in {"prompts", "answers a prompt"} else "left", overflow="fold")
+    for heading in ("set", "sources", "prompts", "responses a prompt", "sampling"):
+        table.add_column(heading, justify="right" if heading in {"prompts", "responses a prompt"} else "left", overflow="fold")
     sources = validation_sources(config)
     for plan in set_plans(config):
         names = [str(sources[place].get("path") or sources[place].get("name")) for place in plan.places]
@@ -159,7 +159,7 @@ def memory_table(rows: list[RankMemory], model: str | None = None) -> Table:
 
 def surroundings_table(config: RunConfig, facts: ModelFacts, ranks: list[RankMemory], beside: Mapping[str, list[RankMemory]]) -> Table:
     """Return what the run needs besides the devices of training: engine, host memory of a node, disk."""
-    table = Table(title="beside the devices of training (estimated)", show_header=False)
+    table = Table(title="engine, host memory and disk (estimated)", show_header=False)
     table.add_column("quantity")
     table.add_column("value", justify="right")
     checkpointing = config["checkpointing"]
@@ -167,7 +167,7 @@ def surroundings_table(config: RunConfig, facts: ModelFacts, ranks: list[RankMem
     if engine is not None:
         table.add_row("engine's weights, a device", size_text(engine.weights))
         table.add_row(f"engine's share of a device, {engine.share}", size_text(engine.budget))
-        table.add_row("tokens whose keys and values have room beside the weights", f"{engine.cached_tokens:,}")
+        table.add_row("tokens that fit in the engine's KV cache", f"{engine.cached_tokens:,}")
     table.add_row(
         f"host memory of a node of {config['cluster']['gpus_per_node']} ranks", size_text(host_memory(config, ranks, beside.values()))
     )

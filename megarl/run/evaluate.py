@@ -98,7 +98,7 @@ def weights_to_evaluate(checkpoint: Path | None, signing_key_file: str | None = 
     except (CheckpointError, KeyError, TypeError, ValueError):
         near = sorted((*checkpoint.glob("step_*"), *checkpoint.glob("checkpoints/step_*")), key=lambda path: (len(path.name), path.name))
         fix = f"give one of {', '.join(map(str, near))}" if near else "give the directory step_N of a run's checkpoints"
-        bound = "it is no checkpoint: it has no training_info.json with a step"
+        bound = "it is no checkpoint: it has no training_info.json with a step" if checkpoint.is_dir() else "there is no such directory"
         raise ConfigError([Violation("--checkpoint", str(checkpoint), bound, fix)]) from None
     key = read_signing_key(signing_key_file)
     problems = faults_of_checkpoint(checkpoint, hashes=key is not None, key=key)

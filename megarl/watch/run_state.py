@@ -182,8 +182,12 @@ def require_run(run_dir: Path) -> None:
         return
     if not run_dir.is_dir():
         raise DataError(f"run directory {run_dir} {'is a file' if run_dir.exists() else 'does not exist'}. Fix: give the run_dir of a run")
-    below = sorted({path.parent.relative_to(run_dir).as_posix() for depth in ("*", "*/*") for path in run_dir.glob(f"{depth}/{FILE_NAME}")})
-    fix = f"give one of the runs in it: {', '.join(below[:5])}{' ...' if len(below) > 5 else ''}" if below else "give the run_dir of a run"
+    below = set[str]()
+    # three levels, as in runs/quickstart/seed-1/grpo: a search of everything takes minutes on a shared disk
+    for depth in ("*", "*/*", "*/*/*"):
+        below.update(path.parent.relative_to(run_dir).as_posix() for path in run_dir.glob(f"{depth}/{FILE_NAME}"))
+    shown = ", ".join(sorted(below)[:5])
+    fix = f"give one of the runs in it: {shown}{' ...' if len(below) > 5 else ''}" if below else "give the run_dir of a run"
     raise DataError(f"{run_dir} is not the directory of a run: none of {', '.join(MARKS)} is in it. Fix: {fix}")
 
 

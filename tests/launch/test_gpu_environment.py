@@ -166,6 +166,8 @@ def test_a_dry_run_shows_the_steps_and_what_is_missing_and_changes_nothing(clone
     assert "missing for it here:" in done.stdout and "CUDA 13 wants 580 or newer" in done.stdout
     assert clone.calls() == [] and not (clone.root / ".venv-gpu").exists()
     assert "missing" not in make(clone, "--dry-run").stdout
+    old = make(clone, "--dry-run", MEGARL_PYTHON="python3.11")
+    assert old.returncode == 0 and "python3.11 is 3.11.9: constraints-gpu.txt is for Python 3.12" in old.stdout
 
 
 @sampled(1)

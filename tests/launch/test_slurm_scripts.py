@@ -531,6 +531,17 @@ def test_a_dry_run_starts_nothing_and_shows_what_it_would(job: Job, script: Path
     assert "srun --nodes=1" in done.stderr and not job.calls("srun") and not (job.directory / "runs").exists()
 
 
+def test_a_dry_run_shows_the_nodes_that_it_is_given(job: Job) -> None:
+    (job.directory / "run.yaml").touch()
+    outside = {name: value for name, value in job.variables.items() if not name.startswith("SLURM_")}
+    command = ["bash", str(ROOT / "launch" / "train.sbatch"), "--dry-run", "run.yaml", "cluster.num_nodes=8", "seed=1"]
+    done = job.ran(command, outside)
+    assert done.returncode == 0 and "srun --nodes=8 --ntasks=8" in done.stderr, done.stderr
+    assert "cluster.num_nodes=1" not in done.stderr
+    inside = job.ran(command)
+    assert "srun --nodes=2 --ntasks=2" in inside.stderr, "a job has the nodes that it has"
+
+
 def test_benchmarks_run_once_with_ray_on_all_nodes_and_a_fallen_ratio_is_the_job_s_code(job: Job) -> None:
     python = job.directory / "bin" / "python"
     driver = 'touch "$MEGARL_ATTEMPT_DIR/driver_started"; echo "ran $* on $SLURMD_NODENAME with $RAY_ADDRESS"; exit 1'
@@ -586,6 +597,12 @@ def test_a_chain_waits_for_the_job_before_and_knows_what_is_left(job: Job) -> No
     after = [[f"--dependency=afterok:{number}", "--kill-on-invalid-dep=yes"] for number in (1, 2)]
     assert job.calls("sbatch") == [["--parsable", *asked], *(["--parsable", *options, *asked] for options in after)]
     assert re.findall(r"chain:(\d)", (job.directory / "calls").read_text()) == ["2", "1", "0"]
+
+
+def test_a_chain_where_slurm_is_not_installed(job: Job) -> None:
+    (job.directory / "bin" / "sbatch").unlink()
+    done = job.ran(["bash", str(ROOT / "launch" / "chain.sh"), "2", "launch/train.sbatch", "run.yaml"])
+    assert done.returncode == 2 and "no sbatch on PATH. Fix: " in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [[], ["0", "a.sbatch"], ["launch/train.sbatch"]])

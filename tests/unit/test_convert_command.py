@@ -200,6 +200,7 @@ def test_damaged_checkpoints(
     [
         (["import", "nowhere/at/all", "x"], "does not exist"),
         (["export", "nowhere", "x"], "holds no torch_dist checkpoint"),
+        (["export", "hf", "x"], "it looks like a Hugging Face model, which import converts"),
         (["verify", "nowhere"], "is no directory"),
         (["verify", ".", ".", "."], "one or two checkpoints"),
         (["inspect", "."], "holds no torch_dist checkpoint"),
@@ -209,6 +210,8 @@ def test_wrong_arguments(
     argv: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
     assert main(argv) == 2
     assert said in capsys.readouterr().err
 

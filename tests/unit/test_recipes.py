@@ -139,6 +139,12 @@ def test_a_dry_run_of_every_recipe_passes_and_estimates_its_memory(recipe: Path,
     assert "peak" in out and "sizes are those that it was published with" in " ".join(out.split())
 
 
+def test_too_few_nodes_for_a_recipe_are_told_by_their_number(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = next(recipe for recipe in RECIPES if recipe.stem == "grpo-llama3.1-70b-8x8gpu-megatron")
+    assert main(["train", str(recipe), "--dry-run", "cluster.num_nodes=1"]) == 2
+    assert "= 16, which 2 nodes have. Fix: " in " ".join(capsys.readouterr().err.split())
+
+
 # a refit of vLLM's gated delta nets is not built
 WITH_VLLM = [recipe for recipe in RECIPES if recipe.stem.startswith("grpo") and "qwen3.5" not in recipe.stem and "next" not in recipe.stem]
 

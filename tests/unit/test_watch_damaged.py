@@ -113,6 +113,9 @@ def test_a_checkpoint_alone_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("algorithm: sft\n")
     with pytest.raises(DataError, match="is not the directory of a run"):
         read_run_state(tmp_path)
+    make_run(tmp_path / "quickstart" / "seed-1" / "grpo")
+    with pytest.raises(DataError, match="Fix: give one of the runs in it: quickstart/seed-1/grpo"):
+        read_run_state(tmp_path)
 
 
 def test_a_run_that_ends_while_it_is_looked_at_is_never_called_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

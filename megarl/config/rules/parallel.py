@@ -98,6 +98,9 @@ def ranks_divide(view: View) -> Iterator[Violation]:
     shape = f"{world} ranks ({ranks} x {nodes} nodes{left})"
     fix = f"give a multiple of {copy} ranks, or make the parallel sizes smaller"
     bound = f"{shape} must be a multiple of pipeline {pipeline} x context {context} x tensor {tensor} = {copy}"
+    whole_copy = copy // math.gcd(copy, ranks)
+    if not left and whole_copy != nodes:
+        bound += f", which {whole_copy} nodes have"
     yield Violation("cluster.gpus_per_node", view["cluster.gpus_per_node"], bound, fix, tuple(_divisions(view, nodes, ranks)))
 
 
