@@ -103,6 +103,8 @@ def memory_of(checkpoint_dir: Path, node: str = "") -> Path:
         checkpoint_dir: directory of the checkpoints.
         node: tells apart those of several nodes, which may have their memory in common, and be one machine.
     """
+    # A digest instead of the path, which may be longer than a name can be; the user's number keeps users of
+    # one machine apart.
     digest = hashlib.sha256(os.fsencode(checkpoint_dir)).hexdigest()[:16]
     return SHARED_MEMORY / f"{_NAME}{os.getuid()}-{digest}{f'-{node}' if node else ''}"
 
@@ -127,6 +129,7 @@ def take_memory(checkpoint_dir: Path, needed: int, node: str = "", kept_bytes: i
     """
     path = memory_of(checkpoint_dir, node)
     try:
+        # First: what a killed launch left there counts as used in what is available.
         free_memory(checkpoint_dir, node)
         # Shared memory that is full kills the process that writes to it, by a signal and without an error.
         if available_bytes() < _SPARE * needed - kept_bytes:
@@ -155,6 +158,7 @@ def _free(path: Path) -> None:
     """Remove a directory of this user's."""
     with contextlib.suppress(OSError):
         status = path.lstat()
+        # /dev/shm can be written by everybody: another user's link or directory of this name stays as it is.
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
             remove_tree(path)
 
@@ -177,6 +181,8 @@ def move_files(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> 
 
     def moved(name: str) -> tuple[str, Entry]:
         if not name.endswith(SUFFIX):
+            # Hashed in memory, before the copy: a disk that garbles bytes is found when the checkpoint is
+            # read.
             entry = entry_of(source / name)
             shutil.copyfile(source / name, target / name)
             fsync_file(target / name)
@@ -188,6 +194,7 @@ def move_files(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> 
         (source / name).unlink()
         return plain_name(name), entry
 
+    # Several at a time, because fsync of one file leaves the disk idle between its flushes.
     return dict(in_parallel(moved, files_to_move(source, target)))
 
 

@@ -33,6 +33,8 @@ from megarl.checkpoint.staged_file import StagedFile, open_staged
 from megarl.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+# A Ctrl-C or a Slurm notice goes to the whole process group; the save that it asks for must not lose its
+# writer.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _NOTHING = "nothing waits in the memory of this node: its process was begun anew since"
 _ANSWER, _ERRORS = 1, 2
@@ -120,6 +122,7 @@ class NodeMemory:
 
     def free(self) -> None:
         """End the process, whatever it is doing, and remove what is left."""
+        # Taken out first, so that a second call from another thread finds nothing to end.
         process, self._process = self._process, None
         if process is not None:
             process.end()
@@ -204,11 +207,15 @@ class Writer:
             f"import os, sys; {'' if is_child else 'os.fork() and os._exit(0); '}{begin}; "
             f"sys.path[:] = {sys.path!r}; from megarl.checkpoint.node_memory import main; main(*sys.argv[1:])"
         )
+        # A session of its own, so that signals to the run's process group do not reach it; a new
+        # interpreter, because a fork would copy the state of CUDA and the locks of threads.
         self._first = subprocess.Popen(
             [sys.executable, "-c", program, str(source)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
         self._said: dict[str, Any] = {}
         self._has_begun, self._holds, self._has_ended = threading.Event(), threading.Event(), threading.Event()
+        # Read by a thread at once: a pipe that nobody reads fills, and the writer would stand still in its
+        # answer.
         threading.Thread(target=self._listen, name="listens to the writer of checkpoints", daemon=True).start()
 
     def hold(self) -> int:
@@ -298,6 +305,8 @@ def main(source: str) -> None:
         _say(answer, reason=_reason_of(error))
         _leave(Path(source), 1)
     _say(answer, files=files)
+    # Not by the interpreter's own end, which may fail while a daemon thread stands in a read of standard
+    # input.
     os._exit(0)
 
 
@@ -326,6 +335,7 @@ def written(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> dic
     """
     entries = move_files(source, target, staged)
     directories = {parent for name in entries for parent in (target / name).parents if parent == target or target in parent.parents}
+    # Deepest first: the entry of a directory is in its parent, which is synced after it.
     for directory in sorted(directories, reverse=True):
         fsync_directory(directory)
     return entries
@@ -359,6 +369,7 @@ def _remove(directory: Path) -> None:
 def _leave(source: Path, code: int) -> None:
     """Remove what is in memory, also where ranks that have not heard of the end still write there, and
     end."""
+    # Again and again, because ranks that do not know it yet make files while the directory is removed.
     for _ in range(_REMOVALS):
         _remove(source)
         if not source.exists():

@@ -28,6 +28,7 @@ class AllocatorOptions:
     def of_environment() -> AllocatorOptions:
         """Read the settings that torch finds in this process's environment; the older variable adds none
         where it is not set."""
+        # The older name where neither is set: earlier versions of torch read that one alone.
         variable = next((name for name in VARIABLES if env.text(name)), VARIABLES[-1])
         parts = (part.strip() for part in (env.text(variable) or "").split(","))
         return AllocatorOptions(variable, tuple(part for part in parts if part))
@@ -40,10 +41,12 @@ class AllocatorOptions:
     def expandable(self) -> bool | None:
         """Return whether segments may grow; None if no setting says so."""
         said = [part.partition(":")[2].strip().lower() for part in self.parts if _name(part) == _EXPANDABLE]
+        # torch lets the last of several settings win.
         return said[-1] == "true" if said else None
 
     def with_expandable(self, chosen: bool) -> AllocatorOptions:
         """These options, of which one says whether segments may grow."""
+        # Replaced and not appended: both torch and a reader of the variable then find one value.
         kept = tuple(part for part in self.parts if _name(part) != _EXPANDABLE)
         return AllocatorOptions(self.variable, (*kept, f"{_EXPANDABLE}:{chosen}"))
 

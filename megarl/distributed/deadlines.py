@@ -49,6 +49,7 @@ _PHASE_OF: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
+# Only these run on the batches of a validation; a save or a refit takes as long as at any other time.
 _VALIDATED = (STEP, LOGPROBS, GENERATE)
 _REMEMBERED = 10
 _NAMES = {STEP: "train"}
@@ -190,6 +191,8 @@ class PhaseDeadlines:
             name: of the group of workers, by which ``keeping_durations`` keeps what is measured; "" keeps
                 nothing.
         """
+        # The same dictionary is handed to the next group of this name, so that what the new workers measure
+        # counts at once.
         measured = _kept.setdefault(name, {}) if _kept is not None and name else None
         limits = {phase: at(section, f"{phase}_s") for phase in PHASES}
         return cls(limits, section["least_s"], section["multiple"], section["first_s"], measured)
@@ -226,6 +229,8 @@ class PhaseDeadlines:
             return limit
         durations = self._measured.get(call.phase, _Durations())
         known = list(durations.last)
+        # By method and not by phase: the first training pass compiles, also where a phase had other methods
+        # before.
         if (call.phase, call.method) not in self._seen:
             if call.method not in durations.first:
                 return min((self._first_s, "first_s"), limit)

@@ -88,6 +88,8 @@ class DeviceRuntime:
         if not self.is_cuda:
             return
         products = torch.backends.cuda.matmul
+        # torch allows both by default; it loses digits in long sums, and a layout would then differ from
+        # plain transformers by more than rounding.
         products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
         products.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         if deterministic:
@@ -121,6 +123,7 @@ class DeviceRuntime:
 
     def pin(self, tensor: Tensor) -> Tensor:
         """``tensor`` in page-locked host memory where that helps transfers; the same tensor on a CPU."""
+        # A CPU-only torch has no page-locked memory and would raise.
         return tensor.pin_memory() if self.is_cuda else tensor
 
     def memory(self) -> MemoryFigures:
@@ -133,6 +136,7 @@ class DeviceRuntime:
                 torch.cuda.max_memory_reserved(self.device),
             )
             return MemoryFigures(*(figure / MEBIBYTE for figure in figures))
+        # Of this process by the kernel: torch has no allocator statistics on a CPU.
         resident, peak = (status_bytes(key) / MEBIBYTE for key in ("VmRSS", "VmHWM"))
         return MemoryFigures(resident, resident, peak, peak)
 
@@ -140,6 +144,8 @@ class DeviceRuntime:
         """Return the memory of a CUDA device that no process has, bytes, as NVML sees it; where that does not
         answer, as CUDA does."""
         try:
+            # NVML counts all processes and needs no CUDA context; cudaMemGetInfo would make one, of several
+            # hundred MiB.
             return int(nvml.get_free_memory_bytes(self.device.index))
         except RuntimeError:
             return int(torch.cuda.mem_get_info(self.device)[0])
@@ -150,6 +156,8 @@ class DeviceRuntime:
         if self.is_cuda:
             return int(torch.cuda.get_device_properties(self.device).total_memory)
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        # Tests, and careful sites, bound a process by its address space: what is above that does not exist
+        # for it.
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         return machine if limit == resource.RLIM_INFINITY else min(machine, limit)
 
@@ -158,6 +166,7 @@ class DeviceRuntime:
         free for this process; on a CPU never: it has no memory but the host's."""
         if not self.is_cuda:
             return False
+        # The allocator's own unused blocks count as free for this process, though for nobody else.
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return self.free_memory() + unused - size >= left * torch.cuda.get_device_properties(self.device).total_memory
 
@@ -260,6 +269,8 @@ class Stopwatch:
 def sent_to(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on ``device``. The host does not wait for what is on its way to a CUDA device: it
     copies from page-locked memory."""
+    # non_blocking from pageable memory waits all the same, or where it does not, may read what was written
+    # afterwards.
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -268,6 +279,7 @@ def sent_to(tensor: Tensor, device: torch.device) -> Tensor:
 def seed_everything(seed: int) -> None:
     """Seed Python, numpy and torch (all devices)."""
     random.seed(seed)
+    # numpy takes 32 bits, torch 64.
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
@@ -305,6 +317,7 @@ def runtime() -> DeviceRuntime:
         raise ValueError("MEGARL_DEVICE = 'cuda': this process sees no CUDA device; set cluster.device=cpu or run where there is one")
     if wanted == "cpu" or not available:
         return DeviceRuntime(torch.device("cpu"), "gloo")
+    # Modulo: Ray shows a worker only its own GPU, whose index there is 0; under torchrun it sees all.
     return DeviceRuntime(torch.device("cuda", env.integer("LOCAL_RANK", 0) % torch.cuda.device_count()), "nccl")
 
 

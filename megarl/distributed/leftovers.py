@@ -67,14 +67,17 @@ def sweep(parent: Path) -> list[Path]:
 
 def _is_abandoned(directory: Path) -> bool:
     try:
+        # lstat: a link that another user put there must not lead to somebody else's directory.
         status = directory.lstat()
         owner = json.loads((directory / OWNER_FILE).read_text())
         process = owner["process"]
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or not isinstance(process, int):
             return False
         here = _identity(os.getpid())
+        # The number of a process means something only on its host, since its boot, in its namespace.
         if any(owner[key] != here[key] for key in ("host", "boot", "processes")):
             return False
+        # The start time too: numbers of processes are given again.
         return owner != _identity(process) and not _is_used(directory)
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return False

@@ -151,6 +151,7 @@ def _as_rank_array(layout: Sequence[Any] | np.ndarray) -> np.ndarray:
         given = np.asarray(layout)
     except ValueError as error:
         raise ShardingError(f"{only_integers} in a full grid, got {layout!r} ({error}); give every row the same length") from None
+    # Booleans and strings are refused here; floats only where they are whole, as NeMo-RL's class takes them.
     if given.size and not (np.issubdtype(given.dtype, np.integer) or np.issubdtype(given.dtype, np.floating)):
         raise ShardingError(f"{only_integers}, got values of type {given.dtype}; write ranks 0, 1, 2, ...")
     if not np.all(np.isfinite(given)) or np.any(given != np.floor(given)) or np.any(given < 0):

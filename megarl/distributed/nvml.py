@@ -42,6 +42,8 @@ def nvml_context() -> Iterator[Any]:
         RuntimeError: there is no NVIDIA driver, or it does not answer.
     """
     try:
+        # Here and not above: a machine without a driver has no such library to load, and most of megarl runs
+        # there.
         import pynvml
 
         pynvml.nvmlInit()
@@ -62,6 +64,7 @@ def count_devices() -> int:
         with nvml_context() as nvml:
             return int(_asked(nvml, nvml.nvmlDeviceGetCount))
     except RuntimeError:
+        # In a container the library may be missing while the driver's files are there.
         return len(list(_KERNEL_LIST.glob("*")))
 
 

@@ -75,6 +75,8 @@ class Parcel:
             array = np.full(self.shape, self.fill, values.dtype)
             array[inside(0, lengths, self.shape[1])] = values
             values = array
+        # np.array copies: what Ray hands out is read-only memory of its store, which torch warns of and a
+        # later write would end in.
         return torch.from_numpy(np.array(values)).view(self.dtype)
 
 
@@ -141,6 +143,7 @@ class Packer:
         if lengths is None:
             lengths = _ends(wide)
         rows, width = wide.shape[:2]
+        # A column of that name may be a user's own, with other numbers in it: then nothing is cut.
         fit = lengths.shape == (rows,) and bool(np.all((lengths >= 0) & (lengths <= width)))
         return lengths.astype(np.int64) if fit and lengths.sum() <= (1 - _LEAST_PADDING) * rows * width else None
 
@@ -160,6 +163,7 @@ def _form(array: np.ndarray, dtype: torch.dtype, padding: np.ndarray | None) -> 
         return "row", 0
     if padding is None or array.shape[:2] != padding.shape:
         return "whole", 0
+    # The first value in the padding; whether all others are the same is asked next.
     fill = array[np.unravel_index(padding.argmax(), padding.shape)].reshape(-1)[0]
     if np.any((array != fill) & padding.reshape(*padding.shape, *[1] * (array.ndim - 2))):
         return "whole", 0
@@ -204,9 +208,11 @@ def _ends(array: np.ndarray) -> np.ndarray:
 
 def _same_in_rows(array: np.ndarray) -> bool:
     """Return whether all positions of a row have one value, in every row."""
+    # An expanded tensor shows it by its stride, without a look at a value.
     if array.strides[1] == 0:
         return True
     first = array[:, :1]
+    # Two cheap looks before the whole: most columns already differ there.
     return bool(np.all(array[:, -1:] == first) and np.all(array[:, :2] == first) and np.all(array == first))
 
 
@@ -216,11 +222,13 @@ def _is_binary(array: np.ndarray, one: int) -> bool:
     def binary(values: np.ndarray) -> bool:
         return int(np.count_nonzero(values == 0)) + int(np.count_nonzero(values == one)) == values.size
 
+    # The first values decide for almost every column that is none of zeros and ones.
     return binary(array[0, :_FIRST]) and binary(array)
 
 
 def _places(rows: np.ndarray, lengths: np.ndarray, width: int) -> np.ndarray:
     """Return numbers of the positions inside the given rows, counted through the whole batch."""
+    # Without a loop over the rows: each row's start less what was counted before it, plus the running number.
     places = np.repeat(rows * width - (np.cumsum(lengths) - lengths), lengths)
     places += np.arange(len(places))
     return places

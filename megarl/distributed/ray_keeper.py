@@ -72,6 +72,7 @@ def end(kept: Kept, grace_s: float = GRACE_SECONDS) -> None:
     """Wait until nothing runs in the sessions, kill what does after ``grace_s`` seconds, and remove the
     directory."""
     begun = time.monotonic()
+    # Looked for again each time: a killed process of Ray may just have started another.
     while (left := list(members(kept.sessions))) and time.monotonic() < begun + grace_s + _KILL_SECONDS:
         if time.monotonic() > begun + grace_s:
             for process in left:
@@ -88,6 +89,7 @@ def listen(driver: int) -> Kept:
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLIN)
     # a process that the driver forked may hold the pipe open for longer than the driver lives
+    # pidfd_open needs Linux 5.3; without it the end of the pipe has to do.
     with contextlib.suppress(OSError, AttributeError):
         poll.register(os.pidfd_open(driver), select.POLLIN)
     while True:
@@ -97,6 +99,7 @@ def listen(driver: int) -> Kept:
         *lines, said = said.split(b"\n")
         for line in lines:
             kept.take(os.fsdecode(line))
+        # No data is the end of the pipe, or the end of the driver where a child of it holds the pipe open.
         if kept.is_done or not data:
             return kept
 

@@ -30,6 +30,7 @@ def alive_nodes() -> list[RayNode]:
     """Return the nodes that are up, sorted by name with numbers in their order, which is how Slurm lists
     neighbours."""
     with ray_calls.calling("ray.available_resources_per_node"):
+        # A private function: Ray's public one sums over the cluster, and a part has to fit on one node.
         free = available_resources_per_node()
     living = [node for node in ray_calls.nodes() if node["Alive"]]
     nodes = [RayNode(node["NodeName"], node["NodeID"], node["Resources"], free.get(node["NodeID"], {})) for node in living]

@@ -186,6 +186,8 @@ def _termination_handler_kept() -> Iterator[None]:
     try:
         yield
     finally:
+        # Python sets handlers in the main thread alone. Only a function is put back: SIG_DFL would end the
+        # process as Ray's handler does.
         if callable(before) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
 
@@ -277,6 +279,7 @@ def _is_of_ray(process: psutil.Process) -> bool:
         words = " ".join(process.cmdline())
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
+    # Workers rename themselves to ray::NAME; servers and agents have Ray's package in their paths.
     return "ray::" in words or "/ray/" in words
 
 
@@ -432,6 +435,7 @@ def _may_be_forwarded(name: str) -> bool:
 def _driver_import_path(python_path: str) -> list[str]:
     """Return directories from which the driver imports project code: a checkout need not be installed for its
     workers to find it."""
+    # First, so that workers import the megarl that the driver runs, also where another one is installed.
     checkout = str(Path(__file__).resolve().parents[2])
     interpreter = {str(Path(prefix).resolve()) for prefix in (sys.prefix, sys.base_prefix)}
     candidates = [checkout, *python_path.split(os.pathsep), *sys.path]
@@ -440,6 +444,8 @@ def _driver_import_path(python_path: str) -> list[str]:
         if not entry or not os.path.isdir(entry):
             continue
         path = str(Path(entry).resolve())
+        # Paths of the interpreter stay out: a worker has its own, and the driver's would shadow it on a node
+        # with another Python.
         if path not in result and not any(Path(path).is_relative_to(prefix) for prefix in interpreter):
             result.append(path)
     return result

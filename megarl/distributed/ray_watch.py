@@ -160,6 +160,7 @@ class ProcessWatch:
         self._name, self._process_id, self._silent_s, self._on_lost = name, process_id, silent_s, on_lost or leave
         self._is_lost = is_lost or (lambda: True)
         self._process = os.pidfd_open(process_id)
+        # A pipe and no event: poll waits for it and for the process at once.
         self._closed, self._close = os.pipe()
         self._thread = threading.Thread(target=self._watch, name=f"watch over process {process_id}", daemon=True)
         self._thread.start()
@@ -281,6 +282,8 @@ def own_raylet() -> int | None:
         with socket.socket(socket.AF_UNIX) as connected:
             connected.settimeout(_ANSWER_SECONDS)
             connected.connect(path)
+            # The kernel's word for who holds the other end of the socket; Ray does not publish the raylet's
+            # process.
             credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     except OSError as error:
         logger.warning("it cannot be seen which process the raylet is: %s", error)

@@ -33,8 +33,11 @@ _BACKLOG = 4096
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Endpoint: where a group meets. ``run_id`` is a random word that its ranks alone know: by it they prove
-    that they belong to the group, and it is never sent."""
+    """Address at which the ranks of a group connect.
+
+    ``run_id`` is a random word that its ranks alone know: by it they prove that they belong to the group, and
+    it is never sent.
+    """
 
     address: str
     port: int
@@ -42,8 +45,8 @@ class Endpoint:
 
 
 class _Rendezvous:
-    """Rendezvous: what one process knows of its meeting point. ``generation`` counts process groups, so that
-    keys of one never meet the next."""
+    """State of this process's rendezvous. ``generation`` counts process groups, so that the keys of one are
+    never read by the next."""
 
     def __init__(self) -> None:
         self.endpoint: Endpoint | None = None
@@ -65,6 +68,7 @@ def listening_socket(address: str, port: int) -> socket.socket:
     Raises:
         OSError: the port is taken, or this host has no such address.
     """
+    # The family follows from the address: an IPv6 cluster has no IPv4 socket to bind.
     family, _, _, _, (host, *_) = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
     # Peers may connect before anybody accepts; the kernel queues them.
     return socket.create_server((str(host), port), family=family, backlog=_BACKLOG)
@@ -80,6 +84,7 @@ def open_listener(address: str) -> int:
     if _rendezvous.listener is not None or _rendezvous.store is not None:
         raise StateError(f"rendezvous listener of this process is open already (address {address}). Fix: open it once for a worker")
     try:
+        # Port 0: the kernel chooses a free one, which a number from a configuration need not be.
         listener = listening_socket(address, 0)
     except OSError as error:
         raise ClusterError(
@@ -115,6 +120,7 @@ def init_process_group(backend: str, timeout: datetime.timedelta = DEFAULT_TIMEO
     """
     import torch.distributed as dist
 
+    # A device is bound for NCCL's sake; gloo has none to connect.
     bound = device if device is not None and device.type == "cuda" else None
     endpoint = _rendezvous.endpoint
     if endpoint is None:
@@ -233,6 +239,8 @@ def _agreed_value(store: Store, key: str, own: str, rank: int, where: str) -> st
     import torch.distributed as dist
 
     try:
+        # compare_set and no set: what somebody wrote before rank 0 shows as another value, and is not
+        # overwritten unseen.
         return (store.compare_set(key, "", own) if rank == 0 else store.get(key)).decode()
     except dist.DistError as error:
         raise DeadlineError(
@@ -274,6 +282,7 @@ def set_group_timeouts(seconds: float) -> None:
     from torch.distributed import distributed_c10d
 
     timeout = datetime.timedelta(seconds=seconds)
+    # torch has no public way to change a time-out after a group was made, and Megatron-Core makes its own.
     for group in list(distributed_c10d._world.pg_map):
         backends = {id(backend): backend for device in group._device_types if (backend := _innermost(group._get_backend(device)))}
         for backend in backends.values():

@@ -24,6 +24,7 @@ def drawn_secret() -> str:
     """This process's own secret for the workers that it starts: 64 hexadecimal digits, the same ones at every
     call."""
     secret = env.text(VARIABLE) or secrets.token_hex(32)
+    # From now on logs and errors of this process show it as hidden.
     learn({VARIABLE: secret})
     return secret
 

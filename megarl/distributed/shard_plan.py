@@ -136,6 +136,7 @@ def plan_dynamic(lengths: Sequence[int], width: int, batch_size: int, shards: in
     plans = [ShardPlan.empty() for _ in range(shards)]
     for start in range(0, len(lengths), batch_size):
         groups = [range(first, first + together) for first in range(start, start + batch_size, together)]
+        # sorted keeps the order of equals, so that all ranks of a run, and a resumed one, plan alike.
         shortest_first = sorted(groups, key=lambda rows: max(lengths[row] for row in rows))
         # Groups are sorted, so the last group of a slot is the longest that any shard has there: all shards
         # run that shape, and no collective of theirs waits for another number of micro-batches.

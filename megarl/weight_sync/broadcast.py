@@ -21,6 +21,8 @@ from megarl.weight_sync.manifest import Manifest, WeightIterator, drain, expect_
 from megarl.weight_sync.plan import ALIGNMENT, Group, checksum
 from megarl.weight_sync.transfer_group import NEW_GROUP, TransferGroup
 
+# Two: one is on its way while the other is packed or loaded. A third would take its memory from the groups,
+# which are then smaller and more.
 BUFFERS = 2
 # in front of every group: int64 round, version, index of its first weight, checksum, whether there is one
 HEADER, WORDS = ALIGNMENT, 5
@@ -55,6 +57,8 @@ class _Channel:
             # zeros, because what is between weights is sent as well, and is not to be what this process had
             # there before
             self._memory = [torch.zeros(size, dtype=torch.uint8, device=group.device) for _ in range(BUFFERS)]
+            # Worked out on each side alone, from the same manifest and the same buffer size: no message has
+            # to say what comes in which group.
             every = group.stages.parts(manifest, group.buffer_bytes)
             # with the stages that send them
             self.parts: list[tuple[int, Group]] = [part for part in every if part[0] == group.stage or not group.sends]
@@ -68,6 +72,8 @@ class _Channel:
 
     def _header(self, index: int) -> torch.Tensor:
         """int64 [``WORDS``], in front of group ``index``."""
+        # A view of the buffer, so that header and weights travel as one broadcast; a second one would double
+        # the latency of small groups.
         return self._memory[index % BUFFERS][: 8 * WORDS].view(torch.int64)
 
     def _content(self, index: int) -> torch.Tensor:
@@ -78,6 +84,8 @@ class _Channel:
         """Begin to send or receive group ``index``."""
         stage, part = self.parts[index]
         buffer = self._memory[index % BUFFERS][: HEADER + part.nbytes]
+        # By buffer and not by group: what has to be over before group n starts is the operation of group n -
+        # BUFFERS.
         self._works.setdefault(index % BUFFERS, []).append(self._group.broadcast(buffer, stage))
 
     def _wait(self, index: int) -> None:
@@ -130,13 +138,18 @@ class WeightBroadcaster(_Channel):
         sending: Exception | None = None
         with self._leaving_on_error():
             for index in range(len(self.parts)):
+                # The buffer is written again only when its last operation is over. After a first failure
+                # nothing more is sent, but packing goes on, which is collective.
                 sending = sending or _failure_of(self._wait, index)
+                # A failure is kept and not raised: the other ranks of this stage gather the same weights, and
+                # would wait for this one.
                 packing = packing or _failure_of(self._fill, index, stream, version)
                 if packing is not None:
                     # The engines wait for every group that was announced, so that a failure here has to
                     # travel too.
                     self._head(index, [_GIVEN_UP, version, self.parts[index][1].first, 0, 0])
                 sending = sending or _failure_of(self._start, index)
+            # The last two groups may still be on their way.
             for slot in range(BUFFERS):
                 sending = sending or _failure_of(self._wait, slot)
             if packing is not None:
@@ -152,6 +165,7 @@ class WeightBroadcaster(_Channel):
         # After an operation that was aborted the group's ranks are out of step for good.
         if sending is not None:
             self.close()
+        # Of two failures packing came first: that the engines left is often its consequence.
         failure = packing or sending
         if failure is not None:
             raise failure
@@ -162,11 +176,14 @@ class WeightBroadcaster(_Channel):
         part, content = self.parts[index][1], self._content(index)
         pack(stream, self._manifest, part, content)
         if index + 1 == len(self.parts):
+            # What stands behind the last weight of a generator runs here (buckets are given back), and a
+            # model that gives more weights than it announced is refused.
             expect_end(stream)
         number = checksum(content) if self._with_checksum else 0
         self._head(index, [self._round, version, part.first, number, int(self._with_checksum)])
 
     def _head(self, index: int, words: list[int]) -> None:
+        # One copy from host memory: the words of a CUDA buffer set one by one would be five launches.
         self._header(index).copy_(torch.tensor(words))
 
 
@@ -202,10 +219,13 @@ class WeightListener(_Channel):
         self._round += 1
         failure: Exception | None = None
         with self._leaving_on_error():
+            # Both receives are posted at once, so that the sender never waits for this rank to ask.
             for index in range(min(BUFFERS, len(self.parts))):
                 self._start(index)
             for index in range(len(self.parts)):
                 self._wait(index)
+                # After a failure the rest is received and thrown away: the sender and the other engines go
+                # through all groups.
                 failure = failure or _failure_of(self._take, index, load)
                 if index + BUFFERS < len(self.parts):
                     self._start(index + BUFFERS)
@@ -214,6 +234,8 @@ class WeightListener(_Channel):
             raise failure
         if refusals:
             raise RefitError(f"others could not load the weights, so that this engine does not serve them either: {'; '.join(refusals)}")
+        # Only after all have agreed: an engine that loaded everything must not serve a version that another
+        # one lacks.
         self.version = self._coming
         return self._coming
 

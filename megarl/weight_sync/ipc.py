@@ -26,6 +26,8 @@ import torch
 from megarl.distributed.allocator import AllocatorOptions
 from megarl.errors import RefitError
 
+# Behind the weights, in the same mapping: who maps the block sees at once whether it is the one that was
+# meant.
 _TOKEN_BYTES = 16
 SLOTS = 2
 PAGE = 4096
@@ -48,6 +50,8 @@ class SharedBlock:
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self._descriptor = descriptor
+        # Never closed by hand: torch.frombuffer keeps the mapping alive, and would not keep it from being
+        # closed under a tensor.
         self._map = mmap.mmap(descriptor, nbytes + _TOKEN_BYTES)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self.bytes, self._token = whole[:nbytes], whole[nbytes:]
@@ -69,6 +73,8 @@ class SharedBlock:
         except (OSError, ValueError) as error:
             os.close(descriptor)
             raise RefitError(f"no {nbytes} bytes of shared memory: {error}; set a smaller policy.refit_buffer_size_gb") from error
+        # The token goes in through a bytearray, because torch.frombuffer warns of memory that cannot be
+        # written.
         block._token.copy_(torch.frombuffer(bytearray(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8))
         return block
 
@@ -78,6 +84,8 @@ class SharedBlock:
         return {
             "host": host_identity(),
             "process": os.getpid(),
+            # A number and no passed descriptor: it travels as JSON through the driver, and /proc turns it
+            # back into memory.
             "descriptor": self._descriptor,
             "nbytes": self.bytes.numel(),
             "token": bytes(self._token.tolist()).hex(),
@@ -134,6 +142,8 @@ class IpcBuffer:
 
     def __init__(self, slot_bytes: int, block: SharedBlock, data: torch.Tensor | None, device_handle: dict[str, Any] | None) -> None:
         self.slot_bytes, self._block, self._device_handle = slot_bytes, block, device_handle
+        # Marks are in host memory on a GPU too: a reader looks at them without a kernel and without a stream
+        # to wait for.
         self.marks = block.bytes[: SLOTS * 24].view(torch.int64).view(SLOTS, 3)
         self._data = block.bytes[PAGE:] if data is None else data
 
@@ -224,6 +234,8 @@ def _plain_segments() -> Iterator[None]:
 
 
 def _set_allocator(options: str) -> None:
+    # Newer torch has one setter for all accelerators and deprecates that of torch.cuda; both take the same
+    # text.
     settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     settings(options)
 
@@ -243,7 +255,11 @@ def _device_handle(data: torch.Tensor) -> dict[str, Any]:
     from torch.multiprocessing import reductions
 
     fields = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    # The signature is private to torch and has changed before: an unknown field is refused here, and not
+    # guessed at in another process.
     _check_fields(fields)
+    # Called once a buffer, see the module: every call makes one more reference count that somebody has to
+    # release.
     values = dict(zip(fields, reductions.reduce_tensor(data)[1], strict=True))
     other = [name for name, value in _KNOWN.items() if values[name] != value]
     wrong = [name for name, kind in _TRAVELS.items() if type(values[name]) is not kind]
@@ -282,4 +298,5 @@ def _device_memory(handle: Mapping[str, Any], device: torch.device) -> torch.Ten
     _check_fields(list(inspect.signature(reductions.rebuild_cuda_tensor).parameters))
     travelled = {name: handle[name] for name in _TRAVELS}
     size = torch.Size([handle["nbytes"]])
+    # The index is the reader's own: CUDA_VISIBLE_DEVICES may number the same GPU otherwise there.
     return reductions.rebuild_cuda_tensor(**_KNOWN, **travelled, tensor_size=size, storage_device=device.index)

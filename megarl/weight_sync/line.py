@@ -10,7 +10,10 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+# Messages are a few hundred bytes and fit into the kernel's buffers: who takes none for this long stands
+# still.
 _SAY_SECONDS = 5.0
+# A limit, so that a program that is no part of the run cannot fill this process's memory.
 _LONGEST_BYTES = 2**24
 # a host that vanished without a word is missed after about half a minute; so often a connection shows a
 # firewall that it is used
@@ -33,6 +36,7 @@ class Line:
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._heard = connection, b""
         self._ended = False
+        # A Unix socket ends with its process; only the network can lose a host in silence.
         if connection.family == socket.AF_UNIX:
             return
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -62,6 +66,7 @@ class Line:
         """
         ends = time.monotonic() + seconds
         while b"\n" not in self._heard:
+            # Never 0, which makes a socket non-blocking and turns a time-out into BlockingIOError.
             self._socket.settimeout(max(0.01, ends - time.monotonic()))
             more = self._socket.recv(2**16)
             if not more or len(self._heard) > _LONGEST_BYTES:
@@ -86,7 +91,9 @@ class Line:
             pass
         except OSError:
             self._ended = True
+        # What stands behind the last line feed is the beginning of a message that has not come whole.
         *messages, self._heard = self._heard.split(b"\n")
+        # What was sent before the end counts: a rank may refuse and leave.
         if self._ended and not messages:
             raise ConnectionError("the connection ended")
         return list(map(json.loads, messages))
@@ -95,6 +102,7 @@ class Line:
         """Return whether the process on the other side has ended or left."""
         self._socket.settimeout(0)
         try:
+            # Peeked at, so that a message that waits there is still heard.
             return not self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False

@@ -27,7 +27,9 @@ from megarl.errors import RefitError
 from megarl.weight_sync.ipc import host_identity
 from megarl.weight_sync.line import Line, can_be_read
 
+# Less than any count of groups, so that one comparison tells who is waited for.
 _REFUSED = -1
+# All engine ranks of a host may connect at once; the kernel cuts it to net.core.somaxconn.
 _BACKLOG = 4096
 
 
@@ -103,6 +105,8 @@ class Mailbox:
                 # it listens again at the next refit
                 continue
             try:
+                # Every message names its refit: a reader that was interrupted finds those of an earlier one
+                # still in its connection.
                 reader.line.say({"ticket": self.refit[1], **message})
             except OSError:
                 self._drop(reader)
@@ -142,6 +146,7 @@ class Mailbox:
 
     def _look(self, seconds: float) -> None:
         """Take in readers that come, and what they say, after a wait of ``seconds`` at most."""
+        # One wait for all connections and the server: a wait for each in turn would miss who ends meanwhile.
         if not can_be_read((self._server.fileno(), *(reader.line.descriptor for reader in self._everybody)), seconds):
             return
         with contextlib.suppress(BlockingIOError):
@@ -191,6 +196,7 @@ class MailboxReader:
         self.session, self._policy = session, handle["process"]
         connection = socket.socket(socket.AF_UNIX)
         try:
+            # A leading zero byte is Linux's abstract namespace: no file that a crash would leave.
             connection.connect(f"\0{handle['name']}")
             self._line = Line(connection)
             self._line.say([handle["token"], os.getpid(), session])

@@ -172,6 +172,7 @@ class Manifest:
             or not all(map(eq, map(_SHAPE, tensors), shapes[first:stop]))
             or list(map(_DTYPE, tensors)) != dtypes[first:stop]
         ):
+            # Slow, with an object a weight, and only where something is wrong: it finds which one.
             self.expect_infos(first, stop, [TensorInfo.of(*weight) for weight in zip(names, tensors, strict=True)])
 
     def expect_infos(self, first: int, stop: int, coming: Sequence[TensorInfo]) -> None:
@@ -218,6 +219,8 @@ class Manifest:
         """
         stop = len(self.tensors) if stop is None else stop
         while first < stop:
+            # A search instead of a sum: groups are formed again for each buffer size, of tens of thousands of
+            # weights.
             end = min(bisect_right(self._begins, self._begins[first] + budget) - 1, stop)
             if end <= first:
                 raise too_large(self._names[first], self._begins[first + 1] - self._begins[first], budget, stop)
@@ -300,10 +303,12 @@ def _lay(stream: FlatBucketIterator, manifest: Manifest, group: Group, first: in
     bucket = stream.take(group.stop - first)
     if bucket is None:
         manifest.expect_infos(first, group.stop, ())
+        # expect_infos always raises here; the line tells type checkers so.
         raise AssertionError("a group that is not full lacks something")
     stop = first + bucket.count
     if not first < stop <= group.stop:
         raise AssertionError(f"{type(stream).__name__} gave {bucket.count} weights where 1 to {group.stop - first} were asked for")
+    # Kept with the group, which is kept with the manifest: the second refit finds all plans made.
     plan = group.plans.get(first)
     if plan is None or not plan.serves(bucket):
         manifest.expect_infos(first, stop, bucket.infos())
@@ -315,6 +320,7 @@ def _lay(stream: FlatBucketIterator, manifest: Manifest, group: Group, first: in
 
 def failing(error: Exception) -> WeightIterator:
     """Return the stream of a model that has none to give, because of ``error``."""
+    # Raised at the first next() and not when the stream is made: by then all ranks have begun the refit.
     raise error
     yield
 
@@ -370,9 +376,13 @@ class Stages:
         if missing:
             raise RefitError(f"no pipeline stage sends {missing[0]} and {len(missing) - 1} more weights: {_DEFECT}")
         for stage, own in enumerate(names):
+            # A stage has to send in the manifest's order, because the groups are formed by it on the other
+            # side.
             wanted = [tensor.name for tensor in manifest.tensors if owners[tensor.name] == stage]
             if wanted != list(own):
                 raise RefitError(f"pipeline stage {stage} sends {len(own)} weights, of which {len(wanted)} are its own in order: {_DEFECT}")
+        # Runs and not a stage each: an interleaved pipeline gives a stage several, and the engines take them
+        # in one order.
         in_order = groupby(owners[tensor.name] for tensor in manifest.tensors)
         return cls(len(names), tuple((stage, sum(1 for _ in run)) for stage, run in in_order))
 

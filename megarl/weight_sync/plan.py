@@ -51,6 +51,7 @@ class TensorInfo:
 @functools.cache
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor: elements from one index to the next, a dimension each."""
+    # Asked of torch, because its strides of sizes 0 and 1 are a convention that as_strided compares with.
     return torch.empty(shape, device="meta").stride()
 
 
@@ -77,6 +78,8 @@ class BufferRegion:
     def of(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the weight, in the memory of the flat tensors."""
         flat = flats[self.flat]
+        # as_strided and not narrow and view: one call a weight, and storage offsets of flats that are views
+        # themselves.
         return flat.as_strided(self.shape, strides_of(self.shape), flat.storage_offset() + self.begin)
 
 
@@ -156,6 +159,8 @@ def merged(copies: Sequence[Copy]) -> list[Copy]:
         forms: dict[tuple[tuple[int, ...], ...], list[Copy]] = {}
         for copy in copies:
             forms.setdefault(copy.form, []).append(copy)
+        # Each pass may give copies a dimension more, whose form then agrees with others: until nothing
+        # changes.
         fewer = [copy for alike in forms.values() for copy in _at_equal_distances(alike)]
         if len(fewer) == len(copies):
             return fewer
@@ -168,6 +173,8 @@ def _at_equal_distances(copies: Sequence[Copy]) -> Iterator[Copy]:
     while first < len(copies):
         begin, last = copies[first], first
         step = _distance(begin, copies[first + 1]) if first + 1 < len(copies) else (0, 0)
+        # Both distances have to rise: a negative stride is none that as_strided takes, and 0 would write one
+        # place twice.
         while min(step) > 0 and last + 1 < len(copies) and _distance(copies[last], copies[last + 1]) == step:
             last += 1
         sizes = (last - first + 1, *begin.sizes)
@@ -197,6 +204,7 @@ class CopyPlan:
             last = copies[-1] if copies else None
             if last is not None and (last.source + last.sizes[0], last.target + last.sizes[0]) == (source, target):
                 copies[-1] = Copy.run_of(last.sizes[0] + count, last.source, last.target)
+            # A weight without elements has a place and nothing to copy.
             elif count:
                 copies.append(Copy.run_of(count, source, target))
         self.copies = [(flat, copy) for flat, copies in by_flat.items() for copy in merged(copies)]
@@ -204,6 +212,8 @@ class CopyPlan:
     def serves(self, bucket: FlatBucket) -> bool:
         """Return whether a flat bucket's weights are stored as those were that this was made for."""
         places, *others = self._alike
+        # By identity: the iterator promises the same object at every refit, and to compare thousands of
+        # places takes longer than to copy them.
         return bucket.places is places and [bucket.first, bucket.count, bucket.dtype] == others
 
     @torch.no_grad()
@@ -274,6 +284,7 @@ class Group:
         flats = {dtype: buffer.view(dtype) for dtype in {info.dtype for info in self.tensors}}
         views = []
         for info, begin in zip(self.tensors, self.begins, strict=False):
+            # ALIGNMENT is a multiple of every item size, so that nothing is lost by the division.
             offset = (buffer.storage_offset() + begin) // info.dtype.itemsize
             views.append((info.name, flats[info.dtype].as_strided(info.shape, strides_of(info.shape), offset)))
         return views
@@ -297,11 +308,13 @@ class Group:
         # without a line of Python for each weight, of which there may be tens of thousands
         flat = [weight if weight.dim() == 1 else weight.flatten() for weight in weights]
         dtype, gaps = weights[0].dtype, self.gaps[begin:end]
+        # One tensor for all gaps of a size: torch.cat takes the same one many times.
         zeros = {gap: torch.zeros(gap // dtype.itemsize, dtype=dtype, device=buffer.device) for gap in set(gaps)}
         parts = chain.from_iterable(zip(flat, map(zeros.__getitem__, gaps), strict=True))
         torch.cat([*parts], out=buffer[self.begins[begin] : self.begins[end]].view(dtype))
 
 
+# So that int64 copies of int32 words take 32 MiB at a time, and not twice the buffer.
 _CHUNK = 1 << 22
 # odd, so that multiplying by it loses nothing modulo 2^64 (Knuth's multiplicative hashing, the 64-bit
 # constant of the golden ratio)
@@ -321,5 +334,7 @@ def checksum(data: torch.Tensor) -> int:
     for start in range(0, words.numel(), _CHUNK):
         part = words[start : start + _CHUNK].to(torch.int64)
         weights = (places[: part.numel()] + start).mul_(2).add_(1).mul_(_FACTOR)
+        # Without the shift the factors would rise evenly from word to word, and changes that balance along
+        # the buffer (+1, -2, +1) would not be seen.
         total += (part * (weights ^ (weights >> 29) | 1)).sum()
     return int(total)

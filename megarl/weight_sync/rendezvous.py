@@ -34,6 +34,7 @@ HANDSHAKE_SECONDS = 60.0
 HEARD_SECONDS = 5.0
 _HELLO_SECONDS = 5.0
 _OTHER_RUN = "start both sides from one driver, which gives them its secret (MEGARL_RUN_SECRET)"
+# Raised with any change of the messages: driver, policy and engines may be installed apart.
 _PROTOCOL = 6
 
 
@@ -73,6 +74,7 @@ class Members:
         """
         rank, stage = said["rank"], said["stage"]
         name = f"pipeline stage {stage}" if stage else f"rank {rank}"
+        # First: where both sides differ in size or model, every later objection would be a consequence.
         wrong = [f"{key} {said.get(key)!r} for {value!r}" for key, value in own.items() if said.get(key) != value]
         if wrong:
             return f"{name} expects {', '.join(wrong)}: give both sides the same"
@@ -153,6 +155,7 @@ class Rendezvous:
             RefitError: there is none in time, or it is a refusal.
         """
         line, challenge = self._lines[0], secrets.token_hex(16)
+        # Proven as the very text that was sent: JSON made again elsewhere may order or space it otherwise.
         hello = json.dumps({"protocol": _PROTOCOL, **own, "rank": rank, "stage": stage, "buffer_bytes": buffer_bytes})
         try:
             # a word of this connection alone: what was proven on another one is of no use here
@@ -216,10 +219,13 @@ class Rendezvous:
             if verdict["error"]:
                 missing = {number for number in missing if number >= members.world_size}
         if not verdict["error"]:
+            # The port is bound here and its descriptor handed on, so that no other program can take it in
+            # between.
             with listening_socket(self._ip, 0) as listener:
                 verdict["store"] = listener.getsockname()[1]
                 self.store = self._store(verdict["store"], listener.detach())
         text = json.dumps(verdict)
+        # Who was refused hears the verdict too, and so does not wait for its deadline.
         for line, nonce, challenge in came:
             with contextlib.suppress(OSError):
                 line.say({"verdict": text, "proof": proof("verdict", nonce, challenge, text)})
@@ -268,6 +274,7 @@ class Rendezvous:
                 self._lines[0].say(refusal)
                 return {int(number): str(text) for number, text in self._lines[0].hear(seconds)}
             said = {0: refusal}
+            # In the order in which they come: by number, one slow rank would hide that another is gone.
             while waiting := [number for number in self._lines if number not in said]:
                 absent = self.members.names(waiting)
                 if not can_be_read((self._lines[number].descriptor for number in waiting), ends - time.monotonic()):
@@ -276,6 +283,8 @@ class Rendezvous:
                     absent = self.members.names([number])
                     for message in self._lines[number].pending():
                         said[number] = str(message)
+            # Once more after all have spoken: who agreed and then died would be missing from the version that
+            # is served.
             if lost := self.lost():
                 absent = self.members.names(lost)
                 raise ConnectionError("it went away")

@@ -113,6 +113,7 @@ class WeightSender:
         if self._manifest is None:
             manifest = Manifest.of(self._stream())
             everybody: list[Any] = [None] * dist.get_world_size()
+            # A digest of 64 characters, and not the lists, of which a large model's are megabytes a rank.
             dist.all_gather_object(everybody, (manifest.digest, host_identity()))
             other = [rank for rank, (digest, _) in enumerate(everybody) if digest != everybody[0][0]]
             if other:
@@ -121,6 +122,7 @@ class WeightSender:
                     "report the model and the layout, this is a fault of the export"
                 )
             hosts = [host for _, host in everybody]
+            # The first rank of a host in rank order: all ranks find the same one without a message.
             self._publishes = self._runtime.is_cuda or hosts.index(host_identity()) == dist.get_rank()
             self._manifest = manifest
         return self._manifest
@@ -186,6 +188,8 @@ class WeightSender:
         total = len(self.manifest.tensors)
         if not (first >= 0 and 1 <= count <= total - first):
             raise StateError(f"{count} weights from weight {first} on: there are {total}; take the groups of prepare_weights_for_ipc()")
+        # In order and each once: a stream cannot go back, and a group that is left out would leave its
+        # weights at the old version.
         if first != self._next:
             raise StateError(
                 f"{self.manifest.tensors[first].name} is weight {first} of the order of sending, but weight {self._next} is next: "
@@ -274,6 +278,7 @@ class WeightSender:
         except BaseException as error:
             self.refuse(session, ticket, error)
             self._open = None
+            # After KeyboardInterrupt and the like nothing is drained: the process is about to end.
             if isinstance(error, Exception):
                 # the other ranks gather the rest all the same; of two failures the first one counts
                 with contextlib.suppress(Exception):
@@ -302,15 +307,19 @@ class WeightSender:
 
     def _claim(self, slot: int, group: Group) -> torch.Tensor:
         if self._ipc_buffer is None or group.nbytes > self._ipc_buffer.slot_bytes:
+            # The first buffer is as large as configured, a later one as large as the weight that did not fit.
             size = max(group.nbytes, self.slot_bytes() if self._ipc_buffer is None else 0)
             self._let_go()
             self._ipc_buffer = IpcBuffer.create(size, self._runtime.device)
+        # Before the first byte changes: a reader that still holds the old handle sees that the slot is no
+        # longer its group's.
         self._ipc_buffer.marks[slot] = -1
         return self._ipc_buffer.slot(slot)
 
     def give_up(self) -> None:
         """End a refit that is under way, if there is one."""
         stream, self._open = self._open, None
+        # A generator's own close: it runs what stands in its finally, where gathered buckets are freed.
         close = getattr(stream, "close", None)
         if close is not None:
             close()
@@ -359,6 +368,7 @@ class WeightReceiver:
         """Take refits that bring these weights as slices from now on, and no others; such of whole weights
         always."""
         self.version, self.manifest = None, self._whole.sliced(slices) if slices else self._whole
+        # Both, because the policy sends whole weights until it has heard of the slices.
         self._manifests = {one.digest: one for one in (self._whole, self.manifest)}
         self._views.clear()
 

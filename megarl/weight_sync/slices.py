@@ -105,6 +105,7 @@ class Reads:
 
     def add(self, box: tuple[range, ...]) -> None:
         """Note a read of some indices of each dimension."""
+        # An empty range in one dimension is a read of nothing; it must not widen the span of what was read.
         if all(box):
             self._boxes.append(box)
 
@@ -113,8 +114,12 @@ class Reads:
         is the whole weight."""
         if not self._boxes:
             return Slice(0, 0, 0) if whole else None
+        # One span over all reads: a slice is sent as a single run of indices, also where there are holes
+        # between reads.
         spans = [range(min(span.start for span in along), max(span.stop for span in along)) for along in zip(*self._boxes, strict=True)]
         narrower = [dim for dim, (span, size) in enumerate(zip(spans, whole, strict=True)) if len(span) < size]
+        # Narrower in two dimensions, or in none: a run of one dimension would not say it, and the weight is
+        # sent whole.
         if len(narrower) != 1:
             return None
         [dim] = narrower
@@ -157,12 +162,18 @@ class PartialWeight(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        # Without it every call below would come back to this method.
         with torch._C.DisableTorchFunctionSubclass():
+            # Loaders ask for the device to decide where they copy to: "meta" would send them another way.
             if name == "__get__" and _property_of(func) in _OF_VALUES:
                 return getattr(torch.empty(0, device=args[0]._root.device), _property_of(func))
+            # Only the first argument is written to; a partial weight as the source of copy_ is what this
+            # class is for.
             if isinstance(args[0] if args else None, PartialWeight) and _changes_in_place(name):
                 raise RefitError(f"{name} would write into a weight of which a slice came: report the model, and take whole weights")
             given = [one for one in tree_flatten((args, options))[0] if isinstance(one, PartialWeight)]
+            # Tried on meta first: a view needs no values, and torch's own rules say what it is, whichever way
+            # a loader slices.
             if len(given) == 1 and name not in _WRITES:
                 # of a call that wants values, the meta tensor may have none to give
                 with contextlib.suppress(NotImplementedError, RuntimeError):
@@ -193,6 +204,7 @@ class _Root:
         """Return the indices of each dimension that a view has, where it is a block of the weight; None where
         it is another view."""
         strides = _strides(self.whole)
+        # The stride of a dimension of size 1 means nothing, and torch sets it at will.
         lies_as_whole = all(size < 2 or stride == own for size, stride, own in zip(view.shape, view.stride(), strides, strict=False))
         if view.dim() != len(self.whole) or not lies_as_whole:
             return None
@@ -227,6 +239,8 @@ class _Root:
             return part.new_empty(view.shape)
         block = self._block(view)
         needed = (block or self._rows(view))[where.dim]
+        # Rows alone can be compared with a view of any form; a slice of another dimension is scattered over
+        # them.
         if (block is None and where.dim) or needed.start < where.start or needed.stop > where.stop:
             raise RefitError(
                 f"the engine reads {needed.start} to {needed.stop} of dimension {where.dim} of a weight of shape {list(self.whole)}, of "
@@ -255,6 +269,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
     """Return the strides of a contiguous tensor; at least 1, also of one without elements."""
     strides = [1]
     for size in reversed(shape[1:]):
+        # As torch does it, and so that nothing below is divided by 0.
         strides.append(strides[-1] * max(size, 1))
     return strides[::-1][: len(shape)]
 
@@ -288,6 +303,7 @@ def _as_values(value: Any) -> Any:
 def _lies_in(weight: PartialWeight, found: Any) -> bool:
     """Return whether all tensors that a call gave are views of a weight; also if it gave none, but numbers
     about it."""
+    # The address of the storage object: meta storages have no data pointer, it is 0 for all.
     memory = weight.untyped_storage()._cdata
     return all(one.untyped_storage()._cdata == memory for one in tree_flatten(found)[0] if isinstance(one, torch.Tensor))
 

@@ -80,6 +80,8 @@ class TransferGroup:
         self._collective = datetime.timedelta(seconds=collective_s)
         keeps = rank == 0 and stage == 0
         self._rendezvous = rendezvous or Rendezvous(ip, port, keeps=keeps, seconds=handshake_s)
+        # The digest also covers dtypes and order, so that one comparison shows a policy and an engine of two
+        # models.
         own = {"world_size": world_size, "manifest": digest, "device": device.type}
         if keeps:
             terms = {"buffer_bytes": buffer_bytes, "runs": stages.runs}
@@ -106,6 +108,7 @@ class TransferGroup:
 
     def _process_group(self, name: str) -> Any:
         """Return a group beside the default one, which engine and policy each have for themselves."""
+        # A prefix each: the groups of several stages rendezvous in one store under the same keys.
         store = dist.PrefixStore(name, self._rendezvous.store)
         try:
             if self.device.type == "cuda":
@@ -116,6 +119,8 @@ class TransferGroup:
                 # alone
                 with env.variables({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
                     return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+            # The class itself and not dist.new_group: that wants a default group of which all these ranks are
+            # part, and engine and policy have one each.
             return dist.ProcessGroupGloo(store, self.rank, self.world_size, datetime.timedelta(seconds=self._rendezvous.left()))
         except (dist.DistError, RuntimeError) as error:
             raise RefitError(
@@ -130,12 +135,14 @@ class TransferGroup:
         """
         self._require_open()
         options = dist.BroadcastOptions()
+        # Engine ranks count from 1 in every stage's group, so that its sender is always 0.
         options.rootRank = 0
         options.timeout = self._collective
         try:
             work: dist.Work = self._groups[stage].broadcast([buffer], options)
         except RuntimeError as error:
             raise _not_through(error) from error
+        # Finished ones go, else their buffers stay alive for as long as the group.
         self._started = [*(started for started in self._started if not started.is_completed()), work]
         return work
 
@@ -159,6 +166,8 @@ class TransferGroup:
                     works[0].wait()
                     works.pop(0)
                     continue
+                # At each look, because neither gloo nor NCCL tells of a peer that died without closing its
+                # connection.
                 lost = self._rendezvous.lost()
                 if lost:
                     raise RuntimeError(f"{', '.join(map(self._rendezvous.members.name, lost))} went away")
@@ -213,6 +222,7 @@ class TransferGroup:
         """Leave. Ranks that wait for this one get an error at once, and not when their time is over."""
         groups = list(self._groups.values())
         for index in range(len(groups)):
+            # By index: a loop variable would hold the last group, and its connections, beyond clear() below.
             groups[index].abort()
         self._rendezvous.close()
         if not all(_ends(work) for work in self._started):
