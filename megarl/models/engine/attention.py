@@ -36,6 +36,7 @@ def varlen_kernel() -> Kernel | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
+    # Asked by signature and not by version: nightly builds and forks have the features earlier.
     known = inspect.signature(varlen_attn).parameters
     if not {"scale", "window_size"} <= known.keys():
         return None
@@ -169,6 +170,7 @@ def causal_attention(
     queries, keys = query.shape[2], key.shape[2]
     if sinks is not None:
         return _with_sinks(query, key, value, scale, sinks, _seen(queries, keys, window, row_lengths, query.device))
+    # A window that holds all keys needs no mask, and so keeps the fast kernel.
     narrow = window is not None and window < keys
     if queries == 1:
         mask = _seen_by_last(keys, window, row_lengths, query.device) if narrow or row_lengths is not None else None
@@ -225,6 +227,7 @@ def _seen_by_last(keys: int, window: int | None, row_lengths: torch.Tensor | Non
 
 def _seen(queries: int, keys: int, window: int | None, row_lengths: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """Which keys a query sees: [queries, keys] bool, or with padding [B, 1, queries, keys]."""
+    # The diagonal is that of the last query and the last key: is_causal of torch aligns the first ones.
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal=keys - queries)
     if window is not None:
         mask = mask.triu(diagonal=keys - queries - window + 1)
@@ -250,6 +253,7 @@ def _with_sinks(
     batch, heads, queries, width = query.shape
     groups = key.shape[1]
     scale = width**-0.5 if scale is None else scale
+    # Divided by the scale, which attention multiplies all scores with.
     logits = (sinks / scale).to(query.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
     sink = pad(key.new_ones(1), (width, 0))
     key = torch.cat([sink.expand(batch, groups, 1, -1), pad(key, (0, 1))], dim=2)
@@ -300,6 +304,7 @@ def attention(
         key, value = _whole_keys_and_values(key, value, _starts(query, layout), context)
     plain = layout.starts is None and context.size == 1
     assert plain or row_lengths is None, "rows that are decoded are whole"
+    # Neither fits its interface: a sink has no position, and padding on the left no run of its own.
     kernel = varlen_kernel() if sinks is None and row_lengths is None and serves(query) else None
     # of rows that need no mask torch's own attention takes a kernel too
     if kernel is not None and (not plain or (window is not None and window < key.shape[2] == query.shape[2])):
@@ -332,6 +337,7 @@ def _of_equal_widths(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     zeros that are cut off."""
     keys, values = key.shape[3], value.shape[3]
     wide = max(keys, values)
+    # The scale is that of the true width of the keys, not of the filled one.
     query, key, value = (pad(tensor, (0, wide - tensor.shape[3])) for tensor in (query, key, value))
     mixed: torch.Tensor = attend(query, key, value, scale=keys**-0.5 if scale is None else scale)
     return mixed[..., :values]

@@ -56,6 +56,7 @@ class _FixedChunk:
         return split_rows(self.data, self.micro_batch_size, shapes)
 
     def without_ragged_end(self) -> _FixedChunk:
+        # Fewer rows than a micro-batch holds need no copies to fill it.
         size = min(self.micro_batch_size, self.rows)
         return replace(self, data=repeat_last_row(self.data, -self.rows % size), micro_batch_size=size)
 
@@ -94,6 +95,7 @@ class _PlannedChunk:
         return follow_plan(self.data, self.indices, self.lengths, shapes, packed=self.packed)
 
     def without_ragged_end(self) -> _PlannedChunk:
+        # A plan of the driver has equal shapes already, see follow_plan.
         return self
 
 

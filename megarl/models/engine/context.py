@@ -38,6 +38,7 @@ class ContextShare:
         """The ranges of one sequence, at positions ``start`` to ``end``, that this rank holds. The length is a multiple of 2 * size."""
         if self.size == 1:
             return ((start, end),)
+        # Whole, because sequences are padded to a multiple (Shapes.packed_multiple, row_multiple).
         width = (end - start) // (2 * self.size)
         last = 2 * self.size - 1 - self.rank
         return ((start + self.rank * width, start + (self.rank + 1) * width), (start + last * width, start + (last + 1) * width))
@@ -63,6 +64,7 @@ def _index(starts: tuple[int, ...], rank: int, size: int, device: torch.device |
 
 @functools.lru_cache(maxsize=32)
 def _order(starts: tuple[int, ...], size: int, device: torch.device | None) -> torch.Tensor:
+    # argsort of a permutation is its inverse.
     order = torch.cat([_index(starts, rank, size, None) for rank in range(size)]).argsort()
     return order if device is None else sent_to(order, device)
 
@@ -78,6 +80,7 @@ class _GatherReplicated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (index,) = ctx.saved_tensors
+        # No sum over ranks: each computes the same loss from the whole, and a sum would count it size times.
         return gradient.index_select(0, index), None, None, None
 
 
@@ -94,6 +97,7 @@ class _GatherShared(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (order,) = ctx.saved_tensors
         by_rank = torch.empty_like(gradient)
+        # Back into the order in which the ranks' parts came, which reduce_scatter cuts at equal places.
         by_rank[order] = gradient
         part = torch.empty_like(gradient[: gradient.shape[0] // dist.get_world_size(ctx.group)])
         dist.reduce_scatter_tensor(part, by_rank, group=ctx.group)
@@ -102,6 +106,7 @@ class _GatherShared(torch.autograd.Function):
 
 def _all_gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     whole = torch.empty(part.shape[0] * dist.get_world_size(group), *part.shape[1:], dtype=part.dtype, device=part.device)
+    # A view of transposed keys is not contiguous, which the collective wants.
     dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
     return whole
 

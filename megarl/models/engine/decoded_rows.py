@@ -41,6 +41,7 @@ class DecodedRows:
         self.count = self._end = 0
         self.positions = torch.empty(0, dtype=torch.int64)
         self.row_lengths: torch.Tensor | None = None
+        # A tensor and no number: a recorded step reads where to write from memory.
         self.place = torch.empty(1, dtype=torch.int64, device=device)
         self._size = (0, 0)
         self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -65,6 +66,7 @@ class DecodedRows:
         """
         on_device = lengths.to(self.place.device)
         self.positions = (on_device - width + torch.arange(width, device=on_device.device)[:, None]).clamp(min=0)
+        # Asked on the host, where the lengths are; without padding attention needs no mask.
         self.row_lengths = on_device if bool((lengths < width).any()) else None
         self.place.fill_(end - 1)
         self._prompts, self._step = _Prompts(end, self.count, prompt_of), None
@@ -96,6 +98,7 @@ class DecodedRows:
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cache keys [n, b, G, d] and values of a layer; return those that its queries attend to, [n or P, b, G, d]."""
         if layer not in self._cache:
+            # Zeros: what a mask hides is still multiplied, and NaN of unwritten memory times 0 stays NaN.
             self._cache[layer] = (key.new_zeros(*self._size, *key.shape[2:]), value.new_zeros(*self._size, *value.shape[2:]))
         if self._prompts is not None:
             for cached, new in zip(self._cache[layer], (key, value), strict=True):
@@ -103,6 +106,7 @@ class DecodedRows:
             return key, value
         assert self._step is not None, "a pass has begun"
         keys, values = (cached[: self._step.positions, : key.shape[1]] for cached in self._cache[layer])
+        # index_copy_ with a tensor as index: a slice would be recorded with the number of this step.
         keys.index_copy_(0, self._step.place, key)
         values.index_copy_(0, self._step.place, value)
         return keys, values
@@ -128,6 +132,7 @@ class DecodedRows:
         self.count = len(rows)
         for pair in self._cache.values():
             for cached in pair:
+                # The right side is a copy, made before anything is written.
                 cached[: self._end, : self.count] = cached[: self._end, rows]
         for states in self._states.values():
             for kept in states:

@@ -121,6 +121,7 @@ def decode(decoder: Decoder, data: Mapping[str, Any], config: GenerationConfig, 
     settings = SamplingSettings.of(config, greedy=greedy)
     ids, lengths = data["input_ids"].cpu(), data["input_lengths"].cpu().long()
     longest_answer, rows_at_once = config["max_new_tokens"], decoder.rows_at_once or max(len(lengths), 1)
+    # Before any batch is formed, so that how rows are divided into batches changes no token.
     seeds = _seeds(data, len(lengths), decoder.groups)
     stop_strings = stop_strings_of_rows(config.get("stop_strings"), data.get("stop_strings"), len(lengths))
     prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
@@ -135,6 +136,7 @@ def decode(decoder: Decoder, data: Mapping[str, Any], config: GenerationConfig, 
         rows_at_once = max(rows_at_once * decoder.longest // positions, 1)
     size = _CacheSize(min(rows_at_once, len(answered)), positions)
     answers = _Answers.empty(len(lengths), longest_answer)
+    # Sorted, so that prompts of a batch have like lengths and little padding.
     for rows in np.array_split(lengths.argsort(stable=True).numpy(), range(rows_at_once, len(prompts), rows_at_once)):
         names = rows.tolist()
         stop = StopRules(config["stop_token_ids"] or [], [stop_strings[row] for row in names], tokenizer)
@@ -264,6 +266,7 @@ class _Decoding:
     def _prefill(self, forward: Forward, rows: list[int]) -> torch.Tensor | None:
         """Read each different prompt once; return the logits [rows, V] after them. ``rows`` begin with the shortest."""
         places: dict[tuple[int, ...], int] = {}
+        # Responses to one prompt are GRPO's usual case: it is read once for all of them.
         prompt_of = np.array([places.setdefault(tuple(self.prompts[row]), len(places)) for row in rows])
         prompts = list(places)
         ends = [len(prompts)] if self.decoder.one_pass else ends_of_passes([len(prompt) for prompt in prompts])
@@ -286,6 +289,7 @@ class _Decoding:
     def _choose(self, rows: int, logits: torch.Tensor | None, uniforms: torch.Tensor | None) -> torch.Tensor:
         """[2, rows] float64 on the device: the next tokens and their log-probabilities. The last pipeline stage chooses, all learn."""
         if logits is None:
+            # float64 holds token ids exactly, so that tokens and log-probabilities travel in one broadcast.
             chosen = torch.zeros(2, rows, dtype=torch.float64, device=self.decoder.device)
         else:
             given = (logits,) if uniforms is None else (logits, uniforms)

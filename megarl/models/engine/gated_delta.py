@@ -84,6 +84,7 @@ def gated_delta_rule(
     initial = value.new_zeros(1, value.shape[1], keys, width, dtype=dtype)
     if context.size > 1:
         value = F.pad(value, (0, keys))
+        # Its columns carry M beside U: one pass gives both.
         identity = torch.eye(keys, dtype=dtype, device=value.device).expand(1, value.shape[1], keys, keys)
         initial = torch.cat((initial, identity), dim=-1)
     # places without a token have gates of 0: they neither decay the state nor write to it
@@ -92,6 +93,7 @@ def gated_delta_rule(
     outputs, states = _scan(query, key, value, log_decay, step_size, initial, plan)
     if context.size > 1:
         entering = _entering_states(states, width, context)
+        # Linear in the state at the beginning, so that what it adds is put in afterwards.
         outputs = outputs[..., :width] + outputs[..., width:] @ entering.index_select(0, plan.run_of_chunk)
         states = states[..., :width] + states[..., width:] @ entering
     return plan.in_tokens(outputs), states
@@ -131,11 +133,13 @@ def _scan(
         (key * until_end.unsqueeze(-1)).mT,
         since_start[..., -1, None, None],
     )
+    # Chunks of all runs side by side, first with first: as many products as the longest run has chunks.
     by_step = zip(*(tensor.flatten(0, 1).split([heads * going for going in plan.going]) for tensor in tensors), strict=True)
     state = initial.expand(plan.runs, *initial.shape[1:]).flatten(0, 1)
     before, corrections, ended = [], [], []
     for triangle, wanted, read, written, kept in by_step:
         if len(triangle) < len(state):
+            # Runs are in the order of falling length: those that are over stand at the end.
             ended.append(state[len(triangle) :])
             state = state[: len(triangle)]
         rest = torch.baddbmm(wanted, read, state, alpha=-1)

@@ -128,6 +128,7 @@ def _with_first_token(values: torch.Tensor, model_input: ModelInput) -> torch.Te
     logprobs = F.pad(values, (1, 0))
     positions = torch.arange(logprobs.shape[1], device=logprobs.device)
     inside = positions[None, :] < model_input.micro_batch.data["input_lengths"][:, None]
+    # where and no product: an infinite value behind the end times 0 would be NaN.
     return logprobs.detach().where(inside, torch.zeros_like(logprobs))
 
 
@@ -244,6 +245,8 @@ def _loss_of(
     peaks: list[torch.Tensor] = []
     for values in read.values():
         if values.requires_grad and values.numel():
+            # A hook, because the gradient of a tensor that is no leaf is not kept; the peak is one number,
+            # read after the pass.
             values.register_hook(lambda gradient: peaks.append(gradient.detach().abs().amax()))
     loss, metrics = loss_fn(model_input.micro_batch.data, normalizers.valid_sequences, normalizers.valid_tokens, **read)
     # a schedule may free the loss's storage after its backward pass, and a metric may be the loss itself

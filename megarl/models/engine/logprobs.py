@@ -76,6 +76,7 @@ def working_dtype(logits: torch.Tensor) -> torch.dtype:
 def scaled_chunks(logits: torch.Tensor, own: int, temperature: float) -> Iterator[tuple[slice, torch.Tensor]]:
     """Rows and their first ``own`` columns, divided by the temperature: one buffer, overwritten by each next chunk."""
     tokens, dtype = logits.shape[0], working_dtype(logits)
+    # At least one row, and no buffer larger than the rows that there are.
     step = min(max(1, CHUNK_BYTES[logits.device.type] // (dtype.itemsize * own)), max(tokens, 1))
     buffer = torch.empty(step, own, dtype=dtype, device=logits.device)
     for first in range(0, tokens, step):
@@ -108,6 +109,8 @@ def _kept_bounds(logits: torch.Tensor, shard: VocabularyShard, sampling: Samplin
         rows = slice(first, min(first + step, tokens))
         scaled = logits.new_full((rows.stop - first, width), -torch.inf, dtype=dtype)
         scaled[:, :own] = logits[rows, :own]
+        # Divided before top-k, as generation does it: rounding may make two logits equal, and ties are then
+        # kept on both sides.
         largest = _divided(scaled, sampling.temperature)
         if candidates < width:
             largest = largest.topk(candidates, dim=-1).values
@@ -154,6 +157,7 @@ def _local_statistics(
         if bounds is not None:
             scaled.masked_fill_(scaled < bounds[rows, None], -torch.inf)
         relative = scaled.sub_(maximum[:, None])
+        # In place where the logits are not needed once more for the entropy.
         shares = relative.exp() if with_entropies else relative.exp_()
         statistics[1, rows] = shares.sum(dim=-1)
         if with_entropies:
@@ -166,6 +170,8 @@ def _combine(statistics: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Te
     if shard.ranks == 1 or not statistics.shape[1]:
         return statistics[2], statistics[0], statistics[1], *statistics[3:]
     gathered = torch.empty(shard.ranks, *statistics.shape, dtype=statistics.dtype, device=statistics.device)
+    # One gather of three numbers a token, instead of a MAX and a SUM all-reduce, the second of which has to
+    # wait for the first.
     dist.all_gather_into_tensor(gathered.view(shard.ranks * len(statistics), -1), statistics, group=shard.group)
     maximum = gathered[:, 0].amax(dim=0)
     below = gathered[:, 0] - maximum
@@ -250,6 +256,7 @@ def score_further(
         places, mine = _own_places(tokens, shard, own)
         picked = logits.gather(1, places).to(dtype)
         found = (picked if temperature == 1.0 else _divided(picked, temperature)).where(mine, found)
+    # Where another rank has the token, this one has 0: a sum finds it.
     if shard.ranks > 1 and found.numel():
         dist.all_reduce(found, group=shard.group)
     return found - sums.maximum[:, None] - sums.total.log()[:, None]
@@ -302,6 +309,7 @@ def gradient_of_logits(
             places, here = _own_places(further[0], shard, own)
             gradient.scatter_add_(1, places, (further[1] / temperature * here).to(gradient.dtype))
         return gradient
+    # Columns of padding are in no softmax, and their weights must not move.
     gradient[:, own:] = 0
     local_targets = targets - shard.start
     mine = (local_targets >= 0) & (local_targets < own)
@@ -428,6 +436,7 @@ def vocab_parallel_scores(
         [...] float32 (of float64 float64), the same on all ranks of the group; differentiable with respect to ``logits``.
     """
     rows = logits.reshape(-1, logits.shape[-1])
+    # The kernels walk along adjacent columns.
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     tokens = None if further is None else further.reshape(-1, further.shape[-1])
     logprobs, *others = _VocabParallelScores.apply(rows, targets.reshape(-1), tokens, shard, sampling, overwrite, with_entropies)

@@ -94,9 +94,11 @@ class Shard:
 def step_shard(shard: Shard, settings: StateSettings, parameters: Hyperparameters) -> None:
     """Step weights and states of a shard in place, where all of them are on one device."""
     count, stepped = shard.weights.numel(), shard.weights if shard.master is None else shard.master
+    # A multiple of BLOCK, so that no block of 8-bit numbers is divided between two slices.
     slice_size = SLICES[shard.weights.device.type]
     for first in range(0, count, slice_size):
         last = min(first + slice_size, count)
+        # Of float32 no copy: the step then works in the stored memory.
         weights = stepped[first:last].float()
         gradient = shard.gradient[first:last].float()
         if parameters.gradient_factor != 1.0:
@@ -105,6 +107,8 @@ def step_shard(shard: Shard, settings: StateSettings, parameters: Hyperparameter
         if shard.master is not None:
             shard.weights[first:last].copy_(weights)
         elif shard.weights.dtype is not torch.float32:
+            # Other bits than those of the moments: one number for both would make their rounding errors
+            # agree.
             key = f"{_key(shard, settings, parameters)} weights"
             bits = random_bits(key, shard.first + first, last - first, weights.device).bitwise_and_(_HALF)
             FORMATS["master"]["bfloat16"].write(shard.weights, first, weights, bits)
@@ -129,6 +133,7 @@ def step_slice(
         [moments["exp_avg"]],
         [moments["exp_avg_sq"]],
         [],
+        # One less: torch's kernel counts the step up before it uses it.
         [torch.full((), float(parameters.step - 1), device=weights.device)],
         amsgrad=False,
         beta1=parameters.betas[0],
@@ -144,6 +149,7 @@ def step_slice(
     )
     if settings.exp_avg == settings.exp_avg_sq == "float32":
         return
+    # By the position in the parameter, so that the result does not depend on how it is sharded or sliced.
     bits = random_bits(_key(shard, settings, parameters), shard.first + first, last - first, weights.device)
     halves = {"exp_avg": bits & _HALF, "exp_avg_sq": (bits >> 16).bitwise_and_(_HALF)}
     for name, stored in shard.moments.items():
@@ -186,6 +192,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         weights = local_shard(parameter)
         state: dict[str, Any] = {}
         for prefix, first, last in self._pieces(parameter):
+            # Outlines on meta first: host memory is taken in one page-locked piece, whose maker wants shapes.
             outlines = {name: self.settings.format_of(name).zeros(last - first, torch.device("meta")) for name in MOMENTS}
             copied = self.settings.master == "float32" and weights.dtype is not torch.float32
             if copied or prefix:
@@ -216,6 +223,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self.initialize_state(parameter)
+                    # A tensor, as torch's AdamW has it: checkpoints and load_state_dict expect one.
                     step = self.state[parameter].setdefault("step", torch.zeros(()))
                     step += 1
                     for shard, numbers, _ in self.shards(parameter, local_shard(parameter.grad), group, int(step)):
@@ -283,6 +291,8 @@ class LowPrecisionAdamW(torch.optim.AdamW):
     def state_dict(self) -> dict[str, Any]:
         kept = self.state
         try:
+            # Swapped for the call: torch's state_dict reads self.state, and its numbering of parameters is
+            # not repeated here.
             self.state = self.full_state()  # type: ignore[assignment]
             return super().state_dict()
         finally:

@@ -147,6 +147,7 @@ def fit_sequences(data: Mapping[str, Any], length: int) -> dict[str, Any]:
 def split_rows(data: Mapping[str, Any], micro_batch_size: int, shapes: Shapes) -> list[MicroBatch]:
     """Micro-batches of ``micro_batch_size`` rows in order; the last one holds what remains."""
     total, length = batch_size(data), round_up(data["input_ids"].shape[1], shapes.row_multiple)
+    # Padded once for all micro-batches, which are then views of it.
     padded = fit_sequences(data, length)
     limits = [(first, min(first + micro_batch_size, total)) for first in range(0, total, micro_batch_size)]
     return [MicroBatch(slice_rows(padded, first, last), False, length) for first, last in limits]
@@ -154,6 +155,8 @@ def split_rows(data: Mapping[str, Any], micro_batch_size: int, shapes: Shapes) -
 
 def repeat_last_row(data: Mapping[str, Any], missing: int) -> dict[str, Any]:
     """The batch with ``missing`` more copies of its last row."""
+    # Copies of a real row, so that every key has values that the model and the head take; results of the
+    # copies are cut off.
     rows = [*range(batch_size(data)), *[batch_size(data) - 1] * missing]
     return {key: value[rows] if isinstance(value, torch.Tensor) else [value[row] for row in rows] for key, value in data.items()}
 
@@ -172,9 +175,11 @@ def follow_plan(
     """
     parts = [slice_rows(data, first, last) for first, last in indices]
     if packed:
+        # Cut to the longest row first: the plan knows lengths, the batch may be padded further.
         parts = [fit_sequences(part, max(_lengths(part))) for part in parts]
         totals = [packed_length(part, shapes) for part in parts]
         if shapes.equal:
+            # Pipeline stages exchange tensors of one shape, which they agree on before the first micro-batch.
             totals = [max(totals)] * len(totals)
         return [MicroBatch(part, True, total) for part, total in zip(parts, totals, strict=True)]
     fitted = [fit_sequences(part, round_up(length, shapes.row_multiple)) for part, length in zip(parts, lengths, strict=True)]

@@ -66,6 +66,7 @@ class ModelInput:
     def of_tokens(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, t, ...]: what stands at ``tokens``, of rows [b, S, ...]; 0 where no row has anything."""
         if self.sources is not None:
+            # The place more is what positions outside of every row read: it is 0.
             followed = F.pad(rows, [0, 0] * (rows.ndim - 2) + [0, 1])
             return followed.flatten(0, 1).index_select(0, self.sources[: self.tokens.numel()])[None]
         context = self.layout.context
@@ -77,6 +78,7 @@ class ModelInput:
         shape = (*self.targets.shape, *values.shape[1:])
         if index is None:
             return values.view(shape)
+        # Indices are distinct, so that no order of additions decides.
         return values.new_zeros(self.targets.numel(), *values.shape[1:]).index_copy(0, index, values).view(shape)
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
@@ -96,6 +98,8 @@ class ModelInput:
         if self.places is None:
             return whole[:, :width]
         index = self.places.begin[:, None] + torch.arange(width, device=values.device)
+        # Clamped because behind the last row there may be nothing to read; what is read there is replaced by
+        # 0 below.
         taken = whole[0].index_select(0, index.clamp(max=self.micro_batch.length - 1).flatten()).view(*index.shape, *whole.shape[2:])
         inside = index < self.places.end[:, None]
         inside = inside if taken.ndim == 2 else inside[..., None]
@@ -151,9 +155,12 @@ def _planned(micro_batch: MicroBatch, context: ContextShare, shapes: Shapes) -> 
         raise BatchError(f"packed micro-batch: {sum(rooms)} tokens of {rows} sequences do not fit into the planned {micro_batch.length}")
     starts = (0, *itertools.accumulate([*rooms, *([filler] if filler else [])]))
     begins = np.array(starts[:-1], dtype=np.int64)
+    # In numpy without a loop over tokens: this runs on the host between two steps of the device.
     sequence = np.repeat(np.arange(len(begins)), np.diff(starts))
     column = np.arange(starts[-1]) - begins[sequence]
     is_token = (column < width) & (sequence < rows)
+    # The target of the last column is column 0 of the same row, as roll gives it for rows: it is never
+    # scored.
     token, target = (np.where(is_token, sequence * (width + 1) + place, width) for place in (column, (column + 1) % width))
     if context.size > 1:
         here = context.index(starts).numpy()
@@ -190,6 +197,7 @@ def _rows_as_they_are(micro_batch: MicroBatch, context: ContextShare) -> ModelIn
     ids = micro_batch.input_ids
     length = ids.shape[1]
     positions = torch.arange(length, device=ids.device).expand_as(ids)
+    # Rolled and not cut: logits keep their shape, and a copy of the largest tensor is spared.
     tokens, targets = ids, ids.roll(-1, dims=1)
     if context.size > 1:
         index = context.index((0, length), ids.device)

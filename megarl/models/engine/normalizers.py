@@ -29,10 +29,12 @@ def global_normalizers(data: Mapping[str, Any], groups: ParallelGroups) -> Norma
     """Normalisers of the global batch of which ``data`` is this data-parallel rank's share. A collective over the data-parallel group. The
     sequence length is the one the caller gave, before any padding of the backend's own, which must not change a loss.
     """
+    # float64, because float32 cannot count above 16.7 million tokens exactly.
     sample_mask = data["sample_mask"].to(torch.float64)
     sequences = sample_mask.sum()
     tokens = sequences * data["input_ids"].shape[1]
     if "token_mask" in data:
+        # From the second column on: nothing predicts the first token.
         counts = data["token_mask"][:, 1:].to(torch.float64) * sample_mask[:, None]
         tokens = counts.sum()
         if "response_tokens" in data:

@@ -65,6 +65,7 @@ class Request:
         index = self.index
         if sequence_first:
             length, count = hidden.shape[:2]
+            # Megatron's hidden states have the sequence first: the same position stands elsewhere in [t, n].
             index = index % length * count + index // length
         return hidden.flatten(0, 1).index_select(0, index)
 
@@ -82,6 +83,8 @@ class Request:
         if self.largest:
             self.further = self.targets.new_empty(len(rows), self.largest)
         answer: torch.Tensor = _ChunkedScores.apply(rows, weight, bias, self)[None]  # type: ignore[no-untyped-call]
+        # By address: Megatron may hand the output through scaling or a gather, and log-probabilities must not
+        # be taken for logits.
         self._answer = answer.data_ptr(), answer.shape
         return answer
 
@@ -124,6 +127,8 @@ class Request:
 
 
 _ANSWERS = "answers_requests"
+# A context variable and no argument: the layer is called from inside Megatron's or transformers' forward,
+# whose signature is theirs.
 _REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
 
 

@@ -30,6 +30,7 @@ def partial_attention(
         has output 0 and log-sum-exp -inf.
     """
     if seen is None and takes_flash(query):
+        # The operators below torch's own function: that one returns no log-sum-exp.
         output, logsumexp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
         return output, logsumexp
     if query.device.type != "cpu":
@@ -90,6 +91,7 @@ def _gradients_by_flash(
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The kernel's backward pass; it takes probabilities from the log-sum-exp that it is given, which may be that of more keys."""
+    # The operator wants a seed and an offset of dropout, whatever its share.
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         *(gradient, query, key, value, output, logsumexp.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal),

@@ -103,6 +103,7 @@ class _Round:
         after, before = (dist.get_global_rank(context.group, (context.rank + step) % context.size) for step in (1, -1))
         self._arriving = torch.empty_like(tensor)
         operations = [
+            # Both in one batch: sends and receives one by one can wait for each other around the ring.
             dist.P2POp(dist.isend, tensor, after, context.group),
             dist.P2POp(dist.irecv, self._arriving, before, context.group),
         ]
@@ -137,6 +138,7 @@ class _RingAttention(torch.autograd.Function):
         window: int | None,
     ) -> torch.Tensor:
         both = torch.stack([key, value])
+        # Parts are added up once a rank: in bfloat16 each addition would round the whole output.
         sums = torch.promote_types(query.dtype, torch.float32)
         output = torch.zeros(query.shape, dtype=sums, device=query.device)
         logsumexp = torch.full(query.shape[:3], float("-inf"), dtype=sums, device=query.device)
@@ -159,6 +161,7 @@ class _RingAttention(torch.autograd.Function):
         of_both = torch.zeros_like(both, dtype=logsumexp.dtype)
         on_its_way: _Round | None = None
         for source, held in _go_round(both, context):
+            # Of its own, because the gradients of this part are still on their way from the rank before.
             added = torch.zeros_like(of_both)
             for piece in _pieces(starts, context, source, window, query.device):
                 asked, pulled, made = (tensor[:, :, piece.queries] for tensor in (query, gradient, output))
@@ -179,6 +182,7 @@ class _RingAttention(torch.autograd.Function):
 def _join(output: torch.Tensor, logsumexp: torch.Tensor, part: torch.Tensor, part_sum: torch.Tensor) -> None:
     """Take a part into the output and log-sum-exp so far, in place. Where neither has seen a key yet, both stay as they are."""
     joint = torch.logaddexp(logsumexp, part_sum)
+    # -inf minus -inf would be NaN.
     finite = joint.masked_fill(joint == float("-inf"), 0.0)
     output.mul_((logsumexp - finite).exp()[..., None]).add_(part * (part_sum - finite).exp()[..., None])
     logsumexp.copy_(joint)

@@ -66,6 +66,7 @@ class Float32:
 
     def write(self, stored: torch.Tensor, first: int, values: torch.Tensor, bits: torch.Tensor | None) -> None:
         target = stored[first : first + values.numel()]
+        # read gave a view: then the step has written in place.
         if target.data_ptr() != values.data_ptr():
             target.copy_(values)
 
@@ -101,6 +102,8 @@ class Blockwise:
         self.signed = signed
         self._largest = 127 if signed else 255
         magnitudes = torch.arange(256) & self._largest
+        # A code is the upper bits of a float32 number, moved so that the largest one is 1: conversion needs
+        # no logarithm.
         table = ((magnitudes - self._largest + _ONE) << _ROUNDED_OFF).int().view(torch.float32)
         table = torch.where(torch.arange(256) > self._largest, -table, table)
         table[magnitudes == 0] = 0.0
@@ -116,6 +119,7 @@ class Blockwise:
 
     def read(self, stored: torch.Tensor, first: int, last: int) -> torch.Tensor:
         scales, codes = _parts(stored)
+        # int32 indices: torch takes uint8 for a mask.
         values = _on(self, stored.device)[codes[first:last].int()]
         return values.mul_(scales[first // BLOCK : -(-last // BLOCK)].repeat_interleave(BLOCK)[: last - first])
 
@@ -126,6 +130,8 @@ class Blockwise:
         sizes = torch.nn.functional.pad(values, (0, missing)).view(-1, BLOCK).abs()
         largest = sizes.amax(1).clamp_(min=_LEAST_SCALE)
         sizes = sizes.div_(largest[:, None]).view(-1)[:count]
+        # 20 bits are rounded off: 16 random ones on top, and of the four below them half of what they can
+        # hold.
         rounding = (bits << 4 | 8) if bits is not None else 1 << _ROUNDED_OFF - 1
         found = (sizes.view(torch.int32) + rounding).bitwise_right_shift_(_ROUNDED_OFF).add_(self._largest - _ONE)
         if self.signed:

@@ -86,6 +86,7 @@ class _Watched:
     """A head that notes which micro-batch was asked for last."""
 
     def __init__(self, head: Head, inputs: Sequence[ModelInput]) -> None:
+        # By identity: inputs hold tensors, whose comparison with == is no bool.
         self._head, self._places = head, {id(model_input): place for place, model_input in enumerate(inputs)}
         self.last = 0
 
@@ -122,6 +123,8 @@ def _run_micro_batches(backend: Backend, chunk: Chunk, head: Head, kind: str, *,
     except Exception as error:
         if not is_out_of_memory(error):
             raise
+        # The micro-batch that was asked for last is the one that ran out: a pipeline schedule is at several
+        # at once.
         raise _error_of(error, kind, inputs, watched.last) from error
     return outputs, sum(each.micro_batch.positions for each in inputs)
 
@@ -244,6 +247,7 @@ def _of_batch(backend: Backend, data: Mapping[str, Any], batching: Batching, hea
     device = data["input_ids"].device
     backend.sync_parameters()  # a collective over data-parallel ranks, so it comes before anything that depends on this rank's rows
     chunks = batching.chunks({key: data[key] for key in MODEL_KEYS if key in data}) if rows else []
+    # The last micro-batch is filled with copies, whose results are cut off below: a pipeline takes one shape.
     even = [chunk.without_ragged_end() if backend.shapes.equal else chunk for chunk in chunks]
     _require_equal_passes(backend, even)
     if rows == 0:
@@ -253,10 +257,12 @@ def _of_batch(backend: Backend, data: Mapping[str, Any], batching: Batching, hea
         for chunk, cut in zip(chunks, even, strict=True):
             outputs, _ = _run_micro_batches(backend, cut, head, LOGPROB)
             rectangles = [fit_sequences(output.tensors, length) for output in outputs]
+            # Only the last pipeline stage has outputs.
             for name, found in parts.items() if rectangles else ():
                 found.append(torch.cat([rectangle[name] for rectangle in rectangles])[: chunk.rows])
     joined = {}
     for name, (shape, dtype) in columns.items():
+        # The others give memory of the same shape, into which the broadcast writes.
         here = torch.cat(parts[name]) if backend.groups.is_last_stage else torch.empty(rows, length, *shape, dtype=dtype, device=device)
         joined[name] = backend.groups.from_last_stage(here)
     return joined
@@ -331,6 +337,7 @@ def train_on_batch(
         # every replica gives the number for the whole call
         figures["skipped_steps"] = [float(len(chunks) - steps)]
         if steps:
+            # Once a call, however many global batches it had: the schedule counts calls.
             backend.lr_step()
     return TrainResult(torch.tensor(losses, dtype=torch.float64).float(), grad_norms, figures, skipped, positions)
 
@@ -367,10 +374,13 @@ def _global_batch(
     if update:
         backend.zero_grad()
     outputs, positions = _run_micro_batches(backend, chunk, head, TRAINING, backward=update)
+    # In float64, so that the logged loss does not depend on how many micro-batches it was added up from.
     shares = [output.loss.detach().double() for output in outputs if output.loss is not None]
     share = torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64, device=chunk.data["input_ids"].device)
+    # A sum and no mean: each share is divided by counts of the whole global batch already.
     loss = backend.groups.sum_over_data(backend.groups.from_last_stage(share))
     figures = [loss, normalizers.valid_sequences, normalizers.valid_tokens]
+    # All numbers of the batch in one copy: each .item() would wait for the device.
     values = iter(as_floats([*figures, *(value for output in outputs for value in output.metrics.values())]))
     loss_value, sequences, tokens = (next(values) for _ in figures)
     measured = backend.groups.object_from_last_stage([{name: next(values) for name in output.metrics} for output in outputs])
@@ -380,6 +390,7 @@ def _global_batch(
 
 def as_floats(values: Sequence[Any]) -> list[float]:
     """Numbers and tensors of one element as floats; the host waits once for all tensors that a device has."""
+    # By dtype too, because torch.stack promotes, and int64 beside float32 would lose digits before .double().
     kinds: dict[torch.device, dict[torch.dtype, list[int]]] = defaultdict(lambda: defaultdict(list))
     for place, value in enumerate(values):
         if isinstance(value, torch.Tensor):

@@ -82,6 +82,7 @@ class Mover:
                 _move_buffers(chunk, place, parameters=part == "parameters")
             if part == "parameters":
                 self._loose.move(place)
+        # Copies do not block: the caller gives the memory to another process next, or counts it as free.
         self._runtime.synchronize()
 
     def _move_optimizer(self, optimizer: MegatronOptimizer, place: Place) -> None:
@@ -107,11 +108,14 @@ def move_optimizer(optimizer: MegatronOptimizer, move: Callable[[torch.Tensor], 
         for state in inner.optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and not key.startswith(HOST):
+                    # Replaced in the dictionary: a state, unlike a weight, has no hook and no buffer that
+                    # looks at its memory.
                     state[key] = move(value)
 
 
 def _move_buffers(model: DistributedDataParallel, place: Place, *, parameters: bool) -> None:
     for buffer in model.buffers + model.expert_parallel_buffers:
+        # Megatron-Core's own, which resizes the storage under parameters that stay the same tensors.
         move = buffer.offload_to_cpu if place == "host" else buffer.reload_from_cpu
         move(move_params=parameters, move_grads=not parameters)
 
@@ -138,6 +142,8 @@ class LooseParameters:
         if place == "host":
             self._away = self._copies.fill([_bytes_of(memory) for memory in memories])
             for memory in memories:
+                # Behind the copies on the same stream, so that nobody is given the memory before they are
+                # through.
                 memory.resize_(0)
             return
         for memory, copy in zip(memories, self._away, strict=True):
@@ -158,6 +164,7 @@ class LooseParameters:
             for parameter in model.module.parameters():
                 if parameter not in buffered:
                     memory = parameter.untyped_storage()
+                    # By storage: tied weights share one, which must be copied and freed once.
                     found.setdefault(memory._cdata, memory)
         return list(found.values())
 
@@ -197,12 +204,14 @@ class MegatronBackend:
             self.hf_config = scoring_config(self.hf_config)
             source = scoring_source(source, self.hf_config, seed)
         ignored = policy["megatron_cfg"]["ignore_config_keys"]
+        # What the files hold, with layers that are not trained; self.architecture is what is built.
         self._stored = as_stored(read_architecture(self.hf_config, ignored), source.names())
         # log-probabilities and losses of a text depend neither on prediction layers nor on a vision tower
         self.architecture: Architecture = replace(self._stored, prediction_layers=0, vision=None)
         self.untouched = Untouched(source)
         if dist.get_rank() == 0:
             self._say_what_is_not_trained()
+        # Before anything of Megatron-Core runs, which asks torch.cuda in its constructors.
         cuda_redirect.install()
         try:
             self._build(policy, source, seed, with_optimizer)
@@ -237,6 +246,8 @@ class MegatronBackend:
         self.experts = parallel.expert_groups(self.groups)
         self._equal_tokens = megatron["moe_token_dispatcher_type"] == "allgather"
         share = sequence_share(sizes.tensor, sizes.context, bool(megatron["sequence_parallel"]))
+        # Packed sequences need the share alone: make_sequence_length_divisible_by is about rows, as in NeMo-
+        # RL.
         self.shapes = Shapes(math.lcm(share, policy["make_sequence_length_divisible_by"]), share, equal=sizes.pipeline > 1)
         check_source(source, self._stored, compare_tied=self.groups.is_first_stage and self.groups.tensor_rank == 0)
         with cuda_redirect.cuda_literals():
@@ -247,8 +258,11 @@ class MegatronBackend:
             self.base = BaseModel(source)
             self.adapters = None if settings is None else Adapters(settings, self.architecture, self.groups, self.experts, seed)
             if self.adapters is not None:
+                # Before wrapping and before the optimizer, both of which take the parameters that are there.
                 self.adapters.put_beside(stages)
             if stages[-1].post_process and self.architecture.head is None:
+                # Before the data-parallel wrapper: it looks at parameters alone, and the layer's forward is
+                # an attribute of its own.
                 answer_requests(stages[-1].output_layer)
             self.chunks = wrap_for_data_parallel(stages, policy, self.groups)
             self.optimizer: MegatronOptimizer | None = build_optimizer(policy, self.chunks, seed) if with_optimizer else None
@@ -256,6 +270,7 @@ class MegatronBackend:
         self._mover = Mover(self.chunks, self.optimizer, self.runtime)
         balance = balance_settings(policy, self.architecture)
         self._recorded = RecordedPasses(self.chunks, balance, self.groups, self.experts, self.runtime.device) if balance else None
+        # The padded vocabulary: each rank has the same number of rows, the last ones padding.
         rows = stages[0].vocab_size // self.groups.tensor_size
         self.vocabulary = VocabularyShard(
             self.architecture.vocab_size,
@@ -278,6 +293,7 @@ class MegatronBackend:
         return self.experts.replicas
 
     def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:
+        # A training pass waits for its gathers by the hooks of Megatron-Core; outside of one nobody would.
         if not backward:
             self.sync_parameters()
         inputs = in_step(inputs, self.experts, self.shapes, equal_tokens=self._equal_tokens)
@@ -316,6 +332,7 @@ class MegatronBackend:
 
     def lr_step(self) -> None:
         if self.scheduler is not None:
+            # Counted in calls of train(), where Megatron-LM counts samples.
             self.scheduler.step(increment=1)
 
     def schedule_values(self) -> dict[str, float]:
@@ -334,6 +351,7 @@ class MegatronBackend:
         """Finish parameter gathers that would otherwise overlap with the next forward pass, and stop starting new ones."""
         for chunk in self.chunks if self._gathers_ahead else ():
             if chunk.remove_forward_pre_hook_handles:
+                # The hook would gather parameters in the middle of an export, in another order on each rank.
                 chunk.disable_forward_pre_hook(param_sync=True)
 
     def _resume_gathering_ahead(self) -> None:
@@ -350,6 +368,7 @@ class MegatronBackend:
         self._copy_embedding_to_output_layer()
         if self.optimizer is not None:
             with cuda_redirect.cuda_literals():
+                # Else the next step would start from the master weights of before.
                 self.optimizer.reload_model_params()
 
     def _copy_embedding_to_output_layer(self) -> None:
@@ -358,6 +377,7 @@ class MegatronBackend:
         if groups.pipeline_size == 1 or not self.stages[0].share_embeddings_and_output_weights:
             return
         if groups.is_first_stage:
+            # Point to point: only the first and the last stage have the weight.
             dist.send(self.stages[0].embedding.word_embeddings.weight.detach(), dst=groups.last_stage_global_rank, group=groups.pipeline)
         elif groups.is_last_stage:
             first = dist.get_global_rank(groups.pipeline, 0)

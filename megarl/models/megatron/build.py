@@ -49,6 +49,7 @@ def build_chunks(policy: PolicyConfig, architecture: Architecture, groups: Paral
     config = transformer_config(policy, architecture, fused=fused)
     settings = megatron_settings(architecture)
     options = settings.model
+    # Megatron-Core wants equal rows on all ranks; the added ones are in no softmax (VocabularyShard).
     options["vocab_size"] = padded_vocabulary(architecture.vocab_size, groups.tensor_size)
     count = config.virtual_pipeline_model_parallel_size or 1
     with _tables_in_equal_parts(groups.context_size), _output_layers_that_add_apart():
@@ -58,6 +59,8 @@ def build_chunks(policy: PolicyConfig, architecture: Architecture, groups: Paral
                 transformer_layer_spec=decoder_spec(config, chunk if count > 1 else None, fused=fused),
                 pre_process=groups.is_first_stage and chunk == 0,
                 post_process=groups.is_last_stage and chunk == count - 1,
+                # Logits stay divided over the vocabulary: gathered they would be the largest tensor of the
+                # step.
                 parallel_output=True,
                 vp_stage=chunk if count > 1 else None,
                 **options,
@@ -66,6 +69,7 @@ def build_chunks(policy: PolicyConfig, architecture: Architecture, groups: Paral
         ]
     for chunk in chunks:
         if chunk.post_process and not layers._grad_accum_fusion_available:
+            # Told only after it was built: see _output_layers_that_add_apart.
             chunk.output_layer.gradient_accumulation_fusion = False
         scale_rotary_like_llama3(chunk, settings.llama3)
         set_latent_norm_epsilon(chunk, settings.latent_norm_epsilon)
@@ -121,6 +125,7 @@ class ScoreLayer(torch.nn.Module):
     def __init__(self, config: TransformerConfig, labels: int, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.sequence_parallel, self.tp_group = config.sequence_parallel, group
+        # Without values: load_from_hf, or the seeded new score layer, fills it on all ranks alike.
         weight = torch.empty(labels, config.hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         self.weight = torch.nn.Parameter(weight)
         self.weight.sequence_parallel = config.sequence_parallel
@@ -173,6 +178,7 @@ class Float32Product(torch.autograd.Function):
         ctx.save_for_backward(tokens, weight)
         rows = tokens.flatten(0, -2)
         if rows.is_cuda and rows.dtype is not torch.float32:
+            # out_dtype exists on CUDA alone.
             product = torch.mm(rows, weight.t(), out_dtype=torch.float32)
         else:
             product = rows.float() @ weight.float().t()
@@ -181,6 +187,7 @@ class Float32Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         tokens, weight = ctx.saved_tensors
+        # Rounded as the backward pass of a 16-bit layer rounds it, so that only the forward product differs.
         gradient = gradient.to(tokens.dtype)
         of_tokens = gradient @ weight if ctx.needs_input_grad[0] else None
         of_weight = gradient.flatten(0, -2).t() @ tokens.flatten(0, -2) if ctx.needs_input_grad[1] else None
@@ -209,6 +216,7 @@ def _mark_experts(chunks: Sequence[torch.nn.Module]) -> None:
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if is_expert(name):
+                # The name says little: it is Megatron-Core's mark of an expert's parameter.
                 parameter.allreduce = False
 
 
@@ -245,5 +253,6 @@ def wrap_for_data_parallel(chunks: Sequence[GPTModel], policy: PolicyConfig, gro
     with patched((distributed_data_parallel, "partition_buckets", _groups_of_one_type)):
         wrapped = [DistributedDataParallel(config, distribution, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
     if distribution.overlap_grad_reduce:
+        # Without it every micro-batch would reduce its gradients, and not the last one alone.
         config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped

@@ -58,6 +58,7 @@ class RowSelfAttention(CachesRows, SelfAttention):
         try:
             return super().forward(*arguments, rotary_pos_emb=None, **options)
         finally:
+            # Nothing is kept beyond the pass: angles are of one micro-batch's length.
             self._angles = self._positions = None
 
     def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> Any:

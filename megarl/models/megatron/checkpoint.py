@@ -198,6 +198,8 @@ def load_optimizer(
             bounds = [{key: group[key] for key in _BOUNDS if key in group} for group in optimizer.param_groups]
             optimizer.load_state_dict(_with_empty_states(loaded))
             for group, of_config in zip(optimizer.param_groups, bounds, strict=True):
+                # Bounds of the rate come with the group, and would undo a rate that was changed in the
+                # configuration.
                 group.update(of_config)
             stream.fill(strategy.outlines, stored)
         # checkpoints of earlier versions lack the count of experts where the first stage has none

@@ -72,6 +72,7 @@ def decode_together(
         groups: of this replica.
         replicas: those that share experts. A collective over them.
     """
+    # Whole rows as objects: their numbers and widths differ between replicas, and prompts are small.
     parts: list[Any] = [None] * dist.get_world_size(replicas)
     dist.all_gather_object(parts, dict(data), group=replicas)
     counts = [part["input_ids"].shape[0] for part in parts]
@@ -79,6 +80,7 @@ def decode_together(
     output = decode_rows(coupled, _joined([part for part, count in zip(parts, counts, strict=True) if count] or parts[:1]))
     first = sum(counts[: dist.get_rank(replicas)])
     mine = {key: value[first : first + counts[dist.get_rank(replicas)]] for key, value in output.items()}
+    # Cut to this replica's longest: the others' may be longer.
     width = int(mine["unpadded_sequence_lengths"].max()) if len(mine["unpadded_sequence_lengths"]) else 0
     return BatchedDataDict({key: value[:, :width] if value.ndim > 1 else value for key, value in mine.items()})
 
@@ -142,6 +144,7 @@ class _CachedForward:
         """See ``Forward``; logits are on the last stage."""
         self.decoded.read(lengths, tokens.shape[1], prompt_of, end)
         logits = self._through_stages(tokens.shape, lambda chunk, hidden: self._chunk(chunk, tokens, hidden))
+        # Rows with the same prompt take the same logits, each with random numbers of its own.
         return None if logits is None else logits[prompt_of]
 
     def step(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
@@ -153,6 +156,7 @@ class _CachedForward:
                 self.decoded.step(lengths, positions)
                 return self._chunk(chunk, given[:, None], None) if hidden is None else self._chunk(chunk, None, given)
 
+            # The key has the positions looked at, because a recorded step cannot look at more later.
             return self.graphs.run((chunk, positions), forward, lengths, tokens if hidden is None else hidden)
 
         return self._through_stages((self.decoded.count, 1), run)
@@ -166,6 +170,7 @@ class _CachedForward:
         model alone, the others have hidden states."""
         stage = self.backend.stages[chunk]
         if hidden is not None:
+            # How Megatron-Core's schedules hand hidden states to a stage; forward takes none.
             stage.set_input_tensor(hidden)
         output: torch.Tensor = stage(tokens, None, None, inference_context=self.context, runtime_gather_output=True)
         return output[:, -1, : self.backend.vocabulary.size] if self._is_last(chunk) else output
@@ -195,6 +200,7 @@ class _CachedForward:
         rows, positions = shape
         hidden = torch.empty(positions, rows, config.hidden_size, dtype=config.pipeline_dtype, device=self.backend.runtime.device)
         before = (groups.pipeline_rank - 1) % groups.pipeline_size
+        # Blocking: a stage has nothing else to do in a decoding step.
         dist.recv(hidden, src=dist.get_global_rank(groups.pipeline, before), group=groups.pipeline)
         return hidden
 

@@ -74,6 +74,7 @@ class GroupedExperts(SequentialMLP):
                 permuted_local_hidden_states, tokens_per_expert, permuted_probs
             )
             return experts
+        # Megatron-Core leaves the counts on the host; sent_to does not wait.
         limits = sent_to(tokens_per_expert.cumsum(0, dtype=torch.int32), permuted_local_hidden_states.device)
         return grouped_mlp(self.config, self._linears, permuted_local_hidden_states, limits, permuted_probs), None
 

@@ -48,6 +48,7 @@ def sequence_numbers(model_input: ModelInput) -> torch.Tensor:
         assert model_input.places is not None, "packed rows have places"
         begin = model_input.places.begin
         position = torch.arange(total, device=device)
+        # The row whose beginning is the last one not behind the position.
         row = torch.searchsorted(begin, position, right=True) - 1
         numbers = row.where(position - begin[row] < lengths[row], -1)[None]
     context = model_input.layout.context
@@ -66,6 +67,7 @@ class _NoHead:
     """The head of a pass of which only the routing counts; it needs nothing of the output layer."""
 
     def asks(self, model_input: ModelInput) -> Request | None:
+        # No position is wanted, so that neither the output layer's product nor the softmax is computed.
         none = model_input.targets.new_empty(0)
         return Request(none, none, VocabularyShard(1), MODEL_ITSELF, None)
 
@@ -110,6 +112,7 @@ class RecordedPasses:
             return forward_backward(self._chunks, inputs, head, backward=True, sequences=sequences)
         finally:
             self._record.close()
+            # Dispatchers keep tensors of the last micro-batch, which would hold the model beyond its life.
             release(self._chunks)
 
     def metrics(self) -> dict[str, float]:

@@ -127,6 +127,7 @@ class RoutingRecord:
         """
         assert self._token_counts is not None
         real = sequences >= 0
+        # Padding goes through experts too; it must not count as their load.
         went_to = went_to & real[:, None]
         self._load[layer] += went_to.sum(0)
         if self._counting:
@@ -148,6 +149,7 @@ class RoutingRecord:
         if self.settings.score == "softmax":
             return wide.softmax(-1)
         scores = wide.sigmoid()
+        # As the router itself divides them: sigmoids of very small logits may all be 0.
         return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
     def _balancing(self, layer: int, probabilities: torch.Tensor, went_to: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor | None:
@@ -172,6 +174,7 @@ class RoutingRecord:
         # what does not count lands in a row of its own
         load.index_add_(0, sequences.where(sequences >= 0, rows), went_to.to(load.dtype))
         if self._shared is not None:
+            # Counts have no gradient, so that a plain collective outside of autograd is right.
             dist.all_reduce(load, group=self._shared)
         assignments = load[:rows].sum(1, keepdim=True).clamp(min=1)
         tokens = assignments / self.settings.chosen
@@ -201,6 +204,8 @@ class RoutingRecord:
         """
         figures = torch.cat([self._load, self._mass, self._added[:, None], self._z[:, None]], dim=1)
         dist.all_reduce(figures)
+        # Each rank counts its own layers and has zeros elsewhere: the sum over the world is that of the
+        # model.
         figures = figures[torch.tensor(self.settings.sparse_layers, device=figures.device)]
         experts = self.settings.experts
         load, mass, added, z = figures.split([experts, experts, 1, 1], dim=1)

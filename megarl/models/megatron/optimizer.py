@@ -112,6 +112,7 @@ def build_optimizer(policy: PolicyConfig, chunks: Sequence[DistributedDataParall
         # data parallelism has them; its option asks for Transformer Engine's
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     options: dict[str, Any] = {"use_gloo_process_groups": False}
+    # Where it exists, Megatron-Core's own default for it is marked as temporary: it is asked for by name.
     overrides = getattr(megatron_optimizer, "get_standard_config_overrides", None)
     if overrides is not None:
         options["config_overrides"] = overrides(config)
@@ -125,6 +126,7 @@ def build_optimizer(policy: PolicyConfig, chunks: Sequence[DistributedDataParall
         if not states.are_plain:
             _store_states(inner, states, _names_of(chunks))
     if config.fp16:
+        # The schedules multiply the loss by it; the optimizer divides gradients by the same scale.
         chunks[0].config.grad_scale_func = optimizer.scale_loss
     return optimizer
 
@@ -198,6 +200,7 @@ def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> Optim
     """The schedule of ``megatron_cfg.scheduler``, counted in ``train()`` calls; of a checkpoint it
     takes the step alone."""
     chosen, scheduler = policy["megatron_cfg"]["optimizer"], policy["megatron_cfg"]["scheduler"]
+    # NEVER and no None: Megatron-Core asserts that the number is above 0.
     warmup, decay = scheduler["lr_warmup_iters"], scheduler["lr_decay_iters"] or NEVER
     return OptimizerParamScheduler(
         optimizer,
@@ -212,6 +215,8 @@ def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> Optim
         wd_incr_steps=decay if scheduler["weight_decay_incr_style"] != "constant" else 1,
         wd_incr_style=scheduler["weight_decay_incr_style"],
         use_checkpoint_opt_param_scheduler=False,
+        # The configuration holds and not the checkpoint; megarl itself refuses a changed schedule unless it
+        # is accepted.
         override_opt_param_scheduler=True,
     )
 
@@ -261,6 +266,7 @@ def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float],
         return norms[-1]
 
     def step_with_ready_grads() -> bool:
+        # False makes step() report that it did not step, as after an overflow.
         return accepts(norms[-1]) and bool(update())
 
     asked = ((optimizer, "get_grad_norm", get_grad_norm), (optimizer, "step_with_ready_grads", step_with_ready_grads))

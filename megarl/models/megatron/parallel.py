@@ -106,13 +106,16 @@ def initialize(sizes: ParallelSizes, timeout: datetime.timedelta = datetime.time
         context_parallel_size=sizes.context,
         expert_model_parallel_size=sizes.expert,
         expert_tensor_parallel_size=sizes.expert_tensor,
+        # The order of NamedSharding and of the driver's batches, which are cut by data-parallel rank.
         order="tp-cp-ep-dp-pp",
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+        # Only Megatron-Core's own gathering of optimizer state wants them, which state_stream replaces.
         create_gloo_process_groups=False,
     )
     return ParallelGroups(
         tensor=parallel_state.get_tensor_model_parallel_group(),
         context=parallel_state.get_context_parallel_group(),
+        # Without context parallelism: its ranks share rows, whose losses would be counted twice.
         data=parallel_state.get_data_parallel_group(with_context_parallel=False),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
         ring=sizes.ring,

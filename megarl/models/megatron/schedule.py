@@ -31,6 +31,8 @@ from megarl.models.megatron.specs import PackedSequences
 
 def sum_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
     """Megatron's end of a backward pass (reductions over data, tensor and embedding groups) without its division by a token count."""
+    # None in the place of the token count: losses here are sums already, divided by counts of the whole
+    # global batch.
     finalize_model_grads(model, None, **options)
 
 
@@ -49,6 +51,7 @@ class _Work:
 
     def as_filler(self) -> _Work:
         """A copy that counts for nothing."""
+        # -1 means no sequence: routers count nothing of a filler.
         sequences = None if self.sequences is None else torch.full_like(self.sequences, -1)
         return dataclasses.replace(self, sequences=sequences, filler=True)
 
@@ -132,9 +135,11 @@ def _forward_step(work: Iterator[_Work], model: DistributedDataParallel, head: H
         if non_loss_data:
             return None if item.filler else result
         assert result.loss is not None, "a backward pass needs a head that returns a loss"
+        # Times 0 and not left out: the backward pass of all stages has to run as often.
         loss = result.loss * 0 if item.filler else result.loss
         # the schedule frees the storage of what it sends on, and on the last stage that is the loss itself
         kept = None if item.filler else dataclasses.replace(result, loss=loss.detach().clone())
+        # Three values: with two, the schedule would divide the loss by the number of micro-batches.
         return loss, torch.zeros((), dtype=torch.int), kept
 
     return output, finish
@@ -143,6 +148,7 @@ def _forward_step(work: Iterator[_Work], model: DistributedDataParallel, head: H
 def _fill_interleaved(work: list[_Work], config: TransformerConfig) -> list[_Work]:
     """Fill up to as many micro-batches as stages at least, in groups that the interleaved schedule accepts."""
     stages = config.pipeline_model_parallel_size
+    # The interleaved schedule refuses fewer micro-batches than stages, and a last group with fewer.
     filled = [*work, *[work[-1].as_filler()] * max(0, stages - len(work))]
     rest = len(filled) % stages
     config.microbatch_group_size_per_vp_stage = stages if rest == 0 else len(filled)
@@ -177,9 +183,12 @@ def forward_backward(
             data_iterator=[iter(work) for _ in chunks] if len(chunks) > 1 else iter(work),
             model=list(chunks),
             num_microbatches=len(work),
+            # All micro-batches have it where there is a pipeline (Shapes.equal); without one the schedule
+            # allocates nothing by it.
             seq_length=first.micro_batch.length,
             micro_batch_size=first.tokens.shape[0],
             forward_only=not backward,
+            # Otherwise the schedule wants a loss of every micro-batch, and a log-probability pass has none.
             collect_non_loss_data=not backward,
         )
     return [result for result in results if result is not None]

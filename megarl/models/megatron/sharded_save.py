@@ -56,6 +56,7 @@ def save_sharded(state: dict[str, Any], directory: Path, stream: StateStream, bu
     """
     # Megatron would start a process that only hands results over, takes seconds to start, and outlives a rank that is killed.
     if filesystem_async._results_queue is None:
+        # A thread's queue in the place of a manager's process.
         filesystem_async._results_queue = queue.Queue()
     first = _FirstRank()
     strategy = StreamedSave(stream, first.writes, buffer)

@@ -84,6 +84,7 @@ class PortableAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         window = getattr(config, "window_size", None)
         windowed = is_layer_window_attention(window, getattr(config, "window_attn_skip_freq", None), layer_number)
+        # Megatron-Core counts the positions before a query, ours the query as well.
         self.window = None if window is None or window[0] < 0 or not windowed else window[0] + 1
         group = pg_collection.cp if pg_collection is not None else None
         size = 1 if group is None else dist.get_world_size(group)
@@ -97,6 +98,8 @@ class PortableAttention(MegatronModule):
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             device = torch.cuda.current_device()
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+            # Heads are divided over tensor-parallel ranks. Megatron-Core counts parameters without this mark
+            # on the first of them alone in the gradient's norm.
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
@@ -113,6 +116,7 @@ class PortableAttention(MegatronModule):
         Masks are not needed: sequences are padded on the right only, so that a causal mask already hides the padding from every real token.
         """
         if packed_seq_params is not None:
+            # Packed tensors have no batch dimension in Megatron-Core; ours is [B, H, S, D].
             query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
             mixed = self._mixed(query, key, value, packed_seq_params.layout)
             return mixed[0].transpose(0, 1).flatten(1)
@@ -156,6 +160,8 @@ class PortableRMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=runtime().device)
+        # Megatron-Core adds up gradients of such parameters over tensor-parallel ranks, each of which saw a
+        # part of the sequence.
         self.weight.sequence_parallel = config.sequence_parallel
         self.zero_centered = config.layernorm_zero_centered_gamma
 
@@ -168,6 +174,7 @@ class PortableRMSNorm(torch.nn.RMSNorm):
         weight before it, as the hook of Megatron-Core's ``overlap_param_gather`` does, has done so."""
         if not isinstance(x, torch.Tensor):
             return x(self.weight, self.eps)
+        # Given out once: kept longer, it would hold the memory of two activations a layer.
         ready, self._ready = self._ready, None
         # what came out of a recomputed layer is the same tensor with another history, in which the norm has no part
         if ready is not None and ready[0] is x and ready[1].grad_fn is x.grad_fn and torch.is_grad_enabled() == ready[1].requires_grad:
@@ -193,6 +200,7 @@ def _grouped(experts: Any) -> Any:
     if isinstance(inner, ModuleSpec):
         inner.module = GroupedExperts
     else:
+        # Later releases have partial constructors, whose arguments go with them.
         submodules.experts = functools.partial(GroupedExperts, *inner.args, **inner.keywords)
     return experts
 
@@ -286,6 +294,8 @@ def decoder_spec(config: TransformerConfig, chunk: int | None, *, fused: bool) -
     kinds = [_kind_of(config, layer) for layer in _layers_of_chunk(config, chunk)]
     if fused:
         logger.info("layer spec: Transformer Engine")
+        # Megatron-Core's own, in which only router and attention are replaced, so that fusions of new
+        # releases come along.
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
         for layer, kind in zip(block.layer_specs, kinds, strict=True):
             layer.submodules.self_attention.module = LatentSelfAttention if kind.mixer == "latent" else RowSelfAttention

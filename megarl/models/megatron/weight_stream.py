@@ -77,6 +77,7 @@ def _tensors(
         if not rule.emits:
             continue
         layouts = _layouts(rule, tuple(shape), ranks, architecture)
+        # Of copies the first rank's: all are the same, and the order of ranks decides alike everywhere.
         shards = sorted(there.items())[: 1 if rule.kind is Kind.REPLICATED else None]
         for number, part in enumerate(rule.parts):
             where = slices.get(part.name)
@@ -302,6 +303,8 @@ def _set_out(
         everywhere: to all stages.
     """
     device = held[next(iter(held))].device
+    # Memory of an earlier bucket where there is one: new pages would be cleared by the kernel for every
+    # bucket.
     shards = spare.empty(bucket.rows * bucket.length, bucket.first.dtype, device).view(bucket.rows, bucket.length)
     pending: dist.Work | None = None
     # a rank may have none of the experts of a bucket that go nowhere
