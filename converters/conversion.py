@@ -194,6 +194,7 @@ class Conversion(ABC):
         hashes, before = TensorHashes(names), self._held.hashes(names)
 
         def filled(chunk: Chunk) -> Tensor:
+            # Zeros, because what no row fills is the padding of the vocabulary.
             tensor = torch.zeros(chunk.shape, dtype=chunk.dtype)
             for rows in chunk.rows:
                 self._fill(rows.of(tensor), rows, hashes, before)
@@ -209,12 +210,15 @@ class Conversion(ABC):
             "errors": self._narrowing.error_of(names),
         }
         self.finished[name] = record
+        # After the bytes are written: a record without its bytes would be trusted by the next run.
         self.staging.record(record, self.file_of(name))
 
     def _fill(self, target: Tensor, rows: Rows, hashes: TensorHashes, before: TensorHashes) -> None:
         part = rows.part
+        # In pieces of READ_BYTES: a row range of a large matrix is more than a thread may hold.
         for first, last in row_ranges(target.shape, self._plan.model.dtype(part).itemsize, READ_BYTES):
             values = self._plan.model.read(part, rows.start + first, rows.start + last)
+            # Before the cast: the manifest of the source has hashes of what was read.
             self._held.update(before, part.name, values, rows.start + first)
             values = self._narrowing.cast(part.name, values, self._plan.dtypes[part.name])
             hashes.update(part.name, values, rows.start + first)
@@ -282,6 +286,7 @@ def convert(
     workers, progress = workers_within(options.workers, options.max_memory), options.progress
     with Staging(target, fingerprint, overwrite=options.overwrite, is_ours=is_ours, part=options.part) as staging:
         conversion = begin(staging)
+        # By file and not by piece: two processes must not write into one file.
         own = [number for number in range(len(conversion.files)) if options.has(number)]
         sizes = {name: conversion.size(name) for number in own for name in conversion.files[number]}
         total = sum(sizes.values())
@@ -293,12 +298,14 @@ def convert(
         check = functools.partial(conversion.check, workers, progress)
         check(staging.records)
         resumed = sum(size for name, size in sizes.items() if name in conversion.finished)
+        # Before the first byte: a disk that fills at the end costs the whole run.
         require_space(staging.directory, total - resumed)
         shown.skip(resumed)
         waiting = [name for name in sizes if name not in conversion.finished]
         run_pieces([Piece(sizes[name], functools.partial(conversion.write, name)) for name in waiting], workers, shown)
         shown.finish()
         waits_for: tuple[int, ...] = ()
+        # Under a lock, so that of parts that end together exactly one finds itself the last.
         with staging.all_parts_but_the_last() as others:
             if others is not None:
                 waits_for = options.parts_to_wait_for(others, check, conversion.incomplete)

@@ -191,6 +191,7 @@ def plan_import(
     architecture = as_stored(read_architecture(config, ignore_config_keys), source.names())
     if not allow_unsupported:
         _require_support(architecture)
+    # Before anything is sized by the config: a wrong number in it could ask for terabytes.
     check_plausible(architecture, source.shapes(), str(source.directory), stacked=False)
     check_source(source, architecture, excused=allow_missing)
     if dtype is not None and isinstance(source, DequantizedSource):
@@ -330,6 +331,7 @@ class _Import(Conversion):
             write_common(directory, self._common_state)
         source, beside = plan.model.source, directory / HF_DIRECTORY
         copy_artifacts(source.directory, beside)
+        # The copy is compared and not the source, which could still change between the two.
         refuse_changed_config(beside, plan.config_hash, source.directory)
         if isinstance(source, DequantizedSource):
             drop_quantization(beside)

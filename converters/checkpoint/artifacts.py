@@ -186,6 +186,7 @@ def write_config(directory: Path, dtype: torch.dtype, changes: Mapping[str, Any]
     if stale or not keys or changes:
         config |= changes
         if stale or not keys:
+            # transformers wrote torch_dtype before it wrote dtype: whichever is there is corrected.
             config |= dict.fromkeys(stale or ["dtype"], dtype_name(dtype))
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -93,6 +93,7 @@ def read_bytes(descriptor: int, offset: int, view: memoryview, what: str) -> Non
     done = 0
     while done < len(view):
         try:
+            # Positional, so that threads share one descriptor; one call gives at most 2 GiB on Linux.
             count = os.preadv(descriptor, [view[done:]], offset + done)
         except OSError as error:
             raise ConversionError(f"{what} cannot be read ({error})", "check the disk, or fetch the checkpoint again") from error
@@ -112,5 +113,6 @@ def write_bytes(descriptor: int, offset: int, data: Tensor) -> None:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, not copied."""
+    # As uint8: numpy has no bfloat16.
     buffer: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(buffer)

@@ -46,6 +46,7 @@ def _same_nans(nans: Tensor, dtype: torch.dtype) -> Tensor:
     bits = nans.view(integers).to(torch.int64)
     payload, shift = bits & (2**mantissa - 1), wanted_mantissa - mantissa
     payload = payload << shift if shift > 0 else payload >> -shift
+    # Without payload it would be an infinity.
     payload = torch.where(payload == 0, 2 ** (wanted_mantissa - 1), payload)
     width = 8 * dtype.itemsize
     exponent = 2 ** (width - 1) - 2**wanted_mantissa

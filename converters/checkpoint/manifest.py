@@ -192,6 +192,7 @@ class TensorHashes:
         """Take further rows of a tensor into its hash, those from ``start`` on or, without it, the next
         ones."""
         held = self._held[name]
+        # Hashes go by the order of rows, and a fused parameter is written in the order of its heads.
         held[self._taken[name] if start is None else start] = rows.contiguous()
         while self._taken[name] in held:
             turn = held.pop(self._taken[name])
@@ -283,6 +284,7 @@ def fingerprint_of_rules(rules: Iterable[Rule]) -> list[str]:
     already."""
     digest = hashlib.sha256()
     for rule in rules:
+        # repr names every field, so that a new field of Rule changes the fingerprint without a line here.
         digest.update(repr(rule).encode())
     return [tool_version(), digest.hexdigest()]
 

@@ -89,6 +89,7 @@ def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTens
         archive = zipfile.ZipFile(window)
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         for name in ("data.pkl", "byteorder"):
+            # A description of gigabytes would be read into memory before anything could be said about it.
             if name in entries and (entries[name].file_size > _LARGEST_DESCRIPTION or entries[name].compress_type != zipfile.ZIP_STORED):
                 raise ValueError(f"a description of {entries[name].file_size} bytes")
         described = unpickle(io.BytesIO(archive.read(entries["data.pkl"])), _known, what, _storage)
@@ -105,6 +106,7 @@ def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTens
         ) from error
     first = described.first * described.dtype.itemsize
     raw = RawTensor(offset + start + first, described.dtype, described.shape, described.strides)
+    # torch writes neither; another writer's file would be read as noise.
     if storage.compress_type != zipfile.ZIP_STORED or order != sys.byteorder:
         raise ConversionError(f"{what} is stored compressed or in another byte order", "save the checkpoint again")
     needed = first + raw.span * raw.dtype.itemsize
@@ -134,6 +136,7 @@ def read_raw(descriptor: int, raw: RawTensor, box: Box | None, what: str) -> Ten
     box = whole(raw.shape) if box is None else box
     if raw.contiguous:
         return read_box(descriptor, raw.offset, raw.dtype, raw.shape, box, what)
+    # Rare: a transposed tensor was saved. All that its elements span is read, and viewed.
     everything = read_box(descriptor, raw.offset, raw.dtype, (raw.span,), whole((raw.span,)), what)
     return part(everything.as_strided(raw.shape, raw.strides), box).contiguous()
 
@@ -170,6 +173,7 @@ def _known(module: str, name: str) -> Any:
     special = {
         ("torch._utils", "_rebuild_tensor_v2"): _describe,
         ("torch._utils", "_rebuild_tensor_v3"): _describe,
+        # Newer torch names no dtype here and gives it as a further argument.
         ("torch.storage", "UntypedStorage"): torch.uint8,
         ("collections", "OrderedDict"): dict,
     }

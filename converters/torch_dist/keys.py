@@ -40,6 +40,7 @@ def is_stacked(architecture: Architecture) -> bool:
     """Return whether Megatron-Core stacks the layers of such a model: all of one kind, with experts or
     without."""
     uniform = architecture.mixture is None or all(architecture.mixture.sparse_layers)
+    # Gated delta nets stand among layers of attention, whose parameters are others.
     return uniform and architecture.gated_delta is None
 
 
@@ -90,6 +91,7 @@ def extra_state_keys(place: StoredPlace) -> Iterator[str]:
     index, grid = (place.index, place.grid) if place.index else ((0,), (1,))
     modules = [module]
     if module.endswith("self_attention.linear_proj"):
+        # Core attention has no weight by which it could be found, but asks for a state as well.
         modules.append(f"{module.removesuffix('linear_proj')}core_attention")
     for name in modules:
         yield f"{name}._extra_state/shard_{_dotted(index)}_{_dotted(grid)}"

@@ -140,6 +140,7 @@ class TorchDistCheckpoint:
                 + ("never saved" if missing > 0 else "saved more than once"),
                 "the checkpoint is incomplete; save it again",
             )
+        # The usual case, without a copy into a second tensor.
         if len(pieces) == 1:
             return self._read_piece(key, stored, *pieces[0])
         out = torch.empty(shape_of(box), dtype=stored.dtype)
@@ -171,6 +172,7 @@ class TorchDistCheckpoint:
 
     def _candidates(self, stored: _Stored, box: Box) -> list[_Chunk]:
         leading = box[: stored.leading]
+        # A layer of a stack: found by its place, where a search goes over the pieces of all layers.
         if all(stop - start == 1 for start, stop in leading):
             return list(stored.chunks.get(tuple(start for start, _ in leading), ()))
         return [chunk for chunks in stored.chunks.values() for chunk in chunks]
@@ -188,6 +190,7 @@ class TorchDistCheckpoint:
             raw = self._found.get(place)
         if raw is None:
             raw = find_tensor(descriptor, chunk.offset, chunk.length, f"{key} in {self.directory / chunk.file}")
+            # The index and the files may be of two saves into one directory.
             if raw.shape != shape_of(chunk.box) or raw.dtype != stored.dtype:
                 raise ConversionError(
                     f"{key}: the index says {stored.dtype} {list(shape_of(chunk.box))}, {chunk.file} has {raw.dtype} {list(raw.shape)}",

@@ -51,7 +51,9 @@ def calculate_baseline_and_std_per_prompt(
 
 def _baseline_and_std(group: Tensor, rewards: Tensor, valid_mask: Tensor, leave_one_out_baseline: bool) -> tuple[Tensor, Tensor]:
     """As ``calculate_baseline_and_std_per_prompt``, by the number of each row's group, [B] int64."""
+    # float64 throughout: differences of nearly equal rewards are what is divided by.
     valid = (valid_mask != 0).double()
+    # where and no product: the reward of an invalid row may be NaN.
     values = torch.where(valid != 0, rewards.double(), 0.0)
 
     count = _group_sums(valid, group)

@@ -226,6 +226,8 @@ class GRPO(Sampled):
             try:
                 mismatch = self.judge_mismatch(batch, step)
             except MismatchError as error:
+                # Raised only after the samples were logged, which are what a reader of the message wants to
+                # see.
                 refusal = error
         with self.timer.phase("reward"):
             advantages, scored, of_rewards = self._advantages_of_responses(samples, batch)
@@ -258,6 +260,7 @@ class GRPO(Sampled):
         scored = segments.by_response(batch)
         known = {*scored}
         counted = {**samples, "token_mask": batch["token_mask"] * batch["sample_mask"].unsqueeze(1)}
+        # Estimated once a response: a group counts responses, however many segments each has.
         advantages, metrics = self.advantages(segments.by_response(counted), scored)
         for name in {*batch} & known - {*scored}:
             del batch[name]
@@ -303,6 +306,7 @@ class GRPO(Sampled):
                 "was trained on them. Fix: give reward_model.model_name weights that compute, or another reward_model.precision"
             )
         weights = self.config["env_reward_weight"], self.config["reward_model_weight"]
+        # Before the reward changes: where the environment says no accuracy, its reward is the accuracy.
         samples["accuracy"] = accuracies_of(samples)
         samples[f"{PART}{REWARD_MODEL.name}"] = scores
         samples["reward"] = torch.where(samples["masked"], samples["reward"], weights[0] * samples["reward"] + weights[1] * scores)
@@ -317,6 +321,8 @@ class GRPO(Sampled):
         prompts, generations = self.config["num_prompts_per_step"], self.config["num_generations_per_prompt"]
 
         def collect(indices: list[int], ordinal: int) -> Rollouts:
+            # By the ordinal of a prompt in the run and not by the call, so that batch_multiplier changes no
+            # sample.
             seeds = seeds_from(self.seed, ordinal, len(indices), generations, prompts)
             return self.collect(indices, seeds, step)
 

@@ -178,11 +178,13 @@ class Collector:
         runner = EpisodeRunner(engines, self.environment, self.tokenizer, self.timer, self.limits, self.encoder, self.judging)
         metrics = runner.run(episodes)
         samples = self._rows([episode.segment for episode in episodes])
+        # Before the columns below, which count a response's segments together.
         earlier = self._earlier(episodes, samples)
         samples |= _columns(episodes)
         if weight_version is not None:
             versions = [weight_version if episode.version is None else episode.version for episode in episodes]
             samples["weight_version"] = torch.tensor(versions, dtype=torch.int64)
+        # By a product: batch_of has masked rows without a response already.
         samples["sample_mask"] = samples["sample_mask"] * (~samples["masked"]).float()
         if self.limits.turns > 1:
             samples["turns"] = torch.tensor([episode.turns for episode in episodes])
@@ -215,6 +217,7 @@ class Collector:
 
 def _limits(policy: PolicyConfig, section: AlgorithmConfig) -> EpisodeLimits:
     longest = [policy["max_total_sequence_length"], at(policy, "generation.vllm_cfg.max_model_len")]
+    # The engine's own bound may be the smaller one; beyond it vLLM refuses the request.
     length = min(each for each in longest if each is not None)
     return EpisodeLimits(section.get("max_rollout_turns", 1), section.get("max_rollout_tokens"), length)
 
@@ -251,6 +254,7 @@ class _Engines:
                 self.collector.policy.prepare_for_generation()
         else:
             with timer.phase("refit"):
+                # In a phase of its own, so that metrics tell a slow refit from slow generation.
                 engine.bring_up_to_date()
         tokenizer, stops = self.collector.tokenizer, self.collector.stops
         generation = self._generation

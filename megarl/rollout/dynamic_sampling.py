@@ -108,6 +108,7 @@ class DynamicSampling:
         Raises:
             RewardError: the step is not full after ``most_batches``.
         """
+        # Kept to go back to: more prompts may be taken than are trained on.
         begin, ordinal = sampler.state(), sampler.taken
         found: list[Signal] = []
         batches: list[Rollouts] = []
@@ -120,6 +121,7 @@ class DynamicSampling:
             kept = [place for place, signal in enumerate(found) if signal is Signal.SOME][: self.prompts]
         used = kept[-1] + 1
         if used < len(found):
+            # To the beginning and forward by what was used: a sampler has no way to give some prompts back.
             sampler.load_state(begin)
             sampler.take(used)
         judged = joined(batches, list(range(used)), self.generations, self.pad_token_id, only_numbers=True).samples
@@ -170,6 +172,7 @@ def joined(
     parts: list[BatchedDataDict[Any]] = []
     records: list[Example] = []
     of_segments: list[BatchedDataDict[Any]] = []
+    # Of all batches, because the environment may leave a column out where it has nothing to say.
     columns = _column_types(batches, only_numbers)
     for rollouts in batches:
         count = len(rollouts.records)

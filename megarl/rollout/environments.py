@@ -140,6 +140,7 @@ class _Merged:
             given: Sequence[Any] = getattr(said, column)
             _put(kept, rows, given if len(given) else [None] * len(rows))
         self.says_accuracy |= bool(said.accuracies)
+        # An environment that says no accuracy means that its reward is one.
         _put(self.accuracies, rows, said.accuracies or said.rewards)
         for part, values in {name: said.rewards, **{f"{name}/{part}": values for part, values in said.parts.items()}}.items():
             _put(self.parts.setdefault(part, [None] * len(self.rewards)), rows, values)

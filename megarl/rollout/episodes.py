@@ -250,6 +250,8 @@ class EpisodeRunner:
         """Write what has been sampled."""
         found = stream.poll(_POLL_SECONDS if self._threads.busy else None)
         for number in found:
+            # Only what has come is taken out: after a lost engine the rest is asked again, with the same
+            # seeds.
             del self._requests[number]
         texts = response_texts(self._tokenizer, TokenRows.of_arrays([completion.tokens for completion in found.values()]))
         for (number, completion), text in zip(found.items(), texts, strict=True):
@@ -261,6 +263,8 @@ class EpisodeRunner:
         episode.response, episode.truncated = text, completion.truncated
         episode.turns += 1
         if completion.versions is not None and len(completion.versions):
+            # The oldest weights of any turn: bounds on age and corrections have to hold for all of its
+            # tokens.
             oldest = int(completion.versions.min())
             episode.version = oldest if episode.version is None else min(episode.version, oldest)
 
@@ -270,6 +274,8 @@ class EpisodeRunner:
     def _answered(self, in_waves: bool) -> dict[int, Request]:
         """Have the environment answer what can be answered now; the next requests."""
         together: list[int] = []
+        # Sorted, because completions come in any order, and the environment is to be asked in the same one
+        # each time.
         for number in sorted(self._unanswered):
             owner = environment_of(self._environment, self._episodes[number].record)
             if getattr(owner, "threads", 0):
@@ -281,6 +287,7 @@ class EpisodeRunner:
         if self._threads.busy:
             for ended in self._threads.take(wait=in_waves or not self._requests, all_of_them=in_waves):
                 answers[ended.number] = self._result_of(ended), 0
+        # All at once: an environment without threads judges a batch, whose metrics are of the batch.
         if together and not self._requests and not self._threads.busy:
             said = self._step(together)
             answers |= {number: (said, row) for row, number in enumerate(together)}
@@ -339,6 +346,7 @@ class EpisodeRunner:
         """End all conversations, in threads, as any of them may hang or fail."""
         for number, episode in enumerate(self._episodes):
             owner: Any = environment_of(self._environment, episode.record)
+            # Not those that never began: their environment holds nothing for them.
             if episode.metadata is not None and hasattr(owner, "end") and not getattr(owner, "ends_at_once", False):
                 call = functools.partial(owner.end, episode.metadata)
                 self._threads.start(Call(number, call, owner, owner.threads, min(owner.step_timeout_s, _END_SECONDS)))
@@ -419,6 +427,7 @@ class EpisodeRunner:
     def _reward(self, episode: Episode, said: EnvironmentReturn, row: int) -> None:
         masked = bool(said.masked[row])
         episode.masked |= masked
+        # Added: a judge of whole conversations comes after the rewards of the turns.
         episode.segment.rewards[-1] += _reward(said.rewards[row], masked)
         episode.last = said, row
 
@@ -430,6 +439,8 @@ class EpisodeRunner:
         if left is not None and size > _FREE_CHARACTERS + _CHARACTERS_A_TOKEN * left:
             episode.reason = StopReason.TOKENS
             return
+        # From the last token on, because a template closes a turn otherwise where the stop token was not
+        # sampled.
         tokens = self._encoder.encode(messages, episode.segment.last_token)
         following = self._other_segment(episode, messages, len(tokens))
         if following is not None:
@@ -458,6 +469,8 @@ class EpisodeRunner:
         bounds = self._limits if self._limits.turns > 1 else EpisodeLimits(tokens=self._limits.tokens)
         left = bounds.left(episode)
         most = None if left is None else max(left, 0)
+        # The first turn has the record's own seed, so that conversations of one turn are what they were
+        # without turns.
         seed = episode.seed if episode.seed is None or not episode.turns else seed_of_turn(episode.seed, episode.turns)
         return Request(episode.segment.tokens, seed, most, episode.stop_strings)
 
@@ -518,6 +531,7 @@ def _summed(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     if len(metrics) == 1:
         return dict(metrics[0])
     names = dict.fromkeys(name for each in metrics for name in each)
+    # fsum is exact, and so independent of the order in which environments answered.
     return {name: math.fsum(each[name] for each in metrics if name in each) for name in sorted(names)}
 
 

@@ -63,6 +63,7 @@ class ValidatedSet:
     def accuracies(self) -> Tensor:
         """[P * k] float32, how right each answer is; NaN where it could not be scored."""
         known = torch.cat([accuracies_of(rollouts.samples) for rollouts in self.batches])
+        # NaN and not 0: a scorer that was down must not lower the accuracy.
         return known.masked_fill(self.column("masked"), torch.nan)
 
 
@@ -90,6 +91,7 @@ def answer_set(collector: Collector, validation_set: ValidationSet, batch_size: 
         batch_size: prompts that are generated together; None for all of them in one call.
     """
     plan, records = validation_set.plan, validation_set.records
+    # By the name of the set and the prompt's place in it, so that another set beside it changes nothing.
     seeds = None if plan.sampling is None else validation_seeds(plan.name, len(records), plan.generations)
     size, batches = batch_size or len(records), []
     for start in range(0, len(records), size):
@@ -194,6 +196,7 @@ def estimates_of(accuracies: Sequence[float], k: int, answers: Sequence[str | No
         found[f"mean@{k}_ci95"] = half_interval(means)
     if k == 1:
         return found
+    # pass@j of fewer than k answers would be another quantity under the same name.
     whole = [prompt for prompt in scored if len(prompt) == k]
     right = [[accuracy >= 1 for accuracy, _ in prompt] for prompt in whole]
     for j in _powers_of_two(k) if whole else ():

@@ -159,6 +159,8 @@ class RewardPool:
             places: Iterable[int] = range(len(self._processes))
             while True:
                 for place in places:
+                    # Heard before more is given: an answer makes room, and a process that died must not be
+                    # given more.
                     self._hear(place, waiting, scores, given_twice)
                 for process in self._processes:
                     self._give(process, tasks, waiting)
@@ -183,6 +185,7 @@ class RewardPool:
         self._check_start(place)
         for given, score, seconds in process.finished:
             scores[given.row] = score
+            # A mean that forgets: responses grow longer in a run, and with them the time of a verdict.
             self._seconds[given.which] = (self._seconds.get(given.which, seconds) + seconds) / 2
         process.finished.clear()
         if process.given and process.has_ended:
@@ -198,6 +201,8 @@ class RewardPool:
             scores[late.row] = _late(self.specs[late.which])
             process.has_ended = True
         if process.has_ended:
+            # To the front and in their order: what lay before a process that died is not to wait behind the
+            # whole batch again.
             waiting.extendleft(given.row for given in reversed(process.given))
             process.kill()
             self._processes[place] = process = self._started()
@@ -241,6 +246,7 @@ class RewardPool:
         """
         files, places = select.poll(), dict[int, int]()
         for place, process in enumerate(self._processes):
+            # poll and not select, which takes no descriptor above 1,023.
             files.register(process.output, select.POLLIN)
             places[process.output] = place
             if process.unsent:
@@ -251,6 +257,7 @@ class RewardPool:
         now = time.monotonic()
         if now > self._looked + _POLL_SECONDS:
             self._looked = now
+            # A look at all now and then: the death of a process whose pipe a child holds open is no event.
             news = set(range(len(self._processes)))
         for place, process in enumerate(self._processes):
             if process.unsent and place in news:
@@ -356,6 +363,7 @@ class _Process:
         # not on its command line, which everybody on the machine may read: an address may hold a password
         told = json.dumps([_as_told(spec) for spec in specs]).encode() + b"\n"
         process = cls(child, specs, teller, unsent=told)
+        # A process that does not read must never hold up the driver, nor one that writes half a line.
         os.set_blocking(process.input, False)
         os.set_blocking(process.output, False)
         if sys.platform == "linux":
@@ -458,6 +466,7 @@ class _Process:
             raise ConfigError([Violation(REWARD, what[0], what[1], what[2])])
         if kind == _READY and not self.is_ready:
             self.is_ready, self.deadline = True, math.inf
+        # A function that found the pipe may answer for other tasks: a wrong number ends its process.
         elif self.has_ended or not self.given or number != self.given[0].number:
             self.has_ended = True
         elif kind == _IMPORTS:
@@ -491,6 +500,7 @@ class _Process:
     def kill(self) -> None:
         """End it, whatever it does."""
         with contextlib.suppress(ProcessLookupError):
+            # The whole group, which start_new_session made: what the function has started ends with it.
             os.killpg(self.child.pid, 9)
         self.child.wait()
         for stream in (self.child.stdin, self.child.stdout):
@@ -535,6 +545,7 @@ def _is_outage(error: BaseException | None) -> bool:
     """Whether no response can have caused what a reward function raised: nobody answers where it asks, or the machine is full."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
+        # Chains of causes may be circles.
         seen.add(id(error))
         if isinstance(error, RewardOutageError | socket.gaierror) or (isinstance(error, OSError) and error.errno in _OF_THE_MACHINE):
             return True
@@ -577,6 +588,7 @@ def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:
         is_of_code = isinstance(error, ImportError) or (fault == "error" and not isinstance(error, RewardError))
         trace = "".join(traceback.format_exception(error))[-_LONGEST_TRACE:] if is_of_code else ""
         return Score(None, fault, f"{type(error).__name__}: {error}{_place_of(error)}", trace=trace)
+    # "not <=" and no ">", so that NaN is refused too.
     if not abs(value) <= _LARGEST:
         return Score(None, "error", f"it returned {value}, and a finite number is wanted")
     if accuracy is None:
@@ -592,6 +604,7 @@ def main() -> None:
     own = os.getpid()
     redact_log(env.snapshot())
     tasks = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    # A descriptor of its own: what the function prints goes to standard error, and can be no answer.
     results = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())

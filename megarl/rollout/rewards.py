@@ -285,7 +285,9 @@ def _of_function(function: Callable[..., Any]) -> Reward:
     arguments = arguments_of(function)
 
     def judge(task: Task) -> Any:
+        # Functions for verifiers and TRL index messages of a chat, and take a text otherwise.
         said: Any = [{"role": "assistant", "content": task.response}] if task.is_chat and arguments.takes_messages else task.response
+        # A copy: a function may change its arguments.
         record = dict(task.record)
         values = {
             "prompt": task.prompt,
@@ -298,6 +300,7 @@ def _of_function(function: Callable[..., Any]) -> Reward:
         positional, named = values_for(arguments, values, record)
         found = function(*positional, **named)
         if inspect.isawaitable(found):
+            # A loop of its own in each call: nothing of an earlier response is left in it.
             found = asyncio.run(_awaited(found))
         return _only(found) if arguments.is_of_several else found
 
@@ -395,6 +398,8 @@ def ask_scorer(url: str, attempts: int, timeout_s: float, task: Task) -> Any:
                 return json.loads(said)
         except urllib.error.HTTPError as error:
             fault, kind = f"status {error.code}", RewardError if error.code in _OF_THE_QUESTION else RewardOutageError
+            # Request Timeout and Too Many Requests pass; other 4xx stay what they are however often they are
+            # asked.
             if error.code not in (408, 429) and error.code < 500:
                 break
         except (urllib.error.URLError, TimeoutError) as error:

@@ -133,6 +133,7 @@ class Conversation:
                 raise EndedError
             parts.append(piece)
             length += len(piece)
+            # Counted over the whole conversation: many short answers fill memory as one long one does.
             self._bytes_left -= len(piece)
             if length > LONGEST_OUTPUT or self._bytes_left < 0:
                 raise ValueError("the answer of a program is too long")

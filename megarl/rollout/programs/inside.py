@@ -46,6 +46,7 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
+        # A subclass may have a __str__ of its own; that of str gives its text.
         return str.__str__(value)
     if isinstance(value, float):
         return float.__float__(value)
@@ -218,6 +219,7 @@ def _imported(task: Mapping[str, Any]) -> dict[str, Any]:
 
 def _main() -> None:
     source, asked, told = map(int, sys.argv[1:4])
+    # A program that reads its arguments must not see the descriptors.
     sys.argv = ["program.py"]
     with os.fdopen(source, encoding="utf-8") as file:
         task = json.load(file)
@@ -242,6 +244,8 @@ def _main() -> None:
             answer = json.dumps(program.answer(json.loads(line))) + "\n"
             data = answer.encode()
             while data:
+                # os.write may take a part of it only, and print goes to standard output, which is the
+                # program's.
                 data = data[os.write(told, data) :]
 
 

@@ -200,6 +200,7 @@ def running(
         try:
             yield process
         finally:
+            # The supervisor is ended by SIGTERM and not SIGKILL: it has to kill what the program started.
             process.terminate()
             process.wait()
         if limits.bubblewrap and process.returncode != STOPPED and '"exit-code"' not in text_in(status):
@@ -224,10 +225,12 @@ def _supervise(limits: Limits, root: sandbox.Root | None, work: str, parent: int
     Where the sandbox is not granted it fails, and writes why to the file descriptor ``refusal``.
     """
     libc = ctypes.CDLL(None, use_errno=True)
+    # Blocked, so that sigtimedwait takes them and none is lost between two looks.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
     set_parent_death_signal, set_child_subreaper = 1, 36
     libc.prctl(set_child_subreaper, 1, 0, 0, 0)
     libc.prctl(set_parent_death_signal, int(signal.SIGTERM), 0, 0, 0)
+    # The parent may have died before the signal of its death was asked for.
     if os.getppid() != parent:
         os._exit(STOPPED)
     try:
@@ -268,6 +271,7 @@ def _become_program(libc: ctypes.CDLL, limits: Limits, root: sandbox.Root | None
     if not limits.bubblewrap:
         libc.prctl(set_no_new_privileges, 1, 0, 0, 0)
     os.chdir(work)
+    # Both limits of each, so that the program cannot raise the soft one.
     for which, most in (
         (resource.RLIMIT_AS, limits.memory_mb << 20),
         (resource.RLIMIT_FSIZE, limits.file_mb << 20),
@@ -287,6 +291,7 @@ def _watch(child: int, limits: Limits) -> int:
         news = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, _LOOK_SECONDS)
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
+            # A program that a signal ended has a negative code, which os._exit does not take.
             return min(abs(os.waitstatus_to_exitcode(status)), 255)
         is_told_to_end = news is not None and news.si_signo == signal.SIGTERM
         if is_told_to_end or time.monotonic() > deadline or _takes_too_much(limits):

@@ -177,9 +177,11 @@ def let_in(root: Root, child: int, tell: int) -> None:
     """
     user, group = os.geteuid(), os.getegid()
     if root.changes_user:
+        # Root too, until enter has mounted what it needs; then NOBODY.
         users = groups = f"0 0 1\n{NOBODY} {NOBODY} 1"
     else:
         users, groups = f"{NOBODY} {user} 1", f"{NOBODY} {group} 1"
+        # The kernel wants it before an unprivileged user maps groups.
         _write(f"/proc/{child}/setgroups", "deny")
     _write(f"/proc/{child}/uid_map", users)
     _write(f"/proc/{child}/gid_map", groups)
@@ -213,6 +215,7 @@ def enter(libc: ctypes.CDLL, root: Root, wait_for: int, store_mb: int) -> None:
     _build(libc, root, store_mb)
     socket.sethostname("program")
     if root.changes_user:
+        # Groups first: a process without root may not give them up.
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
     _replace_standard_error()
@@ -230,11 +233,14 @@ def close_system_calls(libc: ctypes.CDLL, root: Root) -> None:
 
 
 def _build(libc: ctypes.CDLL, root: Root, store_mb: int) -> None:
+    # Private first: mounts of a shared tree would show up outside of the namespace.
     _mount(libc, "none", "/", None, _RECURSIVE | _PRIVATE)
+    # pivot_root wants a mount point, and an empty file system has nothing that could be forgotten in it.
     _mount(libc, "none", root.base, "tmpfs", _NO_SET_USER | _NO_DEVICES, "size=4m,nr_inodes=4096,mode=755")
     os.mkdir(root.base + _OLD)
     pivot = ctypes.c_long(_PIVOT_ROOT_CALL[root.machine])
     _checked(libc.syscall(pivot, root.base.encode(), (root.base + _OLD).encode()), "pivot_root")
+    # The working directory is still that of the old root.
     os.chdir("/")
     # before what may have to be mounted below it: Python may lie in a directory of temporary files
     _mount_store(libc, store_mb)
@@ -248,8 +254,10 @@ def _build(libc: ctypes.CDLL, root: Root, store_mb: int) -> None:
     for name, target in _DEVICE_LINKS.items():
         os.symlink(target, f"/dev/{name}")
     _mount_proc(libc)
+    # Detached, because this process's libraries are still open in it.
     _checked(libc.umount2(_OLD.encode(), _DETACH), "umount the old root")
     os.rmdir(_OLD)
+    # By mount_setattr and no remount: one call changes all mounts below, whatever flags they have.
     _set_attributes(libc, "/", _EVERYTHING_BELOW, _READ_ONLY | _NO_SET_USER, 0)
     for path in _WRITABLE:
         _set_attributes(libc, path, 0, 0, _READ_ONLY)
@@ -263,6 +271,7 @@ def _mount_store(libc: ctypes.CDLL, store_mb: int) -> None:
     for path in _WRITABLE:
         for each in (path, _STORE + path):
             os.makedirs(each)
+        # The mode of makedirs goes through the umask.
         os.chmod(_STORE + path, 0o1777)
         _mount(libc, _STORE + path, path, None, _BIND)
     _checked(libc.umount2(_STORE.encode(), _DETACH), "umount the store")
@@ -311,6 +320,7 @@ def _replace_standard_error() -> None:
 
 def _give_up_rights(libc: ctypes.CDLL, root: Root) -> None:
     capability = 0
+    # Until the kernel knows no further one: how many capabilities there are depends on its version.
     while libc.prctl(_DROP_FROM_BOUNDING_SET, capability, 0, 0, 0) == 0:
         capability += 1
     if root.changes_user:

@@ -68,6 +68,8 @@ def _number_passed(code: str, tests: Sequence[Test], limits: Limits, deadline: f
     while waiting:
         cut_short = list[tuple[Test, float]]()
         for place, (test, before) in enumerate(waiting):
+            # What earlier tests left is shared anew each time: quick ones give their time to those behind
+            # them.
             granted = min(limits.seconds, (deadline - time.monotonic()) / (len(waiting) - place))
             # no more than it had says nothing new
             if granted <= max(before, _LEAST_SECONDS):
@@ -162,6 +164,7 @@ def same_returned(value: Any, expected: Any) -> bool:
 
 def _same_value(value: Any, expected: Any) -> bool:
     if isinstance(expected, bool) or isinstance(value, bool):
+        # True is 1 in Python; a test that expects a truth value must not take a number.
         return value is expected
     if isinstance(expected, float):
         return type(value) in (int, float) and _is_close(_as_float(value), expected)
@@ -178,6 +181,7 @@ def _same_value(value: Any, expected: Any) -> bool:
 
 def _same_mapping(value: dict[Any, Any], expected: Mapping[str, Any]) -> bool:
     ours = {_key(key): each for key, each in value.items()}
+    # Two keys of Python, 1 and "1", may be one in JSON.
     return len(ours) == len(value) and ours.keys() == expected.keys() and all(_same_value(ours[key], expected[key]) for key in expected)
 
 
