@@ -30,11 +30,13 @@ def appears_whole(directory: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: on all ranks, when ``directory`` is not empty or cannot be written.
     """
+    # In the same directory, because a rename is atomic within one file system alone.
     staging = directory.parent / f".{directory.name}.partial"
     first = _is_first_of(directory)
     _agree(_prepare(directory, staging) if first else None)
     try:
         yield staging
+        # Until all have written: the first rank renames what everybody put there.
         dist.barrier()
         _publish_together(directory, staging, first)
     except BaseException:
@@ -142,6 +144,8 @@ def _publish(directory: Path, staging: Path) -> str | None:
     try:
         fsync_tree(staging)
         if directory.exists():
+            # An empty one may be there, made by whoever chose the path; rename takes no directory's place
+            # with content.
             directory.rmdir()
         rename_surely(staging, directory)
     except OSError as error:

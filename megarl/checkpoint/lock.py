@@ -115,6 +115,7 @@ class RunLock:
                 raise StateError(self._refusal(owner))
             if owner is not None:
                 logger.warning("%s: taking over from %s, which ended without releasing it", self.path, owner)
+            # After the kernel's lock is held: of two starts at once only one gets here.
             _write_owner(descriptor, asdict(_this_process()))
         except BaseException:
             os.close(descriptor)

@@ -44,6 +44,7 @@ def plain_json(value: Any, where: str = "training_info") -> Any:
     """
     if value is None or isinstance(value, bool | int | str):
         return value
+    # numpy's float64 is a float of Python and comes here; float(value) below makes a plain one of it.
     if isinstance(value, float):
         if math.isfinite(value):
             return float(value)
@@ -107,6 +108,7 @@ def metric_of(info: Mapping[str, Any], metric_name: str) -> float | None:
     there is no finite number."""
     nested = info.get("metrics")
     value = info.get(metric_name, nested.get(metric_name) if isinstance(nested, Mapping) else None)
+    # bool is an int in Python, and True is no metric.
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
@@ -134,6 +136,7 @@ def ranked_steps(metrics: Mapping[int, float | None], higher_is_better: bool) ->
         value = metrics[step]
         if value is None:
             return True, 0.0, -step
+        # Newer first among equals, in the same key, so that one sort decides.
         return False, -value if higher_is_better else value, -step
 
     return sorted(metrics, key=badness)
@@ -151,6 +154,7 @@ def steps_to_keep(
         return set(metrics)
     kept = set(ranked_steps(metrics, higher_is_better)[:keep_top_k])
     if metrics and (keep_latest or not kept):
+        # The latest one is what a killed run goes on from, however bad its metric.
         kept.add(max(metrics))
     return kept
 
@@ -260,6 +264,7 @@ class CheckpointManager:
             if not is_sealed:
                 seal(temporary)
             if self._key is not None:
+                # The manifest holds a hash of every file, so that one signature covers all of them.
                 sign_manifest(temporary, self._key)
             final = self._commit(temporary, step)
         except (OSError, CheckpointError) as error:
@@ -303,6 +308,8 @@ class CheckpointManager:
             logger.warning("no checkpoint is removed this time: %s", error)
 
     def _remove_old(self, exclude_latest: bool) -> None:
+        # By names and sizes alone: to read every byte of all checkpoints at each save would take longer than
+        # the save.
         whole = _newest_of_each_step([(step, path) for step, path in self.checkpoints() if not self._verify(path, hashes=False)])
         # A newest checkpoint that cannot be loaded must not be the reason to delete one that can.
         while whole and not self._is_trusted(whole[max(whole)]):

@@ -173,6 +173,7 @@ def _opened(name: str, address: Mapping[str, int]) -> mmap.mmap:
         raise CheckpointError(f"{what}: {error.strerror}. Fix: run driver and ranks of a node in one container") from None
     try:
         status = os.fstat(descriptor)
+        # The file itself is compared, because a process number and a descriptor are given again.
         if (status.st_dev, status.st_ino) != (address["device"], address["inode"]):
             raise CheckpointError(f"{what}: the process has ended, and its number is another one's")
         # private, for torch takes no memory that must not be written to

@@ -120,6 +120,8 @@ class StagingBuffer:
         if size <= self._capacity:
             return
         available = available_bytes()
+        # Asked first: a page of shared memory that cannot be had kills the process with SIGBUS, where ENOSPC
+        # would be an error.
         if size - self._capacity > available:
             raise CheckpointError(f"{size - self._capacity} bytes more of memory are needed to copy it, and {available} are available")
         if self._descriptor is None:

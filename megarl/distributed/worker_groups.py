@@ -158,8 +158,11 @@ class RayWorkerGroup:
                 name=place.name,
                 placement_group=groups[place.group],
                 bundle_index=place.bundle,
+                # A share of a GPU: groups of workers that take turns on a device are all on it at once, as
+                # Ray sees it.
                 num_gpus=1 / self.cluster.max_colocated_worker_groups if self.cluster.use_gpus else 0,
                 bundle_indices=place.bundle_indices,
+                # Of each worker and not in runtime_env, which Ray shows to whoever may look at the cluster.
                 environment={**place.environment(), run_secret.VARIABLE: run_secret.drawn_secret()},
                 options=options,
                 coordinates=sharding.get_worker_coords(place.rank) if sharding is not None else None,
@@ -346,6 +349,7 @@ class RayWorkerGroup:
             return bundle.selected(values)
         if return_generators_as_proxies:
             return bundle.selected(bundle.futures)
+        # The end of a generator is a result of its own, which fails as any other and can be waited for.
         ends = [future.completed() if isinstance(future, ObjectRefGenerator) else future for future in bundle.futures]
         await_results(ends, self._registry, what, deadline)
         # all of them are there
@@ -370,12 +374,14 @@ class RayWorkerGroup:
         Returns:
             True if the clean-up went well; the workers are gone in any case.
         """
+        # First of all, so that a second shutdown, or __del__ within this one, finds nothing to do.
         workers, self._workers = self._workers, []
         self._before = []
         if not workers or not ray.is_initialized():
             return True
         clean = True
         if cleanup_method is not None and not force:
+            # A call to a worker that hangs would wait behind the call that it hangs in.
             clean = not self._registry.has_unfinished() and self._clean_up(workers, cleanup_method, timeout)
         for worker in workers:
             kill_actor(worker.actor)
@@ -444,6 +450,7 @@ def _share(calls: Sequence[WorkerCall]) -> dict[int, ray.ObjectRef[Any]]:
                 continue
             if id(value) in seen:
                 shared[id(value)] = ray_calls.put(value)
+            # Held, so that no other object gets the same id while the calls are looked through.
             seen[id(value)] = value
     return shared
 

@@ -116,6 +116,7 @@ class WorkerRegistry:
         """Note what a result is the result of. The oldest calls that nobody waits for are forgotten."""
         self._calls[reference.hex()] = call
         if len(self._calls) > _MOST_CALLS:
+            # Dictionaries keep their order: the first key is the oldest call.
             del self._calls[next(iter(self._calls))]
 
     def call_of(self, reference: ray.ObjectRef[Any]) -> Call | None:
@@ -172,6 +173,7 @@ def await_results(references: Sequence[ray.ObjectRef[Any]], registry: WorkerRegi
     watch = WorkerWatch(deadline.look_s, deadline.wait_for_others)
     while pending:
         times = [seconds for seconds in (deadline.left(), watch.until_look()) if seconds is not None]
+        # One at a time: with all of them Ray would say nothing of the first failure.
         ready, pending = ray_calls.wait(pending, num_returns=1, timeout=min(times, default=None))
         if not ready:
             reason = "" if deadline.left() == 0 else watch.give_up([registry.process(reference) for reference in pending])
@@ -218,6 +220,7 @@ def _take(ready: Sequence[ray.ObjectRef[Any]], values: dict[ray.ObjectRef[Any], 
 
 
 def _raise_failure(failures: Sequence[tuple[ray.ObjectRef[Any], RayError]], registry: WorkerRegistry, what: str) -> None:
+    # The least echo is the cause; of equals the first that came.
     reference, error = min(failures, key=lambda failure: _echo_rank(failure[1]))
     others = [registry.label(other) for other, _ in failures if other != reference]
     also = f"\nAlso failed: {', '.join(others)}" if others else ""
@@ -265,7 +268,9 @@ def _translate(label: str, error: RayError, what: str, also: str) -> MegarlError
     trace = f"{WORKER_TRACE}\n{_COLOURS.sub('', str(error))}"
     if isinstance(cause, MegarlError):
         try:
+            # The same class, so that its exit code stays, and callers that catch it do.
             translated = type(cause)(f"{label} {cause}{also}{trace}")
+            # What the worker attached to it, such as skipped batches, comes along.
             vars(translated).update(vars(cause))
             return translated
         except TypeError:

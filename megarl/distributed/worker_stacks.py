@@ -131,6 +131,7 @@ def register_stacks(worker: str = "") -> None:
     if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
         # a bare descriptor, open as long as the process lives: a file object would buffer what the signal
         # handler writes
+        # SIGUSR2, because SIGUSR1 asks a run to stop.
         faulthandler.register(signal.SIGUSR2, file=os.memfd_create(f"{_FILE_NAME}:{worker}"), all_threads=True)
 
 
@@ -235,11 +236,13 @@ def read_stack(process_id: int) -> str:
         while time.monotonic() < deadline:
             time.sleep(0.02)
             now = os.stat(path).st_size
+            # Twice the same size: the handler writes line by line, and nobody says when it is done.
             if now == size and now > before:
                 break
             size = now
         with open(path, "rb") as file:
             file.seek(before)
+            # The end, where faulthandler writes the main thread.
             return file.read().decode(errors="replace")[-_LONGEST_STACK:]
     return ""
 

@@ -99,6 +99,7 @@ class DTensorBackend(HuggingFaceBackend):
             way = (parameter.device_mesh, parameter.placements, parameter.ndim)
             if parameter.requires_grad and (way not in smallest or parameter.numel() < smallest[way].numel()):
                 smallest[way] = parameter
+        # Stand-ins, because a step on the model's own parameters would change them.
         stand_ins = [nn.Parameter(torch.ones_like(parameter.detach())) for parameter in smallest.values()]
         optimizer = build_optimizer(self.policy, ((str(number), parameter) for number, parameter in enumerate(stand_ins)))
         for stand_in in stand_ins:
@@ -115,6 +116,7 @@ class DTensorBackend(HuggingFaceBackend):
     def _divided_model(self, source: HuggingFaceSource) -> Any:
         """The model with this rank's pieces of the weights."""
         model = self._undivided()
+        # Tied embeddings are one parameter, which a set holds once.
         padded = {module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None}
         shapes = {
             name: (self._true_vocabulary if parameter in padded else parameter.shape[0], *parameter.shape[1:])
@@ -140,9 +142,12 @@ class DTensorBackend(HuggingFaceBackend):
         self._reduces_once = self._meshes.sharding.size() == 1 and not self.offloads
         self._stays_whole = self._reduces_once and self._dtype is torch.float32 and computes_locally(model)
         if self._settings["activation_checkpointing"]:
+            # Before FSDP2 wraps the layers: checkpointing has to be inside of what gathers parameters.
             recompute_layers(model)
         shard_fully(model, self._meshes.sharding, self._dtype, offload=self.offloads, pin=self.runtime.is_cuda)
+        # After it was divided, so that no rank ever has memory for the whole model.
         give_memory(model, torch.device("cpu") if self.offloads else self.runtime.device)
+        # Kept, because FSDP2 puts gathered tensors in their place during a pass.
         self._parameters = dict(model.named_parameters())
         self.load_hf(source)
         if self.adapters is not None:
@@ -247,6 +252,7 @@ class DTensorBackend(HuggingFaceBackend):
             divided = {name: parameter for name, parameter in divided.items() if name in parameters}
             for name, part in gather_parts(divided, self._dtype, self.runtime.device, self._bucket_bytes):
                 own = parameters[name]
+                # Merged for generation: a product less in every layer and step.
                 part = part if self.adapters is None else self.adapters.merged(name, part, factors)
                 (own.to_local() if isinstance(own, DTensor) else own).copy_(part)
             yield model

@@ -29,6 +29,7 @@ class SpareMemory:
         for index, piece in enumerate(self._pieces):
             if piece.numel() >= nbytes and piece.device == device:
                 return self._pieces.pop(index)[:nbytes].view(dtype)
+        # One goes for the one that comes, so that there are never more pieces than were in flight together.
         del self._pieces[:1]
         return torch.empty(count, dtype=dtype, device=device)
 
@@ -77,6 +78,7 @@ class UnshardPlan:
     def _add(self, tensor: FullTensor) -> Iterator[Copy]:
         """The copies that it needs."""
         count = math.prod(tensor.shape)
+        # A tensor that lies in one piece among the shards is shown there, without a copy.
         in_shards = len(tensor.copies) == 1 and tensor.copies[0].form == ((count,), (1,), (1,))
         flat, begin = (_SHARDS, tensor.copies[0].source) if in_shards else (_COPIED, self._length)
         self.places.append(BufferRegion(tensor.name, tensor.shape, flat, begin))
@@ -228,6 +230,7 @@ def _one_ahead(arrivals: Iterable[InFlightBucket]) -> Generator[tuple[UnshardPla
     coming = next(setting_out, None)
     try:
         while coming is not None:
+            # The next one sets out before this one is waited for: that is the overlap.
             present, coming = coming, next(setting_out, None)
             arrived = present.unshard_plan, present.flats(), present.spare
             # neither the shards nor, after they were taken, the tensors are kept until the next but one sets out

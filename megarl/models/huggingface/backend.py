@@ -179,11 +179,14 @@ class HuggingFaceBackend(ABC):
     def apply_gradients(self, accepts: Callable[[float], bool]) -> StepOutcome:
         assert self.optimizer is not None, "built without an optimizer"
         factor = self.loss_scale.factor
+        # The norm of what the loss without its scale would give; gradients themselves are divided only if
+        # they are used.
         norm = global_norm(self._counted(), self.runtime.device) / factor
         if not self.loss_scale.accepts(norm):
             return StepOutcome(norm, False, overflowed=factor > 1.0)
         if not accepts(norm):
             return StepOutcome(norm, False)
+        # Local pieces: an operation on DTensors would be dispatched once a parameter.
         gradients = local_gradients(self._parameters.values())
         if factor != 1.0:
             for gradient in gradients:
@@ -257,6 +260,8 @@ class HuggingFaceBackend(ABC):
             assert self.scheduler is not None, "built with the optimizer"
             state, schedule = self._store.optimizer_state(trained), saved_schedule(self.policy, self.scheduler)
             if self.loss_scale.dynamic:
+                # In the first group, because torch's format of optimizer state has no place of its own for
+                # it.
                 state["param_groups"][0].update(zip(SCALE_KEYS, (self.loss_scale.factor, self.loss_scale.clean_steps), strict=True))
             checkpoint.save_optimizer(state, schedule, self.runtime, optimizer, self._staging.of(optimizer))
 
@@ -282,6 +287,7 @@ class HuggingFaceBackend(ABC):
         self._store.load_state(state)
         if optimizer is not None and trained is not None:
             loaded, schedule = checkpoint.load_optimizer(state, self.runtime, optimizer)
+            # Taken out again, or the optimizer would keep them among its hyperparameters.
             factor, clean_steps = (loaded["param_groups"][0].pop(key, None) for key in SCALE_KEYS)
             if self.loss_scale.dynamic and factor is not None:
                 self.loss_scale.factor, self.loss_scale.clean_steps = factor, clean_steps

@@ -61,6 +61,7 @@ class _Source:
 
     def _kept_of(self, buffer: int) -> list[tuple[int, int, torch.nn.Parameter]]:
         """First and last position of what this rank keeps of each parameter, in order."""
+        # One dtype a buffer, which the unpacking checks.
         (buckets,) = self._optimizer.gbuf_ranges[buffer].values()
         ranges = ((parameter, found["gbuf_world"]) for bucket in buckets for parameter, found in bucket["param_map"].items())
         return sorted(((world.start, world.end, parameter) for parameter, world in ranges), key=operator.itemgetter(0, 1))
@@ -116,6 +117,7 @@ class _Source:
             return
         _, missing = self._gathering.pop((parameter, state), (values, values.numel()))
         if missing > read:
+            # 8-bit blocks have one scale: half of a block cannot be stored.
             self._gathering[parameter, state] = values, missing - read
         else:
             adam.write_state(self._shard_of(parameter), state, values)
@@ -141,6 +143,7 @@ class StateStream:
     """The state of all distributed optimizers of a rank, for one save: outlines of it, and their values when they are asked for."""
 
     def __init__(self) -> None:
+        # One long tensor without memory, whose offsets tell all states of all optimizers apart.
         self._addresses = torch.empty(_ADDRESSES, dtype=torch.float32, device="meta")
         self._sources: list[_Source] = []
         self._places: list[_Place] = []  # in the order of their addresses
@@ -237,6 +240,7 @@ class StateStream:
         ours = tensor.untyped_storage()._cdata == self._addresses.untyped_storage()._cdata
         if not ours or not tensor.is_contiguous():
             raise CheckpointError(f"a tensor of shape {list(tensor.shape)} without memory is no state of an optimizer; a defect of megarl")
+        # The last place that begins at or before the address.
         return self._places[bisect.bisect_right(self._places, tensor.storage_offset(), key=operator.attrgetter("first")) - 1]
 
 
