@@ -24,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: runs with --all or in its --part only")
     config.addinivalue_line("markers", "sampled(cover, always): the default tier runs a sample of the cases")
     config.addinivalue_line("markers", "newest_megatron(**values): runs on the newest Megatron-Core as well, with these values")
+    if part := config.getoption("part"):
+        os.environ.update(tiers.PARTS[part].variables)
     # the processes of pytest-xdist inherit it: a commit during a run must not change the sample of some of them
     try:
         os.environ.setdefault(tiers.SEED_VARIABLE, str(tiers.sample_seed()))

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from megarl import env
+from tests.parts import MODEL_CLASS
 from tests.tables import read_table
 
 VOCABULARY = 101
@@ -205,6 +207,7 @@ def policy_config(model: Path | str, **changes: Any) -> dict[str, Any]:
     config, generation = base["policy"], changes.pop("generation", {})
     config |= {"model_name": str(model), "tokenizer": {"name": str(model)}}
     megatron = config["megatron_cfg"]
+    megatron["model_class"] = env.text(MODEL_CLASS) or None
     if "precision" in changes:
         megatron["optimizer"] |= {"bf16": changes["precision"] == "bfloat16", "fp16": changes["precision"] == "float16"}
     recompute = changes.pop("recompute", False)

@@ -14,11 +14,13 @@ import fnmatch
 import math
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 TESTS = Path(__file__).parent
 NEWEST, PIP_AUDIT, SLURM, TRITON, VLLM = "newest-megatron", "pip-audit", "slurm", "triton", "vllm"
+MODEL_CLASS = "MEGARL_TEST_MODEL_CLASS"
+"""Environment variable: ``policy.megatron_cfg.model_class`` of configurations that say nothing of it."""
 GPU_STACK, ITS_TURN = "newest-megatron", 3
 """Every third turn is that of the layouts on the Megatron-Core that GPU users get, of which the default tier runs nothing."""
 
@@ -34,6 +36,7 @@ class Part:
             ``TRITON`` or ``VLLM``; "" for nothing.
         share: (k, n) for every n-th case from the k-th on, where the files hold more than ten minutes; (0, 1) for all.
         spread: how pytest-xdist spreads it over processes; "no" where ranks fill the cores, or tests look at the whole machine.
+        variables: of the environment that it runs in.
     """
 
     what: str
@@ -41,6 +44,7 @@ class Part:
     needs: str = ""
     share: tuple[int, int] = (0, 1)
     spread: str = "loadfile"
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def has(self, path: Path) -> bool:
         """Whether a file's tests belong to it, or to another part with the same files and another share."""
@@ -83,6 +87,7 @@ PARTS: Mapping[str, Part] = {
     "launch": Part("launch scripts, with replacements for pip and Slurm", ("launch/*",)),
     "newest-converters": Part("converters on the newest Megatron-Core", ("unit/*",), NEWEST),
     GPU_STACK: Part("layouts on the newest Megatron-Core", DISTRIBUTED, NEWEST, spread="no"),
+    "newest-hybrid": Part("the same with its HybridModel", DISTRIBUTED, NEWEST, spread="no", variables={MODEL_CLASS: "hybrid"}),
 }
 
 

@@ -278,6 +278,16 @@ class MegatronConfig(TypedDict):
             ),
         ]
     ]
+    model_class: NotRequired[
+        Annotated[
+            Literal["gpt", "hybrid"] | None,
+            Key(
+                "Megatron-Core's class of the model: ``gpt`` its GPTModel, ``hybrid`` the HybridModel that takes its place, from release "
+                "0.19.2 on; null for GPTModel, and HybridModel where there is none. Checkpoints are the same.",
+                default=None,
+            ),
+        ]
+    ]
     tensor_model_parallel_size: NotRequired[Annotated[int, Key("ranks that share one layer.", AT_LEAST_1, default=1)]]
     pipeline_model_parallel_size: NotRequired[Annotated[int, Key("stages the layers are divided into.", AT_LEAST_1, default=1)]]
     virtual_pipeline_model_parallel_size: NotRequired[

@@ -27,7 +27,7 @@ ROOM = Room("versions")
 SHOWN = ("torch", "megatron-core", "transformers", "ray")
 """Packages that are always shown; the others only where they fall short."""
 DEPRECATES_GPT_MODEL = Version("0.19")
-GPT_MODEL = " (deprecates its GPTModel, which megarl is built on; it works, and megarl takes no version without it)"
+GPT_MODEL = " (deprecates its GPTModel, which works; policy.megatron_cfg.model_class: hybrid trains the HybridModel that takes its place)"
 _SLURM_S = 20.0
 
 

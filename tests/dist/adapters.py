@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import yaml
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -73,6 +74,8 @@ def put_beside(model: torch.nn.Module, rank: int, alpha: float, blocks: Sequence
     """Give every linear layer of some blocks of a layer an adapter."""
     for layer in [module for module in model.modules() if isinstance(module, TransformerLayer)]:
         for module, name in [(getattr(layer, block), name) for block in blocks for name in PLACES[block]]:
+            if isinstance(module, IdentityOp):
+                continue  # of a HybridModel, whose layers have one of the blocks each
             base = getattr(module, name)
             setattr(module, name, WithAdapter(base, Adapter(base, rank, alpha, gated=name == "linear_fc1")))
 

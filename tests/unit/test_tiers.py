@@ -144,7 +144,8 @@ def test_every_file_of_tests_is_in_one_part_and_every_part_has_files() -> None:
         own = [path for path in files if part.needs == NEWEST or tiers.part_of(path).files == part.files]
         assert any(map(part.has, own)), name
         first, every = part.share
-        alike = sorted(other.share for other in PARTS.values() if (other.files, other.needs) == (part.files, part.needs))
+        own = (part.files, part.needs, part.variables)
+        alike = sorted(other.share for other in PARTS.values() if (other.files, other.needs, other.variables) == own)
         assert alike == [(number, every) for number in range(every)] and (first, every) in alike, name
 
 

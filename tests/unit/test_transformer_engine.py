@@ -107,7 +107,7 @@ def test_one_that_is_not_wanted_is_not_tried(installed: Write, monkeypatch: pyte
     """Its layers may end the process, which is why somebody does not want it."""
     installed("", FAILS)
     assert not uses_it(False)
-    monkeypatch.setattr(specs, "_layers_of_chunk", lambda config, chunk: [0])
+    monkeypatch.setattr(specs, "_layers_of_chunk", lambda config, chunk, stage: [0])
     specs.decoder_spec(TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, normalization="RMSNorm"), None, fused=False)
     assert subject.try_it.cache_info().misses == 0
 
@@ -166,7 +166,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-specs._layers_of_chunk = lambda config, chunk: [0, 1]
+specs._layers_of_chunk = lambda config, chunk, stage: [0, 1]
 config = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, normalization="RMSNorm")
 policy = {"precision": "float32", "megatron_cfg": {"transformer_engine": "auto"}}
 fused = transformer_engine.uses_transformer_engine(policy, has_experts=False)

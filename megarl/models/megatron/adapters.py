@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -237,7 +237,7 @@ class Adapters:
         self._first = FirstFactors(settings, self.adapted, seed)
         self._by_weight: dict[str, Adapter] = {}
 
-    def put_beside(self, chunks: Sequence[GPTModel]) -> None:
+    def put_beside(self, chunks: Sequence[LanguageModule]) -> None:
         """Give layers their adapters, and let nothing else be trained. A collective over the world.
 
         Raises:

@@ -284,7 +284,7 @@ class MegatronBackend:
 
     @property
     def stages(self) -> list[Any]:
-        """The bare GPTModel of each chunk of this pipeline stage."""
+        """The bare model of each chunk of this pipeline stage."""
         return [chunk.module for chunk in self.chunks]
 
     @property

@@ -1,22 +1,26 @@
-"""Builds this worker's part of the model: Megatron's GPTModel for each chunk of its pipeline stage, wrapped for data parallelism."""
+"""Builds this worker's part of the model: a GPTModel or HybridModel of Megatron for each chunk of its pipeline stage, wrapped for data
+parallelism."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron import core
 from megatron.core.distributed import DistributedDataParallel, distributed_data_parallel
 from megatron.core.distributed.param_and_grad_buffer import partition_buckets
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from converters.mapping.rule import is_expert
@@ -25,6 +29,7 @@ from converters.model_config.megatron_settings import megatron_settings
 from megarl.config.arithmetic import padded_vocabulary
 from megarl.config.backend import scores
 from megarl.config.policy import PolicyConfig
+from megarl.errors import ConfigError, Violation
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.microbatches import round_up
 from megarl.models.megatron.latent_attention import set_latent_norm_epsilon, share_rotary_tables
@@ -36,7 +41,7 @@ from megarl.models.megatron.transformer_engine import uses_transformer_engine
 from megarl.patched import patched
 
 
-def build_chunks(policy: PolicyConfig, architecture: Architecture, groups: ParallelGroups) -> list[GPTModel]:
+def build_chunks(policy: PolicyConfig, architecture: Architecture, groups: ParallelGroups) -> list[LanguageModule]:
     """The uninitialised model chunks of this pipeline stage (one, unless the pipeline is interleaved) on the current device; weights have
     to be loaded before anything else. A collective over the world.
 
@@ -51,19 +56,17 @@ def build_chunks(policy: PolicyConfig, architecture: Architecture, groups: Paral
     options = settings.model
     # Megatron-Core wants equal rows on all ranks; the added ones are in no softmax (VocabularyShard).
     options["vocab_size"] = padded_vocabulary(architecture.vocab_size, groups.tensor_size)
+    make = _maker(policy["megatron_cfg"]["model_class"])
     count = config.virtual_pipeline_model_parallel_size or 1
     with _tables_in_equal_parts(groups.context_size), _output_layers_that_add_apart():
         chunks = [
-            GPTModel(
-                config=config,
-                transformer_layer_spec=decoder_spec(config, chunk if count > 1 else None, fused=fused),
+            make(
+                config,
+                chunk if count > 1 else None,
+                decoder_spec(config, chunk if count > 1 else None, fused=fused),
+                options,
                 pre_process=groups.is_first_stage and chunk == 0,
                 post_process=groups.is_last_stage and chunk == count - 1,
-                # Logits stay divided over the vocabulary: gathered they would be the largest tensor of the
-                # step.
-                parallel_output=True,
-                vp_stage=chunk if count > 1 else None,
-                **options,
             )
             for chunk in range(count)
         ]
@@ -88,6 +91,49 @@ def build_chunks(policy: PolicyConfig, architecture: Architecture, groups: Paral
             for parameter in router.parameters():
                 parameter.requires_grad_(False)
     return chunks
+
+
+_MODEL_CLASSES = {"gpt": ("GPTModel", "gpt.gpt_model"), "hybrid": ("HybridModel", "hybrid.hybrid_model")}
+"""Megatron-Core's classes of language models, each with its module, by values of ``policy.megatron_cfg.model_class``."""
+
+
+def _maker(chosen: str | None) -> Callable[..., LanguageModule]:
+    """The function that makes a model chunk of the class that is chosen: ``_gpt_model``, or ``megarl.models.megatron.hybrid.hybrid_model``.
+
+    Raises:
+        ConfigError: this Megatron-Core lacks the class.
+    """
+    if chosen is None:
+        chosen = "gpt" if _has("gpt") else "hybrid"
+    elif not _has(chosen):
+        bound = f"Megatron-Core {core.__version__} has no {_MODEL_CLASSES[chosen][0]}"
+        fix = "write hybrid or null"
+        if chosen == "hybrid":
+            fix = "write gpt or null, or install megatron-core 0.19.2 or newer, for Python 3.12"
+        raise ConfigError([Violation("policy.megatron_cfg.model_class", chosen, bound, fix)])
+    if chosen == "gpt":
+        return _gpt_model
+    # is built on modules that Megatron-Core 0.16 lacks
+    from megarl.models.megatron.hybrid import hybrid_model
+
+    return hybrid_model
+
+
+def _has(chosen: str) -> bool:
+    try:
+        return importlib.util.find_spec(f"megatron.core.models.{_MODEL_CLASSES[chosen][1]}") is not None
+    except ModuleNotFoundError:  # its package is absent too
+        return False
+
+
+def _gpt_model(
+    config: TransformerConfig, chunk: int | None, layers: TransformerBlockSubmodules, options: Mapping[str, Any], **ends: Any
+) -> LanguageModule:
+    """See ``hybrid_model``."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    # Logits stay divided over the vocabulary: gathered they would be the largest tensor of the step.
+    return GPTModel(config=config, transformer_layer_spec=layers, parallel_output=True, vp_stage=chunk, **ends, **options)
 
 
 @contextlib.contextmanager
@@ -194,7 +240,7 @@ class Float32Product(torch.autograd.Function):
         return of_tokens, of_weight
 
 
-def scale_rotary_like_llama3(model: GPTModel, scaling: Mapping[str, Any] | None) -> None:
+def scale_rotary_like_llama3(model: LanguageModule, scaling: Mapping[str, Any] | None) -> None:
     """Scale the rotary frequencies of a model that was built without scaling, before its first pass; None leaves them alone.
 
     Args:
@@ -245,7 +291,7 @@ def _groups_of_one_type(buffers: Sequence[Any], *arguments: Any, **options: Any)
     return groups
 
 
-def wrap_for_data_parallel(chunks: Sequence[GPTModel], policy: PolicyConfig, groups: ParallelGroups) -> list[DistributedDataParallel]:
+def wrap_for_data_parallel(chunks: Sequence[LanguageModule], policy: PolicyConfig, groups: ParallelGroups) -> list[DistributedDataParallel]:
     """``chunks`` with Megatron's gradient and parameter buffers; their config learns how the schedules have to synchronise gradients."""
     config: TransformerConfig = chunks[0].config
     distribution = ddp_config(policy, groups.data_size * groups.context_size)

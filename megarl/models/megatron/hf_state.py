@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from converters.checkpoint.source import HuggingFaceSource
 from converters.mapping.rule import is_expert, shift_expert
@@ -31,13 +31,14 @@ _LAYERS = "decoder.layers."
 _CORRECTION_BIAS = "mlp.router.expert_bias"
 
 
-def global_names(model: GPTModel, experts: ExpertGroups) -> dict[str, str]:
-    """A model chunk's parameter names, mapped to the names they have in a model without pipeline stages and expert parallelism; with them
-    the biases that correct the choice of experts, which Megatron keeps as buffers."""
+def global_names(model: LanguageModule, experts: ExpertGroups) -> dict[str, str]:
+    """A model chunk's parameter names, mapped to the names they have in a GPTModel without pipeline stages and expert parallelism; with
+    them the biases that correct the choice of experts, which Megatron keeps as buffers."""
     first_expert = experts.model_rank * ((model.config.num_moe_experts or 0) // experts.model_size)
     names = {}
     for local, _ in _tensors_of(model):
-        name = local
+        # a HybridModel's
+        name = local.replace("decoder.final_norm.", "decoder.final_layernorm.")
         if local.startswith(_LAYERS):
             index, rest = local[len(_LAYERS) :].split(".", 1)
             layer = model.decoder.layers[int(index)]
@@ -46,12 +47,12 @@ def global_names(model: GPTModel, experts: ExpertGroups) -> dict[str, str]:
     return names
 
 
-def _tensors_of(model: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_of(model: LanguageModule) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(_CORRECTION_BIAS))
 
 
-def places_of(chunks: Sequence[GPTModel], experts: ExpertGroups) -> Iterator[tuple[str, TensorPlace]]:
+def places_of(chunks: Sequence[LanguageModule], experts: ExpertGroups) -> Iterator[tuple[str, TensorPlace]]:
     """Return where the tensors of ``parameters_of`` that are the model's own are kept, whichever tensors that may be later."""
     for chunk in chunks:
         for local, name in global_names(chunk, experts).items():
@@ -62,7 +63,7 @@ def places_of(chunks: Sequence[GPTModel], experts: ExpertGroups) -> Iterator[tup
             yield name, (module._parameters if key in module._parameters else module._buffers, key)
 
 
-def parameters_of(chunks: Sequence[GPTModel], experts: ExpertGroups) -> Iterator[tuple[str, torch.Tensor]]:
+def parameters_of(chunks: Sequence[LanguageModule], experts: ExpertGroups) -> Iterator[tuple[str, torch.Tensor]]:
     """This rank's parameters, and such buffers as checkpoints have, by the names they have in a model without pipeline stages and expert
     parallelism."""
     for chunk in chunks:
@@ -73,7 +74,7 @@ def parameters_of(chunks: Sequence[GPTModel], experts: ExpertGroups) -> Iterator
 
 @torch.no_grad()
 def load_from_hf(
-    chunks: Sequence[GPTModel], source: HuggingFaceSource, architecture: Architecture, groups: ParallelGroups, experts: ExpertGroups
+    chunks: Sequence[LanguageModule], source: HuggingFaceSource, architecture: Architecture, groups: ParallelGroups, experts: ExpertGroups
 ) -> None:
     """Fill every parameter of this stage from ``source``. A collective over the world.
 

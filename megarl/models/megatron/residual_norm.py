@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.models.megatron import settings
@@ -126,12 +126,16 @@ def joins_norms(config: TransformerConfig, *, fused: bool) -> bool:
     return settings.compiles() and not fused and "layernorm" not in (config.recompute_modules or ())
 
 
-def join_norms(chunks: Sequence[GPTModel]) -> None:
+def join_norms(chunks: Sequence[LanguageModule]) -> None:
     """Let each sum of the layers make the norm that comes next in its chunk."""
     for chunk in chunks:
-        layers, last = list(chunk.decoder.layers), getattr(chunk.decoder, "final_layernorm", None)
-        for layer in layers:
-            layer.self_attn_bda = JoinedAdd(layer.pre_mlp_layernorm)
-        following = [after.input_layernorm for _, after in pairwise(layers)]
-        for layer, norm in zip(layers, [*following, *([] if last is None else [last])], strict=False):
-            layer.mlp_bda = JoinedAdd(norm)
+        sums = [
+            (layer, name, norm)
+            for layer in chunk.decoder.layers
+            for name, norm in (("self_attn_bda", layer.input_layernorm), ("mlp_bda", layer.pre_mlp_layernorm))
+            if not isinstance(norm, IdentityOp)
+        ]
+        last = getattr(chunk.decoder, "final_layernorm", None) or getattr(chunk.decoder, "final_norm", None)
+        following = [norm for _, _, norm in sums[1:]] + ([] if last is None else [last])
+        for (layer, name, _), norm in zip(sums, following, strict=False):
+            setattr(layer, name, JoinedAdd(norm))

@@ -270,13 +270,17 @@ def _portable_layer(config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
     )
 
 
-def _layers_of_chunk(config: TransformerConfig, chunk: int | None) -> list[int]:
-    """Indices, over the whole model, of the layers of one model chunk of this pipeline stage."""
+def _layers_of_chunk(config: TransformerConfig, chunk: int | None, stage: int | None) -> list[int]:
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
-        return list(layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=chunk))
-    first = get_transformer_layer_offset(config, vp_stage=chunk)
-    return list(range(first, first + get_num_layers_to_build(config, vp_stage=chunk)))
+        return list(layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=chunk, pp_rank=stage))
+    first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
+    return list(range(first, first + get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)))
+
+
+def kinds_of_chunk(config: TransformerConfig, chunk: int | None, stage: int | None = None) -> list[LayerKind]:
+    """Kinds of the layers of one model chunk (None where a stage is one chunk) of a pipeline stage, by default of this rank's."""
+    return [_kind_of(config, layer) for layer in _layers_of_chunk(config, chunk, stage)]
 
 
 def _kind_of(config: TransformerConfig, layer: int) -> LayerKind:
@@ -291,7 +295,7 @@ def _kind_of(config: TransformerConfig, layer: int) -> LayerKind:
 
 def decoder_spec(config: TransformerConfig, chunk: int | None, *, fused: bool) -> TransformerBlockSubmodules:
     """The layers of one model chunk of this pipeline stage; None where a stage is one chunk. ``fused``: those of Transformer Engine."""
-    kinds = [_kind_of(config, layer) for layer in _layers_of_chunk(config, chunk)]
+    kinds = kinds_of_chunk(config, chunk)
     if fused:
         logger.info("layer spec: Transformer Engine")
         # Megatron-Core's own, in which only router and attention are replaced, so that fusions of new

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from converters.errors import ConversionError
 from converters.mapping.layouts import ShardLayout, shard_layout
@@ -344,7 +344,7 @@ class WeightStream:
 
     def __init__(
         self,
-        chunks: Sequence[GPTModel],
+        chunks: Sequence[LanguageModule],
         architecture: Architecture,
         groups: ParallelGroups,
         experts: ExpertGroups,

@@ -1,0 +1,145 @@
+"""Megatron-Core's HybridModel, which takes GPTModel's place, with GPTModel's names of parameters and checkpoints.
+
+The decoder of a HybridModel is a row of half layers by the symbols of a pattern: those that mix tokens, and those with an MLP or experts.
+Each layer of a model is two of them here, cut from the layer spec that GPTModel has, and both count as that layer: whatever goes by the
+numbers and names of layers (mapping rules, windows, caches, records of routers, checkpoints) is the same for both classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import sharded_state_dict_default
+
+from converters.model_config.layer_kind import LayerKind
+from megarl.models.megatron.specs import kinds_of_chunk
+from megarl.patched import patched
+
+_MIXERS = {
+    "attention": (Symbols.ATTENTION, "attention_layer"),
+    "latent": (Symbols.MLA, "mla_layer"),
+    "gated_delta": (Symbols.GDN, "gdn_layer"),
+}
+"""By ``LayerKind.mixer``: the symbol of a half layer, and the name of its spec."""
+_MLP, _EXPERTS = (Symbols.MLP, "mlp_layer"), (Symbols.MOE, "moe_layer")
+
+
+class HalfLayer(TransformerLayer):
+    """The mixer of tokens of a layer, or the MLP behind it, with the number of the layer."""
+
+    def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int, **options: Any) -> None:
+        super().__init__(config, submodules, (layer_number + 1) // 2, **options)
+        if isinstance(self.mlp, IdentityOp):
+            self.recompute_mlp = False
+
+
+class Decoder(HybridStack):
+    """A ``HybridStack`` of half layers, whose checkpoints are those of GPTModel's decoder."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = None, metadata: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """All of it, by local names; the tensors have GPTModel's names, with layers of one form in one tensor as there."""
+        config = self.config
+        apart = bool((metadata or {}).get("non_homogeneous_layers"))
+        apart = apart or isinstance(config.moe_layer_freq, list) or isinstance(config.linear_attention_freq, list)
+        sharded: dict[str, Any] = {}
+        for index, layer in enumerate(self.layers):
+            local, number = f"{prefix}layers.{index}.", layer.layer_number - 1
+            half = layer.sharded_state_dict(local, () if apart else ((0, number, config.num_layers),), metadata)
+            replace_prefix_for_sharding(half, local, f"{prefix}layers.{number}." if apart else f"{prefix}layers.")
+            sharded |= half
+        if self.post_process:
+            norm = sharded_state_dict_default(self.final_norm, f"{prefix}final_norm.", (), metadata, tp_group=self.tp_group)
+            replace_prefix_for_sharding(norm, f"{prefix}final_norm.", f"{prefix}final_layernorm.")
+            sharded |= norm
+        return sharded
+
+
+class LayeredModel(HybridModel):
+    """A HybridModel where GPTModel does more."""
+
+    def forward(self, *arguments: Any, padding_mask: torch.Tensor | None = None, **options: Any) -> Any:
+        """See ``HybridModel``. ``padding_mask`` is cut over the sequence by the first chunk, as GPTModel does it."""
+        if padding_mask is not None and self.pre_process and self.config.sequence_parallel:
+            padding_mask = scatter_to_sequence_parallel_region(padding_mask.t().contiguous(), group=self.pg_collection.tp).t().contiguous()
+        return super().forward(*arguments, padding_mask=padding_mask, **options)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """All of it, but for the output layer's extra state, which is empty, and in no checkpoint of GPTModel."""
+        sharded: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        sharded.pop(f"{prefix}output_layer._extra_state", None)
+        return sharded
+
+
+def hybrid_model(
+    config: TransformerConfig, chunk: int | None, layers: TransformerBlockSubmodules, options: Mapping[str, Any], **ends: Any
+) -> HybridModel:
+    """One model chunk of this pipeline stage.
+
+    Args:
+        config: of the model.
+        chunk: its number; None where a stage is one chunk.
+        layers: GPTModel's layer specs of the chunk.
+        options: keyword arguments of GPTModel.
+        ends: ``pre_process`` and ``post_process``, as GPTModel takes them.
+    """
+    options = dict(options)
+    # it has no arguments for it
+    scaled, factor = options.pop("rope_scaling", False), options.pop("rope_scaling_factor", None)
+    # the bars of a pattern say it, and it takes one or the other
+    uneven = [(config, f"num_layers_in_{end}_pipeline_stage", None) for end in ("first", "last")]
+    pattern = _pattern(config)
+    if config.recompute_num_layers is not None:
+        config.recompute_num_layers = 2  # the halves of one layer
+    stack = ModuleSpec(module=Decoder, submodules=_submodules(kinds_of_chunk(config, chunk), layers.layer_specs))
+    # whatever its spec says, its last norm is Transformer Engine's
+    with patched(*uneven, (hybrid_block, "TENorm", layers.layer_norm)):
+        model = LayeredModel(
+            config=config, hybrid_stack_spec=stack, hybrid_layer_pattern=pattern, parallel_output=True, vp_stage=chunk, **ends, **options
+        )
+    if scaled:
+        model.rotary_pos_emb.inv_freq = model.rotary_pos_emb._apply_scaling(model.rotary_pos_emb.inv_freq, factor=factor)
+    return model
+
+
+def _pattern(config: TransformerConfig) -> str:
+    """The symbols of all half layers, with a bar between chunks, those of the first chunks of all stages before those of the second."""
+    chunks = config.virtual_pipeline_model_parallel_size
+    of_chunks = [
+        kinds_of_chunk(config, chunk, stage)
+        for chunk in ([None] if chunks is None else range(chunks))
+        for stage in range(config.pipeline_model_parallel_size)
+    ]
+    return Symbols.PIPE.join("".join(symbol for kind in kinds for symbol, _ in _halves(kind)) for kinds in of_chunks)
+
+
+def _halves(kind: LayerKind) -> tuple[tuple[str, str], tuple[str, str]]:
+    return _MIXERS[kind.mixer], _EXPERTS if kind.sparse else _MLP
+
+
+def _submodules(kinds: Sequence[LayerKind], layers: Sequence[ModuleSpec]) -> HybridStackSubmodules:
+    """The specs of the half layers of some layers."""
+    specs: dict[str, ModuleSpec] = {}
+    for kind, layer in zip(kinds, layers, strict=True):
+        (_, mixer), (_, mlp) = _halves(kind)
+        parts = layer.submodules
+        first = replace(parts, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
+        second = replace(parts, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp)
+        specs[mixer] = ModuleSpec(module=HalfLayer, submodules=first)
+        specs[mlp] = ModuleSpec(module=HalfLayer, submodules=second)
+    return HybridStackSubmodules(**specs)
