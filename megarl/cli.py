@@ -101,7 +101,7 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     evaluate = commands.add_parser(
         "eval",
         help="evaluate a model or a checkpoint on the validation sets of a configuration",
-        usage="megarl eval CONFIG [key=value ...] [--with FILE] [--model DIR | --checkpoint DIR] [--json FILE] [--dry-run]",
+        usage="megarl eval CONFIG [key=value ...] [--with FILE] [--model DIR] [--adapter DIR | --checkpoint DIR] [--json FILE] [--dry-run]",
         description="Sample and score responses to the validation sets of a configuration, without a trainer: no optimizer, no reference "
         "policy, no training data. The figures are those that a run of it logs for these weights, to the last digit where it generates on "
         "the same ranks by the same engine.",
@@ -111,9 +111,9 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     evaluate.set_defaults(parser=evaluate)
     evaluate.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or the name of a recipe (megarl recipes)")
     add_layers(evaluate)
-    weights = evaluate.add_mutually_exclusive_group()
-    weights.add_argument("--model", metavar="DIR", help="evaluate this Hugging Face model in place of policy.model_name")
-    weights.add_argument("--checkpoint", metavar="DIR", type=Path, help="take the weights of this checkpoint of a run, a directory step_N")
+    evaluate.add_argument("--model", metavar="DIR", help="evaluate this Hugging Face model in place of policy.model_name")
+    evaluate.add_argument("--adapter", metavar="DIR", help="merge this LoRA adapter, a directory of PEFT, into the model as it is read")
+    evaluate.add_argument("--checkpoint", metavar="DIR", type=Path, help="take the weights of this checkpoint of a run, a directory step_N")
     evaluate.add_argument(
         "--json", metavar="FILE", type=Path, help="write the result there (default evaluations/NAME.json in the run's directory)"
     )
@@ -280,6 +280,8 @@ def _refuse_combinations(parser: argparse.ArgumentParser, arguments: argparse.Na
     """Exit with a message where arguments do not go together."""
     if arguments.command == "train" and arguments.data and not arguments.dry_run:
         parser.error("--data goes with --dry-run; a run reads its data anyway")
+    if arguments.command == "eval" and arguments.checkpoint is not None and (arguments.model or arguments.adapter):
+        parser.error("--checkpoint has the weights of a whole run: give it alone, or --model and --adapter")
     if arguments.command == "samples" and arguments.number < 1:
         parser.error(f"--number {arguments.number} is below 1")
     if arguments.command == "doctor" and arguments.nodes and arguments.transformer_engine:
@@ -477,6 +479,9 @@ def _train(arguments: argparse.Namespace) -> int:
 def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluate a model on the validation sets of a configuration."""
     chosen = [] if arguments.model is None else [f"policy.model_name={json.dumps(arguments.model)}"]
+    if arguments.adapter is not None:
+        # whatever the configuration would train: only the sum is evaluated
+        chosen += ["policy.peft=null", f"policy.merged_adapter={json.dumps(arguments.adapter)}"]
     config = load_arguments(arguments, chosen)
     from megarl.observe.progress import ProgressConsole, progress_shown
     from megarl.run.evaluate import run

@@ -97,7 +97,9 @@ class LoraAdapter:
         """Changes when its files do."""
         return identity_of(self.source.files())
 
-    def merge(self, name: str, rows: Tensor, start: int, dtype: torch.dtype | None = None) -> Tensor:
+    def merge(
+        self, name: str, rows: Tensor, start: int, dtype: torch.dtype | None = None, columns: tuple[int, int] | None = None
+    ) -> Tensor:
         """Return rows of a base tensor with the adapter in them.
 
         Args:
@@ -105,6 +107,8 @@ class LoraAdapter:
             rows: [n, columns], of the base, from row ``start`` on.
             start: the first row.
             dtype: of the result; that of ``rows`` if None.
+            columns: the first one of ``rows`` and the one behind the last, of a tensor that has factors; None
+                for all.
         """
         if name in self.replaced:
             # rounded once where the adapter's dtype is wider than the base's
@@ -119,6 +123,8 @@ class LoraAdapter:
             up, down = self._of_expert(factors, factors.place, start, stop)
         else:
             up, down = self._read(factors.up, rows=(start, stop)), self._read(factors.down)
+        if columns is not None:
+            down = down[:, slice(*columns)].contiguous()
         merged, wide = torch.empty(rows.shape, dtype=dtype or rows.dtype), torch.promote_types(rows.dtype, torch.float32)
         step = max(1, _BLOCK_ELEMENTS // max(1, rows.shape[1]))
         for begin in range(0, rows.shape[0], step):

@@ -103,6 +103,9 @@ def complete_policy(policy: Mapping[str, Any]) -> PolicyConfig:
         # 0 is Megatron's word for no clipping, null that of the other backends.
         filled["max_grad_norm"] = optimizer["clip_grad"] or None
     filled = _filled(filled, PolicyConfig)
+    if isinstance(filled["merged_adapter"], str):
+        # workers may run in another directory
+        filled["merged_adapter"] = str(Path(filled["merged_adapter"]).expanduser().absolute())
     if isinstance(filled["generation"], dict):
         itself = "megatron" if _section(filled, "megatron_cfg").get("enabled") is True else "hf"
         filled["generation"] = fill(filled["generation"], {"backend": itself, **defaults_of(GenerationConfig)})

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 POLICY: Final = "policy"
 _OF_POLICY = re.compile(rf"\b{POLICY}(?=\.\w|\[)")
 # Keys that say what a model is for.
-_NOT_INHERITED = ("generation", "generation_batch_size", "reward_model_cfg", "peft")
+_NOT_INHERITED = ("generation", "generation_batch_size", "reward_model_cfg", "peft", "merged_adapter")
 
 
 def model_sections(config: Mapping[str, Any]) -> dict[str, ModelSection]:

@@ -578,6 +578,16 @@ class PolicyConfig(TypedDict):
         Annotated[RewardModelConfig | None, Key("a model that scores; null or absent for a language model.", default=None)]
     ]
     peft: NotRequired[Annotated[PeftConfig | None, Key("low-rank adapters; null or absent trains all weights.", default=None)]]
+    merged_adapter: NotRequired[
+        Annotated[
+            str | None,
+            Key(
+                "directory of a LoRA adapter, of PEFT or of Megatron-Bridge, that is merged into the weights of ``model_name`` as they are "
+                "read; the model is then their sum (``megarl eval --adapter``). null for none.",
+                default=None,
+            ),
+        ]
+    ]
     dtensor_cfg: NotRequired[Annotated[DTensorConfig, Key("the DTensor/FSDP2 backend.", default={"enabled": False})]]
     megatron_cfg: NotRequired[Annotated[MegatronConfig, Key("the Megatron-Core backend.", default={"enabled": False})]]
     dynamic_batching: NotRequired[Annotated[DynamicBatchingConfig, Key("micro-batches by length.", default={"enabled": False})]]

@@ -93,6 +93,7 @@ def evaluate(
     reward: Any = None,
     *,
     algorithm: str = "grpo",
+    adapter: str | os.PathLike[str] | None = None,
     backend: Backend = "megatron",
     progress: bool = True,
     **overrides: Any,
@@ -104,6 +105,7 @@ def evaluate(
         data: prompts with reference answers, in any form that ``train`` takes.
         reward: as of ``train``.
         algorithm: ``grpo``, or a recipe whose settings of generation are taken.
+        adapter: directory of a LoRA adapter (PEFT) that is merged into the model.
         backend: as of ``train``.
         progress: show what the command prints.
         overrides: as of ``train``; ``val_num_generations_per_prompt=8`` samples eight responses a prompt.
@@ -119,6 +121,7 @@ def evaluate(
         with prepared as (call, directory):
             result = directory / "result.json"
             words = ["eval", str(directory / _CALL), "--json", str(result)]
+            words += [] if adapter is None else ["--adapter", os.fspath(adapter)]
             code, text = run_command(words, call.given, shows=progress)
             if code:
                 raise error_of(code, call.in_arguments(text))

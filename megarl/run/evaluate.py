@@ -182,6 +182,7 @@ def _weights_of(config: RunConfig, weights: ResumePoint) -> dict[str, Any]:
     model = config["policy"]["model_name"]
     return {
         "model": str(Path(model).absolute()) if Path(model).is_dir() else model,
+        "adapter": config["policy"]["merged_adapter"],
         "checkpoint": None if weights.checkpoint is None else str(weights.checkpoint),
         "step": None if weights.checkpoint is None else weights.step,
     }
@@ -201,8 +202,8 @@ def result_path(config: RunConfig, weights: ResumePoint) -> Path:
     Where that file has a result of other weights, of other sets or of another way to sample them, ``step_40-2.json`` or the next name
     without such a result: what is measured again replaces what was measured before, and nothing else.
     """
-    model = config["policy"]["model_name"]
-    name = f"step_{weights.step}" if weights.checkpoint is not None else Path(model).name
+    named = config["policy"]["merged_adapter"] or config["policy"]["model_name"]
+    name = f"step_{weights.step}" if weights.checkpoint is not None else Path(named).name
     directory = Path(config["run_dir"]) / DIRECTORY
     of_this = {**_weights_of(config, weights), "sets": {plan.name: _sampling_of(plan) for plan in set_plans(config)}}
     paths = itertools.chain([directory / f"{name}.json"], (directory / f"{name}-{number}.json" for number in itertools.count(2)))
@@ -213,7 +214,7 @@ def _is_result_of(path: Path, of_this: Mapping[str, Any]) -> bool:
     """Whether a file has a result of these weights, sets and ways to sample them."""
     try:
         found = json.loads(path.read_bytes())
-        same_weights = all(found[key] == value for key, value in of_this.items() if key != "sets")
+        same_weights = all(found.get(key) == value for key, value in of_this.items() if key != "sets")
         sets = {name: {key: figures[key] for key in of_this["sets"][name]} for name, figures in found["sets"].items()}
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return False
@@ -222,7 +223,7 @@ def _is_result_of(path: Path, of_this: Mapping[str, Any]) -> bool:
 
 def result_table(result: Mapping[str, Any]) -> Table:
     """The figures of each set of ``result_of``, one a row."""
-    table = Table(title=f"{result['checkpoint'] or result['model']}: {result['seconds']:.1f} s")
+    table = Table(title=f"{result['checkpoint'] or result['adapter'] or result['model']}: {result['seconds']:.1f} s")
     for heading in ("set", "answers", "unscored", "k", "mean@k", "± 95 %", "pass@k", "majority@k", "truncated", "tokens"):
         table.add_column(heading, justify="left" if heading == "set" else "right", overflow="fold", min_width=len(heading))
     for name, found in result["sets"].items():
@@ -274,6 +275,7 @@ def _describe(config: RunConfig, weights: ResumePoint, path: Path, console: Cons
     facts = {
         "model": seen["policy"]["model_name"],
         "weights": "of the model" if weights.checkpoint is None else f"of {weights.checkpoint}",
+        **({} if config["policy"]["merged_adapter"] is None else {"adapter": seen["policy"]["merged_adapter"]}),
         "generates": "the policy itself" if kind is None else kind.title,
         "result": path,
     }

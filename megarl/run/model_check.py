@@ -58,7 +58,26 @@ def check_model(policy: PolicyConfig) -> int:
     """
     directory = locate_source(policy["model_name"])
     source = HuggingFaceSource(directory)
-    return _check(policy, _plain_file(directory / "config.json"), lambda: _read_config(policy, directory), source)
+    size = _check(policy, _plain_file(directory / "config.json"), lambda: _read_config(policy, directory), source)
+    if policy["merged_adapter"] is not None:
+        _check_adapter(policy)
+    return size
+
+
+def _check_adapter(policy: PolicyConfig) -> None:
+    """Refuse an adapter that does not fit its model, or that brings the base's embeddings and was trained beside others.
+
+    Raises:
+        ConversionError: with everything that does not fit.
+    """
+    from converters.adapters.adapted_source import AdaptedSource
+    from megarl.models.engine.model_weights import open_weights
+
+    source = open_weights(policy)
+    assert isinstance(source, AdaptedSource)
+    source.require_own_base()
+    said = source.adapter.source.raw_config.get("base_model_name_or_path")
+    logger.info("%s changes %d tensors of the model; it was trained beside %s", policy["merged_adapter"], len(source.adapter.changed), said)
 
 
 def check_model_on_disk(policy: PolicyConfig) -> None:

@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import megarl
 from tests.system.whole_runs import CONFIGS, LONGEST_WAIT_S, ROOT, Material, make_material, read_rows, write_config
 from tests.tiers import slow
 
@@ -71,3 +75,50 @@ def test_a_checkpoint_and_its_export_have_the_figures_of_the_run(backend: str, m
         assert result["metrics"] == logged
         assert (result["checkpoint"], result["step"]) == ((str(checkpoint), 2) if weights[0] == "--checkpoint" else (None, None))
     assert len(read_rows(run_dir)) == 2, "an evaluation logs nothing into the run"
+
+
+@pytest.fixture(scope="module")
+def adapted(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with an adapter as PEFT writes one, and the model that PEFT merges with it."""
+    directory = tmp_path_factory.mktemp("adapted")
+    torch.manual_seed(2)
+    base = AutoModelForCausalLM.from_pretrained(material.taught, dtype=torch.float32)
+    changed: Any = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=r".*(q|v|o|up)_proj", rank_pattern={"o_proj": 2}))
+    with torch.no_grad():
+        for name, parameter in changed.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape) * 0.1)
+    changed.save_pretrained(directory / "adapter")
+    changed.merge_and_unload().save_pretrained(directory / "merged")
+    AutoTokenizer.from_pretrained(material.taught).save_pretrained(directory / "merged")
+    return directory
+
+
+@slow
+def test_an_adapter_has_the_figures_of_the_model_that_peft_merges(material: Material, adapted: Path, tmp_path: Path) -> None:
+    config = str(with_two_sets(tmp_path / "grpo.yaml", material))
+    options = [config, "--with", str(CONFIGS / "megatron.yaml"), f"run_dir={tmp_path / 'run'}", "policy.train_micro_batch_size=4"]
+    weights = {"base": [], "merged": ["--model", str(adapted / "merged")], "adapter": ["--adapter", str(adapted / "adapter")]}
+    found = {}
+    for name, chosen in weights.items():
+        program("eval", *options, *chosen, "--json", str(tmp_path / f"{name}.json"))
+        found[name] = json.loads((tmp_path / f"{name}.json").read_text())
+    assert found["adapter"]["adapter"] == str(adapted / "adapter") and found["base"]["adapter"] is None
+    assert found["adapter"]["metrics"] == found["merged"]["metrics"] != found["base"]["metrics"]
+
+
+@slow
+def test_an_adapter_is_evaluated_from_python(material: Material, adapted: Path) -> None:
+    rows = [json.loads(line) for line in material.validation.read_text().splitlines()]
+    options: dict[str, Any] = {
+        "backend": "dtensor",
+        "progress": False,
+        "max_total_sequence_length": 40,
+        "val_num_generations_per_prompt": 8,
+        "val_temperature": 1.0,
+    }
+    found = [
+        megarl.eval(model, rows, "exact_match", adapter=adapter, **options)["metrics"]
+        for model, adapter in ((material.taught, None), (adapted / "merged", None), (material.taught, adapted / "adapter"))
+    ]
+    assert found[2] == found[1] != found[0]

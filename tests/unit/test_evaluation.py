@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.cli import main
@@ -495,6 +497,31 @@ def test_the_command_prints_a_table_and_writes_json(
     assert main(["eval", file, "--json", str(tmp_path / "there.json")]) == 0
     assert json.loads((tmp_path / "there.json").read_text())["model"] == model
     assert not list((tmp_path / "run").glob("checkpoints")), "nothing but the result is left"
+
+
+def test_an_adapter_is_part_of_the_model(
+    tmp_path: Path, taught: str, data: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever adapters the configuration would train; what does not fit is refused before anything starts."""
+    adapter = tmp_path / "adapter"
+    get_peft_model(AutoModelForCausalLM.from_pretrained(taught), LoraConfig(r=2, target_modules="all-linear")).save_pretrained(adapter)
+    config = several_sets(tmp_path / "run", taught, data)
+    config["policy"]["peft"] = {"enabled": True}
+    file = written(config, tmp_path / "run.yaml")
+    with caplog.at_level("INFO"):
+        assert main(["eval", file, "--dry-run", "--adapter", str(adapter)]) == 0
+    said = capsys.readouterr().out
+    assert f"adapter: {adapter}" in said and "evaluations/adapter.json" in said and f"it was trained beside {taught}" in caplog.text
+    with pytest.raises(SystemExit):
+        main(["eval", file, "--dry-run", "--adapter", str(adapter), "--checkpoint", "some/step_2"])
+    capsys.readouterr()
+    assert main(["eval", file, "--dry-run", "--adapter", taught]) == 2
+    assert "has no adapter_model.safetensors" in capsys.readouterr().err
+    said_by_peft = json.loads((adapter / "adapter_config.json").read_text())
+    for change, message in (({"use_dora": True}, "use_dora = true"), ({"bias": "all"}, "bias = 'all'"), ({"r": 3}, "rank 3")):
+        (adapter / "adapter_config.json").write_text(json.dumps({**said_by_peft, **change}))
+        assert main(["eval", file, "--dry-run", "--adapter", str(adapter)]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_result_replaces_none_of_other_weights(tmp_path: Path, taught: str, model: str, data: str) -> None:

@@ -35,7 +35,7 @@ def dtensor(tensor: int = 1, sequence_parallel: bool = False) -> dict[str, Any]:
 
 
 def policy(model: Path, backend: dict[str, Any]) -> dict[str, Any]:
-    return {"model_name": str(model), "trust_remote_code": False, **backend}
+    return {"model_name": str(model), "trust_remote_code": False, "merged_adapter": None, **backend}
 
 
 def without_a_tensor(model: Path, name: str = "model.norm.weight") -> None:

@@ -54,4 +54,21 @@ def only_the_policy_has_adapters(view: View) -> Iterator[Violation]:
     yield Violation(f"{PEFT}.enabled", True, "only the policy has adapters in this version", "set it to false, or remove the section")
 
 
-ADAPTER_RULES: tuple[Rule, ...] = (adapters_fit_the_model, adapters_fit_the_backend, adapters_have_the_type_of_the_model)
+def merged_adapter_is_the_only_one(view: View) -> Iterator[Violation]:
+    """Trained adapters stand beside the weights in the model's files, and a score layer is no language
+    model's."""
+    key = "policy.merged_adapter"
+    view.require(view.get(key) is not None)
+    if view.get(f"{PEFT}.enabled", False):
+        bound = f"{PEFT}.enabled is true, and adapters are trained beside the weights that are in the model's files"
+        yield Violation(key, view[key], bound, f"write null, and {PEFT}.adapter_path to go on from this adapter")
+    if scores(view["policy"]):
+        yield Violation(key, view[key], "a model that scores takes no adapter in this version", "merge it with peft, and write null")
+
+
+ADAPTER_RULES: tuple[Rule, ...] = (
+    adapters_fit_the_model,
+    adapters_fit_the_backend,
+    adapters_have_the_type_of_the_model,
+    merged_adapter_is_the_only_one,
+)

@@ -10,7 +10,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from converters.checkpoint.source import open_source
 from megarl.config.policy import PolicyConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime, runtime
@@ -18,6 +17,7 @@ from megarl.errors import ConfigError
 from megarl.models.dtensor.backend import DTensorBackend
 from megarl.models.dtensor.mesh import ROTATE_METHODS, context_parallel
 from megarl.models.dtensor.parallelize import reshard, sharded_modules
+from megarl.models.engine.model_weights import open_weights
 from megarl.models.engine.worker import EngineWorker
 from megarl.models.generation.interfaces import Sampling
 from megarl.models.huggingface.mover import move_buffers, move_model
@@ -58,7 +58,7 @@ class DTensorPolicyWorker(EngineWorker):
     @staticmethod
     def make_backend(config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> DTensorBackend:
         """See ``EngineWorker``."""
-        return DTensorBackend(config, open_source(config["model_name"]), runtime, seed=seed, with_optimizer=with_optimizer)
+        return DTensorBackend(config, open_weights(config), runtime, seed=seed, with_optimizer=with_optimizer)
 
     # generation
 

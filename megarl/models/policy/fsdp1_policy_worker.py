@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from converters.checkpoint.source import open_source
 from megarl.config.policy import PolicyConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
+from megarl.models.engine.model_weights import open_weights
 from megarl.models.engine.worker import EngineWorker
 from megarl.models.fsdp1.backend import FSDP1Backend
 from megarl.models.generation.interfaces import Sampling
@@ -24,7 +24,7 @@ class FSDP1PolicyWorker(EngineWorker):
     @staticmethod
     def make_backend(config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool) -> FSDP1Backend:
         """See ``EngineWorker``."""
-        return FSDP1Backend(config, open_source(config["model_name"]), runtime, seed=seed, with_optimizer=with_optimizer)
+        return FSDP1Backend(config, open_weights(config), runtime, seed=seed, with_optimizer=with_optimizer)
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False, *, sampling: Sampling | None = None) -> BatchedDataDict[Any]:
         """Continue prompts with the transformers model itself; see ``decode``."""

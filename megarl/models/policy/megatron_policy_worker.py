@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from converters.checkpoint.source import open_source
 from converters.family_file import load_family_file
 from megarl.config.policy import PolicyConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
+from megarl.models.engine.model_weights import open_weights
 from megarl.models.engine.worker import EngineWorker
 from megarl.models.generation.interfaces import Sampling
 from megarl.models.megatron.backend import MegatronBackend
@@ -27,7 +27,7 @@ class MegatronPolicyWorker(EngineWorker):
         family_file = config["megatron_cfg"]["family_file"]
         if family_file is not None:
             load_family_file(Path(family_file))
-        return MegatronBackend(config, open_source(config["model_name"]), runtime, seed=seed, with_optimizer=with_optimizer)
+        return MegatronBackend(config, open_weights(config), runtime, seed=seed, with_optimizer=with_optimizer)
 
     def generate(self, *, data: BatchedDataDict[Any], greedy: bool = False, sampling: Sampling | None = None) -> BatchedDataDict[Any]:
         """Continue prompts with Megatron itself; see ``generate``."""

@@ -180,6 +180,7 @@ def engine_policy(policy: PolicyConfig, ranks: int) -> PolicyConfig:
         **policy,
         "generation": {**generation, "colocated": {"enabled": True}, "engine_cfg": {}, "engine_check": {"sequences": 0}},
         "peft": None,
+        "merged_adapter": None,
         # of batches that are never trained on; they have to fit the ranks
         "train_global_batch_size": ranks,
         "train_micro_batch_size": 1,
