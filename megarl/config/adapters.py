@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from converters.mapping.rule import Kind, is_expert
 from converters.model_config.architecture import ModelFacts
+from megarl.config.nested import at
 from megarl.config.parameters import rules_of_layer
 from megarl.config.policy import PeftConfig, PolicyConfig
 
@@ -26,6 +27,15 @@ def adapters_of(policy: PolicyConfig) -> PeftConfig | None:
     in need not have it."""
     section = policy.get("peft")
     return section if section and section["enabled"] else None
+
+
+def adapter_alone(policy: PolicyConfig) -> PeftConfig | None:
+    """Return the section ``peft`` of a policy section whose engines get adapters by themselves, as
+    ``policy.generation.vllm_cfg.enable_lora`` says; None where they get whole weights."""
+    generation = policy["generation"]
+    if generation is None or generation["backend"] != "vllm" or not at(generation, "vllm_cfg.enable_lora"):
+        return None
+    return adapters_of(policy)
 
 
 def expanded(patterns: Iterable[str]) -> tuple[str, ...]:

@@ -99,6 +99,16 @@ class VllmConfig(TypedDict):
             ),
         ]
     ]
+    enable_lora: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "engines read the model's own weights from its files, once, and get the adapters of ``policy.peft`` by themselves at a "
+                "refit; false: they get whole weights, with the adapters in them. It needs ``load_format: auto``.",
+                default=False,
+            ),
+        ]
+    ]
     env_vars: NotRequired[Annotated[dict[str, str] | None, Key("environment variables of the engines.", default={})]]
 
 

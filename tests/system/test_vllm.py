@@ -400,8 +400,9 @@ def test_the_engines_have_the_environment_of_their_section(colocated: VllmGenera
 
 
 @slow
+@pytest.mark.parametrize("adapters_alone", [False, True], ids=["whole", "adapters"])
 @pytest.mark.parametrize("shared", [True, False], ids=["colocated", "apart"])
-def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, shared: bool) -> None:
+def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, shared: bool, adapters_alone: bool) -> None:
     """Two steps, each with a validation and a checkpoint, which has the validation's figures by itself too; a second launch goes on from
     there and stops at a bound of no difference."""
     data = tmp_path / "data.jsonl"
@@ -412,6 +413,9 @@ def test_grpo_from_a_configuration(local_ray: int, model: Path, tmp_path: Path, 
     source = {"path": str(data), "prompt_key": "prompt", "answer_key": "answer"}
     policy = policy_config(bare, gbs=8, mbs=4, temperature=0.7)
     settings = {"enforce_eager": True, "kv_cache_gb": 0.02, "env_vars": {"VLLM_CPU_CI_ENV": "1"}}
+    if adapters_alone:
+        policy["peft"] = {"enabled": True, "dim": 5}
+        settings |= {"enable_lora": True, "load_format": "auto"}
     policy["generation"] = {
         "backend": "vllm",
         "max_new_tokens": 5,

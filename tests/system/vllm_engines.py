@@ -60,9 +60,10 @@ def engines(
     places: int | list[int] = 1,
     tensor_parallel: int = 1,
     changes: Mapping[str, Any] | None = None,
+    adapter: Any = None,
     **environment: str,
 ) -> VllmGeneration:
-    """With ``changes`` of ``vllm_cfg``."""
+    """With ``changes`` of ``vllm_cfg``, and ``adapter`` of policies that send theirs alone."""
     settings = {
         "tensor_parallel_size": tensor_parallel,
         "load_format": "dummy",
@@ -85,7 +86,8 @@ def engines(
         "colocated": {"enabled": colocated},
         "vllm_cfg": settings,
     }
-    return VllmGeneration(RayVirtualCluster([places] if isinstance(places, int) else places, use_gpus=False, name=name), generation)
+    cluster = RayVirtualCluster([places] if isinstance(places, int) else places, use_gpus=False, name=name)
+    return VllmGeneration(cluster, generation, adapter=adapter)
 
 
 def policy_of(name: str, model: Path, refit_buffer_size_gb: float = 0.0005, **environment: str) -> Policy:

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from converters.checkpoint.writer import write_hf
 from megarl.algorithms.interfaces import check_loss
+from megarl.config.adapters import adapter_alone
 from megarl.config.backend import generation_of, scores
 from megarl.config.defaults import complete_policy
 from megarl.config.generation import GenerationConfig
@@ -175,7 +176,8 @@ class EngineWorker(ReceivingWorker, ABC):
             gathered_bytes=backend.gathered_bytes,
             with_checksum=self._with_checksum,
         )
-        self._sender = self._new_sender(backend.export_hf)
+        self._sends_adapter = adapter_alone(config) is not None
+        self._sender = self._new_sender(self._factors if self._sends_adapter else backend.export_hf)
         # of weights that go by themselves; another one where engines take slices
         self._handing = self._sender
         self._broadcaster: WeightBroadcaster | None = None
@@ -445,6 +447,12 @@ class EngineWorker(ReceivingWorker, ABC):
 
     # refit: the present weights, to an engine that generates on the same devices
 
+    def _factors(self) -> WeightIterator:
+        """Return the factors of all adapters, by PEFT's names: what engines get that compute with adapters. A collective."""
+        found = self.backend.export_adapters()
+        assert found is not None, "policy.peft is enabled"
+        return found[1]
+
     def prepare_refit_info(self, first_rank_only: bool = False) -> dict[str, Any]:
         """``{name: (shape, dtype)}`` of what a refit sends, in its order; the same on all ranks, or empty on all but the first."""
         if not self._sender.knows_manifest:
@@ -507,7 +515,7 @@ class EngineWorker(ReceivingWorker, ABC):
         if self._handing is not self._sender:
             self._handing.close()
             self._handing = self._sender
-        if wanted is None:
+        if wanted is None or self._sends_adapter:
             return []
         beside = self._engine_rank_beside(wanted)
         slices = self.backend.agree_on_slices(wanted.ranks, beside)
@@ -587,7 +595,8 @@ class EngineWorker(ReceivingWorker, ABC):
         with on_first_rank(RefitError) as first:
             rendezvous = Rendezvous(ip, port, keeps=True) if first else None
         with on_first_rank(RefitError):
-            if groups.is_first_in_stage:
+            # factors of all stages go out from the first one
+            if groups.is_first_in_stage and (groups.is_first_stage or not self._sends_adapter):
                 group = TransferGroup(
                     ip,
                     port,
@@ -606,7 +615,7 @@ class EngineWorker(ReceivingWorker, ABC):
     def _who_sends(self) -> Stages:
         """Worked out once, from the names that the stages export; local."""
         if self._stages is None:
-            manifest, names = self._sender.manifest, self.backend.names_by_stage()
+            manifest, names = self._sender.manifest, () if self._sends_adapter else self.backend.names_by_stage()
             self._stages = Stages.of(manifest, names) if names else ONE_STAGE
         return self._stages
 
@@ -635,7 +644,7 @@ class EngineWorker(ReceivingWorker, ABC):
         try:
             self._refuse_reference("broadcast_weights_for_collective")
             self._require("broadcast_weights_for_collective")
-            return self.backend.export_stage()
+            return self._factors() if self._sends_adapter else self.backend.export_stage()
         except Exception as error:
             return failing(error)
 

@@ -33,7 +33,6 @@ FIXED_ARGUMENTS = {
     "seed": "it is drawn from the run's",
     "trust_remote_code": "code of a model's author would run in the engine",
     "distributed_executor_backend": "the places of an engine's ranks are the run's",
-    "enable_lora": "vLLM would wrap the layers for adapters of its own, and no weight of the policy would fill them",
 }
 ONLY_ON_GPUS = {
     "pipeline_parallel_size": "vLLM 0.32 for CPUs breaks off at the first answer of an engine of several stages",
@@ -48,12 +47,15 @@ KEYS_OF_ARGUMENTS = {
     "enable_expert_parallel": "vllm_cfg.expert_parallel_size",
     "dtype": "vllm_cfg.precision",
     "load_format": "vllm_cfg.load_format",
+    "enable_lora": "vllm_cfg.enable_lora",
     "enforce_eager": "vllm_cfg.enforce_eager",
     "gpu_memory_utilization": "vllm_cfg.gpu_memory_utilization",
     "kv_cache_memory_bytes": "vllm_cfg.kv_cache_gb",
     "enable_sleep_mode": "colocated.enabled",
 }
 """Arguments of vLLM that other keys of the section give."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM 0.32 makes room for; an adapter of a lower rank than that has zeros behind it."""
 MAX_NUM_SEQS = 1024
 """Most responses that an engine samples at a time: vLLM 0.32's own default on a GPU of 70 GiB and more. For each its sampler counts the
 tokens of the vocabulary in 4 bytes."""
@@ -250,6 +252,28 @@ def fast_sampling_is_of_the_first_runner(view: View) -> Iterator[Violation]:
         yield Violation(key, True, bound, fix, each_of(key, [False]))
 
 
+def adapters_go_alone(view: View) -> Iterator[Violation]:
+    """Engines that get adapters by themselves have their base, and keep it."""
+    key = f"{VLLM}.enable_lora"
+    view.require(view[key])
+    without = "write false, and engines get whole weights"
+    if not view.get("policy.peft.enabled", False):
+        yield Violation(key, True, "policy.peft.enabled is false, so that there are no adapters to send", "write false")
+        return
+    if view[f"{VLLM}.load_format"] != "auto":
+        bound = f"{key} is true, and refits then bring adapters alone"
+        yield Violation(f"{VLLM}.load_format", view[f"{VLLM}.load_format"], bound, "write auto: engines read the model from its files")
+    if view["policy.peft.dim"] > LORA_RANKS[-1]:
+        yield Violation("policy.peft.dim", view["policy.peft.dim"], f"vLLM computes with ranks up to {LORA_RANKS[-1]} ({key})", without)
+    if view[f"{VLLM}.pipeline_parallel_size"] > 1:
+        yield Violation(key, True, "engines of several pipeline stages get whole weights in this version", without)
+    if view.facts.num_experts:
+        yield Violation(key, True, "engines of a mixture of experts get whole weights in this version", without)
+    if view["cluster.device"] != "cpu" and view[f"{GENERATION}.colocated.enabled"]:
+        bound = "engines on the policy's GPUs let go of the model while it trains, and no refit would bring it back"
+        yield Violation(key, True, bound, f"{without}; or {GENERATION}.colocated.enabled: false, with devices of their own")
+
+
 def engine_arguments_are_free(view: View) -> Iterator[Violation]:
     """What ``vllm_kwargs`` adds is not what megarl gives an engine itself."""
     key, given = f"{GENERATION}.vllm_kwargs", view[f"{GENERATION}.vllm_kwargs"] or {}
@@ -268,5 +292,6 @@ RULES: tuple[Rule, ...] = (
     heads_divide_over_an_engine,
     engine_reaches_length,
     fast_sampling_is_of_the_first_runner,
+    adapters_go_alone,
     engine_arguments_are_free,
 )

@@ -9,6 +9,7 @@ import numpy as np
 from converters.checkpoint.source import open_source
 from megarl import env
 from megarl.config.generation import GenerationConfig
+from megarl.config.policy import PeftConfig
 from megarl.distributed.deadlines import PhaseDeadlines
 from megarl.distributed.named_sharding import NamedSharding
 from megarl.distributed.virtual_cluster import RayVirtualCluster
@@ -33,6 +34,7 @@ class VllmGeneration(EngineGroup):
         longest: most tokens of prompt and answer together; ``vllm_cfg.max_model_len`` by default.
         dtype: of the weights: ``float32``, ``bfloat16`` or ``float16``; ``vllm_cfg.precision`` by default.
         tokenizer: directory or hub id, for stop strings; the model's by default.
+        adapter: section ``policy.peft`` of a policy that sends its adapter alone.
         seed: where a batch brings no sampling seeds.
         init_timeout_s, call_timeout_s: bounds for starting the engines and for each call, in seconds.
         deadlines: bounds of the calls by phase, in place of ``call_timeout_s``.
@@ -53,6 +55,7 @@ class VllmGeneration(EngineGroup):
         longest: int | None = None,
         dtype: str | None = None,
         tokenizer: str | None = None,
+        adapter: PeftConfig | None = None,
         seed: int = 0,
         init_timeout_s: float = 900.0,
         call_timeout_s: float = 3600.0,
@@ -62,11 +65,14 @@ class VllmGeneration(EngineGroup):
         settings = config["vllm_cfg"]
         ranks = ranks_of(settings)
         on_cpu = not cluster.use_gpus
+        scale = None
+        if adapter is not None:
+            scale = {"rank": adapter["dim"], "alpha": adapter["alpha"], "rank_stabilized": adapter["use_rslora"]}
         places = engine_places(cluster, ranks, _SETTINGS)
         make = functools.partial(
             RayWorkerGroup,
             cluster,
-            RayWorkerBuilder(WORKER, dict(config), seed, tokenizer, len(places[0])),
+            RayWorkerBuilder(WORKER, dict(config), seed, tokenizer, len(places[0]), scale),
             name_prefix=name_prefix,
             bundle_indices_list=[place for of_engine in places for place in of_engine],
             sharding_annotations=NamedSharding(np.arange(len(places) * len(places[0])).reshape(len(places), -1), ["data_parallel", NODE]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megarl.config.adapters import adapter_alone
 from megarl.config.rules.view import View
 from megarl.config.sections import RunConfig
 from megarl.models.generation.engines import EngineKind
@@ -27,6 +28,7 @@ def start(cluster: RayVirtualCluster, config: RunConfig) -> VllmGeneration:
         cluster,
         sized(View(config)),
         tokenizer=config["policy"]["tokenizer"]["name"],
+        adapter=adapter_alone(config["policy"]),
         seed=config["seed"],
         init_timeout_s=config["deadlines"]["init_s"],
         deadlines=PhaseDeadlines.of(config["deadlines"], "vllm_policy"),

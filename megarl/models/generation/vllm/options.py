@@ -8,7 +8,7 @@ from typing import Any, cast
 from megarl.config.generation import GenerationConfig, VllmConfig
 from megarl.errors import ConfigError
 from megarl.models.generation.vllm import plugin
-from megarl.models.generation.vllm.configuration import complete_vllm
+from megarl.models.generation.vllm.configuration import LORA_RANKS, complete_vllm
 from megarl.models.generation.vllm.nodes import Part
 
 # without them an answer would not end where the model ends it
@@ -51,7 +51,13 @@ def ranks_of(settings: VllmConfig) -> int:
 
 
 def engine_options(
-    config: GenerationConfig, seed: int, tokenizer: str | None = None, *, on_cpu: bool, part: Part | None = None
+    config: GenerationConfig,
+    seed: int,
+    tokenizer: str | None = None,
+    *,
+    on_cpu: bool,
+    part: Part | None = None,
+    adapter: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Arguments of ``LLM`` for one engine.
 
@@ -61,6 +67,7 @@ def engine_options(
         tokenizer: directory or hub id; stop strings are looked for in its texts. The model's by default.
         on_cpu: the engine runs without a GPU.
         part: of an engine over several nodes.
+        adapter: of a policy that sends its adapter alone: fields of an ``AdapterScale``.
     """
     settings = config["vllm_cfg"]
     shared = bool(config["colocated"]["enabled"])
@@ -90,6 +97,8 @@ def engine_options(
         options["kv_cache_memory_bytes"] = int(settings["kv_cache_gb"] * GIB)
     elif on_cpu:
         options["kv_cache_memory_bytes"] = CACHE_ON_A_CPU
+    if adapter is not None:
+        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= adapter["rank"])}
     further = config.get("vllm_kwargs") or {}
     if on_cpu:
         options["block_size"] = 32

@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megarl.distributed.device import is_out_of_memory, runtime_on
 from megarl.errors import RefitError
+from megarl.models.generation.vllm.adapter_binding import AdapterBinding, scale_of
 from megarl.models.generation.vllm.expert_stacks import ExpertStacks
 from megarl.weight_sync.broadcast import WeightListener
 from megarl.weight_sync.mailbox import MailboxReader, mailbox_for
@@ -30,6 +31,7 @@ from megarl.weight_sync.slices import PartialWeight, Reads, Slice, Slices
 from megarl.weight_sync.transfer_group import TransferGroup
 
 logger = logging.getLogger(__name__)
+_ENDED_EARLY = "the refit ended before all weights had come: refit anew"
 
 
 @dataclass
@@ -39,10 +41,12 @@ class Connection(WeightTransferInitInfo):
     Attributes:
         weights: ``[name, shape, dtype]`` of every weight, in the order of sending.
         address: ``[ip, port, world_size, rank of this engine's first rank]`` of a transfer group; None for shared memory.
+        adapter: fields of an ``AdapterScale``, where the weights are factors of an adapter; None for the model's own.
     """
 
     weights: list[list[Any]]
     address: list[Any] | None = None
+    adapter: dict[str, Any] | None = None
 
 
 @dataclass
@@ -65,13 +69,20 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
     _tensors: Sequence[TensorInfo] = ()
     _reads: Slices | None = None
     _stacks: ExpertStacks | None = None
+    _adapter: AdapterBinding | None = None
+    _has_said_bound = False
 
-    def learn(self, manifest: Manifest) -> None:
+    def learn(self, manifest: Manifest, connection: Connection) -> None:
         """Note what the policy sends; what is read of it is found out once, before the first reload."""
         self._tensors, self._reads, self._stacks = manifest.tensors, None, None
+        scale = scale_of(connection.adapter)
+        self._adapter = None if scale is None else AdapterBinding(self.model, scale)
 
     def start_weight_update(self) -> None:
         """Begin a reload; of one that was given up nothing is left."""
+        if self._adapter is not None:
+            self._adapter.clear()
+            return
         with _taking_memory(self.model):
             self._abandon()
         if self._stacks is None:
@@ -102,6 +113,9 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Hand weights to vLLM's model, one after another, and experts in stacks: it keeps copies of what this rank reads until their layer
         is whole, and no more than that."""
+        if self._adapter is not None:
+            self._adapter.take(weights)
+            return
         assert self._stacks is not None, "a reload was begun"
         stacked = self._stacks.names
         with _taking_memory(self.model):
@@ -125,8 +139,9 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         values. What the model has is as before. Never an error, of which vLLM would hear from one rank alone."""
         if self._reads is None:
             try:
-                # a rank that is alone reads all
-                self._reads = self._look_on(self._tensors) if self.parallel_config.world_size > 1 else {}
+                # a rank that is alone reads all, and every one does of factors
+                whole = self.parallel_config.world_size == 1 or self._adapter is not None
+                self._reads = {} if whole else self._look_on(self._tensors)
             except Exception as error:
                 model = type(self.model).__name__
                 logger.warning("what vLLM's loaders of %s read was not found out, and weights come whole: %s", model, error)
@@ -171,8 +186,13 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         Raises:
             RefitError: not all of the weights came, or the model has parameters that none of them filled.
         """
-        missing = sorted(self._expected - self._loaded)
         version = self.version()
+        if self._adapter is not None:
+            if version is None:
+                self._adapter.clear()
+                raise RefitError(_ENDED_EARLY)
+            return
+        missing = sorted(self._expected - self._loaded)
         try:
             with _taking_memory(self.model):
                 finalize_layerwise_reload(self.model, self.model_config)
@@ -181,11 +201,20 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             self._abandon_after(error)
             raise
         if version is None:
-            raise RefitError("the refit ended before all weights had come: refit anew")
+            raise RefitError(_ENDED_EARLY)
         if missing:
             raise RefitError(
                 f"no weight of the policy fills {missing[0]} and {len(missing) - 1} more of vLLM's parameters: give both one model"
             )
+
+    def bind_adapter(self) -> None:
+        """Compute with the factors that came from now on. After the refit's end, with which vLLM throws all adapters away."""
+        assert self._adapter is not None, "weights are factors of an adapter"
+        with _taking_memory(self.model):
+            bound, layers = self._adapter.bind()
+        if not self._has_said_bound and self.parallel_config.rank == 0:
+            self._has_said_bound = True
+            logger.warning("the adapter is beside %d of vLLM's %d layers that can have one (%.0f %%)", bound, layers, 100 * bound / layers)
 
     def _abandon(self) -> None:
         """Give the model the tensors back that it had before the reload, some with new values, and let go of the weights that wait.
@@ -194,6 +223,9 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         there, which the next reload cannot fill, and which a CUDA graph does not look at. A layer into which nothing was loaded gets its
         tensors back.
         """
+        if self._adapter is not None:
+            self._adapter.clear()
+            return
         if self._stacks is not None:
             self._stacks.forget()
         for layer in self.model.modules():
@@ -295,7 +327,7 @@ class SharedMemoryEngine(_Reloading):
         """Learn the manifest."""
         self.shutdown()
         self._receiver = WeightReceiver(self.manifest(init_info), self.device)
-        self.learn(self._receiver.manifest)
+        self.learn(self._receiver.manifest, init_info)
 
     def slices_read(self) -> tuple[str, dict[str, list[int]]]:
         """Identity of this rank's device, and the slice that it reads of each weight of which it does not read all."""
@@ -359,7 +391,7 @@ class BroadcastEngine(_Reloading):
         self.shutdown()
         ip, port, world_size, first_rank = init_info.address
         manifest, rank = self.manifest(init_info), first_rank + self.parallel_config.rank
-        self.learn(manifest)
+        self.learn(manifest, init_info)
         group = TransferGroup(ip, port, world_size, rank, digest=manifest.digest, device=self.device)
         self._listener = WeightListener(group, manifest)
 

@@ -163,6 +163,7 @@ class VllmGenerationWorker:
         seed: of vLLM itself; answers depend on the seeds of their rows.
         tokenizer: directory or hub id; the model's by default.
         nodes: that the engine's ranks are on, in equal numbers.
+        adapter: fields of an ``AdapterScale``, of a policy that sends its adapter alone.
         place: number of the engine's first place, and the share of its GPU that the engine has, 0 without GPUs.
     """
 
@@ -172,8 +173,10 @@ class VllmGenerationWorker:
         seed: int = 0,
         tokenizer: str | None = None,
         nodes: int = 1,
+        adapter: dict[str, Any] | None = None,
         place: tuple[int, float] | None = None,
     ) -> None:
+        self._adapter = adapter
         self._config, self._seed, self._tokenizer, self._nodes = config, seed, tokenizer, nodes
         self._engine: Engine
         self._follower: Follower | None = None
@@ -199,7 +202,7 @@ class VllmGenerationWorker:
             _check_heads_on_a_cpu(config["model_name"])
             _check_runner_on_a_cpu()
         if nodes == 1:
-            options = engine_options(config, seed, tokenizer, on_cpu=on_cpu)
+            options = engine_options(config, seed, tokenizer, on_cpu=on_cpu, adapter=adapter)
             module, _, name = plugin.EXECUTOR.rpartition(".")
             if options.get("distributed_executor_backend") == plugin.EXECUTOR:
                 # the class itself says that its engines may have several pipeline stages; of a name vLLM believes that they may not
@@ -228,7 +231,7 @@ class VllmGenerationWorker:
         # at which the others reach this node
         env.set_variables({"VLLM_HOST_IP": ray.util.get_node_ip_address()})
         part = Part(node, self._nodes, *address)
-        options = engine_options(self._config, self._seed, self._tokenizer, on_cpu=self._on_cpu, part=part)
+        options = engine_options(self._config, self._seed, self._tokenizer, on_cpu=self._on_cpu, part=part, adapter=self._adapter)
         if node:
             self._follower = Follower(options)
             return
@@ -242,7 +245,7 @@ class VllmGenerationWorker:
         """Tell vLLM's ranks what will come, and where from."""
         self._names = [name for name, _, _ in weights]
         self._version = None
-        self._call("init_weight_transfer_engine", init_info={"weights": weights, "address": address})
+        self._call("init_weight_transfer_engine", init_info={"weights": weights, "address": address, "adapter": self._adapter})
 
     def meet(self, mailboxes: dict[str, Any], session: int) -> None:
         """Have each of vLLM's ranks find the mailbox of the policy's rank on its device."""
@@ -310,6 +313,8 @@ class VllmGenerationWorker:
     def _finish(self) -> None:
         self._call("finish_weight_update")
         self._updating = False
+        if self._adapter is not None:
+            self._call("megarl_bind_adapter")
         versions = set(self._engine.call("collective_rpc", "megarl_weights_version"))
         if len(versions) != 1:
             raise RefitError(f"the ranks of the engine hold versions {sorted(map(str, versions))} of the weights: refit anew")
@@ -364,7 +369,11 @@ class VllmGenerationWorker:
         prompts = [{"prompt_token_ids": request.prompt} for request in requests]
         params = [SamplingParams(**request.options) for request in requests]
         seed = None if greedy else seed_of_call(data, self._config)
-        outputs = self._engine.call("generate", prompts, params, use_tqdm=False) if seed is None else self._drawn(prompts, params, seed)
+        outputs = (
+            self._engine.call("generate", prompts, params, use_tqdm=False, **self._beside())
+            if seed is None
+            else self._drawn(prompts, params, seed)
+        )
         answers = {request.row: answer_of(output.outputs[0]) for request, output in zip(requests, outputs, strict=True)}
         return assembled(data, answers, int(self._config["pad_token_id"]))
 
@@ -382,12 +391,23 @@ class VllmGenerationWorker:
         rows = [ids[:length].tolist() for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)]
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompts = [{"prompt_token_ids": row} for row in rows]
-        outputs = self._engine.call("generate", prompts, params, use_tqdm=False)
+        outputs = self._engine.call("generate", prompts, params, use_tqdm=False, **self._beside())
         logprobs = torch.zeros(data["input_ids"].shape)
         for row, output in enumerate(outputs):
             for place, (token, found) in enumerate(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)):
                 logprobs[row, place] = 0.0 if found is None else found[token].logprob
         return BatchedDataDict({"logprobs": logprobs})
+
+    def _beside(self) -> dict[str, Any]:
+        """Return the argument of a request that names the policy's adapter."""
+        if self._adapter is None:
+            return {}
+        from vllm.lora.request import LoRARequest
+
+        from megarl.models.generation.vllm.adapter_binding import ADAPTER
+
+        # nothing is read from a path: vLLM has the adapter of this number since the refit
+        return {"lora_request": LoRARequest("policy", ADAPTER, "sent by refits")}
 
     def _require(self, version: int | None) -> None:
         if self._version is None or self._version != version:
@@ -435,7 +455,7 @@ class VllmGenerationWorker:
             for request in requests:
                 params = SamplingParams(**request.options, output_kind=RequestOutputKind.FINAL_ONLY)
                 prompt = {"prompt_token_ids": request.prompt}
-                self._engine.call("llm_engine.add_request", str(numbers[request.row]), prompt, params)
+                self._engine.call("llm_engine.add_request", str(numbers[request.row]), prompt, params, **self._beside())
         until = time.monotonic() + wait_s
         while (gathers or not found) and self._engine.call("llm_engine.has_unfinished_requests") and time.monotonic() < until:
             outputs = self._engine.call("llm_engine.step")
@@ -462,7 +482,7 @@ class VllmGenerationWorker:
         self._engine.call("sleep", level=0)
         try:
             self._engine.call("collective_rpc", "megarl_seed", args=(seed,))
-            self._engine.call("enqueue", prompts, params, use_tqdm=False)
+            self._engine.call("enqueue", prompts, params, use_tqdm=False, **self._beside())
         finally:
             self._engine.call("wake_up", ["scheduling"])
         return self._engine.call("wait_for_completion", use_tqdm=False)

@@ -63,6 +63,10 @@ class WorkerCalls:
         """Megarl refusal of a refit: the policy's rank does not wait for this one."""
         self.weight_transfer_engine.refuse(ticket)
 
+    def megarl_bind_adapter(self) -> None:
+        """Have this rank compute with the adapter that a refit has brought."""
+        self.weight_transfer_engine.bind_adapter()
+
     def megarl_weights_version(self) -> int | None:
         """Megarl weights version of the weights that this rank has whole; None where it has none."""
         version: int | None = self.weight_transfer_engine.version()

@@ -1,0 +1,109 @@
+"""The policy's adapter in vLLM's model: the factors that a refit brings, in place of those of the last one.
+
+vLLM loads adapters from directories, by name, and passes over what it has no layer for. Here factors come by a refit, and every one of them
+has to be where vLLM computes with it, times the policy's scale, or the refit has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.utils import parse_fine_tuned_lora_name
+
+from megarl.errors import RefitError
+
+ADAPTER = 1
+"""Number of the policy's adapter among those of an engine, which has no other."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterScale:
+    """Rank and scale of an adapter, which its factors do not tell.
+
+    Attributes:
+        rank: of every module.
+        alpha: ``policy.peft.alpha``.
+        rank_stabilized: ``policy.peft.use_rslora``.
+    """
+
+    rank: int
+    alpha: float
+    rank_stabilized: bool
+
+
+class AdapterBinding:
+    """The policy's adapter in vLLM's model.
+
+    Args:
+        model: as vLLM has wrapped its layers.
+        scale: of the policy.
+    """
+
+    def __init__(self, model: Any, scale: AdapterScale) -> None:
+        self._manager, self._scale = model.lora_manager, scale
+        self._mapper = getattr(model, "hf_to_vllm_mapper", None)
+        self._factors: dict[str, torch.Tensor] = {}
+
+    def clear(self) -> None:
+        """Forget the factors that came."""
+        self._factors = {}
+
+    def take(self, factors: list[tuple[str, torch.Tensor]]) -> None:
+        """Keep copies of factors, by PEFT's names."""
+        self._factors |= {name: tensor.to("cpu", copy=True) for name, tensor in factors}
+
+    def bind(self) -> tuple[int, int]:
+        """Let vLLM compute with the factors that came.
+
+        Returns:
+            How many of vLLM's layers have an adapter now, and how many could have one.
+
+        Raises:
+            RefitError: vLLM did not take a module's factors, or has others than came.
+        """
+        manager, scale = self._manager, self._scale
+        peft = PEFTHelper(r=scale.rank, lora_alpha=scale.alpha, use_rslora=scale.rank_stabilized, target_modules=[])
+        dtype, mapper = manager.lora_config.lora_dtype, None if self._mapper is None else self._mapper.get_rename_mapper()
+        expected = {parse_fine_tuned_lora_name(name, mapper): tensor.to(dtype) for name, tensor in self._factors.items()}
+        copies = {name: tensor.clone() for name, tensor in self._factors.items()}
+        self.clear()
+        manager.remove_adapter(ADAPTER)
+        lora = LoRAModel.from_lora_tensors(ADAPTER, copies, peft, device="cpu", dtype=dtype, weights_mapper=mapper)
+        manager.add_adapter(lora)
+        manager.activate_adapter(ADAPTER)
+        bound = {name: factors for name, *factors in self._bound(lora)}
+        factor, wrong = peft.vllm_lora_scaling_factor, set()
+        for (module, is_down), tensor in expected.items():
+            if module not in bound or not torch.equal(bound[module][not is_down], tensor if is_down else tensor.mul(factor)):
+                wrong.add(module)
+        if wrong or not bound:
+            raise RefitError(
+                f"vLLM computes without the adapter of {min(wrong, default='any module')}, or with other factors ({len(wrong)} of "
+                f"{len({module for module, _ in expected})} modules). Fix: leave out policy.generation.vllm_cfg.enable_lora, and engines "
+                "get merged weights"
+            )
+        layers = [name for name in manager.modules if manager._get_lora_layer_weights(lora, name) is not None]
+        return len(layers), len(manager.modules)
+
+    def _bound(self, lora: LoRAModel) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield the modules that vLLM computes with, and their factors; of a layer that it fuses each part."""
+        for layer in self._manager.modules:
+            factors = self._manager._get_lora_layer_weights(lora, layer)
+            if factors is None:
+                continue
+            if not isinstance(factors.lora_a, list):
+                yield layer, factors.lora_a, factors.lora_b
+                continue
+            for name, down, up in zip(self._manager.packed_modules[layer], factors.lora_a, factors.lora_b, strict=True):
+                if down is not None:
+                    yield name, down, up
+
+
+def scale_of(plain: Mapping[str, Any] | None) -> AdapterScale | None:
+    """Return the scale of the adapter; None for an engine that gets merged weights."""
+    return None if plain is None else AdapterScale(**plain)
