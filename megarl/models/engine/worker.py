@@ -98,6 +98,7 @@ def begin(seed: int, *, deterministic: bool = False, check_collectives: bool = F
     """
     here = runtime()
     here.activate()
+    # Before the process group: NCCL reads its variables when it connects.
     here.set_arithmetic(deterministic=deterministic)
     if check_collectives:
         compare_collectives()
@@ -151,6 +152,7 @@ class EngineWorker(ReceivingWorker, ABC):
         runtime = begin(seed, deterministic=config["deterministic"], check_collectives=check_collectives)
         backend = self.make_backend(config, runtime, seed, init_optimizer)
         if collective_timeout_s is not None:
+            # After the backend, whose groups Megatron-Core and device meshes make with bounds of their own.
             set_group_timeouts(collective_timeout_s)
         self.cfg = config
         self.tokenizer = tokenizer
@@ -163,6 +165,7 @@ class EngineWorker(ReceivingWorker, ABC):
         self.offload_states = OffloadStates(backend.move, init_optimizer)
         self.reference: ReferenceWeights | BaseAsReference | None = None
         if init_reference_model:
+            # With adapters the base is the reference, and no copy of it is kept.
             self.reference = ReferenceWeights(backend, runtime) if backend.without_adapters() is None else BaseAsReference()
         self._reference_is_in = False
         self._skips = SkipLimit.of(config)
@@ -184,6 +187,7 @@ class EngineWorker(ReceivingWorker, ABC):
         self._broadcasts = False
         self._stages: Stages | None = None
         self._trace: StepTrace | None = None
+        # Before a checkpoint is read: a model with NaN in it should be blamed, and not the checkpoint.
         self._require_finite_weights(f"policy.model_name = {config['model_name']!r}: the model is of no use", ModelError)
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)
@@ -302,11 +306,7 @@ class EngineWorker(ReceivingWorker, ABC):
             skip_masked: tokens under a mask of 0 are not scored; they are 0 too.
         """
         self._require("get_logprobs")
-        rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
-        check_sequence_dimension(data)
-        wanted = under_mask(data) if skip_masked else None
-        batch = move_to({key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device, wanted=wanted)
-        batching: Batching = self._plan_of(data) or FixedRows(rows)
+        batch, batching, wanted = self._scored_batch(data, micro_batch_size, skip_masked)
         chunk_size = self.cfg["logprob_chunk_size"]
         found = logprobs_of_batch(self.backend, batch, batching, sampling=self.sampling, chunk_size=chunk_size)
         logprobs = found.cpu()
@@ -335,14 +335,11 @@ class EngineWorker(ReceivingWorker, ABC):
             ``logprobs`` [B, S] of the tokens that are there.
         """
         self._require("get_topk_logits")
-        rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
-        check_sequence_dimension(data)
-        wanted = under_mask(data) if skip_masked else None
-        batch = move_to({key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device, wanted=wanted)
+        batch, batching, wanted = self._scored_batch(data, micro_batch_size, skip_masked)
         found = topk_of_batch(
             self.backend,
             batch,
-            self._plan_of(data) or FixedRows(rows),
+            batching,
             count=k,
             sampling=self.sampling,
             vocabulary_size=vocabulary_size,
@@ -364,11 +361,19 @@ class EngineWorker(ReceivingWorker, ABC):
             micro_batch_size: rows that go through the model together; ``logprob_batch_size`` by default.
         """
         self._require("get_values")
+        batch, batching, _ = self._scored_batch(data, micro_batch_size)
+        return BatchedDataDict({"values": values_of_batch(self.backend, batch, batching).cpu()})
+
+    def _scored_batch(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None, skip_masked: bool = False
+    ) -> tuple[dict[str, Any], Batching, torch.Tensor | None]:
+        """Return what a pass that scores reads of ``data``, on the device; how it is cut; and the tokens that are wanted, bool [B, S] on
+        the host, None for all."""
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
         check_sequence_dimension(data)
-        batch = move_to({key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device)
-        batching: Batching = self._plan_of(data) or FixedRows(rows)
-        return BatchedDataDict({"values": values_of_batch(self.backend, batch, batching).cpu()})
+        wanted = under_mask(data) if skip_masked else None
+        batch = move_to({key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device, wanted=wanted)
+        return batch, self._plan_of(data) or FixedRows(rows), wanted
 
     @contextlib.contextmanager
     def use_reference_model(self) -> Iterator[None]:
@@ -386,7 +391,7 @@ class EngineWorker(ReceivingWorker, ABC):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, *, skip_masked: bool = False
     ) -> BatchedDataDict[Any]:
-        """As ``get_logprobs`` under the reference policy, key ``reference_logprobs``."""
+        """Compute as ``get_logprobs`` under the reference policy, key ``reference_logprobs``."""
         with self.use_reference_model():
             found = self.get_logprobs(data=data, micro_batch_size=micro_batch_size, skip_masked=skip_masked)
             return BatchedDataDict({"reference_logprobs": found["logprobs"]})
