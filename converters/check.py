@@ -147,7 +147,8 @@ def wrapped_names(stored: Collection[str], expected: Iterable[str]) -> tuple[str
     wanted = set(expected)
     missing = wanted - set(stored)
     # factors of an adapter that is not merged stand beside what they change
-    strange = [name for name in stored if name not in wanted and (".lora_" not in name or any(".lora_" in each for each in wanted))]
+    wants_factors = any(".lora_" in name for name in wanted)
+    strange = [name for name in stored if name not in wanted and (wants_factors or ".lora_" not in name)]
     if not strange:
         return None
     for front, who in _FRONTS.items():
@@ -164,9 +165,9 @@ def _candidates(stored: Collection[str], wanted: set[str]) -> Iterable[tuple[str
     """Words that may have to be taken out of the names: those of wrappers, then whatever stands in front of
     an expected name."""
     yield from ((word,) for word in _WRAPPERS if word != "model")
-    fronts = {
-        name[: -len(each)] for name in stored for each in ("model.norm.weight", "model.embed_tokens.weight") if name.endswith(f".{each}")
-    }
+    fronts = set[str]()
+    for each in ("model.norm.weight", "model.embed_tokens.weight"):
+        fronts.update(name.removesuffix(each) for name in stored if name.endswith(f".{each}"))
     yield from (tuple(front.rstrip(".").split(".")) for front in sorted(fronts))
 
 

@@ -254,10 +254,15 @@ class Conversion(ABC):
     def finish(self) -> dict[str, Any]:
         """Write the rest, and give the directory its name; what the conversion says of itself."""
         records = self.finished.values()
-        digests, before = ({name: digest for record in records for name, digest in record[key].items()} for key in ("digests", "before"))
+        digests: dict[str, str] = {}
+        before: dict[str, str] = {}
+        not_finite = list[str]()
+        for record in records:
+            digests.update(record["digests"])
+            before.update(record["before"])
+            not_finite += record["not_finite"]
         self._held.refuse_changed(digests, before)
-        not_finite = not_finite_note(name for record in records for name in record["not_finite"])
-        notes = {**self._narrowing.summary(), **not_finite, **self._plan.notes}
+        notes = {**self._narrowing.summary(), **not_finite_note(not_finite), **self._plan.notes}
         self.write_rest(digests, notes)
         self.staging.finish()
         return {**notes, **excused_notes(self._plan.missing, self._plan.left_out)}
@@ -288,7 +293,9 @@ def convert(
         conversion = begin(staging)
         # By file and not by piece: two processes must not write into one file.
         own = [number for number in range(len(conversion.files)) if options.has(number)]
-        sizes = {name: conversion.size(name) for number in own for name in conversion.files[number]}
+        sizes: dict[str, int] = {}
+        for number in own:
+            sizes.update((name, conversion.size(name)) for name in conversion.files[number])
         total = sum(sizes.values())
         shown = Progress(total, f"{conversion.verb} {target.name}", progress)
         notes: dict[str, Any] = {}

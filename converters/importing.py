@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,9 +133,12 @@ class ImportPlan(Plan):
     def fingerprint(self) -> dict[str, str]:
         """Changes with whatever changes the bytes that will be written; by the name of what decides about
         them."""
+        files = list[Any]()
+        for name, rules in self.files:
+            files.append([name, [rule.megatron_name for rule in rules]])
         rest = [
             [[tensor.key, tensor.shape, dtype_name(tensor.dtype)] for tensor in self.tensors],
-            [[name, [rule.megatron_name for rule in rules]] for name, rules in self.files],
+            files,
             {name: dtype_name(dtype) for name, dtype in self.dtypes.items()},
         ]
         options = {"--vocab-multiple": self.padded_vocab}
@@ -201,8 +205,11 @@ def plan_import(
     if lora is not None:
         model, adapter = merge_import(model, lora, dtype)
     rules = [rule for rule in all_rules(architecture) if _is_whole(rule, source, allow_missing)]
-    dtypes = {part.name: kept_dtype(part, model.dtype(part), dtype) for rule in rules for part in rule.parts}
-    accounted = {place.name for rule in rules for part in rule.parts for place in part.places}
+    dtypes: dict[str, torch.dtype] = {}
+    accounted = set[str]()
+    for part in itertools.chain.from_iterable(rule.parts for rule in rules):
+        dtypes[part.name] = kept_dtype(part, model.dtype(part), dtype)
+        accounted.update(place.name for place in part.places)
     also_stored = stored_twice(source, architecture, allow_missing)
     return ImportPlan(
         model=model,
@@ -284,7 +291,7 @@ class _Import(Conversion):
             refuse_changed_files(directory, directory, manifest.files)
         super().__init__(plan, staging, Narrowing(asked=True), manifest, directory)
         self._import, self._common_state, self._rules = plan, common_state, dict(plan.files)
-        self.pieces = {name: [part for rule in rules for part in rule.parts] for name, rules in plan.files}
+        self.pieces = {name: list(itertools.chain.from_iterable(rule.parts for rule in rules)) for name, rules in plan.files}
         self.files = [[name] for name in self.pieces]
 
     def size(self, name: str) -> int:
@@ -325,7 +332,9 @@ class _Import(Conversion):
 
     def write_rest(self, digests: Mapping[str, str], notes: dict[str, Any]) -> None:
         plan, directory = self._import, self.staging.directory
-        items = [_item(described) for name in self.pieces for described in self.finished[name]["items"]]
+        items = list[StoredItem]()
+        for name in self.pieces:
+            items += map(_item, self.finished[name]["items"])
         finish_checkpoint(directory, plan.tensors, items, plan.object_names)
         if self._common_state is not None:
             write_common(directory, self._common_state)

@@ -92,7 +92,9 @@ def verify(one: Opened, other: Opened | None = None, excused: Sequence[str] = ()
     """
     opened = [one] if other is None else [one, other]
     alone = (*excused, *recorded_excuses(opened))
-    found = [difference for each in opened for difference in problems_of(each, alone, is_alone=other is None)]
+    found = list[Difference]()
+    for each in opened:
+        found += problems_of(each, alone, is_alone=other is None)
     if other is None:
         return found
     # the comparison says which values are not finite

@@ -59,10 +59,8 @@ class Narrowing:
         result = cast(tensor, dtype)
         if torch.promote_types(tensor.dtype, dtype) == dtype:
             return result  # exact
-        largest = max(
-            (self._error(name, *pair) for pair in zip(*(each.reshape(-1).split(_SLICE) for each in (tensor, result)), strict=True)),
-            default=0.0,
-        )
+        slices = zip(tensor.reshape(-1).split(_SLICE), result.reshape(-1).split(_SLICE), strict=True)
+        largest = max((self._error(name, *pair) for pair in slices), default=0.0)
         if not self._asked and bool(unequal(cast(result, tensor.dtype), tensor).any()):
             raise ConversionError(
                 f"{name} was {dtype_name(dtype)} before it was imported, and now holds values that need {dtype_name(tensor.dtype)}",

@@ -249,9 +249,10 @@ class HuggingFaceSource:
         for pattern, whose, fix in _SHARDED:
             if any(self.directory.glob(pattern)):
                 return ConversionError(f"{what}, only a checkpoint of {whose} ({pattern})", fix)
-        found = sorted(
-            path.name for pattern in ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth") for path in self.directory.glob(pattern)
-        )
+        found = list[str]()
+        for pattern in ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth"):
+            found += (path.name for path in self.directory.glob(pattern))
+        found.sort()
         first = found[0] if found else ""
         if first.startswith("model-") and first.endswith(".safetensors"):
             return ConversionError(

@@ -159,7 +159,8 @@ def fsync_tree(root: Path) -> None:
     for directory, _, names in os.walk(root, topdown=False):
         directories.append(Path(directory))
         # A named pipe or a device would be waited for when it is opened.
-        files += [path for path in (Path(directory) / name for name in names) if stat.S_ISREG(path.lstat().st_mode)]
+        paths = map(Path(directory).joinpath, names)
+        files += [path for path in paths if stat.S_ISREG(path.lstat().st_mode)]
     # a disk that is told of several files at once makes fewer journeys
     in_parallel(fsync_file, files, _THREADS)
     for path in directories:

@@ -26,10 +26,10 @@ from converters.torch_dist.reader import StoredTensors
 
 
 class Merging(Protocol):
-    """What is merged into tensors as they are read."""
+    """Changes merged into tensors as they are read."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether it changes the Hugging Face tensor of that name."""
+        """Return whether it changes the Hugging Face tensor of that name."""
         ...
 
     def merge(self, name: str, rows: Tensor, start: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -54,7 +54,7 @@ class LogicalModel(ABC):
 
     @abstractmethod
     def holds(self, tensor: HuggingFaceTensor) -> bool:
-        """Whether all of a tensor is there; from headers and index alone."""
+        """Return whether all of a tensor is there, from headers and index alone."""
 
     @abstractmethod
     def stored_dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
@@ -62,7 +62,7 @@ class LogicalModel(ABC):
 
     @abstractmethod
     def stored_rows(self, tensor: HuggingFaceTensor, start: int, stop: int) -> Tensor:
-        """As of ``read``, without what is merged."""
+        """Read as ``read`` does, without the merged changes."""
 
     def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
         """The dtype that a tensor is read in."""
@@ -115,7 +115,9 @@ class MegatronModel(LogicalModel):
         self.checkpoint = checkpoint
         self.architecture = architecture
         self.stacked = are_stacked(checkpoint)
-        self._rules = {part.name: (rule, index) for rule in all_rules(architecture) for index, part in enumerate(rule.parts)}
+        self._rules: dict[str, tuple[Rule, int]] = {}
+        for rule in all_rules(architecture):
+            self._rules.update((part.name, (rule, index)) for index, part in enumerate(rule.parts))
 
     def holds(self, tensor: HuggingFaceTensor) -> bool:
         """See ``LogicalModel``."""
@@ -145,7 +147,7 @@ class MegatronModel(LogicalModel):
         return self.checkpoint.read(self.place(rule).key, self._box(rule, start, stop)).reshape(stop - start, *shape[1:])
 
     def has(self, rule: Rule) -> bool:
-        """Whether all of a parameter is there; from the index alone.
+        """Return whether all of a parameter is there, from the index alone.
 
         Raises:
             ConversionError: the stored tensor does not have the shape that the config asks for.

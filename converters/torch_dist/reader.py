@@ -92,7 +92,10 @@ class TorchDistCheckpoint:
             raise ConversionError(
                 f"{directory / INDEX_FILE} is damaged ({type(error).__name__}: {error})", "fetch or write the checkpoint again"
             ) from error
-        names = {chunk.file for stored in self._tensors.values() for chunks in stored.chunks.values() for chunk in chunks}
+        names = set[str]()
+        for stored in self._tensors.values():
+            for chunks in stored.chunks.values():
+                names.update(chunk.file for chunk in chunks)
         # Names come from a file that anybody may have written; none may lead out of the directory.
         problems = unusable_names(directory, names)
         if problems:

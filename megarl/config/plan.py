@@ -147,9 +147,11 @@ def fullest_moment(config: RunConfig) -> Moment | None:
     moments = ledger(config, facts, ranks)
     if not moments:
         rest = process_rest(communicators(layout, config["policy"]))
-        beside = {path: max(rank.peak for rank in of_model) for path, of_model in memory_of_models(config).items()}
-        alone = {"training": max(rank.peak for rank in ranks), **{f"{path} in its turn": peak for path, peak in beside.items()}}
-        moments = [Moment(name, peak + rest * (1 + len(beside)), 0) for name, peak in alone.items()]
+        beside = memory_of_models(config)
+        alone = {"training": ranks, **{f"{path} in its turn": of_model for path, of_model in beside.items()}}
+        for name, of_model in alone.items():
+            peak = max(rank.peak for rank in of_model)
+            moments.append(Moment(name, peak + rest * (1 + len(beside)), 0))
     return max(moments, key=lambda moment: moment.total)
 
 
@@ -190,7 +192,9 @@ def doubt(config: RunConfig, is_valid: Callable[[RunConfig], bool]) -> str | Non
     if moment is None or config["cluster"]["device"] == "cpu" or moment.total <= gib * GIB:
         return None
     changes = (change for change in changes_that_fit(config, whole=True) if is_valid(_changed(config, change)))
-    texts = [" ".join(f"{key}={json.dumps(value)}" for key, value in change.items()) for change in itertools.islice(changes, _SHOWN)]
+    texts = list[str]()
+    for change in itertools.islice(changes, _SHOWN):
+        texts.append(" ".join(f"{key}={json.dumps(value)}" for key, value in change.items()))
     fitting = f"it would with {', or '.join(texts)}" if texts else "train a smaller model, or divide it over more devices"
     assumed = " (assumed: cluster.device_memory_gib says how much it has)" if config["cluster"]["device_memory_gib"] is None else ""
     return f"a device of {gib:g} GiB{assumed} probably has no room: {moment.name} takes {size_text(moment.total)}; {fitting}"

@@ -129,7 +129,9 @@ def takes_a_response(function: Callable[..., Any]) -> bool:
 
 def known_names() -> str:
     """Return the names of parameters in words, for messages."""
-    ways = {meaning: [name for name, each in SINGLE.items() if each == meaning] for meaning in dict.fromkeys(SINGLE.values())}
+    ways: dict[str, list[str]] = {}
+    for name, meaning in SINGLE.items():
+        ways.setdefault(meaning, []).append(name)
     return (
         ", ".join(" or ".join(names) for names in ways.values())
         + ", lists of them (completions, prompts, ground_truths), columns of the data"

@@ -144,7 +144,10 @@ def check_section(config: Mapping[str, Any], section: Any, prefix: str = "") -> 
     # Of a union pydantic reports the faults of all members; those of a list, for somebody who wrote a
     # section, would hide the one that counts.
     located = _likeliest_members([(_steps(config, fault), fault) for fault in faults])
-    violations = [_violation(fault, tuple(part for part, real in steps if real), section, prefix) for steps, fault in located]
+    violations = list[Violation]()
+    for steps, fault in located:
+        location = tuple(part for part, real in steps if real)
+        violations.append(_violation(fault, location, section, prefix))
     return list({violation.key: violation for violation in reversed(violations)}.values())[::-1]
 
 
@@ -178,7 +181,9 @@ def _likeliest_members(located: list[tuple[Steps, Any]]) -> list[tuple[Steps, An
                 members.setdefault(steps[:level], {}).setdefault(steps[level][0], []).append(entry)
         for faults_by_member in members.values():
             best = max(faults_by_member.values(), key=lambda faults: (max(len(steps) for steps, _ in faults), -len(faults)))
-            dropped = [id(entry) for faults in faults_by_member.values() if faults is not best for entry in faults]
+            dropped = set[int]()
+            for faults in faults_by_member.values():
+                dropped.update(map(id, faults if faults is not best else ()))
             kept = [entry for entry in kept if id(entry) not in dropped]
     return kept
 

@@ -110,7 +110,8 @@ def _violations(completed: Config, found: list[Violation], after: list[Violation
     facts_of_models: dict[str, ModelFacts | None] = {}
     for path in model_sections(completed):
         facts_of_models[path], more = facts_or_violations(at(completed, path), faulty, path)
-        model_violations += [violation for violation in more if violation.value not in [known.value for known in model_violations]]
+        known = [violation.value for violation in model_violations]
+        model_violations += [violation for violation in more if violation.value not in known]
     broken = [*found, *model_violations, *check(completed, facts, faulty, facts_of_models)]
     # a plan is made of what breaks no rule
     return broken or list(state_fits(cast(RunConfig, completed)))

@@ -83,7 +83,10 @@ def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = Fa
     readings = list(_readings(row, source, kind))
     columns = ", ".join(map(str, row))
     if len(readings) > 1:
-        ways = "; or ".join(" ".join(f"{key}={_in_words(value)}" for key, value in reading.items()) for reading in readings)
+        texts = list[str]()
+        for reading in readings:
+            texts.append(" ".join(f"{key}={_in_words(value)}" for key, value in reading.items()))
+        ways = "; or ".join(texts)
         raise DataError(f"{source_name(source)}: its columns, {columns}, can be read in several ways. Fix: write {ways}")
     if not readings:
         header = ", as the first line says" if Path(source.get("path") or "").suffix.lower() in (".csv", ".tsv") else ""

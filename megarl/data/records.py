@@ -160,7 +160,10 @@ def _without_weights(prompt: str | Sequence[Any]) -> Any:
     """A prompt without what SFT alone reads of its messages."""
     if isinstance(prompt, str):
         return prompt
-    return [{key: value for key, value in turn.items() if key != "weight"} if isinstance(turn, Mapping) else turn for turn in prompt]
+    turns = list[Any]()
+    for turn in prompt:
+        turns.append({key: value for key, value in turn.items() if key != "weight"} if isinstance(turn, Mapping) else turn)
+    return turns
 
 
 def _pair(stored: Row, source: DataSource) -> tuple[Record, Record]:
@@ -262,7 +265,10 @@ class Fingerprint:
 
 def _record(row: Any, source: DataSource, known: NamedSet | None, origin: str) -> Record:
     given = (known.prompt_key, known.answer_key) if known is not None else [source[key] for key in _RECORD_KEYS if source.get(key)]  # type: ignore[literal-required]
-    require_object(row, "{" + ", ".join(f"{name!r}: ..." for key in given for name in fields_of_key(key)) + "}", origin)
+    fields = list[str]()
+    for key in given:
+        fields += (f"{name!r}: ..." for name in fields_of_key(key))
+    require_object(row, "{" + ", ".join(fields) + "}", origin)
     if source.get("messages_key") is not None:
         return _conversation_record(row, source, origin)
     prompt_key, answer_key = (known.prompt_key, known.answer_key) if known is not None else (source["prompt_key"], source["answer_key"])

@@ -32,19 +32,22 @@ class Metrics(dict[str, list[Any]]):
     def _table(self) -> list[list[str]]:
         """Return the cells of the metrics that people look at first, the newest steps last."""
         names = ["step", *(name for name in _SHOWN if name in self)] if "step" in self else []
-        rows = [[_number(value) for value in row] for row in zip(*(self[name] for name in names), strict=True)]
+        columns = [list(map(_number, self[name])) for name in names]
+        rows = [list(row) for row in zip(*columns, strict=True)]
         return [[name.partition("/")[2] or name for name in names], *rows[-_ROWS:]]
 
     def __repr__(self) -> str:
         table = self._table()
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+        lines = ["  ".join(map(str.rjust, row, widths)) for row in table]
         return "\n".join([*lines, f"{len(self.get('step', []))} steps, {len(self)} columns"])
 
     def _repr_html_(self) -> str:
         head, *rows = self._table()
         cells = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        body = ""
+        for row in rows:
+            body += "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
         return f"<table><tr>{cells}</tr>{body}</table><p>{len(self.get('step', []))} steps, {len(self)} columns</p>"
 
 

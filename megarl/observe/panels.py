@@ -323,9 +323,10 @@ def _compare_phases(axes: Axes, runs: Runs) -> None:
     runs = {label: {name: of_training(curve) for name, curve in series.items()} for label, series in runs.items()}
     names = list(dict.fromkeys(name for series in runs.values() for name in phase_names(series)))
     positions = range(len(runs))
-    counts = [
-        len(series[STEP].steps) if STEP in series else max(len(series[n].steps) for n in phase_names(series)) for series in runs.values()
-    ]
+    counts = list[int]()
+    for series in runs.values():
+        counted = [STEP] if STEP in series else phase_names(series)
+        counts.append(max(len(series[name].steps) for name in counted))
     left = [0.0] * len(runs)
     for colour, name in zip(cycled_colours(len(names)), names, strict=True):
         widths = [sum(series[name].values) / count if name in series else 0.0 for series, count in zip(runs.values(), counts, strict=True)]

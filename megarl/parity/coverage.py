@@ -182,13 +182,12 @@ class Coverage:
     def to_json(self) -> dict[str, dict[str, dict[str, int]]]:
         """``features`` and ``pairs``, each by column of the table, with counts; the feature ``all`` is that
         of every case."""
-        used = self._used()
-        return {
-            "features": {
-                column: {"all": self._cases[column], **{name: self._single[column][name] for name in FEATURES}} for column in used
-            },
-            "pairs": {column: dict(sorted(self._pairs[column].items())) for column in used},
-        }
+        features: dict[str, dict[str, int]] = {}
+        pairs: dict[str, dict[str, int]] = {}
+        for column in self._used():
+            features[column] = {"all": self._cases[column], **{name: self._single[column][name] for name in FEATURES}}
+            pairs[column] = dict(sorted(self._pairs[column].items()))
+        return {"features": features, "pairs": pairs}
 
     def _used(self) -> list[str]:
         return [column for column in COLUMNS if self._cases[column]]

@@ -154,9 +154,8 @@ def _report(verdicts: Sequence[Verdict], faults: Mapping[str, Fault], console: C
     for column in ("fault", "cases", "verdict", "seen in"):
         table.add_column(column, overflow="fold")
     for name, given in by_name.items():
-        states, details = (
-            ", ".join(dict.fromkeys(filter(None, found))) for found in zip(*((v.state, v.detail) for v in given), strict=True)
-        )
+        states = ", ".join(dict.fromkeys(verdict.state for verdict in given if verdict.state))
+        details = ", ".join(dict.fromkeys(verdict.detail for verdict in given if verdict.detail))
         table.add_row(name, str(len(given)), states, details, style="green" if name in caught else "bold red")
     console.print(table)
     console.print(f"{len(caught)} of {len(by_name)} faults caught, in {len(verdicts)} cases", style="bold")

@@ -180,7 +180,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class _Step:
-    """One optimizer step: metrics of its global batch and the size of their terms."""
+    """Result of one optimizer step: metrics of its global batch and the size of their terms."""
 
     loss: float
     norm: float
@@ -325,7 +325,9 @@ class ReferenceTrainer:
             for name, value in here.items():
                 slope = (float(there[name]) - float(value)) / SMALL_CHANGE
                 parts.setdefault(name, []).append(max(abs(float(value)), abs(slope)))
-        found = {name: self._joined(name, [size for size in sizes if math.isfinite(size)]) for name, sizes in parts.items()}
+        found: dict[str, float] = {}
+        for name, sizes in parts.items():
+            found[name] = self._joined(name, list(filter(math.isfinite, sizes)))
         rounded = self._loss_fn.rounded(data, float(sequences), float(tokens), *scores)
         # a share is of the whole: of one that is 0, another rounding may make the share of a token
         found |= {name: max(size, 1.0) for name, size in found.items() if name.endswith("_share")}

@@ -79,7 +79,10 @@ def _of_groups(case: Case, data: Columns) -> dict[int, float]:
     well."""
     answers, options = _answers(data, "rewarded"), case.advantages_options
     if case.advantages_kind == "gdpo":
-        parts = {name: _compared({row: float(data[f"reward/{name}"][row]) for row in answers}, data, options) for name in PART_WEIGHTS}
+        parts: dict[str, dict[int, float]] = {}
+        for name in PART_WEIGHTS:
+            rewards = {row: float(data[f"reward/{name}"][row]) for row in answers}
+            parts[name] = _compared(rewards, data, options)
         total = [sum(PART_WEIGHTS[name] * parts[name][row] for name in PART_WEIGHTS) for row in answers]
         return dict(zip(answers, _standardised(total), strict=True))
     rewards = {row: float(data["reward"][row]) - sum(_penalties(case, data, row, places).values()) for row, places in answers.items()}

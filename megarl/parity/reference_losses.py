@@ -108,10 +108,11 @@ class ReferenceLoss:
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
         """Reductions of the extremes; all else is a sum."""
-        extremes = {
-            f"{name}_{extreme}": Reduction[extreme.upper()] for name in ("probs_ratio", "probs_ratio_clamped") for extreme in ("min", "max")
-        }
-        return {**extremes, MISMATCH_MAX: Reduction.MAX}
+        extremes = {MISMATCH_MAX: Reduction.MAX}
+        for name in ("probs_ratio", "probs_ratio_clamped"):
+            extremes[f"{name}_min"] = Reduction.MIN
+            extremes[f"{name}_max"] = Reduction.MAX
+        return extremes
 
     def __call__(
         self, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor, *scores: Tensor, **named: Tensor

@@ -7,6 +7,7 @@ learns how to call it, and a verifiable reward that calling pays.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -54,8 +55,8 @@ def _problems(seed: int, split: Split) -> Iterator[tuple[str, str, str, str]]:
 
 def write_products(path: Path, count: int, seed: int, split: Split = "train") -> None:
     """Write problems and their answers, ``{"prompt", "answer"}`` a line."""
-    problems = _problems(seed, split)
-    write_lines(path, ({"prompt": prompt, "answer": answer} for prompt, _, answer, _ in (next(problems) for _ in range(count))))
+    problems = itertools.islice(_problems(seed, split), count)
+    write_lines(path, ({"prompt": prompt, "answer": answer} for prompt, _, answer, _ in problems))
 
 
 def write_conversations(path: Path, count: int, seed: int, guess_share: float) -> None:
@@ -84,7 +85,10 @@ def make_calculator_model(out_dir: Path, seed: int, family: str = "qwen2") -> No
 def _tokenizer() -> PreTrainedTokenizerFast:
     problems = _problems(1, "train")
     rows = [_conversation(*next(problems), guesses=False) for _ in range(2000)]
-    texts = [text for row in rows for text in (row["messages"][0]["content"], json.dumps(row["messages"][1]["tool_calls"][0]["function"]))]
+    texts = list[str]()
+    for row in rows:
+        question, call = row["messages"][:2]
+        texts += question["content"], json.dumps(call["tool_calls"][0]["function"])
     tokenizer = new_tokenizer(texts, _MARKS)
     tokenizer.chat_template = TEMPLATE
     return tokenizer

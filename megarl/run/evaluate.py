@@ -215,7 +215,9 @@ def _is_result_of(path: Path, of_this: Mapping[str, Any]) -> bool:
     try:
         found = json.loads(path.read_bytes())
         same_weights = all(found.get(key) == value for key, value in of_this.items() if key != "sets")
-        sets = {name: {key: figures[key] for key in of_this["sets"][name]} for name, figures in found["sets"].items()}
+        sets = dict[str, Any]()
+        for name, figures in found["sets"].items():
+            sets[name] = {key: figures[key] for key in of_this["sets"][name]}
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return False
     return bool(same_weights and sets == of_this["sets"])

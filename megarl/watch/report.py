@@ -111,17 +111,19 @@ def write_report(run_dirs: Sequence[Path], page: Path) -> Path:
     page.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(page, durable=True) as file:
         # the name of a directory may be no UTF-8: Python has it as halves of surrogate pairs
-        file.writelines(
-            part.encode(errors="replace") for part in _page(str(title), states, [str(labels[s.directory]) for s in states], pictures)
-        )
+        names = [str(labels[state.directory]) for state in states]
+        file.writelines(part.encode(errors="replace") for part in _page(str(title), states, names, pictures))
     return page
 
 
 def _steps_of_restarts(launches: Sequence[Launch]) -> list[int]:
     """After which steps a run went on with new workers, in a later launch or within one."""
-    known = [launch for launch in launches if launch.first_step is not None]
-    steps = [[launch.first_step or 0, *(each.step for each in launch.restarts if each.step is not None)] for launch in known]
-    return [step for of_launch in steps for step in of_launch][1:]
+    steps = list[int]()
+    for launch in launches:
+        if launch.first_step is not None:
+            steps.append(launch.first_step)
+            steps += (restart.step for restart in launch.restarts if restart.step is not None)
+    return steps[1:]
 
 
 def _page(title: str, states: Sequence[RunState], labels: Sequence[str], pictures: dict[str, str]) -> Iterator[str]:

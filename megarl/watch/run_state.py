@@ -231,7 +231,10 @@ def _recent(series: Mapping[str, Series]) -> dict[str, list[float]]:
     steps = [step for step in series.get(_STEP_SECONDS, Series((), ())).steps if step > 0][-RECENT_STEPS:]
     if not steps:
         return {}
-    return {name: [value for step, value in zip(s.steps, s.values, strict=True) if step >= steps[0]] for name, s in series.items()}
+    recent: dict[str, list[float]] = {}
+    for name, each in series.items():
+        recent[name] = [value for step, value in zip(each.steps, each.values, strict=True) if step >= steps[0]]
+    return recent
 
 
 def _phases(recent: Mapping[str, list[float]]) -> dict[str, float]:
