@@ -37,5 +37,5 @@ class ConversionError(ValueError):
 
 
 class ChangedSourceError(ConversionError):
-    """A source is not what it was when it was planned, or not what it says of itself: no second run can go on
-    with this work."""
+    """The source has changed since the conversion was planned, or contradicts its own manifest, so that unfinished
+    work cannot be resumed."""

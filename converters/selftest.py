@@ -142,7 +142,7 @@ _TOKENS = (3, 17)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Finding: how a check of a variant went.
+    """Result of checking one variant.
 
     Attributes:
         variant: what is different in its config.

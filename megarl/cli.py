@@ -583,7 +583,7 @@ def report(error: MegarlError | ConversionError) -> int:
     found_by_worker = isinstance(error.__cause__, ConversionError)
     code = USER_FAULT if found_by_worker or limit is not None else error.exit_code
     text = str(error) if limit is None else f"{str(error).partition(WORKER_TRACE)[0]}\n{limit}"
-    # The exit code counts also when nobody reads any more.
+    # The exit code still counts when the reader of standard error is gone.
     with contextlib.suppress(OSError):
         sys.stderr.write(redacted_text(f"megarl: {text.partition(WORKER_TRACE)[0] if code == USER_FAULT else text}\n"))
     return code

@@ -88,7 +88,7 @@ class Key:
 
 @cache
 def fields_of(section: Any) -> Mapping[str, Key]:
-    """Return what the fields of a section say of its keys; those that say nothing are left out."""
+    """Return the ``Key`` of each field of a section that has one."""
     found = {name: _key_in(annotation) for name, annotation in get_type_hints(section, include_extras=True).items()}
     return {name: key for name, key in found.items() if key is not None}
 

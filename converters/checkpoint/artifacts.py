@@ -75,7 +75,7 @@ def _refuse_misplaced(path: Path) -> None:
     """Refuse settings, tokenizer and templates that are something else; pictures may well be pointers of
     git-lfs."""
     kind = misplaced_kind(path) if _SPEAKING.fullmatch(path.name) else None
-    # a tokenizer may have no merges, and a template may be a page
+    # merges.txt may be empty, and a chat template may begin as a web page does
     if kind is not None and (path.suffix == ".json" or (kind[0] != "empty" and path.suffix != ".jinja") or "git-lfs" in kind[0]):
         raise ConversionError(f"{path} is {kind[0]}", kind[1])
 

@@ -71,7 +71,7 @@ def register_family(family: Family) -> None:
 
 
 def is_built_in(family: Family) -> bool:
-    """Whether a family is part of this package."""
+    """Return whether a family is part of this package."""
     return family.model_type in _BUILT_IN
 
 

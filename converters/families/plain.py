@@ -101,7 +101,7 @@ _ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 _DTYPES = frozenset({"float64", "float32", "float16", "bfloat16"})
 # these say which class or code runs
 _TELLING = frozenset({"id2label", "label2id", "num_labels", "problem_type", "attn_implementation", "_attn_implementation"})
-# written by hub repositories; without a meaning where they are false
+# hub repositories write these; false means nothing
 _HARMLESS_IF_FALSE = frozenset({"use_mrope"})
 _LARGEST_SIZE = 2**31 - 1
 _MOST_LAYERS = 2**16

@@ -249,7 +249,7 @@ def _completed(hf_config: Any) -> tuple[dict[str, Any], type | None]:
         try:
             hf_config = AutoConfig.for_model(like, **options)
             hf_config.to_dict()
-        # and fails in whatever way its code does on a value that it does not expect
+        # transformers' code may raise anything on a value that it does not expect
         except (*_ODD_VALUE, StrictDataclassError) as error:
             raise ConversionError(f"config.json is not a valid {family.model_type} config ({error})", "correct config.json") from error
     elif not hasattr(hf_config, "to_dict"):
@@ -313,7 +313,7 @@ def _foreign_keys(config: Mapping[str, Any], family: Family, ignored: frozenset[
 
 
 def _is_rate(value: object) -> bool:
-    """Whether a value is a rate of dropout, or None for none of it."""
+    """Return whether a value is a rate of dropout, or None for none of it."""
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1)
 
 

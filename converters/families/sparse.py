@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MixtureNames:
-    """Mixture names: what a family calls the tensors of its mixture.
+    """A family's names for the tensors of its mixture.
 
     Attributes:
         blocks: names that the block below a layer may have; it is written under the first.

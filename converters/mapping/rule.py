@@ -39,7 +39,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """Tensor location: where a checkpoint may keep a tensor: as a stored tensor of its own, or as consecutive rows of a larger one.
+    """A place where a checkpoint may keep a tensor: as a stored tensor of its own, or as consecutive rows of a larger one.
 
     Attributes:
         name: of the stored tensor.

@@ -89,7 +89,7 @@ def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTens
         archive = zipfile.ZipFile(window)
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         for name in ("data.pkl", "byteorder"):
-            # A description of gigabytes would be read into memory before anything could be said about it.
+            # A description of gigabytes would be read into memory before anything could be checked.
             if name in entries and (entries[name].file_size > _LARGEST_DESCRIPTION or entries[name].compress_type != zipfile.ZIP_STORED):
                 raise ValueError(f"a description of {entries[name].file_size} bytes")
         described = unpickle(io.BytesIO(archive.read(entries["data.pkl"])), _known, what, _storage)
@@ -152,7 +152,7 @@ def _start_of(window: _Window, entry: zipfile.ZipInfo) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """Described: what the pickle says of the tensor."""
+    """A tensor's description, as the archive's pickle holds it."""
 
     key: str
     dtype: torch.dtype

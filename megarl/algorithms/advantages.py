@@ -17,7 +17,8 @@ from megarl.import_path import load_object
 
 PART = "reward/"
 """Begins the names of columns and metrics of the parts of a reward."""
-# Relative to the mean, some twenty units in the last place of a float32 reward; absolute, what is left where parts of size 1 cancel.
+# Relative to the mean, some twenty units in the last place of a
+# float32 reward; absolute, what is left where parts of size 1 cancel.
 _ROUNDING = 1e-6
 
 
@@ -50,7 +51,7 @@ def calculate_baseline_and_std_per_prompt(
 
 
 def _baseline_and_std(group: Tensor, rewards: Tensor, valid_mask: Tensor, leave_one_out_baseline: bool) -> tuple[Tensor, Tensor]:
-    """As ``calculate_baseline_and_std_per_prompt``, by the number of each row's group, [B] int64."""
+    """Calculate as ``calculate_baseline_and_std_per_prompt``, by the number of each row's group, [B] int64."""
     # float64 throughout: differences of nearly equal rewards are what is divided by.
     valid = (valid_mask != 0).double()
     # where and no product: the reward of an invalid row may be NaN.
@@ -88,7 +89,8 @@ def group_advantages(
     group = _groups(prompts, rewards, valid_mask)
     baseline, _ = _baseline_and_std(group, rewards, valid_mask, leave_one_out_baseline)
     group_mean, deviation = _baseline_and_std(group, rewards, valid_mask, leave_one_out_baseline=False)
-    # A group of equal rewards can differ from its mean by rounding only; dividing that by itself would make noise an advantage.
+    # A group of equal rewards can differ from its mean by rounding
+    # only; dividing that by itself would make noise an advantage.
     agreed = _agreed(deviation, group_mean)
     advantages = torch.where(valid_mask == 0, 0.0, rewards - baseline)
     if not normalize_rewards:

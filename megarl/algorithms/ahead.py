@@ -112,7 +112,8 @@ class SamplingAhead:
         """The batch of a step; that of step + lag is sampled from now on, with the weights that the policy
         has now."""
         for early in range(step, step + self._lag):
-            # the first steps of a run have nobody to sample for them, nor has one that goes on from a checkpoint without batches
+            # the first steps of a run have nobody to sample for them,
+            # nor has one that goes on from a checkpoint without batches
             if early not in self._waiting and not self._is_behind_the_end(early):
                 self._waiting[early] = self._sample(early)
         with self._timer.phase("refit"):

@@ -85,7 +85,7 @@ class Algorithm(AlgorithmSpec, ABC):
         """Train once; ``step`` counts from 1. Returns the step's metrics, ``num_tokens`` (of the samples) among them."""
 
     def is_warming_up(self, step: int) -> bool:
-        """Whether ``step`` is one of the first, which have not all the metrics of the others."""
+        """Return whether ``step`` is one of the first, which lack some metrics of the others."""
         del step
         return False
 

@@ -56,7 +56,7 @@ class DistillationConfig(SampledConfig, DistillationLossConfig):
             ),
         ]
     ]
-    num_generations_per_prompt: NotRequired[Annotated[int, Key("answers a prompt.", AT_LEAST_1, default=1)]]
+    num_generations_per_prompt: NotRequired[Annotated[int, Key("responses sampled per prompt.", AT_LEAST_1, default=1)]]
 
 
 class Distillation(Sampled):

@@ -96,7 +96,8 @@ class DistillationLossFn:
         def mean(values: Tensor) -> Tensor:
             return masked_mean(values, mask, global_normalization_factor=global_valid_toks)
 
-        # masked before anything is computed: the gradient of an infinity that does not count would be 0 times infinity
+        # masked before anything is computed: the gradient of an
+        # infinity that does not count would be 0 times infinity
         policy = torch.where(counts, scored, 0.0)
         teacher = torch.where(counts, data[TOPK_LOGITS][:, :-1].to(scored.dtype), 0.0).detach()
         of_policy, of_teacher = self._outcomes(policy), self._outcomes(teacher)

@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
 
 class AdvEstimatorConfig(TypedDict):
-    """How advantages are made of rewards."""
+    """Settings of the advantages made of rewards."""
 
     name: Annotated[
         str,
         Key(
-            "`grpo`: an answer against the others of its prompt, as ``normalize_rewards``, ``std`` and ``use_leave_one_out_baseline`` "
+            "`grpo`: a response against the others of its prompt, as ``normalize_rewards``, ``std`` and ``use_leave_one_out_baseline`` "
             "say; `rloo`: minus the mean of the others; `gdpo`: each of several rewards as with `grpo`, and their sum whitened over "
             "the batch; `reinforce_plus_plus`: rewards whitened over all tokens of the batch; or the import path of a function of one's "
             "own, `path/to/file.py:name`, from ``AdvantageInputs`` to a tensor (`megarl.algorithms.advantages`).",
         ),
     ]
-    options: NotRequired[Annotated[dict[str, Any], Key("keys of an estimator of one's own.", default={})]]
+    options: NotRequired[Annotated[dict[str, Any], Key("settings that are passed to an estimator of your own.", default={})]]
     minus_baseline: NotRequired[
         Annotated[
             bool,
-            Key("subtract the mean of the prompt's answers before the whitening (`reinforce_plus_plus`).", default=False),
+            Key("subtract the mean reward of the prompt's responses before the whitening (`reinforce_plus_plus`).", default=False),
         ]
     ]
 
@@ -52,18 +52,18 @@ class RewardedConfig(SampledConfig):
     """Training on sampled answers by their rewards: what GRPO and PPO have in common."""
 
     reward_model_weight: NotRequired[
-        Annotated[float, Key("with ``reward_model``: factor of its score in the reward of an answer.", default=1.0)]
+        Annotated[float, Key("with ``reward_model``: weight of its score in the reward of a response.", default=1.0)]
     ]
     env_reward_weight: NotRequired[
         Annotated[
-            float, Key("with ``reward_model``: factor of what ``env`` says, which stays the accuracy; 0 for the score alone.", default=1.0)
+            float, Key("with ``reward_model``: weight of ``env``'s reward, which stays the accuracy; 0 for the score alone.", default=1.0)
         ]
     ]
     overlong_filtering: NotRequired[
         Annotated[
             bool,
             Key(
-                "answers that were cut off are left out of training; with GRPO they stay in their groups, by which others are judged. "
+                "truncated responses are left out of training; with GRPO they stay in the groups that others are compared with. "
                 "A global batch of which nothing is left changes no weight (`empty_global_batches`).",
                 default=False,
             ),
@@ -73,7 +73,7 @@ class RewardedConfig(SampledConfig):
         Annotated[
             float | None,
             Key(
-                "answers whose mean over tokens of exp(|log-probability where it was generated - log-probability of the policy|) is "
+                "responses whose mean over tokens of exp(|log-probability where it was generated - log-probability of the policy|) is "
                 "larger are left out of training, and ``max_token_mult_prob_error`` is held against the others; a step of which nothing "
                 "is left ends the run. 1 is no difference, null leaves none out.",
                 AT_LEAST_1,
@@ -85,7 +85,7 @@ class RewardedConfig(SampledConfig):
         Annotated[
             float | None,
             Key(
-                "the run stops before it trains on answers whose ``token_mult_prob_error``, the mean over tokens of "
+                "the run stops before it trains on responses whose ``token_mult_prob_error``, the mean over tokens of "
                 "exp(|log-probability where it was generated - log-probability of the policy|), is larger; 1 is no "
                 "difference, null never stops.",
                 AT_LEAST_1,
@@ -120,7 +120,9 @@ class GRPOConfig(RewardedConfig):
     num_generations_per_prompt: Annotated[
         int,
         Key(
-            "answers a prompt; 2 or more, but for `reinforce_plus_plus` without ``minus_baseline`` and estimators of one's own.", AT_LEAST_1
+            "responses sampled per prompt; at least 2, except for your own estimators and `reinforce_plus_plus` without "
+            "``minus_baseline``.",
+            AT_LEAST_1,
         ),
     ]
     adv_estimator: NotRequired[
@@ -143,14 +145,14 @@ class GRPOConfig(RewardedConfig):
         ]
     ]
     use_leave_one_out_baseline: NotRequired[
-        Annotated[bool, Key("the baseline of an answer is the mean of the group's other answers.", default=True)]
+        Annotated[bool, Key("the baseline of a response is the mean reward of the group's other responses.", default=True)]
     ]
     use_dynamic_sampling: NotRequired[
         Annotated[
             bool,
             Key(
-                "leave out prompts whose answers are all as right as each other, and sample further prompts in their place until a step "
-                "has ``num_prompts_per_step`` (DAPO). Right is what the reward that tells right from wrong says, not the shaped reward.",
+                "leave out prompts whose responses are all equally correct, and sample further prompts in their place until a step "
+                "has ``num_prompts_per_step`` (DAPO). Correctness is the accuracy, not the shaped reward.",
                 default=False,
             ),
         ]
@@ -167,7 +169,14 @@ class GRPOConfig(RewardedConfig):
         ]
     ]
     dynamic_sampling_max_gen_batches: NotRequired[
-        Annotated[int, Key("so often at most, after which a step that is not full ends the run.", AT_LEAST_1, default=10)]
+        Annotated[
+            int,
+            Key(
+                "maximum number of generation rounds to fill one step; the run fails if the step is still incomplete.",
+                AT_LEAST_1,
+                default=10,
+            ),
+        ]
     ]
 
 
@@ -341,7 +350,7 @@ class GRPO(Sampled):
 
     @property
     def needs_previous_logprobs(self) -> bool:
-        """Whether a pass computes the log-probabilities of the policy before the update.
+        """Return whether a pass computes the log-probabilities of the policy before the update.
 
         A ratio that is 1 needs none, and the mismatch is then measured while training; unless the step must not train on a large one, or
         rewards depend on them.
@@ -420,7 +429,7 @@ class GRPO(Sampled):
         return self.ahead is not None and not self.config["async_grpo"]["recompute_logprobs"]
 
     def age_metrics(self, batch: BatchedDataDict[Any], samples: BatchedDataDict[Any], step: int) -> dict[str, float]:
-        """How old the answers of a step are, where they are sampled beside training.
+        """Measure the age of a step's answers, where they are sampled beside training.
 
         ``rollout_age`` are the steps of training between the oldest weights that sampled a response and those that are trained,
         ``token_age`` the same of each token, and ``effective_sample_share`` is that of the tokens that count, (sum w)^2 / (n sum w^2) with

@@ -81,7 +81,7 @@ class LossFunction(Protocol):
 
 
 def reads_values(loss_fn: object) -> bool:
-    """Whether a loss is one of values (``LossInputType.VALUE``)."""
+    """Return whether a loss is one of values (``LossInputType.VALUE``)."""
     return getattr(getattr(loss_fn, "input_type", None), "value", None) == LossInputType.VALUE.value
 
 

@@ -177,6 +177,7 @@ class ClippedPGLossFn:
         self.sequence_level_ratios = cfg["sequence_level_importance_ratios"]
         self.ratio_has_token_gradient = cfg["sequence_level_ratio_gradient"] == "token"
         self.truncation = cfg["truncated_importance_sampling_type"]
+        # null and 0 are no bound; an infinite one needs no further branch.
         self.weight_max = cfg["truncated_importance_sampling_ratio"] or math.inf
         self.weight_min = cfg["truncated_importance_sampling_ratio_min"] or 0.0
         if self.truncation is not None:
@@ -294,6 +295,7 @@ class ClippedPGLossFn:
             return current, current
         log_ratio = self._of_level(current - previous, mask)
         if self.ratio_has_token_gradient:
+            # The value is the sequence's, the gradient the token's (GSPO-token).
             log_ratio = log_ratio.detach() + (current - current.detach())
         ratio = _finite_exp(_clamped(log_ratio, self.log_ratio_bound))
         return ratio, ratio.clamp(1.0 - self.ratio_clip_min, 1.0 + self.ratio_clip_max)
@@ -313,7 +315,9 @@ class ClippedPGLossFn:
     def _objective(self, advantages: Tensor, ratio: Tensor, clamped: Tensor, current: Tensor) -> Tensor:
         """The objective of every token, [B, S-1], to be minimised."""
         if self.use_cispo:
+            # CISPO: the clipped ratio is a constant weight, so that clipped tokens keep a gradient.
             return -advantages * clamped.detach() * current
+        # The larger of two losses is the smaller of two objectives, PPO's pessimistic bound.
         values = torch.maximum(-advantages * ratio, -advantages * clamped)
         if self.ratio_clip_c is None:
             return values
@@ -327,9 +331,10 @@ class ClippedPGLossFn:
         estimate = _clamped(unclamped, self.kl_output_bound)
         is_clamped = _beyond(reference - constant, self.kl_input_bound) | _beyond(unclamped, self.kl_output_bound)
         weight, _ = _importance_weight(constant - (generation if self.use_on_policy_kl_approximation else constant))
-        # The gradient is written down, because autograd would stop it at a clamp. An infinite one, of a token that is impossible (-inf)
-        # for either policy, has no direction that could be followed.
+        # The gradient is written down, because autograd would stop it at a clamp. An infinite one, of
+        # a token that is impossible (-inf) for either policy, has no direction that could be followed.
         slope = self._kl_slope(_clamped(reference - constant, self.kl_input_bound)).nan_to_num(posinf=0.0, neginf=0.0)
+        # 0 in value, and with the gradient of the log-probability.
         moving = torch.where(constant.isfinite(), current - constant, 0.0)
         return weight * (estimate + slope * moving), is_clamped.to(weight.dtype)
 
@@ -340,7 +345,8 @@ class ClippedPGLossFn:
         slope = -torch.expm1(difference)
         if self.kl_output_bound is None:
             return slope
-        # 1 - exp(d) is -(k3 + d): bounded as k3 is, or a token that is hardly ever sampled would have a gradient of exp(20).
+        # 1 - exp(d) is -(k3 + d): bounded as k3 is, or a token that
+        # is hardly ever sampled would have a gradient of exp(20).
         return torch.maximum(slope, -(self.kl_output_bound + difference.clamp(min=0.0)))
 
 
@@ -471,7 +477,8 @@ class DPOLossFn:
 
         # A pair that does not count must not reach the gradient, not even by 0 times NaN.
         mask = mask * pair_mask.repeat_interleave(2)[:, None]
-        # The reference is rolled left by one, so its first S - 1 columns already line up with the predictions.
+        # The reference is rolled left by one, so its first S
+        # - 1 columns already line up with the predictions.
         difference = next_token_logprobs - data["reference_policy_logprobs"][:, :-1]
         rewards = _row_sums(difference, mask, average=self.preference_average_log_probs)
         chosen, rejected = rewards[::2], rewards[1::2]
@@ -544,14 +551,14 @@ def _row_sums(values: Tensor, mask: Tensor, average: bool) -> Tensor:
 
 
 def _importance_weight(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """``exp(log_ratio)`` of constants, or 0 where that is not finite; and where it is finite, bool."""
+    """Return importance weights ``exp(log_ratio)``, 0 where they are not finite, and a bool mask of finite ones."""
     weight = torch.exp(log_ratio)
     finite = weight.isfinite()
     return torch.where(finite, weight, 0.0), finite
 
 
 def _finite_exp(logarithms: Tensor) -> Tensor:
-    """``exp``, or the largest number of the type without a gradient where that is infinite."""
+    """Return ``exp(logarithms)``; where it is infinite, the largest finite number, without a gradient."""
     infinite = torch.exp(logarithms.detach()).isposinf()
     # Masked before the exponential: the gradient of a discarded infinity would be 0 times infinity.
     finite = torch.exp(torch.where(infinite, 0.0, logarithms))

@@ -78,9 +78,7 @@ class PPOConfig(RewardedConfig):
         ]
     ]
     ppo_epochs: NotRequired[
-        Annotated[
-            int, Key("times that the actor is trained on the answers of a step, each in all its global batches.", AT_LEAST_1, default=1)
-        ]
+        Annotated[int, Key("passes of the actor over the responses of a step, each in all its global batches.", AT_LEAST_1, default=1)]
     ]
     critic_ppo_epochs: NotRequired[
         Annotated[int, Key("the same of the critic; ``ppo_epochs`` when absent.", AT_LEAST_1, follows="ppo_epochs")]
@@ -130,7 +128,7 @@ class PPO(GRPO):
         return (actor, CRITIC, *others)
 
     def is_warming_up(self, step: int) -> bool:
-        """Whether the critic alone is trained."""
+        """Return whether the critic alone is trained."""
         return bool(step <= self.config["critic_warmup_steps"])
 
     def sample(self, step: int) -> Sampling:

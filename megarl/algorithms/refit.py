@@ -65,7 +65,8 @@ def _hand_over(policy: Policy, generation: RolloutEngine, buffer_gib: float | No
     try:
         policy.worker_group.get_all_worker_results(sending)
     except MegarlError:
-        # the engines hear of it, and end by themselves; what they have does not count, even where all of it came
+        # the engines hear of it, and end by themselves; what
+        # they have does not count, even where all of it came
         generation.loaded([])
         raise
     generation.loaded(generation.results(receiving))
@@ -82,7 +83,8 @@ def connect(policy: Policy, generation: RolloutEngine) -> None:
         address, port = policy.worker_group.cluster.get_master_address_and_port()
         sending = policy.init_collective(address, port, size)
         receiving = generation.init_collective(address, port, size)
-        # all are waited for: an engine that still looks for the policy at one port would come too late to the next one
+        # all are waited for: an engine that still looks for the
+        # policy at one port would come too late to the next one
         failures = [_failure_of(policy.worker_group.get_all_worker_results, future) for future in sending]
         failures += [_failure_of(generation.results, future) for future in receiving]
         error = next((failure for failure in failures if failure is not None), None)

@@ -206,7 +206,8 @@ class Sampled(Algorithm):
 
     def take(self, step: int) -> Sampling:
         """The batch that a step trains on: sampled now, or while an earlier step trained."""
-        # what is sampled from here to the next step is sampled with the weights that all steps before this one have made
+        # what is sampled from here to the next step is sampled
+        # with the weights that all steps before this one have made
         self._version = step - 1
         if self.ahead is not None:
             return self.ahead.take(step)

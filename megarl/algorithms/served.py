@@ -91,7 +91,8 @@ class ServedCheck:
         if rows:
             names = ("input_ids", "input_lengths", "token_mask")
             batch: BatchedDataDict[Any] = BatchedDataDict({name: samples[name] for name in names}).select_indices(rows)
-            # an engine that scores a prompt draws a token behind it, for which a sequence of full length would have no room
+            # an engine that scores a prompt draws a token behind it,
+            # for which a sequence of full length would have no room
             batch["input_lengths"] = batch["input_lengths"] - 1
             inside = torch.arange(batch["input_ids"].shape[1]) < batch["input_lengths"][:, None]
             batch["input_ids"], batch["token_mask"] = batch["input_ids"] * inside, batch["token_mask"] * inside

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megarl.distributed.device import seed_everything
 
-# Keeps an empty mask at 0 / epsilon = 0; below half a unit in the last place of any float32 count of 1 or more.
+# Keeps an empty mask at 0 / epsilon = 0; below half a unit
+# in the last place of any float32 count of 1 or more.
 _EPSILON = 1e-8
 
 

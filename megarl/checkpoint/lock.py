@@ -27,7 +27,7 @@ _NO_KERNEL_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Owner: who holds a lock.
+    """The process that holds a lock.
 
     Attributes:
         pid: process id on ``host``.

@@ -65,8 +65,8 @@ class DataSource(TypedDict):
             ),
         ]
     ]
-    subset: NotRequired[Annotated[str | None, Key("a configuration of that data set.")]]
-    split: NotRequired[Annotated[str, Key("a split of that data set, `train` when absent.")]]
+    subset: NotRequired[Annotated[str | None, Key("configuration (subset) of the data set ``name``.")]]
+    split: NotRequired[Annotated[str, Key("split of the data set ``name`` (default `train`).")]]
     prompt_key: NotRequired[
         Annotated[
             str | list[str],

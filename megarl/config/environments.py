@@ -30,7 +30,7 @@ class RewardOptions(TypedDict):
         Annotated[
             Literal["hf_math_verify", "dapo_math_verify"],
             Key(
-                "`math`: `hf_math_verify` compares values (when absent), `dapo_math_verify` compares the text after the last ``Answer:``, "
+                "`math`: `hf_math_verify` (default) compares values, `dapo_math_verify` compares the text after the last ``Answer:``, "
                 "as DAPO does."
             ),
         ]
@@ -38,7 +38,7 @@ class RewardOptions(TypedDict):
     gsm8k_method: NotRequired[
         Annotated[
             Literal["strict", "flexible"],
-            Key("`gsm8k`: `strict` takes the number after the last ``####`` (when absent), `flexible` the last number."),
+            Key("`gsm8k`: `strict` (default) takes the number after the last ``####``, `flexible` the last number."),
         ]
     ]
     pattern: NotRequired[
@@ -57,20 +57,22 @@ class RewardOptions(TypedDict):
         ]
     ]
     code_timeout_s: NotRequired[
-        Annotated[float, Key("`code`: seconds for one test; 4 when absent. All tests of a response share ``timeout_s``.", ABOVE_0)]
+        Annotated[float, Key("`code`: maximum seconds for one test (default 4). All tests of a response share ``timeout_s``.", ABOVE_0)]
     ]
     memory_mb: NotRequired[
         Annotated[
             int,
             Key(
-                "`code`: MB of address space of a process, and of resident memory of all processes of a program together; 512 when absent.",
+                "`code`: maximum MB of address space of a process, and of resident memory of a program's processes together (default 512).",
                 AT_LEAST_1,
             ),
         ]
     ]
-    max_processes: NotRequired[Annotated[int, Key("`code`: processes and threads of a program; 16 when absent.", AT_LEAST_1)]]
+    max_processes: NotRequired[
+        Annotated[int, Key("`code`: maximum number of processes and threads of a program (default 16).", AT_LEAST_1)]
+    ]
     max_file_mb: NotRequired[
-        Annotated[int, Key("`code`: MB of a file, and in namespaces of all files that a program writes; 16 when absent.", AT_LEAST_1)]
+        Annotated[int, Key("`code`: maximum MB of a file, and in the sandbox of all files of a program together (default 16).", AT_LEAST_1)]
     ]
     partial: NotRequired[
         Annotated[
@@ -86,7 +88,7 @@ class RewardOptions(TypedDict):
             Literal["required", "preferred"],
             Key(
                 "`code`: where Linux grants no namespaces, to the run or to bubblewrap, programs of a model could reach the network, read "
-                "the expected outputs, write files and end other processes: `required` refuses to run them (when absent), `preferred` "
+                "the expected outputs, write files and end other processes: `required` (default) refuses to run them, `preferred` "
                 "runs them with the other limits alone, and says so."
             ),
         ]
@@ -101,7 +103,7 @@ class RewardConfig(RewardOptions):
     """One of several rewards; its options stand beside these keys."""
 
     reward: NotRequired[Annotated[str, Key("as ``env.reward``; when absent, the name under which this section stands.")]]
-    weight: NotRequired[Annotated[float, Key("factor in the sum of the rewards; 1 when absent.")]]
+    weight: NotRequired[Annotated[float, Key("weight in the sum of the rewards (default 1).")]]
     strip: NotRequired[Annotated[bool, Key("as ``env.strip``, which it is when absent.")]]
     timeout_s: NotRequired[Annotated[float, Key("as ``env.timeout_s``, likewise.", ABOVE_0)]]
 
@@ -121,13 +123,15 @@ class ToolConfig(TypedDict):
     ]
     description: NotRequired[Annotated[str, Key("description of the tool for the policy, in place of the tool's own.")]]
     documents: NotRequired[
-        Annotated[str, Key("`search`: JSON lines, each an object with a document under ``text``, and ``title`` or not.")]
+        Annotated[str, Key("`search`: path of a JSON-lines file of documents; each line has ``text``, and may have ``title``.")]
     ]
-    results: NotRequired[Annotated[int, Key("`search`: documents that are found; 3 when absent.", AT_LEAST_1)]]
+    results: NotRequired[Annotated[int, Key("`search`: number of documents returned (default 3).", AT_LEAST_1)]]
     url: NotRequired[Annotated[str, Key("`http`: where the service listens, ``http://`` or ``https://``.")]]
-    timeout_s: NotRequired[Annotated[float, Key("`http`, `python`: seconds for one call; 10 when absent.", ABOVE_0)]]
-    memory_mb: NotRequired[Annotated[int, Key("`python`: as of the reward `code`; 512 when absent.", AT_LEAST_1)]]
-    isolation: NotRequired[Annotated[Literal["required", "preferred"], Key("`python`: as of the reward `code`; required when absent.")]]
+    timeout_s: NotRequired[Annotated[float, Key("`http`, `python`: maximum seconds for one call (default 10).", ABOVE_0)]]
+    memory_mb: NotRequired[Annotated[int, Key("`python`: memory limit as of the reward `code` (default 512).", AT_LEAST_1)]]
+    isolation: NotRequired[
+        Annotated[Literal["required", "preferred"], Key("`python`: isolation as of the reward `code` (default `required`).")]
+    ]
 
 
 TOOL_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -259,7 +263,7 @@ class EnvConfig(RewardOptions):
         Annotated[
             Literal["observe", "end"],
             Key(
-                "a call of a tool that cannot be read, or of a tool that is not there: `observe` tells the policy so, `end` ends the "
+                "what happens when a tool call cannot be parsed, or names no tool: `observe` tells the policy so, `end` ends the "
                 "conversation, which scores 0.",
                 default="observe",
             ),
@@ -269,7 +273,8 @@ class EnvConfig(RewardOptions):
         Annotated[
             Literal["observe", "end"],
             Key(
-                "a tool, or ``MessageEnv.step``, that raises on a response: likewise. What no response can cause (a server that is gone, a "
+                "what happens when a tool, or ``MessageEnv.step``, raises on a response: as ``on_bad_call``. What no response can "
+                "cause (a server that is gone, a "
                 "process that was killed, an answer that is late) leaves the conversation out of training.",
                 default="observe",
             ),

@@ -88,7 +88,7 @@ class VllmConfig(TypedDict):
         ]
     ]
     enforce_eager: NotRequired[
-        Annotated[bool, Key("run without compiling the model, which starts sooner and generates more slowly.", default=False)]
+        Annotated[bool, Key("do not compile the model: engines start sooner and generate more slowly.", default=False)]
     ]
     load_format: NotRequired[
         Annotated[

@@ -65,7 +65,9 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[float | None, Key("their lower bound (`icepop`, `seq-mask-tis`); null for none.", ABOVE_0, default=None)]
     ]
     token_level_loss: Annotated[bool, Key("mean over tokens; otherwise mean over each sequence, then over sequences.")]
-    disable_ppo_ratio: NotRequired[Annotated[bool, Key("plain policy gradient, no ratio to previous log-probabilities.", default=False)]]
+    disable_ppo_ratio: NotRequired[
+        Annotated[bool, Key("plain policy gradient, without the ratio to previous log-probabilities.", default=False)]
+    ]
     force_on_policy_ratio: NotRequired[
         Annotated[
             bool,
@@ -148,7 +150,7 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "the difference of log-probabilities in the divergence is clamped alike, in its value and its gradient.",
+                "bound on the difference of log-probabilities in the divergence, clamped in value and gradient; null for none.",
                 ABOVE_0,
                 default=20.0,
             ),

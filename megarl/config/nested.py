@@ -33,7 +33,7 @@ def put(config: MappingT, path: str, value: Any) -> MappingT:
 
 
 def merge(under: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, Any]:
-    """``over`` wins; only mappings merge."""
+    """Merge two nested mappings. Of two values that of ``over`` holds, unless both are mappings."""
     result = dict(under)
     for key, value in over.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)

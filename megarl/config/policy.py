@@ -80,7 +80,7 @@ class SequencePackingConfig(TypedDict):
     algorithm: NotRequired[
         Annotated[
             Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing", "best_fit_decreasing"],
-            Key("how sequences are laid together; best_fit_decreasing when absent."),
+            Key("packing algorithm (default best_fit_decreasing)."),
         ]
     ]
 
@@ -207,7 +207,7 @@ class MegatronDDPConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "parameters that are reduced or gathered in one collective, with overlap; null for Megatron's choice.",
+                "number of parameters in one collective, where communication overlaps computation; null for Megatron's choice.",
                 AT_LEAST_1,
                 default=None,
             ),

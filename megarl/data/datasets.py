@@ -204,13 +204,13 @@ def _first_row(column: Column, tokens: Collection[int]) -> tuple[int, int] | Non
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Records in stored order, tokenized; as long as there are records.
+    """Tokenized records in stored order; its length is the number of records.
 
     Attributes:
         examples: of all records.
         fingerprint: digest of the records.
-        sources: of the records.
-        of_record: consecutive examples of a record: 1, or 2 for the better and the worse answer of a pair.
+        sources: where the records come from, in their order.
+        of_record: how many consecutive examples a record has: 1, or 2 for the two answers of a pair.
     """
 
     examples: Examples
@@ -355,7 +355,7 @@ def _read_source(source: DataSource, reading: Reading, shown: Phase) -> Table:
 
 
 def _doubts_about(table: Table, source: DataSource, reading: Reading, doubts: str | None) -> str:
-    """Return the warnings about the answers of a table, as its mark keeps them for the next start.
+    """Return the warnings about a table's reference answers, from its marker file where there is one.
 
     Args:
         table, source, reading: the table, and what it was made of.

@@ -210,7 +210,7 @@ class TableWriter:
             try:
                 rename_surely(self._partial, self._directory)
             except OSError:
-                # another run was faster; a damaged one is in the way
+                # the name is taken: by the table of a run that was faster, or by a damaged one
                 if read_table(self._directory, owner) is None:
                     shutil.rmtree(self._directory)
                     rename_surely(self._partial, self._directory)
@@ -294,7 +294,7 @@ def _use(descriptor: int) -> None:
     except OSError:
         # a file system without locks: nothing is removed there either
         return
-    # others may have made it, and not allow to write
+    # the directory may be another user's, who does not let this one write
     with contextlib.suppress(OSError):
         os.utime(descriptor)
 

@@ -16,7 +16,7 @@ from megarl.distributed.parcels import inside
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad_value: int) -> tuple[Tensor, Tensor]:
-    """Right-padded int64 [B, S] (S is the longest row) and the int64 [B] lengths."""
+    """Return rows padded on the right, int64 [B, S] with S the longest one, and their lengths, int64 [B]."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     return _padded(np.fromiter(chain.from_iterable(rows), np.int64, lengths.sum()), lengths, pad_value)
 

@@ -102,7 +102,7 @@ class PhaseTimer:
 
     def count(self, other: PhaseTimer) -> None:
         """Take over the sequences of another timer alone."""
-        # of work done side by side the seconds do not add up
+        # phases that run at the same time do not add up to the step's seconds
         for phase, sequences in other.take_sequences().items():
             self._sequences.setdefault(phase, []).extend(sequences)
 

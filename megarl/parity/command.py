@@ -157,7 +157,7 @@ def _many(runner: CaseRunner, drawer: Drawer, fault: Fault | None, options: Opti
             outcome = runner.run(case, fault)
             if outcome.passes:
                 results.add(outcome)
-            # A busy machine is no mismatch, and shrinking would wait for the same limit many times.
+            # A time-out on a busy machine is no mismatch, and shrinking would wait for that limit many times.
             elif outcome.timed_out:
                 results.late.append(str(case))
                 progress.say(f"NO ANSWER in {options.job_seconds:g} s: {case}", "bold yellow")

@@ -97,7 +97,7 @@ def _faults_of_family(case: Case) -> list[Violation]:
     elif case.scores and CLASS_IN_TRANSFORMERS.get(case.family, case.family) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         found.append(Violation("case.loss", case.loss, f"transformers has no {case.family} that scores", "write nll"))
     if not found:
-        # what a model of scores has in place of its output layer is no matter of these settings
+        # the score layer in the place of the output layer does not change these settings
         try:
             megatron_settings(read_architecture(model_config(replace(case, loss="nll"))))
         except ConversionError as error:

@@ -79,7 +79,7 @@ def _simpler_in(case: Case, name: str) -> Iterator[Case]:
         yield replace(case, advantages=default)
         yield from (replace(case, advantages=advantages) for advantages in _without_one_word(value))
     elif isinstance(value, int) and not isinstance(value, bool):
-        # rotary embeddings turn pairs
+        # rotary embeddings rotate pairs: a head has an even width
         possible = (smaller for smaller in _smaller(value, default) if name != "head" or smaller % 2 == 0)
         yield from (_changed(case, name, smaller) for smaller in possible)
     else:

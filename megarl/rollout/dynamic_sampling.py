@@ -83,9 +83,9 @@ class DynamicSampling:
 
     Attributes:
         prompts: groups of a step.
-        generations: answers a prompt.
+        generations: responses a prompt.
         batch: prompts that are asked for at a time.
-        most_batches: so often at most.
+        most_batches: maximum number of such batches.
         without_truncated: answers that were cut off are not trained on.
         pad_token_id: of token ids.
     """
@@ -158,7 +158,7 @@ class DynamicSampling:
 def joined(
     batches: Sequence[Rollouts], groups: Sequence[int], generations: int, pad_token_id: int, *, only_numbers: bool = False
 ) -> Rollouts:
-    """Some groups of several batches as one, as wide as its longest answer, as if no others had been sampled; without metrics.
+    """Join some groups of several batches to one, cut to its longest response, without metrics.
 
     Args:
         batches: those of each prompt next to each other.

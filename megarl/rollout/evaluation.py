@@ -91,7 +91,7 @@ def answer_set(collector: Collector, validation_set: ValidationSet, batch_size: 
         batch_size: prompts that are generated together; None for all of them in one call.
     """
     plan, records = validation_set.plan, validation_set.records
-    # By the name of the set and the prompt's place in it, so that another set beside it changes nothing.
+    # By the name of the set and the prompt's place in it, so that a further set changes nothing.
     seeds = None if plan.sampling is None else validation_seeds(plan.name, len(records), plan.generations)
     size, batches = batch_size or len(records), []
     for start in range(0, len(records), size):

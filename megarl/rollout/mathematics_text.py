@@ -191,7 +191,7 @@ def _inward_brackets(interval: re.Match[str]) -> str:
 
 
 def _words_of_command(command: re.Match[str]) -> str:
-    """Return what stands for ``\\text{...}``: words between marks, mathematics as it is."""
+    """Return the replacement of a ``\\text{...}``: words are put between marks, mathematics stays as it is."""
     content = (command[1] if command[1] is not None else command[2]).strip().replace("\n", " ")
     name = content.strip("() .")
     if not re.search(r"[^\W\d_]", content) or re.search(r"[0-9\\]", re.sub(r"\^\s*\{?[0-9]\}?", "", content)):

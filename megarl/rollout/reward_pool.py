@@ -201,7 +201,7 @@ class RewardPool:
             scores[late.row] = _late(self.specs[late.which])
             process.has_ended = True
         if process.has_ended:
-            # To the front and in their order: what lay before a process that died is not to wait behind the
+            # To the front and in their order: the tasks of a process that died do not wait behind the
             # whole batch again.
             waiting.extendleft(given.row for given in reversed(process.given))
             process.kill()

@@ -359,7 +359,7 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 def ask_scorer(url: str, attempts: int, timeout_s: float, task: Task) -> Any:
-    """The reply of a scorer elsewhere: it gets ``{"prompt", "response", "answer", "record"}`` as JSON by POST.
+    """Ask a scorer over HTTP and return its reply: it gets ``{"prompt", "response", "answer", "record"}`` as JSON by POST.
 
     A connection that fails, a reply of which nothing comes, and the statuses 408, 429 and 5xx are tried again, each time after a pause
     twice as long. A reply that comes byte by byte is left to the time limit of the pool, one that ends early is none. A redirection is

@@ -98,10 +98,10 @@ def run_loop(
     stop: StopRequest | None = None,
     profiler: StepProfiler | None = None,
 ) -> int:
-    """Train from after ``first_step`` to the last step, or until somebody asks to stop. Returns the last step done.
+    """Train the steps after ``first_step``, to the last one or until a stop is requested. Return the last finished step.
 
-    A step that is stopped after has its checkpoint (where there are any) also when none was due. A run that saves because its time may be
-    over goes on where that save was so quick that another step fits.
+    The step before a stop gets a checkpoint also when none is due, if the run writes any. A run that saved because
+    its time limit is near goes on if that save left time for another step.
     """
     stop = stop or StopRequest()
     reporting.timer.collect()

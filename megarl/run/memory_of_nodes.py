@@ -208,7 +208,8 @@ def reason_of(error: RayError, node: str) -> str:
 
 def _actor_on(node: str, checkpoint_dir: Path) -> Any:
     place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-    # one that dies comes again, for the next checkpoint; ``free`` has to get through while ``write`` is under way, also one that hangs
+    # one that dies comes again, for the next checkpoint; ``free`` has
+    # to get through while ``write`` is under way, also one that hangs
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 4, "scheduling_strategy": place}
     return ray_calls.submit(ray.remote(NodeMemory).options(**options), str(checkpoint_dir), node)
 

@@ -189,7 +189,8 @@ def _read_config(policy: PolicyConfig, place: str | Path, **options: Any) -> Any
     try:
         return read_hf_config(place, trust_remote_code=policy["trust_remote_code"], **options)
     except Exception as error:
-        # Model code, the checks of a config's fields and the file system raise errors of many unrelated classes.
+        # Model code, the checks of a config's fields and the
+        # file system raise errors of many unrelated classes.
         raise ModelError(
             f"policy.model_name = {policy['model_name']!r}: its config.json cannot be used: {type(error).__name__}: {error}. "
             "Fix: give the directory of a complete Hugging Face model; where transformers does not know its kind, one with a config class "
@@ -247,7 +248,7 @@ def _runs_on_torch(policy: PolicyConfig, architecture: Architecture, source: Hug
 
 
 def _check_scoring(policy: PolicyConfig, config: Any, source: HuggingFaceSource | None) -> int:
-    """The vocabulary size of a model that is to score."""
+    """Return the vocabulary size of a model that scores."""
     from megarl.models.engine.scoring import scoring_config, scoring_source
 
     config = scoring_config(config)

@@ -72,11 +72,13 @@ class Restarts:
         Raises:
             MegarlError: ``error`` itself, where no worker was lost or hangs, somebody wants the run to stop, or there were ``most``.
         """
-        # places that the run has had, and that were there before it was built anew, are gone by the loss of a node
+        # places that the run has had, and that were there before
+        # it was built anew, are gone by the loss of a node
         lost_places = isinstance(error, ResourceInsufficientError) and self.workers > 0
         lost = isinstance(error, WorkerLostError) or (isinstance(error, DeadlineError) and self.built) or lost_places
         if not lost or self.stop.reason is not None or self.workers >= self.most:
             raise error
+        # Not built: a deadline that passes from now on may mean that places are missing.
         self.workers, self.built = self.workers + 1, False
         logger.warning("workers were lost, start %d of at most %d of new ones: %s", self.workers, self.most, error)
 

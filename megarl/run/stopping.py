@@ -37,7 +37,8 @@ INTERRUPTED = 128 + signal.SIGINT
 STOP_FILE = "stop_requested"
 LAST_CHECKPOINT_FILE = "last_checkpoint"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-# What a step and a save may take of the notice that a launcher gives, before the run warns that it may be too short.
+# What a step and a save may take of the notice that a launcher
+# gives, before the run warns that it may be too short.
 _SAFE_SHARE = 0.8
 
 
@@ -169,6 +170,7 @@ class StopRequest:
         """Write to nowhere what went to a terminal: it is gone, and every write to it would be an error."""
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in self._terminals:
+            # dup2 and no close: a descriptor that is free would be taken by the next file that is opened.
             os.dup2(nowhere, descriptor)
         os.close(nowhere)
 
@@ -192,6 +194,7 @@ def listening_for_stop(run_dir: Path, attempt: Attempt, time_left: TimeLeft | No
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
+    # What was ignored from outside stays ignored, as nohup wants it.
     heard = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
     before = {each: signal.signal(each, request.receive) for each in heard}
     try:

@@ -167,12 +167,12 @@ class DTensorBackend(HuggingFaceBackend):
         return {name: parameter for name, parameter in self._parameters.items() if isinstance(parameter, DTensor)}
 
     def _own(self) -> dict[str, DTensor]:
-        """Those of the model itself, without adapters."""
+        """Parameters of the model itself, without adapters."""
         adapters, divided = self.adapters, self._divided()
         return divided if adapters is None else {name: each for name, each in divided.items() if not adapters.is_factor(name)}
 
     def _saved(self) -> dict[str, DTensor]:
-        """Those that checkpoints hold: of a model with adapters these alone."""
+        """Parameters that checkpoints hold: of a model with adapters these alone."""
         return self._divided() if self.adapters is None else {name: each for name, each in self._divided().items() if each.requires_grad}
 
     def forward_backward(self, inputs: Sequence[ModelInput], head: Head, *, backward: bool) -> list[HeadOutput]:

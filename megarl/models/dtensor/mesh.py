@@ -68,7 +68,8 @@ def build_meshes(device_type: str, *, context: int, tensor: int, ring: bool = Fa
 
 
 def _forget_earlier_meshes() -> None:
-    """DTensor remembers how it handled an operation together with the mesh; an equal mesh of groups that exist no more must not be met."""
+    """Clear DTensor's cache of sharding decisions. Its key is the mesh, and an equal mesh may have process groups
+    that were destroyed."""
     clear = getattr(tensor_debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()

@@ -36,6 +36,7 @@ def divide_over_tensor_ranks(model: Any, mesh: DeviceMesh, plan: Plan) -> None:
                 f"policy.dtensor_cfg.tensor_parallel_size = {ranks}: does not divide the model's {name} = {count}; write a divisor"
             )
     tied = is_tied(model)
+    # None: nothing is broadcast, because the model has no values yet.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     if tied:
         tie(model)
@@ -63,10 +64,13 @@ def shard_fully(model: Any, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bo
     for layer in layers_of(model):
         fully_shard(layer, **options)
     if not is_tied(model):
+        # A tied embedding stays with the output layer, in the group of the whole model: one parameter has one
+        # group.
         fully_shard(model.get_input_embeddings(), **options)
     # what is left (the last norm, the output layer, a tied embedding) is needed again as soon as the backward pass starts
     fully_shard(model, reshard_after_forward=False, **options)
     for module in sharded_modules(model):
+        # FSDP2 averages by default; losses here are divided by counts of the whole global batch already.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
 
@@ -150,6 +154,7 @@ def _add_gradient(parameter: DTensor, gradient: torch.Tensor, *, partial: bool) 
         partial: tensor-parallel ranks, which have all of the parameter, found a part of its gradient each.
     """
     if partial:
+        # Dimension 1 of the mesh are the tensor-parallel ranks.
         dist.all_reduce(gradient, group=parameter.device_mesh.get_group(1))
     if isinstance(parameter.grad, DTensor):
         _memory_of(parameter.grad).add_(gradient)

@@ -46,6 +46,7 @@ class VocabularyEmbedding(ParallelStyle):
             weight = _local(module.weight)
             local = ids - group.rank() * weight.shape[0]
             mine = (local >= 0) & (local < weight.shape[0])
+            # Row 0 stands for tokens of other ranks, and is multiplied by 0, its gradient too.
             rows = F.embedding(local.where(mine, torch.zeros_like(local)), weight) * mine[..., None]
             return sum_of_parts(rows, self.output_layouts, group)
 
@@ -74,6 +75,7 @@ class WholeInput(ParallelStyle):
                 return (_whole(inputs[0], self.layout, group), *inputs[1:]), keywords
             return inputs, {**keywords, self.KEYWORD: _whole(keywords[self.KEYWORD], self.layout, group)}
 
+        # transformers passes hidden states by name or by position, as the model has it.
         module.register_forward_pre_hook(bring_together, with_kwargs=True)
         return module
 
@@ -187,6 +189,7 @@ class RowLinear(RowwiseParallel):
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
             features = _features(inputs, before, group)
+            # The bias comes after the sum: added before it, it would count once a rank.
             output = sum_of_parts(F.linear(features, _local(module.weight)), after, group)
             if isinstance(module, AdaptedLinear):
                 up = _local(module.lora_B, partial="lora_B" in parts)
@@ -219,6 +222,7 @@ class NormOfParts(ParallelStyle):
 
 def _divide(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
     parameter = module.get_parameter(name)
+    # None: no rank broadcasts, because the model has no values yet.
     divided = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
     module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
 
@@ -253,6 +257,7 @@ def _local(parameter: Any, *, partial: bool = False) -> Any:
     """This rank's part of a divided parameter, None for none; with ``partial`` it finds a part of the gradient of a whole one."""
     if not isinstance(parameter, DTensor):
         return parameter
+    # Partial, so that DTensor sums the gradient over the ranks and does not take one rank's for all.
     return parameter.to_local(grad_placements=[Partial()] if partial else None)
 
 

@@ -44,7 +44,7 @@ def varlen_kernel() -> Kernel | None:
 
 
 def serves(query: torch.Tensor) -> bool:
-    """Whether the kernel takes tensors like this one."""
+    """Return whether the kernel takes tensors like this one."""
     return takes_flash(query) and varlen_kernel() is not None
 
 

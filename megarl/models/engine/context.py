@@ -70,7 +70,8 @@ def _order(starts: tuple[int, ...], size: int, device: torch.device | None) -> t
 
 
 class _GatherReplicated(torch.autograd.Function):
-    """Parts to whole where every rank goes on to compute the same from the whole: each takes back the gradient of its own part."""
+    """Gather the parts of all ranks for a computation that all ranks repeat: in the backward pass each rank keeps
+    the gradient of its own part."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, order: torch.Tensor, index: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -85,7 +86,8 @@ class _GatherReplicated(torch.autograd.Function):
 
 
 class _GatherShared(torch.autograd.Function):
-    """Parts to whole where every rank uses the whole for something of its own: gradients of all ranks add up."""
+    """Gather the parts of all ranks, which use the whole differently: in the backward pass their gradients are
+    summed."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, order: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

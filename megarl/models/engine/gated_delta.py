@@ -84,7 +84,7 @@ def gated_delta_rule(
     initial = value.new_zeros(1, value.shape[1], keys, width, dtype=dtype)
     if context.size > 1:
         value = F.pad(value, (0, keys))
-        # Its columns carry M beside U: one pass gives both.
+        # Its columns carry M next to U: one pass gives both.
         identity = torch.eye(keys, dtype=dtype, device=value.device).expand(1, value.shape[1], keys, keys)
         initial = torch.cat((initial, identity), dim=-1)
     # places without a token have gates of 0: they neither decay the state nor write to it

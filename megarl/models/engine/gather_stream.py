@@ -78,7 +78,7 @@ class UnshardPlan:
     def _add(self, tensor: FullTensor) -> Iterator[Copy]:
         """The copies that it needs."""
         count = math.prod(tensor.shape)
-        # A tensor that lies in one piece among the shards is shown there, without a copy.
+        # A tensor that is in one piece among the shards is shown there, without a copy.
         in_shards = len(tensor.copies) == 1 and tensor.copies[0].form == ((count,), (1,), (1,))
         flat, begin = (_SHARDS, tensor.copies[0].source) if in_shards else (_COPIED, self._length)
         self.places.append(BufferRegion(tensor.name, tensor.shape, flat, begin))

@@ -83,7 +83,7 @@ class ParallelGroups:
 
     @property
     def is_first_in_stage(self) -> bool:
-        """Whether this process is the one of its pipeline stage that stands first in all other dimensions."""
+        """Return whether this process is the one of its pipeline stage that stands first in all other dimensions."""
         return self.tensor_rank == self.context_rank == self.data_rank == 0
 
     @property

@@ -90,7 +90,7 @@ class LogprobHead:
         return Request(index, targets, self.shard, self.sampling, self.chunk_size, self.with_entropies, further, self.largest)
 
     def _further(self, model_input: ModelInput) -> torch.Tensor | None:
-        """[n x t, K] int64: the further tokens; None where there are none, as on pipeline stages that compute no loss."""
+        """Return the further tokens to score, [n x t, K] int64; None on pipeline stages that compute no loss."""
         rows = None if self.further is None else model_input.micro_batch.data.get(self.further)
         return None if rows is None else model_input.of_tokens(rows).flatten(0, 1).long()
 

@@ -156,7 +156,7 @@ def split_rows(data: Mapping[str, Any], micro_batch_size: int, shapes: Shapes) -
 def repeat_last_row(data: Mapping[str, Any], missing: int) -> dict[str, Any]:
     """The batch with ``missing`` more copies of its last row."""
     # Copies of a real row, so that every key has values that the model and the head take; results of the
-    # copies are cut off.
+    # copies are dropped.
     rows = [*range(batch_size(data)), *[batch_size(data) - 1] * missing]
     return {key: value[rows] if isinstance(value, torch.Tensor) else [value[row] for row in rows] for key, value in data.items()}
 

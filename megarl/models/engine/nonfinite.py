@@ -87,7 +87,7 @@ class SkipLimit:
 
     @classmethod
     def of(cls, policy: PolicyConfig) -> SkipLimit:
-        """As a policy's configuration says."""
+        """Read the settings of a policy's configuration."""
         return cls(policy["on_nonfinite"] == "raise", policy["max_consecutive_skips"])
 
     def stepped(self) -> None:

@@ -22,7 +22,7 @@ from megarl.models.engine.backend import Backend, Part, Place
 
 
 class OffloadState(Enum):
-    """What of a model is on the device at present."""
+    """State of a model's memory: which parts are on the device at present."""
 
     TRAINING = "parameters, gradients and optimizer state on the device"
     INFERENCE = "parameters on the device, gradients and optimizer state not to be used, or in host memory"

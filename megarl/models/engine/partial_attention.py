@@ -76,7 +76,7 @@ def partial_gradients(
 
 
 def takes_flash(query: torch.Tensor) -> bool:
-    """Whether torch's FlashAttention kernels take tensors like this one."""
+    """Return whether torch's FlashAttention kernels take tensors like this one."""
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
 
 

@@ -247,7 +247,7 @@ def _of_batch(backend: Backend, data: Mapping[str, Any], batching: Batching, hea
     device = data["input_ids"].device
     backend.sync_parameters()  # a collective over data-parallel ranks, so it comes before anything that depends on this rank's rows
     chunks = batching.chunks({key: data[key] for key in MODEL_KEYS if key in data}) if rows else []
-    # The last micro-batch is filled with copies, whose results are cut off below: a pipeline takes one shape.
+    # The last micro-batch is filled with copies, whose results are dropped below: a pipeline takes one shape.
     even = [chunk.without_ragged_end() if backend.shapes.equal else chunk for chunk in chunks]
     _require_equal_passes(backend, even)
     if rows == 0:
@@ -390,7 +390,7 @@ def _global_batch(
 
 def as_floats(values: Sequence[Any]) -> list[float]:
     """Numbers and tensors of one element as floats; the host waits once for all tensors that a device has."""
-    # By dtype too, because torch.stack promotes, and int64 beside float32 would lose digits before .double().
+    # By dtype too, because torch.stack promotes, and int64 with float32 would lose digits before .double().
     kinds: dict[torch.device, dict[torch.dtype, list[int]]] = defaultdict(lambda: defaultdict(list))
     for place, value in enumerate(values):
         if isinstance(value, torch.Tensor):

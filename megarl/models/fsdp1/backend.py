@@ -47,9 +47,12 @@ class FSDP1Backend(HuggingFaceBackend):
         policy, runtime = self.policy, self.runtime
         model = build_on_meta(self.hf_config, scores=scores(policy), trust_remote_code=self._trusts)
         if policy["activation_checkpointing_enabled"]:
+            # Before FSDP wraps the layers, so that their parameters are gathered once for pass and
+            # recomputation.
             recompute_layers(model)
         answer_requests(model.get_output_embeddings())
         fill = Filler(model, source, runtime.device)
+        # FSDP1 flattens parameters: whether one was a vector shows nowhere afterwards.
         self._dimensions: Mapping[str, int] = {name: len(place.shape) for name, place in fill.held.items()}
         self.vocabulary = VocabularyShard(self.hf_config.get_text_config().vocab_size)
         self.shapes = Shapes(row_multiple=policy["make_sequence_length_divisible_by"])
@@ -97,6 +100,7 @@ class FSDP1Backend(HuggingFaceBackend):
             return
         if self._generating is None:
             model = build_on_meta(self.hf_config, trust_remote_code=self._trusts)
+            # On the meta device it takes no memory between two rollouts.
             self._generating = model, {name: (held, held.get()) for name, held in held_by(model).items()}
         model, places = self._generating
         try:
@@ -120,5 +124,6 @@ def _data_parallel() -> ParallelGroups:
     assert everyone is not None, "torch.distributed is initialised before a backend is built"
     alone: dist.ProcessGroup = everyone
     if dist.get_world_size() > 1:
+        # Each rank makes a group of its own: without this option all ranks would have to make all of them.
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return ParallelGroups(tensor=alone, context=alone, data=everyone, pipeline=alone)

@@ -44,6 +44,7 @@ class Held:
 
 def held_by(model: nn.Module) -> dict[str, Held]:
     """Every parameter once, by its first name: a tied output layer goes by the embedding's."""
+    # By identity of the parameter: tied ones have several names and are stepped once.
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

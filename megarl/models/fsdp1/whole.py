@@ -44,6 +44,8 @@ class FullModel:
             self._masters[name] = master
             parameter.data = parameter.data.to(dtype)
             if parameter.requires_grad:
+                # The gradient of each micro-batch is added in float32: in 16 bits small ones would be lost
+                # beside the sum.
                 parameter.register_post_accumulate_grad_hook(_adding_to(master))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -85,6 +87,7 @@ class FullModel:
         target = self._runtime.device if place == "device" else torch.device("cpu")
         self.module.to(target)
         for master in self._masters.values():
+            # The tensor's data and not the parameter, which the optimizer holds.
             master.data = master.data.to(target)
 
 

@@ -53,6 +53,7 @@ def generate(
         backend: where the model runs and who runs it together.
         data, config, tokenizer, greedy: as for ``decode``.
     """
+    # Asked of the cache that transformers would make, which knows the kinds of the model's layers.
     simple, device = _keeps_positions_alone(DynamicCache(config=model.config)), backend.runtime.device
     graphs = graphs_on(device, None if simple else "the model keeps more than keys and values, in a cache of transformers")
     decoded = DecodedRows(graphs, device)
@@ -139,6 +140,8 @@ class _OwnCacheForward:
         self.is_padded = bool((lengths < end).any())
         logits = self._forward(tokens, lengths.to(tokens.device))
         if len(prompt_of) > len(tokens):
+            # transformers' caches have rows, and no prompts: a row's copy is made once, after the prompt was
+            # read.
             self.cache.batch_select_indices(prompt_of)
         return logits[prompt_of]
 
@@ -174,6 +177,7 @@ def _all_columns(logits: torch.Tensor, vocabulary: VocabularyShard) -> torch.Ten
     """[b, V] of the true vocabulary from the columns [b, V / ranks] of each tensor-parallel rank."""
     if vocabulary.group is not None:
         ranks = dist.get_world_size(vocabulary.group)
+        # Transposed, so that the gather puts the ranks' columns one behind another.
         columns = logits.t().contiguous()
         whole = torch.empty(ranks * columns.shape[0], columns.shape[1], dtype=columns.dtype, device=columns.device)
         dist.all_gather_into_tensor(whole, columns, group=vocabulary.group)

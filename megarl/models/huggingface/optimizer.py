@@ -74,10 +74,12 @@ def build_optimizer(
     names: dict[torch.Tensor, str] = {}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
+            # By shard too: ranks with the same part of a parameter have to round it alike, others need not.
             names[parameter] = f"{_shard_number(parameter)} {name}"
             count = parameter.ndim if dimensions is None else dimensions[name]
             (matrices if count > 1 else vectors).append(parameter)
     decays = chosen["weight_decay_on_vectors"] or "weight_decay" not in accepted
+    # Only where the optimizer knows the argument; others would refuse it in a group.
     without_decay = {} if decays else {"weight_decay": 0.0}
     groups: list[dict[str, Any]] = [
         *([{"params": matrices}] if matrices else []),
@@ -91,6 +93,8 @@ def build_optimizer(
         return made
     if kind in (torch.optim.Adam, torch.optim.AdamW) and all(kwargs.get(name) is None for name in KERNEL_ARGUMENTS):
         for group in groups:
+            # Kept in the group, which a checkpoint saves: a run that was begun with another kernel goes on
+            # with it.
             group.update({"fused": True, OPEN_KERNEL: True})
     return _construct(OPTIMIZER, kind, groups, kwargs)
 
@@ -113,6 +117,7 @@ def build_scheduler(policy: PolicyConfig, optimizer: torch.optim.Optimizer) -> L
     """
     chosen = policy["scheduler"]
     if not chosen:
+        # A schedule all the same, because it counts the steps that a later one is resumed at.
         return ConstantLR(optimizer, factor=1.0, total_iters=1)
     if isinstance(chosen, Mapping):
         return _one_schedule(SCHEDULER, chosen, optimizer)
@@ -144,6 +149,7 @@ def resume_schedule(policy: PolicyConfig, scheduler: LRScheduler, saved: Mapping
         return scheduler
     for group in optimizer.param_groups:
         group["lr"] = settings["lr"]
+        # torch takes the base rate of a new schedule from there, and would keep the checkpoint's.
         group.pop("initial_lr", None)
     resumed, steps = build_scheduler(policy, optimizer), saved["state"]["last_epoch"]
     with warnings.catch_warnings(action="ignore"):  # torch expects a step of the optimizer between two of the schedule
@@ -165,6 +171,7 @@ def schedule_values(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 def squared_norm(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Sum of the squares of all entries, 0-d float64 on ``device``."""
+    # float64, so that the norm is the same number however parameters are divided over ranks.
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64).to(device) for gradient in gradients]
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
 
@@ -223,10 +230,12 @@ class LossScale:
         return cls(INITIAL, dynamic=True)
 
     def accepts(self, norm: float) -> bool:
-        """Whether a step with gradients of this norm may be taken, and the factor of the next one. All ranks give the same norm."""
+        """Return whether a step with gradients of this norm may be taken, and set the scale of the next one. All ranks
+        pass the same norm."""
         if not self.dynamic:
             return True
         if not math.isfinite(norm):
+            # Never below 1: a loss that overflows unscaled is not saved by scaling it down.
             self.factor, self.clean_steps = max(1.0, self.factor * BACKOFF), 0
             return False
         self.clean_steps += 1
@@ -246,6 +255,7 @@ def _split_milestones(chosen: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping
 
 def _one_schedule(key: str, chosen: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
     kind = _resolve(f"{key}.name", chosen.get("name"), LRScheduler, "torch.optim.lr_scheduler.LinearLR")
+    # It is an LRScheduler in newer torch, but its step wants a metric.
     if issubclass(kind, ReduceLROnPlateau):
         raise _refusal(f"{key}.name", chosen["name"], "it waits for a measured value, and none is given to it", "take another schedule")
     kwargs = dict(chosen.get("kwargs") or {})
@@ -271,6 +281,7 @@ def _check_arguments(key: str, kind: type, kwargs: Mapping[str, Any], given: set
     """Refuse arguments that ``kind`` does not know; those it does know."""
     parameters = inspect.signature(kind).parameters
     accepted = {name for name in parameters if name not in given}
+    # With **kwargs no name is unknown; the constructor itself refuses what it does not take.
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return accepted | set(kwargs)
     unknown = [

@@ -149,7 +149,7 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 class _Program:
-    """A program that was run, and what it has to be asked."""
+    """A program that was run, with its names and the objects that requests refer to."""
 
     def __init__(self, names: dict[str, Any], given: Mapping[str, Any]) -> None:
         self._names, self._given = names, given

@@ -29,7 +29,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "remap_file_pages": (216, 234),
     # pages that a pipe holds stay when their process has given them back, a huge one for each byte
     "vmsplice": (278, 75),
-    # numbers of which the machine, or its user, has few
+    # of what these make, the machine or its user has few
     "io_setup": (206, 0),
     "inotify_init": (253, None),
     "inotify_init1": (294, 26),

@@ -68,7 +68,7 @@ def _number_passed(code: str, tests: Sequence[Test], limits: Limits, deadline: f
     while waiting:
         cut_short = list[tuple[Test, float]]()
         for place, (test, before) in enumerate(waiting):
-            # What earlier tests left is shared anew each time: quick ones give their time to those behind
+            # What earlier tests left is shared again each time: quick ones give their time to those behind
             # them.
             granted = min(limits.seconds, (deadline - time.monotonic()) / (len(waiting) - place))
             # no more than it had says nothing new

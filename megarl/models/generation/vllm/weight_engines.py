@@ -36,7 +36,7 @@ _ENDED_EARLY = "the refit ended before all weights had come: refit anew"
 
 @dataclass
 class Connection(WeightTransferInitInfo):
-    """Connection: what an engine learns once.
+    """Data that an engine is sent once, when it connects.
 
     Attributes:
         weights: ``[name, shape, dtype]`` of every weight, in the order of sending.
@@ -51,7 +51,7 @@ class Connection(WeightTransferInitInfo):
 
 @dataclass
 class Transfer(WeightTransferUpdateInfo):
-    """Transfer: what arrives: for shared memory the number of a refit that comes by itself, or handles by device of one group of it; for a
+    """One message of a refit: for shared memory the number of a refit that comes by itself, or handles by device of one group of it; for a
     broadcast nothing; or that no more will come."""
 
     handles: dict[str, Any] | None = None
@@ -60,7 +60,7 @@ class Transfer(WeightTransferUpdateInfo):
 
 
 class _Reloading(WeightTransferEngine[Connection, Transfer]):
-    """Reloading: what both have in common: the reload, whole or given up."""
+    """Base class of both weight engines: a reload that is completed or given up."""
 
     init_info_cls = Connection
     update_info_cls = Transfer

@@ -96,6 +96,7 @@ class Engine:
         self._sockets = tempfile.TemporaryDirectory(prefix="vllm-", dir=env.text(SOCKETS))
         with env.variables({SOCKETS: self._sockets.name}):
             self._llm = LLM(**options)
+        # vLLM does not hand its processes out; they are children of this one.
         self._processes = multiprocessing.active_children()
 
     @property
@@ -117,6 +118,7 @@ class Engine:
         if not self._processes:
             return attrgetter(method)(self._llm)(*args, **kwargs)
         answer: Future[Any] = Future()
+        # A thread of its own, because vLLM's call waits without a bound for a process that has died.
         threading.Thread(target=self._answer, args=(answer, method, args, kwargs), name=f"vllm-{method}", daemon=True).start()
         while not wait([answer], LOOK_SECONDS).done:
             dead = [process for process in self._processes if not process.is_alive()]
@@ -315,6 +317,7 @@ class VllmGenerationWorker:
         self._updating = False
         if self._adapter is not None:
             self._call("megarl_bind_adapter")
+        # Of all ranks: vLLM itself would go on with weights of several versions.
         versions = set(self._engine.call("collective_rpc", "megarl_weights_version"))
         if len(versions) != 1:
             raise RefitError(f"the ranks of the engine hold versions {sorted(map(str, versions))} of the weights: refit anew")
@@ -389,6 +392,7 @@ class VllmGenerationWorker:
         from vllm import SamplingParams
 
         rows = [ids[:length].tolist() for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)]
+        # vLLM scores a prompt only on the way to a response: one token of it is sampled and dropped.
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompts = [{"prompt_token_ids": row} for row in rows]
         outputs = self._engine.call("generate", prompts, params, use_tqdm=False, **self._beside())
@@ -479,6 +483,7 @@ class VllmGenerationWorker:
 
         None is answered before all of them wait: who draws which of the random numbers would depend on when each of them came.
         """
+        # Level 0 stops the scheduler alone; memory and weights stay.
         self._engine.call("sleep", level=0)
         try:
             self._engine.call("collective_rpc", "megarl_seed", args=(seed,))
@@ -497,6 +502,7 @@ class VllmGenerationWorker:
         self._engine.call("reset_prefix_cache")
         if self._engine.has_sleep_mode:
             self._version = None
+            # Level 1 would keep a copy of the weights in host memory, and a refit brings newer ones anyway.
             self._engine.call("sleep", level=2)
             return False
         return True
@@ -537,6 +543,7 @@ def _check_heads_on_a_cpu(model: str) -> None:
     from converters.families.hf_config import read_hf_config
 
     config = read_hf_config(model)
+    # Asked before an engine starts, which would take a minute to fail.
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     widths = CPUAttentionBackend.get_supported_head_sizes()
     if width not in widths:
