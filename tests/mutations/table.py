@@ -490,7 +490,7 @@ TABLE: Mapping[str, Row] = {
     ),
     "asynchrony: what was sampled before a refit is sampled again behind it": Row(
         "megarl/models/generation/shared_stream.py",
-        "        tokens = np.concatenate([request.prompt, *(tokens for tokens, _ in self.pieces)])",
+        "        tokens = np.concatenate([request.prompt, *(piece.tokens for piece in self.pieces)])",
         "        tokens = request.prompt",
         ("unit/test_ready_first.py",),
     ),
@@ -1038,8 +1038,8 @@ TABLE: Mapping[str, Row] = {
     ),
     "rest-of-the-divergence-detached": Row(
         "megarl/algorithms/distillation_loss.py",
-        "-torch.expm1(total)",
-        "-torch.expm1(total.detach())",
+        "_log_of_rest(total, least)",
+        "_log_of_rest(total.detach(), least)",
         cases=("loss=distill+mixed:0.8+topk:5 dp=2 mbs=2 vocab=11 length=8",),
     ),
     "probability-of-the-teachers-tokens-detached": Row(

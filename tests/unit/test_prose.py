@@ -18,10 +18,10 @@ REWRITTEN = (
 """Packages whose docstrings all keep the rules."""
 
 # What is reached over all packages. A bound may only be set nearer to the aim: 3 % of docstrings, 5 % of lines of code, 18 a 1,000 lines.
-MOST_QUESTIONS, MOST_SPLIT_NAMES = 211, 2
-LEAST_COMMENTS = 0.0222
-MOST_COMPREHENSIONS = 34
-MOST_WIDE_TEXT = 1838
+MOST_QUESTIONS, MOST_SPLIT_NAMES = 187, 0
+LEAST_COMMENTS = 0.0308
+MOST_COMPREHENSIONS = 33
+MOST_WIDE_TEXT = 1834
 MOST_WORDS = 578
 
 
