@@ -81,12 +81,12 @@ def gated_delta_rule(
     dtype, width = wide_dtype(value), value.shape[-1]
     keys = key.shape[-1]
     plan = _plan(run_lengths(starts, context), value.device)
-    initial = value.new_zeros(1, value.shape[1], keys, width, dtype=dtype)
+    initial = None
     if context.size > 1:
-        value = F.pad(value, (0, keys))
         # Its columns carry M next to U: one pass gives both.
         identity = torch.eye(keys, dtype=dtype, device=value.device).expand(1, value.shape[1], keys, keys)
-        initial = torch.cat((initial, identity), dim=-1)
+        initial = F.pad(identity, (width, 0))
+        value = F.pad(value, (0, keys))
     # places without a token have gates of 0: they neither decay the state nor write to it
     query, key, value = (plan.in_chunks(tensor.to(dtype)) for tensor in (query * keys**-0.5, key, value))
     log_decay, step_size = (plan.in_chunks(tensor.to(dtype), fill=0) for tensor in (log_decay, step_size))
@@ -105,7 +105,7 @@ def _scan(
     value: torch.Tensor,
     log_decay: torch.Tensor,
     step_size: torch.Tensor,
-    initial: torch.Tensor,
+    initial: torch.Tensor | None,
     plan: _Plan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [n, G, C, V] of chunks, and states [R, G, K, V].
@@ -114,7 +114,7 @@ def _scan(
         query, key: [n, H, C, K].
         value: [n, G, C, V].
         log_decay, step_size: [n, G, C].
-        initial: [1, G, K, V], the state before each run.
+        initial: [1, G, K, V], the state before each run; None for 0, of which nothing is computed in the first chunks.
         plan: of the chunks.
     """
     group, size, heads = value.shape[1] // key.shape[1], value.shape[2], value.shape[1]
@@ -122,36 +122,51 @@ def _scan(
     causal = torch.ones(size, size, dtype=torch.bool, device=value.device).tril()
     # masked before the exponential: above the diagonal it would overflow
     between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
-    system = (key @ key.mT).repeat_interleave(group, dim=1) * between * step_size.unsqueeze(-1)
-    inside = (query @ key.mT).repeat_interleave(group, dim=1) * between
-    query, key = query.repeat_interleave(group, dim=1), key.repeat_interleave(group, dim=1)
+
+    def of_heads(of_keys: torch.Tensor, by_head: torch.Tensor) -> torch.Tensor:
+        """The product of what key heads have, [n, H, ...], and what their value heads have, [n, G, ...]."""
+        return (of_keys.unsqueeze(2) * by_head.unflatten(1, (-1, group))).flatten(1, 2)
+
+    system = of_heads(key @ key.mT, between * step_size.unsqueeze(-1))
+    inside = of_heads(query @ key.mT, between)
     since_start, until_end = decay.exp(), (decay[..., -1:] - decay).exp()
-    tensors = (
-        system,
-        value * step_size.unsqueeze(-1),
-        key * (step_size * since_start).unsqueeze(-1),
-        (key * until_end.unsqueeze(-1)).mT,
-        since_start[..., -1, None, None],
+    steps = [heads * going for going in plan.going]
+    # chunks that begin with no state
+    fresh = plan.runs if initial is None else 0
+    by_step = zip(
+        system.flatten(0, 1).split(steps),
+        (value * step_size.unsqueeze(-1)).flatten(0, 1).split(steps),
+        of_heads(key, until_end.unsqueeze(-1)).mT.flatten(0, 1).split(steps),
+        strict=True,
     )
+    behind = steps[1:] if fresh else steps
+    reads = iter(of_heads(key[fresh:], (step_size * since_start)[fresh:].unsqueeze(-1)).flatten(0, 1).split(behind))
+    keeps = iter(since_start[fresh:, :, -1, None, None].flatten(0, 1).split(behind))
     # Chunks of all runs side by side, first with first: as many products as the longest run has chunks.
-    by_step = zip(*(tensor.flatten(0, 1).split([heads * going for going in plan.going]) for tensor in tensors), strict=True)
-    state = initial.expand(plan.runs, *initial.shape[1:]).flatten(0, 1)
+    state = None if initial is None else initial.expand(plan.runs, *initial.shape[1:]).flatten(0, 1)
     before, corrections, ended = [], [], []
-    for triangle, wanted, read, written, kept in by_step:
-        if len(triangle) < len(state):
-            # Runs are in the order of falling length: those that are over stand at the end.
-            ended.append(state[len(triangle) :])
-            state = state[: len(triangle)]
-        rest = torch.baddbmm(wanted, read, state, alpha=-1)
+    for triangle, wanted, written in by_step:
+        if state is None:
+            rest = wanted
+        else:
+            if len(triangle) < len(state):
+                # Runs are in the order of falling length: those that are over stand at the end.
+                ended.append(state[len(triangle) :])
+                state = state[: len(triangle)]
+            before.append(state)
+            rest = torch.baddbmm(wanted, next(reads), state, alpha=-1)
         # reads what is below the diagonal alone
         correction = torch.linalg.solve_triangular(triangle, rest, upper=False, unitriangular=True)
-        before.append(state)
         corrections.append(correction)
-        state = torch.baddbmm(kept * state, written, correction)
+        state = written @ correction if state is None else torch.baddbmm(next(keeps) * state, written, correction)
     ended.append(state)
-    outputs = (query * since_start.unsqueeze(-1)).flatten(0, 1) @ torch.cat(before) + inside.flatten(0, 1) @ torch.cat(corrections)
+    inside = inside.flatten(0, 1)
+    outputs = [inside[: heads * fresh] @ corrections.pop(0)] if fresh else []
+    if before:
+        asked = of_heads(query[fresh:], since_start[fresh:].unsqueeze(-1)).flatten(0, 1)
+        outputs.append(torch.baddbmm(asked @ torch.cat(before), inside[heads * fresh :], torch.cat(corrections)))
     states = torch.cat(ended[::-1]).unflatten(0, (plan.runs, heads))
-    return outputs.unflatten(0, (-1, heads)), states.index_select(0, plan.place_of_run)
+    return torch.cat(outputs).unflatten(0, (-1, heads)), states.index_select(0, plan.place_of_run)
 
 
 def _entering_states(states: torch.Tensor, width: int, context: ContextShare) -> torch.Tensor:
