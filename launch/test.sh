@@ -11,6 +11,7 @@
 #   MEGARL_TEST_PROCESSES   how many processes the test files are spread over (default: as many as cores, at most 4)
 #   MEGARL_TEST_SEED        which samples of the large matrices run (default: the number of commits)
 #   MEGARL_TEST_SLURM       1: install Slurm where there is none (root and apt-get), and fail where that cannot be; 0: no tests of it (default: where there is one)
+#   MEGARL_TEST_MEGATRON    version of Megatron-Core for the part next-megatron (default: the newest in the index, pre-releases too)
 #   MEGARL_TEST_PYTHON312   1: fail where there is no Python 3.12 for the newest Megatron-Core (default: leave its parts out)
 set -euo pipefail
 # shellcheck source=launch/environment.sh
@@ -81,7 +82,7 @@ parts() {
 
 # run_part NAME PYTEST_ARGUMENTS...: status 0 where it passes, or where what it needs is not here and not asked for.
 run_part() {
-    local name=$1 needs spread what python="$VENV/bin/python" from=$SECONDS status=0
+    local name=$1 needs spread what python="$VENV/bin/python" from=$SECONDS status=0 next=
     local -x PYTHONPATH="${PYTHONPATH:-}" MEGARL_TEST_PIP_AUDIT=""
     shift
     IFS=$'\t' read -r _ needs spread what < <(parts "$name") || true
@@ -94,10 +95,13 @@ run_part() {
         pip-audit) prepare_pip_audit ;;
         newest-megatron) prepare_newest_megatron || return 0
             python=$newest ;;
+        next-megatron) prepare_next_megatron || return 0
+            python=$newest ;;
     esac
     choose_spread "$spread"
     "$python" -m pytest --part "$name" "${spread_options[@]}" "$@" || status=$?
     say "part $name: $(took "$from")"
+    [[ -z "$next" ]] || ((status == 0)) || say "megatron-core $next breaks what failed; $NEWEST_MEGATRON passes: --part newest-megatron"
     # a part of which arguments chose some tests has not passed as a whole
     ((status != 0 || $# > 0)) || "$VENV/bin/python" -m tests.parts --passed "$name"
     # 5: a choice of pytest's own, such as -k, left nothing of it
@@ -133,7 +137,7 @@ prepare_pip_audit() {
 
 # Sets $newest to the Python of an environment with the newest Megatron-Core; status 1 where there is no Python 3.12 and nobody asked for one.
 prepare_newest_megatron() {
-    local venv="$ROOT/.venv-3.12" constraints="$ROOT/.venv-3.12.constraints" python
+    local venv="${1:-$ROOT/.venv-3.12}" constraints="$ROOT/.venv-3.12.constraints" python
     if ! python=$(find_python312); then
         [[ "${MEGARL_TEST_PYTHON312:-}" != 1 ]] ||
             fail "MEGARL_TEST_PYTHON312 = 1, but no python3.12 that has venv was found; install one or unset the variable"
@@ -144,6 +148,24 @@ prepare_newest_megatron() {
     # The first environment's choice of Python is not this one's.
     MEGARL_PYTHON="" prepare_environment "$venv" test "$constraints" "$python"
     newest="$venv/bin/python"
+}
+
+# Sets $next to a version of Megatron-Core beyond the newest one that is pinned, and $newest to the Python of an environment of its own with it;
+# status 1 where there is none.
+prepare_next_megatron() {
+    local venv="$ROOT/.venv-3.12-next" found
+    if [[ -z "${MEGARL_TEST_MEGATRON:-}" ]]; then
+        found=$("$VENV/bin/python" -m pip index versions --pre --python-version 3.12 --only-binary :all: megatron-core 2>/dev/null |
+            sed -nE 's/^megatron-core \((.*)\)$/\1/p') || true
+        if [[ -z "$found" || "$found" == "$NEWEST_MEGATRON" ]]; then
+            say "the index has no Megatron-Core beyond $NEWEST_MEGATRON: left out (MEGARL_TEST_MEGATRON=VERSION takes that one)"
+            return 1
+        fi
+    fi
+    prepare_newest_megatron "$venv" || return
+    # pip says that megarl does not take it, and installs it all the same
+    next=${MEGARL_TEST_MEGATRON:-$found}
+    run_step "installing megatron-core $next" "$venv.log" "$newest" -m pip install --disable-pip-version-check --no-input "megatron-core==$next"
 }
 
 run_all() {

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-NEWEST, PIP_AUDIT, SLURM, TRITON, VLLM = "newest-megatron", "pip-audit", "slurm", "triton", "vllm"
+NEWEST, NEXT, PIP_AUDIT, SLURM, TRITON, VLLM = "newest-megatron", "next-megatron", "pip-audit", "slurm", "triton", "vllm"
+OF_NEWEST = (NEWEST, NEXT)
+"""Needs of parts whose tests are those with the mark ``newest_megatron``."""
 MODEL_CLASS = "MEGARL_TEST_MODEL_CLASS"
 """Environment variable: ``policy.megatron_cfg.model_class`` of configurations that say nothing of it."""
 GPU_STACK, ITS_TURN = "newest-megatron", 3
@@ -32,8 +34,8 @@ class Part:
     Attributes:
         what: its tests in a few words.
         files: patterns of paths below ``tests/``; a file belongs to the first part that names it.
-        needs: what else has to be installed: ``NEWEST`` (Python 3.12 and the newest Megatron-Core), ``PIP_AUDIT``, ``SLURM``,
-            ``TRITON`` or ``VLLM``; "" for nothing.
+        needs: what else has to be installed: ``NEWEST`` (Python 3.12 and the newest Megatron-Core), ``NEXT`` (a pre-release behind it),
+            ``PIP_AUDIT``, ``SLURM``, ``TRITON`` or ``VLLM``; "" for nothing.
         share: (k, n) for every n-th case from the k-th on, where the files hold more than ten minutes; (0, 1) for all.
         spread: how pytest-xdist spreads it over processes; "no" where ranks fill the cores, or tests look at the whole machine.
         variables: of the environment that it runs in.
@@ -88,6 +90,7 @@ PARTS: Mapping[str, Part] = {
     "newest-converters": Part("converters on the newest Megatron-Core", ("unit/*",), NEWEST),
     GPU_STACK: Part("layouts on the newest Megatron-Core", DISTRIBUTED, NEWEST, spread="no"),
     "newest-hybrid": Part("the same with its HybridModel", DISTRIBUTED, NEWEST, spread="no", variables={MODEL_CLASS: "hybrid"}),
+    "next-megatron": Part("layouts on Megatron-Core's newest pre-release", DISTRIBUTED, NEXT, spread="no"),
 }
 
 

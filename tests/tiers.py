@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megarl import env
-from tests.parts import NEWEST, PARTS, Part
+from tests.parts import OF_NEWEST, PARTS, Part
 
 ROOT = Path(__file__).parents[1]
 SEED_VARIABLE = "MEGARL_TEST_SEED"
@@ -115,7 +115,7 @@ def for_newest_megatron(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 def in_part(items: Sequence[pytest.Item], name: str, seed: int) -> list[pytest.Item]:
     """Those of the collected tests that a part of ``--all`` runs."""
     part = PARTS[name]
-    if part.needs == NEWEST:
+    if part.needs in OF_NEWEST:
         marked = for_newest_megatron(items)
         chosen = _sampled(marked, seed)  # slow ones too: nothing else shows them there
         return [item for item in marked if item in chosen and part.has(item.path)]
@@ -132,7 +132,7 @@ def part_of(path: Path) -> Part:
         ValueError: no part has them.
     """
     for part in PARTS.values():
-        if part.needs != NEWEST and part.has(path):
+        if part.needs not in OF_NEWEST and part.has(path):
             return part
     raise ValueError(f"{path} is in no part of tests/parts.py; add it to one")
 

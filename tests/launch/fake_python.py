@@ -28,6 +28,8 @@ import os, pathlib, sys
 from fake_record import record
 
 record("pip")
+if "index" in sys.argv:
+    print(os.environ.get("FAKE_INDEX", ""))
 gate = os.environ.get("FAKE_PIP_GATE")
 if gate:
     pathlib.Path(gate, "started").write_text("now")

@@ -51,7 +51,7 @@ class Clone:
         return [
             " ".join(words[words.index("--constraint") + 2 :]).replace(str(self.root), "ROOT")
             for words in self.calls()
-            if words[0] == "pip" and "uninstall" not in words
+            if words[0] == "pip" and "--constraint" in words and "uninstall" not in words
         ]
 
 
@@ -377,7 +377,7 @@ def test_a_part_has_what_it_needs(clone: Clone, python312: None) -> None:
 
 
 def test_everything_is_the_default_tier_and_each_part_once(clone: Clone, python312: None) -> None:
-    done = clone.run("bash", "launch/test.sh", "--all", MEGARL_TEST_SLURM="0")
+    done = clone.run("bash", "launch/test.sh", "--all", MEGARL_TEST_SLURM="0", MEGARL_TEST_MEGATRON="0.19.2")
     assert done.returncode == 0, done.stderr
     default, *parts = pytest_calls(clone)
     assert default == [".venv", *SPREAD, "loadfile", "--no-loadscope-reorder", *EVERY_ROOM]
@@ -388,11 +388,24 @@ def test_everything_is_the_default_tier_and_each_part_once(clone: Clone, python3
 @slow
 @pytest.mark.parametrize("word", ["tests/system", "vllm-faults"])
 def test_what_fails_is_named_in_the_end(clone: Clone, python312: None, word: str) -> None:
-    done = clone.run("bash", "launch/test.sh", "--all", FAKE_PYTEST_FAILS=word, MEGARL_TEST_SLURM="0")
+    done = clone.run("bash", "launch/test.sh", "--all", FAKE_PYTEST_FAILS=word, MEGARL_TEST_SLURM="0", MEGARL_TEST_MEGATRON="0.19.2")
     assert done.returncode == 1
     assert "1 failed, says the stand-in" in done.stdout + done.stderr
     assert ("failed: the default tier; training-1; " if word == "tests/system" else "failed: vllm-faults; each part runs") in done.stderr
     assert len(pytest_calls(clone)) == len(PARTS) - 1
+
+
+def test_what_a_next_megatron_breaks_is_said_where_the_index_has_one(clone: Clone, python312: None) -> None:
+    part = ("bash", "launch/test.sh", "--part", "next-megatron")
+    left_out = clone.run(*part, FAKE_INDEX="megatron-core (0.19.2)")
+    assert left_out.returncode == 0 and "no Megatron-Core beyond 0.19.2: left out (MEGARL_TEST_MEGATRON=" in left_out.stderr
+    assert pytest_calls(clone) == []
+    breaks = clone.run(*part, FAKE_INDEX="megatron-core (0.20.0rc1)", FAKE_PYTEST_FAILS="next-megatron")
+    assert breaks.returncode == 1 and "megatron-core 0.20.0rc1 breaks what failed; 0.19.2 passes" in breaks.stderr
+    assert clone.run(*part, MEGARL_TEST_MEGATRON="0.18.2").returncode == 0
+    taken = [words[-1] for words in clone.calls() if words[:2] == ["pip", ".venv-3.12-next"] and words[-1].startswith("megatron-core==")]
+    assert taken == ["megatron-core==0.20.0rc1", "megatron-core==0.18.2"]
+    assert [call[:3] for call in pytest_calls(clone)] == [[".venv-3.12-next", "--part", "next-megatron"]] * 2
 
 
 @slow
