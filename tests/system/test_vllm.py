@@ -46,7 +46,7 @@ from megarl.weight_sync.manifest import Manifest
 from tests.dist.batches import make_batch
 from tests.dist.key_models import SPECIAL, tokenizer_of_words
 from tests.engines.suite import fetched, requests_of
-from tests.models import VOCABULARY, policy_config
+from tests.models import VOCABULARY, make_tiny, policy_config
 from tests.system.vllm_engines import (
     NEW,
     POLICIES,
@@ -499,6 +499,68 @@ def test_a_mixture_of_experts(local_ray: int, tmp_path: Path, changes: dict[str,
     shared, other = engines(path, "mixture", colocated=True), engines(path, "mixture-apart", colocated=False)
     check_answers(policy, shared, other, tmp_path)
     assert shared.shutdown() and other.shutdown() and policy.shutdown()
+
+
+NO_PREFIXES = {"enable_prefix_caching": False}
+# what vLLM's kernels for CPUs take
+HYBRID = {
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "head_dim": 64,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 9000.0, "partial_rotary_factor": 0.5},
+    "partial_rotary_factor": 0.5,
+}
+
+
+@slow
+def test_a_hybrid(local_ray: int, tmp_path: Path) -> None:
+    """In bfloat16, vLLM's only dtype for gated delta nets on CPUs: log-probabilities are the policy's within its rounding, ten times
+    farther from those of older weights, and to the bit those of a new engine's first refit."""
+    model = make_tiny(tmp_path / "model", "qwen3_next", tied=False, seed=3, layers=4, **HYBRID)
+    tokenizer_of_words(model, [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)])
+    settings = policy_config(model, gbs=8, mbs=2, tp=2, sp=True, multiple=2, precision="bfloat16", lr=0.02) | {
+        "refit_buffer_size_gb": 0.0005
+    }
+    settings["generation"] |= SAMPLING
+    policy = Policy(RayVirtualCluster([2], use_gpus=False, name="hybrid"), settings, None, init_reference_model=False)
+    made: list[VllmGeneration] = []
+
+    def refitted(generation: VllmGeneration) -> tuple[torch.Tensor, torch.Tensor]:
+        refit_policy_generation(policy, generation, colocated_inference=True)
+        policy.prepare_for_lp_inference()
+        return answers_of(policy, generation)
+
+    def engine() -> VllmGeneration:
+        made.append(engines(model, f"hybrid-{len(made)}", colocated=True, changes={"precision": "bfloat16"}, arguments=NO_PREFIXES))
+        made[-1].prepare_refit_info(policy.prepare_refit_info() or {})
+        return made[-1]
+
+    first, stale, fresh = engine(), [], []
+    for step in range(3):
+        if step:
+            policy.prepare_for_training()
+            policy.train(BatchedDataDict(make_batch(8, 13, seed=step)), NLLLoss())
+            policy.prepare_for_lp_inference()
+            answered, of_policy = answers_of(policy, first)
+            stale.append(float((answered - of_policy).abs().mean()))
+        answered, of_policy = refitted(first)
+        fresh.append(float((answered - of_policy).abs().mean()))
+    assert max(fresh) < min(0.05, 0.1 * min(stale)), (fresh, stale)
+    assert torch.equal(refitted(engine())[0], answered)
+    assert all(generation.shutdown() for generation in made) and policy.shutdown()
+
+
+def answers_of(policy: Policy, generation: VllmGeneration) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of seeded answers, of the engine and of the policy."""
+    drawn = generation.generate(BatchedDataDict({**PROMPTS, "sampling_seeds": torch.tensor([11, 2**63 - 1, 5])}))
+    check = BatchedDataDict({"input_ids": drawn["output_ids"], "input_lengths": drawn["unpadded_sequence_lengths"]})
+    positions = torch.arange(drawn["output_ids"].shape[1])
+    mask = (positions >= PROMPTS["input_lengths"][:, None]) & (positions < drawn["unpadded_sequence_lengths"][:, None])
+    return drawn["logprobs"][mask], policy.get_logprobs(check)["logprobs"][mask]
 
 
 TENSOR = {"tensor_parallel_size": 2}

@@ -60,10 +60,11 @@ def engines(
     places: int | list[int] = 1,
     tensor_parallel: int = 1,
     changes: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, Any] | None = None,
     adapter: Any = None,
     **environment: str,
 ) -> VllmGeneration:
-    """With ``changes`` of ``vllm_cfg``, and ``adapter`` of policies that send theirs alone."""
+    """With ``changes`` of ``vllm_cfg``, ``arguments`` for vLLM itself, and ``adapter`` of policies that send theirs alone."""
     settings = {
         "tensor_parallel_size": tensor_parallel,
         "load_format": "dummy",
@@ -85,6 +86,7 @@ def engines(
         "pad_token_id": 0,
         "colocated": {"enabled": colocated},
         "vllm_cfg": settings,
+        **({"vllm_kwargs": dict(arguments)} if arguments else {}),
     }
     cluster = RayVirtualCluster([places] if isinstance(places, int) else places, use_gpus=False, name=name)
     return VllmGeneration(cluster, generation, adapter=adapter)

@@ -215,6 +215,24 @@ def engines_on_a_cpu_are_divided_by_tensors(view: View) -> Iterator[Violation]:
             yield Violation(f"{VLLM}.{key}", view[f"{VLLM}.{key}"], bound, "write 1, or remove the line", candidates)
 
 
+def gated_delta_nets_run_in_an_engine(view: View) -> Iterator[Violation]:
+    """Dtype, widths and caches that vLLM's kernels for gated delta nets have on a CPU. Models of Qwen3.5 import torchvision, with which
+    none was run."""
+    net = view.facts.gated_delta
+    view.require(net is not None and view["cluster.device"] == "cpu" and view.facts.family == "qwen3_next")
+    assert net is not None
+    precision, kwargs = f"{VLLM}.precision", f"{GENERATION}.vllm_kwargs"
+    if view[precision] != "bfloat16":
+        bound = "vLLM 0.32 for CPUs computes gated delta nets in bfloat16 alone"
+        yield Violation(precision, view[precision], bound, "write bfloat16", each_of(precision, ["bfloat16"]))
+    if net.key_width != net.value_width:
+        bound = f"vLLM 0.32 for CPUs takes linear_key_head_dim = {net.key_width} with as wide values alone, and they have {net.value_width}"
+        yield Violation("policy.model_name", view["policy.model_name"], bound, f"write megatron in {GENERATION}.backend")
+    if view[kwargs].get("enable_prefix_caching", True):
+        bound = "states of prompts are kept only where vLLM reads these in pieces, which winds back the seeds of rows on a CPU"
+        yield Violation(kwargs, view[kwargs], bound, "add enable_prefix_caching: false")
+
+
 def experts_divide_over_an_engine(view: View) -> Iterator[Violation]:
     """Experts are divided over all tensor-parallel ranks of an engine or none: vLLM knows only whether they are."""
     key, size = f"{VLLM}.expert_parallel_size", view[f"{VLLM}.expert_parallel_size"]
@@ -288,6 +306,7 @@ RULES: tuple[Rule, ...] = (
     engine_weights_fit,
     engines_are_whole,
     engines_on_a_cpu_are_divided_by_tensors,
+    gated_delta_nets_run_in_an_engine,
     experts_divide_over_an_engine,
     heads_divide_over_an_engine,
     engine_reaches_length,
