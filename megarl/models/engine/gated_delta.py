@@ -242,21 +242,23 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
-        last = weight.shape[1] - 1
-        outputs = inputs[last:] * weight[:, last]
-        for column in range(last):
-            outputs.addcmul_(inputs[column : column + len(outputs)], weight[:, column])
+        *others, own = weight.t().contiguous()
+        outputs = inputs[len(others) :] * own
+        for column, factors in enumerate(others):
+            outputs.addcmul_(inputs[column : column + len(outputs)], factors)
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (inputs, weight), (gradient,) = ctx.saved_tensors, gradients
-        last = weight.shape[1] - 1
-        of_inputs = torch.cat((torch.zeros_like(inputs[:last]), gradient * weight[:, last]))
-        for column in range(last):
-            of_inputs[column : column + len(gradient)].addcmul_(gradient, weight[:, column])
-        columns = [(inputs[column : column + len(gradient)] * gradient).sum(0) for column in range(last + 1)]
+        *others, own = weight.t().contiguous()
+        products = gradient * own
+        of_inputs = F.pad(products, (0, 0, len(others), 0))
+        for column, factors in enumerate(others):
+            of_inputs[column : column + len(gradient)].addcmul_(gradient, factors)
+        # into one memory: on a CPU, new pages cost more than the products
+        columns = [torch.mul(inputs[column : column + len(gradient)], gradient, out=products).sum(0) for column in range(len(others) + 1)]
         return of_inputs, torch.stack(columns, dim=1)
 
 
