@@ -75,7 +75,9 @@ class SequencePackingConfig(TypedDict):
     """Several sequences in one row, at most ``*_mb_tokens`` tokens a micro-batch."""
 
     enabled: Annotated[bool, Key("pack sequences.")]
-    train_mb_tokens: NotRequired[Annotated[int, Key("tokens a micro-batch in training.", AT_LEAST_1)]]
+    train_mb_tokens: NotRequired[
+        Annotated[int, Key("tokens a micro-batch in training; auto: as many as the memory plan has room for.", AT_LEAST_1)]
+    ]
     logprob_mb_tokens: NotRequired[Annotated[int, Key("tokens a micro-batch when log-probabilities are computed.", AT_LEAST_1)]]
     algorithm: NotRequired[
         Annotated[
@@ -89,7 +91,9 @@ class DynamicBatchingConfig(TypedDict):
     """Micro-batches of sequences of like length, at most ``*_mb_tokens`` padded tokens each."""
 
     enabled: Annotated[bool, Key("form micro-batches by length.")]
-    train_mb_tokens: NotRequired[Annotated[int, Key("tokens a micro-batch in training, padding included.", AT_LEAST_1)]]
+    train_mb_tokens: NotRequired[
+        Annotated[int, Key("tokens a micro-batch in training, padding included; or auto, as in packing.", AT_LEAST_1)]
+    ]
     logprob_mb_tokens: NotRequired[Annotated[int, Key("the same when log-probabilities are computed.", AT_LEAST_1)]]
     sequence_length_round: NotRequired[Annotated[int, Key("sequence lengths are rounded up to a multiple of this.", AT_LEAST_1)]]
 

@@ -23,6 +23,7 @@ from megarl.config.proposals import Followers, valid
 from megarl.config.rules import check
 from megarl.config.schema import ABSENT, check_policy, check_run
 from megarl.config.sections import Config, RunConfig
+from megarl.config.token_budget import with_token_budgets
 from megarl.errors import ConfigError, Violation
 
 
@@ -39,6 +40,7 @@ def validate_config(config: Mapping[str, Any], name: str = "run", followers: Cal
     """
     # by null a file or a command line takes a section away that it inherits
     given, foreign = without_foreign_keys({key: value for key, value in config.items() if value is not None or key not in ORDER})
+    given = with_token_budgets(given, lambda changed: validate_config(changed, name, followers))
     completed = complete_run(given, name)
     # Before all else: every later check may touch a path, and one on a dead mount is waited for without end.
     require_answers(dict(places_of(completed)))

@@ -585,15 +585,11 @@ def one_way_of_batching(view: View) -> Iterator[Violation]:
 def token_budgets_given(view: View) -> Iterator[Violation]:
     """A token budget is there where it is used, and holds the longest sequence with its padding; of pairs,
     two of them."""
-    longest, together = view["policy.max_total_sequence_length"], 2 if view.compares_answers else 1
-    _, context, tensor = axis_sizes(view)
-    share = sequence_share(tensor, context, view.get(sequence_parallel_key(view), False))
+    longest, together = view["policy.max_total_sequence_length"], _rows_together(view)
     for section in (PACKING, DYNAMIC):
         if not view.get(f"{section}.enabled", False):
             continue
-        multiple = share
-        if section == DYNAMIC:
-            multiple = math.lcm(share, view["policy.make_sequence_length_divisible_by"])
+        multiple = _multiple(view, section)
         padded_longest = -(-longest // multiple) * multiple
         for key, rows in ((f"{section}.train_mb_tokens", together), (f"{section}.logprob_mb_tokens", 1)):
             budget, needed = view.get(key), rows * padded_longest
@@ -605,6 +601,24 @@ def token_budgets_given(view: View) -> Iterator[Violation]:
                 held = "a sequence" if rows == 1 else "both answers of a pair, each"
                 bound = f"it must hold {held} of policy.max_total_sequence_length = {longest} tokens{padded}"
                 yield Violation(key, budget, bound, "write so many or more", ({key: needed},))
+
+
+def _rows_together(view: View) -> int:
+    return 2 if view.compares_answers else 1
+
+
+def _multiple(view: View, section: str) -> int:
+    """Return what lengths of sequences are padded to multiples of."""
+    _, context, tensor = axis_sizes(view)
+    share = sequence_share(tensor, context, view.get(sequence_parallel_key(view), False))
+    return math.lcm(share, view["policy.make_sequence_length_divisible_by"]) if section == DYNAMIC else share
+
+
+def least_tokens(view: View, section: str) -> int:
+    """Return the smallest ``train_mb_tokens`` of a section: what the longest sequence takes with its padding,
+    or a pair of such."""
+    multiple = _multiple(view, section)
+    return _rows_together(view) * -(-view["policy.max_total_sequence_length"] // multiple) * multiple
 
 
 TRAINED_BATCH_RULES: tuple[Rule, ...] = (samples_fill_global_batches, global_batch_divides)
