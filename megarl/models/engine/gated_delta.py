@@ -159,6 +159,7 @@ def _scan(
         correction = torch.linalg.solve_triangular(triangle, rest, upper=False, unitriangular=True)
         corrections.append(correction)
         state = written @ correction if state is None else torch.baddbmm(next(keeps) * state, written, correction)
+    assert state is not None, "there is no run without a chunk"
     ended.append(state)
     inside = inside.flatten(0, 1)
     outputs = [inside[: heads * fresh] @ corrections.pop(0)] if fresh else []
