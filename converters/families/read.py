@@ -238,7 +238,8 @@ def _completed(hf_config: Any) -> tuple[dict[str, Any], type | None]:
         from transformers import CONFIG_MAPPING, AutoConfig
 
         family = family_of(hf_config.get("model_type"), hf_config.get("architectures"))
-        # config classes of transformers keep what they are given and change it: the caller's config has to stay as its file has it
+        # config classes of transformers keep what they are given and
+        # change it: the caller's config has to stay as its file has it
         options = copy.deepcopy({key: value for key, value in hf_config.items() if key != "model_type"})
         like = config_class_name(family)
         if like is None:
@@ -258,7 +259,8 @@ def _completed(hf_config: Any) -> tuple[dict[str, Any], type | None]:
         family = FAMILIES.get(getattr(hf_config, "model_type", ""))
     text = hf_config.text_config if family is not None and family.sees else hf_config
     config = copy.deepcopy(dict(text.to_dict()))
-    # Attributes that exist only on the class (head_dim set after construction, older rope keys) are not in to_dict of every version.
+    # Attributes that exist only on the class (head_dim set after
+    # construction, older rope keys) are not in to_dict of every version.
     for key in ("head_dim", "rope_theta", "rope_scaling", "rope_parameters", "num_labels"):
         if config.get(key) is None and getattr(text, key, None) is not None:
             config[key] = getattr(text, key)

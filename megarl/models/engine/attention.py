@@ -111,7 +111,8 @@ def varlen_attention(
     asked, keys, values = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     if runs.order is not None:
         keys, values = keys.index_select(0, runs.order), values.index_select(0, runs.order)
-    # at the ends of both a query meets its own key: the kernel aligns a causal mask and a window with the last query and key
+    # at the ends of both a query meets its own key: the kernel
+    # aligns a causal mask and a window with the last query and key
     mixed: torch.Tensor = kernel(
         asked,
         keys,

@@ -272,7 +272,8 @@ class _Decoding:
         ends = [len(prompts)] if self.decoder.one_pass else ends_of_passes([len(prompt) for prompt in prompts])
         found = []
         for start, end in zip([0, *ends], ends, strict=False):
-            # prompts of one length are in one pass, and rows are in the order of lengths: those of a pass are neighbours
+            # prompts of one length are in one pass, and rows are in
+            # the order of lengths: those of a pass are neighbours
             of_pass = prompt_of[(prompt_of >= start) & (prompt_of < end)] - start
             found.append(self._read(forward, prompts[start:end], of_pass, len(prompts[-1])))
         given = [logits for logits in found if logits is not None]

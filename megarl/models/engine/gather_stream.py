@@ -233,7 +233,8 @@ def _one_ahead(arrivals: Iterable[InFlightBucket]) -> Generator[tuple[UnshardPla
             # The next one sets out before this one is waited for: that is the overlap.
             present, coming = coming, next(setting_out, None)
             arrived = present.unshard_plan, present.flats(), present.spare
-            # neither the shards nor, after they were taken, the tensors are kept until the next but one sets out
+            # neither the shards nor, after they were taken, the
+            # tensors are kept until the next but one sets out
             del present
             yield arrived
             del arrived

@@ -303,7 +303,8 @@ def gradient_of_logits(
         place = (logits, targets, shard.start, own, temperature, sums.bounds)
         kernels.write_gradient(gradient, *place, sums.maximum, weights.constant, weights.at_target, weights.slope)
         if overwrite:
-            # autograd sees torch's own writes alone; with this it refuses a second backward pass over what is no longer logits
+            # autograd sees torch's own writes alone; with this it refuses
+            # a second backward pass over what is no longer logits
             torch.autograd.graph.increment_version(logits)
         if further is not None:
             places, here = _own_places(further[0], shard, own)

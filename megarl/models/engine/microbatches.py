@@ -184,7 +184,8 @@ def follow_plan(
         return [MicroBatch(part, True, total) for part, total in zip(parts, totals, strict=True)]
     fitted = [fit_sequences(part, round_up(length, shapes.row_multiple)) for part, length in zip(parts, lengths, strict=True)]
     if shapes.equal and len({part["input_ids"].shape for part in fitted}) > 1:
-        # rectangles of different shapes: as packed rows of one length, that of the longest of them without its padding
+        # rectangles of different shapes: as packed rows of one
+        # length, that of the longest of them without its padding
         total = max(packed_length(part, shapes) for part in fitted)
         return [MicroBatch(part, True, total) for part in fitted]
     return [MicroBatch(part, False, part["input_ids"].shape[1]) for part in fitted]

@@ -44,7 +44,8 @@ def _largest_keys(logits: torch.Tensor, shard: VocabularyShard, count: int) -> t
         return keys
     ids = _IDS - torch.arange(shard.start, shard.start + own, device=logits.device)
     for rows, values in scaled_chunks(logits, own, 1.0):
-        # minus zero becomes zero; the bits of floats order as integers do, those of negative ones the other way round
+        # minus zero becomes zero; the bits of floats order as
+        # integers do, those of negative ones the other way round
         bits = (values + 0.0).view(torch.int32).long()
         ordered = torch.where(bits < 0, -(2**31) - 1 - bits, bits)
         keys[rows, :here] = (ordered * 2**32 + ids).topk(here, dim=1).values

@@ -560,7 +560,8 @@ class EngineWorker(ReceivingWorker, ABC):
             self._handing.give_up()
             raise
         if self._handing is not self._sender:
-            # the slices of ranks may differ by an index, and so the room for the largest; only whole weights lie alike on all ranks
+            # the slices of ranks may differ by an index, and so the room
+            # for the largest; only whole weights lie alike on all ranks
             room = max(room, self._handing.manifest.largest[1])
         self._handing.hand_over(session, ticket, most=room if most is None else min(room, most))
 
@@ -572,7 +573,8 @@ class EngineWorker(ReceivingWorker, ABC):
             room = self._begin_with(self._handing)
         except Exception as error:
             failure = error
-        # one group is laid out alike on all ranks, whose devices may have more or less room; none begins where one cannot
+        # one group is laid out alike on all ranks, whose devices
+        # may have more or less room; none begins where one cannot
         least = torch.tensor([room], device=self.runtime.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         if int(least) < 0:
@@ -596,7 +598,8 @@ class EngineWorker(ReceivingWorker, ABC):
         self._require("init_collective")
         manifest, stages, groups = self._sender.manifest, self._who_sends(), self.backend.groups
         self._leave_collective()
-        # first of all the port: who looked for rank 0 at one that is another's could come into another run's rendezvous
+        # first of all the port: who looked for rank 0 at one that
+        # is another's could come into another run's rendezvous
         with on_first_rank(RefitError) as first:
             rendezvous = Rendezvous(ip, port, keeps=True) if first else None
         with on_first_rank(RefitError):
