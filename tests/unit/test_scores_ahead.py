@@ -19,8 +19,7 @@ from megarl.rollout import collector as collectors
 from megarl.rollout.collector import Rollouts
 from megarl.rollout.environments import NamedEnvironments
 from megarl.rollout.samples import sampling_seeds
-from megarl.rollout.scores_ahead import ScoresAhead
-from megarl.rollout.single_turn import SingleTurn
+from megarl.rollout.single_turn import ScoresAhead, SingleTurn
 from tests.templates import tokenizer_of
 from tests.unit.scripted import ScriptedEngine, ScriptedStream, collector_of
 
