@@ -107,7 +107,7 @@ def test_dry_run_shows_resolved_config_ranks_batches_and_memory(config_file: Pat
     assert resolved["policy"]["megatron_cfg"]["optimizer"]["lr"] == 3e-5
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if line.startswith("│")]
     assert [row for row in rows if row[0] == "7"] == [["7", "1", "0", "0", "1", "1", "1"]]
-    assert ["samples", "15 prompts x 4 answers", "60"] in rows
+    assert ["samples", "15 prompts x 4 responses", "60"] in rows
     assert ["micro-batches a rank", "10 samples / 5", "2"] in rows
     assert ["tokens a step", "60 x 700 tokens at most", "42,000"] in rows
     # Half of the layers and half of the vocabulary on a tensor rank of a stage: 14 layers, tied embedding copied to the last stage.
