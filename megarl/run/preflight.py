@@ -293,6 +293,10 @@ def _is_ours(process: psutil.Process) -> bool:
     return uids is not None and uids.real == os.getuid()
 
 
+_TOKENIZER_WORDS = ("token", "vocab", "merges", "spiece", "sentencepiece", "spm", "bpe", "dict.txt")
+"""Each file that a tokenizer of transformers is read from has one of these in its name."""
+
+
 def unreachable_models(config: RunConfig) -> Iterator[Violation]:
     """Yield models and tokenizers of the hub that are not on this disk while the hub does not give them; one look each, all at once."""
     names: dict[str, str] = {}
@@ -308,6 +312,15 @@ def unreachable_models(config: RunConfig) -> Iterator[Violation]:
         if look.fault is not None:
             fix = "correct the name, give a directory of a model, or download it where there is a network (its cache is taken)"
             yield Violation(look.key, look.model, look.fault, fix)
+
+
+def missing_tokenizer(config: RunConfig) -> Iterator[Violation]:
+    """Yield a directory in which there is no tokenizer: transformers would make one of it that knows no token."""
+    name = config[POLICY]["tokenizer"]["name"]
+    directory = Path(name).expanduser()
+    if directory.is_dir() and not any(word in file.name for file in directory.iterdir() for word in _TOKENIZER_WORDS):
+        fix = "copy the tokenizer's files there, or give the model that has them, by name or directory"
+        yield Violation(f"{POLICY}.tokenizer.name", name, "the directory holds no file of a tokenizer", fix)
 
 
 def _is_of_hub(name: str) -> bool:
@@ -380,6 +393,7 @@ CHECKS_OF_EVALUATION: tuple[Check, ...] = (
     dead_cluster,
     low_limits,
     unreachable_models,
+    missing_tokenizer,
     unusable_rewards,
     missing_data,
 )

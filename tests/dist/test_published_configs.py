@@ -32,7 +32,7 @@ def changed(directory: Path, **changes: Any) -> Path:
 
 
 def policy(directory: Path, **megatron: Any) -> dict[str, Any]:
-    return {"model_name": str(directory), "trust_remote_code": False, "megatron_cfg": {"enabled": True, **megatron}}
+    return {"model_name": str(directory), "trust_remote_code": False, "merged_adapter": None, "megatron_cfg": {"enabled": True, **megatron}}
 
 
 def test_ignored_config_keys(pool: WorkerPool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

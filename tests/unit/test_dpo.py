@@ -240,4 +240,4 @@ def test_batches_are_planned_in_rows_and_written_in_pairs(tmp_path: Path, model:
     assert plan.tokens_per_micro_batch == 2 * config["policy"]["max_total_sequence_length"]
     console = Console(file=io.StringIO(), width=100)
     print_report(config, None, console)
-    assert "3 pairs x 2 answers" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "3 pairs x 2 responses" in console.file.getvalue()  # type: ignore[attr-defined]

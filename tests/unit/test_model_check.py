@@ -109,9 +109,15 @@ def test_a_dry_run_refuses_a_wrong_model(tmp_path: Path, capsys: pytest.CaptureF
     model = make_tiny(tmp_path / "model", "qwen2", tied=False, max_position_embeddings=4096)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw_grpo()))
     changes = ["policy.generation.stop_token_ids=null", "policy.megatron_cfg.pipeline_model_parallel_size=1"]
-    arguments = ["train", str(tmp_path / "run.yaml"), f"policy.model_name={model}", *changes, "--dry-run"]
-    assert main(arguments) == 0, capsys.readouterr().err
-    assert "peak" in capsys.readouterr().out
+    names = [f"policy.model_name={model}", f"policy.tokenizer.name={model}"]
+    arguments = ["train", str(tmp_path / "run.yaml"), *names, *changes, "--dry-run"]
+    assert main(arguments) == 0
+    # lines are broken wherever they get too long
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "peak" in shown and "the directory holds no file of a tokenizer" in shown
+    (model / "tokenizer.json").write_text("{}")
+    assert main(arguments) == 0
+    assert "of a tokenizer" not in " ".join(capsys.readouterr().out.split())
     without_a_tensor(model)
     assert main(arguments) == 2
     shown = capsys.readouterr()

@@ -147,5 +147,5 @@ def test_a_model_is_judged_alike_with_and_without_transformers(
     for name in JUDGED if backend == "megatron" else DENSE:
         save_tiny(tmp_path / name, name)
         FAULTS[fault](tmp_path / name)
-        policy = {"model_name": str(tmp_path / name), "trust_remote_code": False, **BACKENDS[backend]}
+        policy = {"model_name": str(tmp_path / name), "trust_remote_code": False, "merged_adapter": None, **BACKENDS[backend]}
         assert verdict(monkeypatch, policy, plain=True) == verdict(monkeypatch, policy, plain=False), name

@@ -96,7 +96,7 @@ def test_a_tower_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     del tensors["model.visual.blocks.1.attn.qkv.bias"]
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConversionError, match=r"missing: model\.visual\.blocks\.1\.attn\.qkv\.bias \[72\]"):
-        check_model({"model_name": str(model), "trust_remote_code": False, "megatron_cfg": {"enabled": True}})
+        check_model({"model_name": str(model), "trust_remote_code": False, "merged_adapter": None, "megatron_cfg": {"enabled": True}})
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3", "llama4", "qwen3_omni_moe"])
@@ -115,7 +115,7 @@ def test_torch_backends_refuse_models_that_also_see(tmp_path: Path, tensor_paral
     settings = {"enabled": True, "tensor_parallel_size": 2, "sequence_parallel": False, "custom_parallel_plan": None}
     backend = {"dtensor_cfg": settings} if tensor_parallel else {}
     with pytest.raises(ModelError, match=r"a qwen2_5_vl model also sees or hears.*megatron_cfg.enabled to true.*qwen3_5"):
-        check_model({"model_name": str(tmp_path), "trust_remote_code": False, **backend})
+        check_model({"model_name": str(tmp_path), "trust_remote_code": False, "merged_adapter": None, **backend})
 
 
 def test_a_dry_run_takes_such_a_model_and_names_the_backends_that_do_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

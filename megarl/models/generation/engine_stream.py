@@ -68,7 +68,7 @@ class EngineStream:
         gathers: bool = False,
     ) -> None:
         self._group, self._check, self._pad = group, check, pad_token_id
-        self._options = {**options, "gathers": gathers}
+        self._options = {**options, **({"gathers": True} if gathers else {})}
         self._turn_seconds = GATHER_SECONDS if gathers else TURN_SECONDS
         self._new: list[dict[int, Request]] = [{} for _ in range(group.engines)]
         self._open: list[set[int]] = [set() for _ in range(group.engines)]
