@@ -22,7 +22,7 @@ TURN_SECONDS = 0.05
 """That an engine works before it asks for further requests, where nothing is completed earlier."""
 
 GATHER_SECONDS = 0.5
-"""That an engine works before it tells what is completed, where nothing follows on that: between two calls it stands still for a few ms."""
+"""Time between fetches of completions that no request follows. An engine is idle for a few ms between calls."""
 
 _PATIENCE_SECONDS = 5.0
 """After which a call that has not come back is waited for alone, by its deadline."""
