@@ -319,8 +319,8 @@ def missing_tokenizer(config: RunConfig) -> Iterator[Violation]:
     name = config[POLICY]["tokenizer"]["name"]
     directory = Path(name).expanduser()
     if directory.is_dir() and not any(word in file.name for file in directory.iterdir() for word in _TOKENIZER_WORDS):
-        fix = "copy the tokenizer's files there, or give the model that has them, by name or directory"
-        yield Violation(f"{POLICY}.tokenizer.name", name, "the directory holds no file of a tokenizer", fix)
+        fix = "copy the tokenizer's files there, or set policy.tokenizer.name to a model that has them"
+        yield Violation(f"{POLICY}.tokenizer.name", name, "there is no tokenizer in that directory", fix)
 
 
 def _is_of_hub(name: str) -> bool:
